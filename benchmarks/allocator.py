@@ -46,14 +46,7 @@ SMALL_IMAGES, FEW_GIB = "resnet34d 32", 2.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a user has set the allocator up.
-
-    Attributes:
-        text: ``PYTORCH_CUDA_ALLOC_CONF``.
-        device: Where the training is.
-        bounded: What bounds it: ``"budget"`` is the argument, ``"fraction"`` one that was set before, ``"others"``
-            memory that is taken outside of PyTorch's allocator.
-    """
+    """How a user has set the allocator up."""
 
     text: str = ""
     device: str = "cuda:0"
@@ -140,30 +133,22 @@ def take_as_others(size: int) -> ctypes.c_void_p:
 
 
 def _cuda() -> Any:
-    """CUDA's runtime as this process has it."""
     here = ctypes.CDLL(None)
     return here if hasattr(here, "cudaMalloc") else ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
 
 
 def _cells(models: Sequence[str], gibs: Sequence[float]) -> list[tuple[str, float]]:
-    """Pair models and budgets; without cuDNN, convolutions are launched sample by sample: few small images then."""
     few = [] if torch.backends.cudnn.enabled else [SMALL_IMAGES]
     return [(model, gib) for gib in gibs for model in models if model not in few or gib <= FEW_GIB]
 
 
 def measured_apart(text: str, *arguments: str) -> list[dict[str, Any]]:
-    """Measure cells under a setting of the allocator in a process of its own, started as this one was.
-
-    What it wrote counts, not how it ended: a thread of autograd that lets go of its last task while the interpreter
-    ends aborts the process (torch 2.15 under Python 3.11: ``ThreadLocalState`` holds a Python object).
-
-    Raises:
-        RuntimeError: If it wrote nothing.
-    """
+    """Measure cells under a setting of the allocator in a process of its own, started as this one was."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cells.json"
         environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": text}
         done = subprocess.run([*sys.orig_argv, *arguments, "--record", str(path)], env=environment, check=False)
+        # What it wrote counts: a thread of autograd that lets go of its last task while the interpreter ends aborts it.
         if not path.exists():
             raise RuntimeError(f"{text or 'no settings'}: the process ended with {done.returncode} and no cell.")
         cells: list[dict[str, Any]] = json.loads(path.read_text())
@@ -171,7 +156,6 @@ def measured_apart(text: str, *arguments: str) -> list[dict[str, Any]]:
 
 
 def targets(settings: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Target]:
-    """Judge all cells of all settings."""
     cells = [cell for each in settings.values() for cell in each]
     least = min((cell["found"] / cell["limit"] for cell in cells), default=0.0)
     steps = [cell["steps"] for cell in cells] or [0]
@@ -186,7 +170,6 @@ def targets(settings: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Target]
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """A row for each setting."""
     table = empty_table(("setting",), ("cells", "found ÷ limit", "least", "steps", "most", "OOMs, most"))
     for name, cells in record["settings"].items():
         shares, steps = [cell["found"] / cell["limit"] for cell in cells], [cell["steps"] for cell in cells]
@@ -198,7 +181,6 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed, 2 without a CUDA device."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.allocator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

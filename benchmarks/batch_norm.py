@@ -39,13 +39,7 @@ RATES = {"constant": "constant learning rate", "cosine": "learning rate that fal
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A trained network on the held-out digits.
-
-    Attributes:
-        loss: Its mean loss.
-        accuracy: Share that it gets right.
-        statistics: Relative distance of the running statistics to those of the whole training set.
-    """
+    """A trained network on the held-out digits."""
 
     loss: float
     accuracy: float
@@ -53,11 +47,7 @@ class Evaluated:
 
 
 class Digits(pl.LightningModule):
-    """Two convolutions with BatchNorm.
-
-    Args:
-        schedule: How the learning rate goes.
-    """
+    """Two convolutions with BatchNorm."""
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__()
@@ -74,12 +64,10 @@ class Digits(pl.LightningModule):
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Mean loss of a micro-batch."""
         images, labels = batch
         return nn.functional.cross_entropy(self.net(images), labels)
 
     def configure_optimizers(self) -> Any:
-        """SGD with momentum, and the schedule by optimizer step."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         if self.schedule == "constant":
             return optimizer
@@ -158,7 +146,6 @@ def _legend(epochs: int, seeds: int) -> str:
 
 
 def table(groups: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Rows as they are shown."""
     shown = empty_table(("effective batch of 64 as",), ("loss", "accuracy", "statistics", "gain"))
     for schedule, programs in groups.items():
         shown.add_row(f"{RATES[schedule]}")
@@ -178,7 +165,6 @@ def _gain(plain: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, flo
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
     return as_text(table(record["groups"]), _legend(record["epochs"], len(record["seeds"])))
 
 

@@ -15,23 +15,7 @@ HALF_TARGETS = {"bf16-mixed": 2e-2, "16-mixed": 2e-3, "bf16-true": 1e-2}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row. The last window of the epoch is measured, over all ranks.
-
-    Attributes:
-        name: As the table shows it.
-        samples: Samples of the epoch.
-        effective: Samples of a full window.
-        micro: Most samples of a micro-batch.
-        factor: Micro-batches of a full window on one rank.
-        task: Key of ``tasks.TASKS``.
-        precision: ``"true"`` is run in fp64 and in fp32, the others as they are.
-        optimizer: Which one takes the steps.
-        clip: Largest norm of the gradient; ``None`` does not clip.
-        skip: Micro-batches for which ``training_step`` returns ``None``.
-        ranks: Data-parallel ranks.
-        fp32_target: Largest error of ours in fp32; ``None`` where the whole batch itself does not keep it.
-        targeted: False where no stack that accumulates can be exact.
-    """
+    """One row. The last window of the epoch is measured, over all ranks."""
 
     name: str
     samples: int = 128
@@ -48,7 +32,6 @@ class Case:
     targeted: bool = True
 
     def windows(self) -> list[list[int]]:
-        """Samples of each window, without those of skipped micro-batches."""
         skipped = {index for k in self.skip for index in range(k * self.micro, (k + 1) * self.micro)}
         starts = range(0, self.samples, self.effective)
         return [

@@ -73,7 +73,6 @@ def table(record: Mapping[str, Any]) -> Table:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
     columns = record["columns"].values()
     faults, kills = (sum(sum(one[kind].values()) for one in columns) for kind in ("faults", "kills"))
     runs, broken = sum(one["runs"] for one in columns), record["broken"]

@@ -11,14 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-QUESTIONS = (
-    ("--version",),
-    ("--help",),
-    ("--cfg", "job"),
-    ("trainer.max_epoch=3",),
-    ("model=nope",),
-    ("seed=abc",),
-)
+QUESTIONS = (("--version",), ("--help",), ("--cfg", "job"), ("trainer.max_epoch=3",), ("model=nope",), ("seed=abc",))
 RUNS = 3
 
 
@@ -32,7 +25,6 @@ def cost(arguments: tuple[str, ...], folder: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print the table."""
     print(f"{'lightning-ga':24} {'CPU s':>6} {'MiB':>6}")
     with tempfile.TemporaryDirectory() as folder:
         for arguments in QUESTIONS:

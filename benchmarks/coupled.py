@@ -75,7 +75,6 @@ class Towers(nn.Module):
         self.to(dtype)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return those of the encoders, and that of the temperature."""
         encoders = [*self.one.parameters(), *self.other.parameters()]
         return torch.cat([p.grad.flatten() for p in encoders if p.grad is not None]), _gradient(self.temperature)
 
@@ -215,7 +214,6 @@ def ratios(loss: Loss, rounds: int) -> dict[str, float]:
 
 
 def measured(rounds: int) -> dict[str, Any]:
-    """Run everything."""
     groups: dict[str, Any] = {}
     for name, loss in LOSSES.items():
         times, rows = ratios(loss, rounds), {}
@@ -244,7 +242,6 @@ def missed(groups: Mapping[str, Any]) -> list[str]:
 
 
 def table(groups: Mapping[str, Any]) -> Table:
-    """Rows as they are shown."""
     shown = empty_table(("loss", "program"), ("fp64", "temp.", "fp32", "MiB", "÷ least", "time"))
     for name, group in groups.items():
         for number, (program, row) in enumerate(group["rows"].items()):
@@ -256,7 +253,6 @@ def table(groups: Mapping[str, Any]) -> Table:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
     legend = (
         f"Two convolutional encoders, batch {BATCH} in chunks of {CHUNK}.\n"
         "Relative errors to the whole batch in fp64: of the encoders' gradients in fp64\n"
@@ -270,7 +266,6 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coupled", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each loss (default: 15)")
     settings = parser.parse_args(arguments)

@@ -42,11 +42,7 @@ PROGRAMS = (STOCK, "again", OURS)
 Bout = Mapping[str, Mapping[str, Sequence[float]]]  # seconds of windows, by program and clock
 RANKS, FACTORS = (2, 4), (1, 4)
 # As it returns memory to the system or not, by chance, a window of either program takes 500 page faults more or less.
-KEEPS_MEMORY = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
-}
+KEEPS_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 class Layers(pl.LightningModule):
@@ -57,11 +53,9 @@ class Layers(pl.LightningModule):
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Mean square of the output."""
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD: the cheapest step."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
@@ -92,11 +86,7 @@ def of_all_ranks(factor: int, windows: int) -> list[list[Bout]]:
 
 
 def measure(ranks: int, factor: int, windows: int) -> list[Bout]:
-    """Seconds of every window of each program: of all ranks together, and on the processor, summed over ranks.
-
-    Raises:
-        RuntimeError: If a rank fails; with the end of what it printed.
-    """
+    """Seconds of every window of each program: of all ranks together, and on the processor, summed over ranks."""
     given = "--on-rank", factor, windows
     return joined(run_on_ranks(ranks, "benchmarks.exchange", *given, env=KEEPS_MEMORY))
 
@@ -143,7 +133,6 @@ def rounds_of(ranks: int, factor: int, windows: int) -> int:
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> Table:
-    """Cells as they are shown."""
     shown = empty_table((), ("ranks", "factor", "stock, ms", "stock again", "AutoAccumulate", "processor"))
     for cell in cells:
         ratios = [_with_interval(cell, key) for key in ("again", "ours", "ours_cpu")]
@@ -158,7 +147,6 @@ def _with_interval(cell: Mapping[str, Any], key: str) -> str:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
     windows = [cell["windows"] for cell in record["cells"]]
     return as_text(
         table(record["cells"]),
@@ -171,7 +159,6 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__)
     parser.add_argument(
         "--windows", type=int, default=36, help="windows of each program, more of short ones (default: 36)"

@@ -30,13 +30,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What must hold of ours.
-
-    Attributes:
-        what: The quantity.
-        value: As measured; the worst of all draws.
-        limit: The most it may be.
-    """
+    """What must hold of ours."""
 
     what: str
     value: float
@@ -44,7 +38,6 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Whether it holds; NaN does not."""
         return self.value <= self.limit
 
 
@@ -69,7 +62,6 @@ def targets(case: Case, measured: Measured) -> Iterator[Target]:
 
 
 def row(case: Case, measured: Measured) -> dict[str, Any]:
-    """What the JSON keeps of one case."""
     held = list(targets(case, measured))
     return {
         "case": asdict(case),
@@ -83,7 +75,6 @@ def row(case: Case, measured: Measured) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Rows as they are shown."""
     shown = empty_table(("window",), COLUMNS.values())
     shown.add_column("met")
     for one in rows:
@@ -93,12 +84,10 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
     return as_text(table(record["rows"]), LEGEND.format(draws=record["draws"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=__doc__)
     parser.add_argument("--draws", type=int, default=10, help="draws of data and weights for each row (default: 10)")
     draws = parser.parse_args(arguments).draws

@@ -104,7 +104,6 @@ def extras(records: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Tables and legend of the cells."""
     records = record["cells"]
     parts = [as_text(table) for table in (summary(records), against_binsearch(records), extras(records))]
     parts.append(
@@ -152,13 +151,7 @@ def fit_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is measured piece by piece.
-
-    Attributes:
-        pieces: Each measures one record.
-        targets: Judges the records.
-        text: Shows a stage's record.
-    """
+    """What is measured piece by piece."""
 
     pieces: list[Callable[[], dict[str, Any]]]
     targets: Callable[[Sequence[Mapping[str, Any]]], list[Target]]
@@ -250,7 +243,6 @@ def show(name: str, stage: Stage, record: Mapping[str, Any]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed, 2 without a CUDA device."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

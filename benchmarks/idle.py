@@ -50,13 +50,7 @@ PROGRAMS = (STOCK, AGAIN, EMPTY, *MODES)
 
 
 class Layers(pl.LightningModule):
-    """A chain of layers that take next to no time.
-
-    Args:
-        modules: How many layers.
-        batch_norm: Whether every second one is BatchNorm.
-        adam: Whether AdamW trains it, which keeps a state of each weight; otherwise SGD, the cheapest step.
-    """
+    """A chain of layers that take next to no time."""
 
     def __init__(self, modules: int, *, batch_norm: bool, adam: bool) -> None:
         super().__init__()
@@ -65,11 +59,9 @@ class Layers(pl.LightningModule):
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) if i % 2 == 0 else other() for i in range(modules)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Mean square of the output."""
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW or SGD."""
         return torch.optim.AdamW(self.parameters()) if self.adam else torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
@@ -114,7 +106,6 @@ def bout(modules: int, kind: str, *, windows: int, order: Sequence[str]) -> dict
 
 
 def _batches(name: str) -> int:
-    """Batches of the loop that make up a window."""
     return 1 if name == "step mode" else FACTOR
 
 
@@ -151,7 +142,6 @@ def _added(bouts: Sequence[Mapping[str, Sequence[float]]], name: str, beside: st
 
 
 def table(cells: Sequence[dict[str, Any]]) -> Table:
-    """Cells as they are shown."""
     columns = ("stock", "again", "empty", "raise", "loader", "step", "surv.", "most")
     shown = empty_table(("n", "modules"), columns)
     for cell in cells:
@@ -170,7 +160,6 @@ def table(cells: Sequence[dict[str, Any]]) -> Table:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
     return as_text(
         table(record["cells"]),
         f"Processor time per micro-batch in µs on n ranks: stock Lightning's, and what is added to it by stock "
@@ -207,7 +196,6 @@ def measure(ranks: int, modules: int, kind: str, *, bouts: int, windows: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description=__doc__)
     parser.add_argument("--bouts", type=int, default=5, help="bouts of fresh models (default: 5)")
     parser.add_argument("--windows", type=int, default=40, help="windows of each program a bout (default: 40)")

@@ -17,18 +17,12 @@ Run = Callable[[int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Relative errors to the whole batch in fp64.
-
-    Attributes:
-        errors: One number a draw, for every program that could do the case.
-        reasons: Why the others could not.
-    """
+    """Relative errors to the whole batch in fp64."""
 
     errors: dict[str, list[float]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
     def worst(self, program: str) -> float | None:
-        """Largest error over all draws."""
         return max(self.errors[program]) if program in self.errors else None
 
 

@@ -1,4 +1,8 @@
-"""How a benchmark shows what it measured: a table of 80 columns, and JSON with every number."""
+"""How a benchmark shows what it measured: a table of 80 columns, and JSON with every number.
+
+Of each, ``text`` makes table and legend of such a record, and ``main`` measures, shows and writes; it returns 1 if a
+target is missed, and 2 where a CUDA device is needed and missing.
+"""
 
 import io
 import json

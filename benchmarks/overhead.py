@@ -50,12 +50,10 @@ class Images(pl.LightningModule):
         self.net = tiny() if name == TINY else timm.create_model(name, num_classes=10)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Mean loss of a micro-batch."""
         images, labels = batch
         return torch.nn.functional.cross_entropy(self.net(images), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD: the cheapest step."""
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
@@ -146,7 +144,6 @@ def summarize(bouts: Sequence[dict[str, dict[str, list[float]]]], parts: Mapping
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Rows as they are shown."""
     shown = empty_table(("÷ Lightning",), ("wall clock (95 %)", "processor (95 %)", "parts", "target", "met"))
     for row in rows:
         met = {True: "yes", False: "NO", None: "–"}[row["met"]]
@@ -164,7 +161,6 @@ def _with_interval(row: dict[str, Any], clock: str) -> str:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
     factor, micro, pairs = record["factor"], record["micro_batch"], record["rows"][0]["pairs"]
     window, scaling = record["window_seconds"], 1e3 * record["scaling_seconds"]
     added = 1e6 * record["added_seconds"]["ours, equal weights"] / factor
@@ -179,7 +175,6 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument("--bouts", type=int, default=9, help="bouts of fresh models (default: 9)")
     parser.add_argument("--rounds", type=int, default=10, help="windows of each program a bout (default: 10)")

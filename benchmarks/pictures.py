@@ -71,12 +71,10 @@ class Observed(pl.LightningModule):
         self.net = nn.Sequential(*layers, nn.Linear(256, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Mean square of the output."""
         self.seen[0].attempts.append((len(self.seen[0].live), len(batch[0])))
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD, which has no state."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
@@ -91,7 +89,6 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
         self.failed: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look."""
         try:
             return func(*args, **(kwargs or {}))
         except torch.OutOfMemoryError:
@@ -101,7 +98,6 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
             self.live.append(self.live_bytes())
 
     def parts(self) -> list[dict[str, Any]]:
-        """The attempts: their samples, whether memory ran out, and the live bytes until then."""
         parts = []
         for (start, samples), end in zip(self.attempts, [*(at for at, _ in self.attempts[1:]), len(self.live)]):
             failed = [at for at in self.failed if start <= at < end]
@@ -232,7 +228,6 @@ def draw(record: Mapping[str, Any], folder: Path = FOLDER) -> None:
 
 
 def main() -> int:
-    """Measure, unless told not to, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drawn-only", action="store_true", help="draw what was measured before")
     if not parser.parse_args().drawn_only:

@@ -87,7 +87,6 @@ def row(case: Case) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Rows as they are shown."""
     shown = empty_table(("training step",), ("samples", "peak, MB", "error", "limit", "estimate"))
     for one in rows:
         last, limit = one["peaks"][-1], one["limit"]
@@ -119,7 +118,6 @@ that keeps what CPU operators keep."""
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Tables and legends of a record."""
     measured = as_text(table(record["rows"]), LEGEND)
     return f"{measured}\n\n{as_text(forward_table(record['forward']), FORWARD_LEGEND)}"
 

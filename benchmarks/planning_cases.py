@@ -107,16 +107,7 @@ sgd = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row.
-
-    Attributes:
-        name: As the table shows it.
-        net: Makes the network.
-        data: Makes the samples.
-        loss: Loss of the module and a batch.
-        optimizer: Takes the parameters.
-        settings: Arguments of the Trainer, made anew for each.
-    """
+    """One row."""
 
     name: str
     net: Callable[[], nn.Module]

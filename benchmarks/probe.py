@@ -28,11 +28,7 @@ THREADS = 2
 
 
 def quiet() -> None:
-    """As many threads as the targets are about; no advice from the trainers; quick collections for all.
-
-    A ``gc.collect()`` takes half a second in a process that has loaded all this. Peers collect in every
-    trial: without what is frozen here it costs them next to nothing.
-    """
+    """As many threads as the targets are about; no advice from the trainers; quick collections for all."""
     torch.set_num_threads(THREADS)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -51,7 +47,6 @@ def run(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Tables and legend of a record."""
     cells: Cells = record["cells"]
     cost = record["emulation"]
     peers = ", ".join(f"{name} {version or 'n/a'}" for name, version in record["peers"].items())
@@ -75,7 +70,6 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one small budget of every model; writes nothing")
     settings = parser.parse_args(arguments)

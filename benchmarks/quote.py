@@ -56,7 +56,6 @@ def quoted(page: str) -> str:
 
 
 def main() -> int:
-    """Rewrite the pages."""
     for page in PAGES:
         page.write_text(quoted(page.read_text()))
     return 0

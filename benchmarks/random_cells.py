@@ -49,17 +49,7 @@ TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class RandomCell:
-    """What was drawn, and from which number its model is drawn again.
-
-    Attributes:
-        number: Where the drawing began.
-        model: The model's name.
-        precision: As Lightning calls it.
-        optimizer: One of ``OPTIMIZERS``.
-        clipped: Whether gradients are clipped by their norm.
-        gib: Budget in GiB.
-        setting: How the allocator is set up.
-    """
+    """What was drawn, and from which number its model is drawn again."""
 
     number: int
     model: str
@@ -111,7 +101,6 @@ class RandomTraining(Training):
             self.scaler.update()
 
     def loss(self, size: int) -> Tensor:
-        """Mean loss of a new batch, in the cell's precision."""
         index = torch.arange(size, device=self.samples[0].device) % POOL
         dtype = torch.bfloat16 if self.cell.precision == "bf16-mixed" else torch.float16
         with nullcontext() if self.cell.precision == "32" else torch.autocast("cuda", dtype):
@@ -130,7 +119,6 @@ def _optimizer(name: str, net: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """A row for each family of models."""
     families: dict[str, list[Mapping[str, Any]]] = {}
     for cell in record["cells"]:
         families.setdefault(cell["model"].split()[0], []).append(cell)
@@ -143,7 +131,6 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed, 2 without a CUDA device."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.random_cells",
         description=__doc__,

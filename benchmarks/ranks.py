@@ -10,11 +10,7 @@ from benchmarks.torchrun import run_on_ranks, write_as_first_rank
 
 
 def measure_on_ranks(case: Case, draws: int) -> Measured:
-    """Run this file on as many ranks as the case asks for.
-
-    Raises:
-        RuntimeError: If a rank fails; with the end of what it printed.
-    """
+    """Run this file on as many ranks as the case asks for."""
     return Measured(**run_on_ranks(case.ranks, "benchmarks.ranks", case.name, draws))
 
 

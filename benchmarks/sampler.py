@@ -139,11 +139,7 @@ def cell(name: str, size: int) -> dict[str, Any]:
 
 
 def in_fresh_process(command: Sequence[str]) -> dict[str, Any]:
-    """What a program printed as JSON.
-
-    Raises:
-        RuntimeError: If it fails; with the end of what it printed.
-    """
+    """What a program printed as JSON."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}. {done.stderr[-3000:]}")
@@ -152,7 +148,6 @@ def in_fresh_process(command: Sequence[str]) -> dict[str, Any]:
 
 
 def table(cells: Sequence[dict[str, Any]]) -> Table:
-    """Cells as they are shown."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("samples", justify="right", no_wrap=True)
     shown.add_column("sampler", no_wrap=True)
@@ -169,7 +164,6 @@ def table(cells: Sequence[dict[str, Any]]) -> Table:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
     legend = (
         "first: until the first micro-batch; next: each of those that follow; peak, held:\n"
         "what the process grows by at most, and in the end; –: not run, needs too much.\n"
@@ -192,7 +186,6 @@ def seconds(value: float) -> str:
 
 
 def missed(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What does not hold of ours."""
     for one in cells:
         if one["sampler"] == "AutoAccumulate" and one["samples"] == TARGET_SIZE:
             if one["first_seconds"] > TARGET_SECONDS:
@@ -202,7 +195,6 @@ def missed(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sampler", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

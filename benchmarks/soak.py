@@ -40,7 +40,6 @@ def soak_targets(record: dict[str, Any]) -> list[Target]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, tell, write; 1 if a target is missed, 2 without a CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--gib", type=float, default=GIB, help="memory that it may take")

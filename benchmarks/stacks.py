@@ -36,7 +36,6 @@ class Recording:
     param_groups: list[dict[str, Any]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, note the gradients, take the step."""
         loss = None if closure is None else closure()
         self.seen.append(_flat(p.grad for p in self._parameters()))
         super().step()  # type: ignore[misc]
@@ -44,7 +43,6 @@ class Recording:
 
     @property
     def seen(self) -> list[Tensor]:
-        """The gradient of each step, in fp64."""
         seen: list[Tensor] = self.__dict__.setdefault("_seen", [])
         return seen
 
@@ -62,7 +60,6 @@ class RecordingUpdates(Recording):
     """The same for an optimizer that evaluates the closure many times: notes what every step changed."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the step and note the update."""
         before = _flat(p.detach() for p in self._parameters())
         loss = super(Recording, self).step(closure)  # type: ignore[misc]
         self.seen.append(_flat(p.detach() for p in self._parameters()) - before)
@@ -129,11 +126,9 @@ class Module(pl.LightningModule):
         self.net = TASKS[case.task].network(seed, dtype)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        """Mean loss of a micro-batch."""
         return None if batch_idx in self.case.skip else TASKS[self.case.task].loss(self.net, batch)
 
     def configure_optimizers(self) -> Optimizer:
-        """The recording one."""
         optimizer: Optimizer = OPTIMIZERS[self.case.optimizer](list(self.net.parameters()))
         return optimizer
 
@@ -167,11 +162,7 @@ def _fit(case: Case, seed: int, dtype: torch.dtype, batch_size: int, **settings:
 
 
 def accelerate(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
-    """The loop of Accelerate's guide to gradient accumulation, with ``accumulate()``.
-
-    Raises:
-        UnsupportedError: In Accelerate's own words.
-    """
+    """The loop of Accelerate's guide to gradient accumulation, with ``accumulate()``."""
     task = TASKS[case.task]
     net, rows = task.network(seed, dtype), task.rows(case.samples, seed, dtype)
     recorder = OPTIMIZERS[case.optimizer](list(net.parameters()))
@@ -187,7 +178,6 @@ def accelerate(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
 def _accelerate_step(
     accelerator: Any, model: nn.Module, optimizer: Any, compute_loss: Callable[[], Tensor], case: Case
 ) -> None:
-    """What the guide writes inside ``accumulate()``."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -207,11 +197,7 @@ def _accelerate_step(
 
 @contextmanager
 def fresh_accelerator(case: Case) -> Iterator[Any]:
-    """An ``Accelerator`` that knows nothing of those before it: its state is global.
-
-    Raises:
-        UnsupportedError: If there is none for the case, or it is not installed.
-    """
+    """An ``Accelerator`` that knows nothing of those before it: its state is global."""
     try:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
@@ -238,7 +224,6 @@ def _built(kind: Any, **settings: Any) -> Any:
 
 
 def _flat(tensors: Any) -> Tensor:
-    """All gradients in one vector of fp64, sparse ones spread out."""
     dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
     return torch.cat([tensor.detach().flatten().double() for tensor in dense])
 

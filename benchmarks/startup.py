@@ -36,13 +36,7 @@ ALLOWED_SECONDS = 1.0
 
 
 def script(name: str, *, workers: int, cache: str) -> str:
-    """Return the README's script, for one of the programs.
-
-    Args:
-        name: The program.
-        workers: Data workers, which live as long as the loader.
-        cache: Whether limits are remembered: ``"off"``, or ``"warm"`` where a fit has left one.
-    """
+    """Return the README's script, for one of the programs."""
     (found,) = re.findall(r"```python\n(import torch\n.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     changes = {}
     if workers:
@@ -77,7 +71,6 @@ def seconds(source: str, folder: str) -> float:
 
 
 def _run(source: str, folder: str) -> None:
-    """Run a script, wait for its data workers, and end the process."""
     code = 1
     try:
         os.environ |= {"XDG_CACHE_HOME": folder, "OMP_NUM_THREADS": "1"}
@@ -124,7 +117,6 @@ def summarize(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Rows as they are shown."""
     shown = empty_table((), ("workers", "cache", "stock, s", "stock again", "AutoAccumulate"))
     for row in rows:
         added = [f"{row[name][1]:+.2f} ({row[name][0]:+.2f} to {row[name][2]:+.2f})" for name in PROGRAMS[1:]]
@@ -134,7 +126,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
     return as_text(
         table(record["rows"]),
         f"Processor seconds of a fit of the README's script once PyTorch and Lightning are\n"
@@ -145,7 +136,6 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each row (default: 5)")
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2], help="data workers (default: 0 2)")

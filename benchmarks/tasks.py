@@ -33,14 +33,7 @@ class Rows(Dataset):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Data, network and loss; a function of the seed alone.
-
-    Attributes:
-        rows: Makes the dataset from a number of samples, a seed and a dtype.
-        layers: Makes the network, in fp32.
-        loss: Mean loss of a batch.
-        normalize: What ``AutoAccumulate`` is told to count.
-    """
+    """Data, network and loss; a function of the seed alone."""
 
     rows: Callable[[int, int, torch.dtype], Rows]
     layers: Callable[[], nn.Module]
@@ -48,7 +41,6 @@ class Task:
     normalize: Any = "samples"
 
     def network(self, seed: int, dtype: torch.dtype, held_in: torch.dtype = torch.float32) -> nn.Module:
-        """The same weights for the same seed; fp64 holds exactly the numbers of fp32, or of ``held_in``."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return self.layers().to(held_in).to(dtype)
@@ -82,7 +74,6 @@ class Scores(nn.Module):
     """The mean of some word vectors, read as logits."""
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Vectors ``(batch, words, classes)`` to logits ``(batch, classes)``."""
         return vectors.mean(1)
 
 

@@ -13,17 +13,7 @@ import torch
 
 
 def run_on_ranks(ranks: int, module: str, *arguments: object, env: Mapping[str, str] | None = None) -> Any:
-    """Run ``python -m module *arguments FILE`` on some ranks, and return what the first has written to that file.
-
-    Args:
-        ranks: How many.
-        module: The module.
-        *arguments: Its arguments.
-        env: Environment variables besides those of this process.
-
-    Raises:
-        RuntimeError: If a rank fails; with the end of what it printed.
-    """
+    """Run ``python -m module *arguments FILE`` on some ranks, and return what the first has written to that file."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "found.json"
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -35,11 +25,7 @@ def run_on_ranks(ranks: int, module: str, *arguments: object, env: Mapping[str, 
 
 
 def write_as_first_rank(find: Callable[[], Any], written: Path) -> NoReturn:
-    """Find something out on this rank; the first writes it down. The process ends with that.
-
-    The interpreter does not: a thread of gloo that lets go of a tensor meanwhile would abort it (torch 2.15 under
-    Python 3.11).
-    """
+    """Find something out on this rank; the first writes it down. The process ends with that."""
     found = find()
     if torch.distributed.get_rank() == 0:
         written.write_text(json.dumps(found))

@@ -35,17 +35,7 @@ Network = Literal["group norm", "relu", "batch norm"]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One way to train.
-
-    Attributes:
-        name: As the table shows it.
-        network: Which one; GELU unless it says otherwise.
-        micro: Most samples of a micro-batch.
-        stock: Whether stock Lightning accumulates, rather than ours.
-        double: Whether all is computed in fp64.
-        reverse: Whether the samples of a batch come in reverse order.
-        targeted: Whether weights and accuracy must be those of the whole batch.
-    """
+    """One way to train."""
 
     name: str
     network: Network = "group norm"
@@ -57,12 +47,10 @@ class Program:
 
     @property
     def factor(self) -> int:
-        """Micro-batches of a full window."""
         return -(-EFFECTIVE // self.micro)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and images."""
         return torch.float64 if self.double else torch.float32
 
 
@@ -84,22 +72,13 @@ GROUPS = (
         Program("ReLU in fp64: 64 whole", "relu", stock=True, double=True),
         Program("ReLU in fp64: 16×4, ours", "relu", micro=16, double=True, targeted=True),
     ),
-    (
-        Program("BatchNorm: 64 whole", "batch norm", stock=True),
-        Program("BatchNorm: 4×16, ours", "batch norm", micro=4),
-    ),
+    (Program("BatchNorm: 64 whole", "batch norm", stock=True), Program("BatchNorm: 4×16, ours", "batch norm", micro=4)),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a training ended with.
-
-    Attributes:
-        weights: All parameters in one vector.
-        accuracy: Of the held-out digits.
-        steps: Optimizer steps.
-    """
+    """What a training ended with."""
 
     weights: Tensor
     accuracy: float
@@ -124,12 +103,10 @@ class Digits(pl.LightningModule):
         ).to(program.dtype)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Mean loss of a micro-batch."""
         images, labels = batch
         return nn.functional.cross_entropy(self.net(images), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD with momentum."""
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -187,7 +164,6 @@ def row(program: Program, whole: Sequence[Trained], trained: Sequence[Trained]) 
 
 
 def table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
-    """Rows as they are shown."""
     shown = empty_table(("effective batch of 64 as",), ("weights", "accuracy of each seed, %", "met"))
     for rows in groups:
         for one in rows:
@@ -203,7 +179,6 @@ def _distance(one: dict[str, Any]) -> str:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
     steps = record["groups"][0][0]["steps"]
     trained = (
         f"scikit-learn digits, {record['trained_on']:,} to train on, {record['epochs']} epochs, {steps} optimizer steps"
@@ -216,7 +191,6 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     parser.add_argument("--epochs", type=int, default=5, help="epochs of each training (default: 5)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each program (default: 3)")

@@ -17,13 +17,7 @@ import torch
 
 
 class Turns:
-    """Passes the turn around in rounds, until all have had enough or one has failed.
-
-    Args:
-        players: How many take turns.
-        seed: Draws the order of each round; ``None`` for the same in all. What follows another finds its traces
-            in caches and sockets.
-    """
+    """Passes the turn around in rounds, until all have had enough or one has failed."""
 
     def __init__(self, players: int, seed: int | None = None) -> None:
         self._changed = threading.Condition()
@@ -32,18 +26,13 @@ class Turns:
         self.failure: BaseException | None = None
 
     def wait(self, player: int) -> None:
-        """Block until it is this player's turn.
-
-        Raises:
-            RuntimeError: If another has failed.
-        """
+        """Block until it is this player's turn."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure or self._waiting[0] == player)
         if self.failure:
             raise RuntimeError("another trainer failed") from self.failure
 
     def pass_on(self, *, leave: bool = False) -> None:
-        """Let the next one go on; who leaves gets no more turns."""
         with self._changed:
             player = self._waiting.pop(0)
             self._next += [] if leave else [player]
@@ -52,29 +41,19 @@ class Turns:
             self._changed.notify_all()
 
     def _in_order(self, players: Iterable[int]) -> list[int]:
-        """Players in the order of a round."""
         order = sorted(players)
         if self._random is not None:
             self._random.shuffle(order)
         return order
 
     def fail(self, failure: BaseException) -> None:
-        """Wake all, to end."""
         with self._changed:
             self.failure = self.failure or failure
             self._changed.notify_all()
 
 
 class Stopwatch(pl.Callback):
-    """Times every window, from the end of the last one to its own end, and lets others go in between.
-
-    All of the loop is inside: fetching, every hook of every callback, the optimizer step.
-
-    Args:
-        turns: Shared by all.
-        player: Its place among them.
-        factor: Micro-batches of a window.
-    """
+    """Times every window, from the end of the last one to its own end, and lets others go in between."""
 
     def __init__(self, turns: Turns, player: int, factor: int) -> None:
         self.turns, self.player, self.factor = turns, player, factor
@@ -83,7 +62,6 @@ class Stopwatch(pl.Callback):
         self._since = (0.0, 0.0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stop after a window's last micro-batch; start again when it is the own turn."""
         if (batch_idx + 1) % self.factor:
             return
         self.stop()
@@ -92,29 +70,22 @@ class Stopwatch(pl.Callback):
         self.start()
 
     def start(self) -> None:
-        """Begin to time a window."""
         self._since = (time.perf_counter(), time.thread_time())
 
     def stop(self) -> None:
-        """Note what the window took."""
         wall, cpu = self._since
         self.wall.append(time.perf_counter() - wall)
         self.cpu.append(time.thread_time() - cpu)
 
 
 class RanksStopwatch(Stopwatch):
-    """Times windows from the moment that all ranks begin to the moment that all are done.
-
-    Without that a rank that lags behind would be waited for in the window of the next program.
-    """
+    """Times windows from the moment that all ranks begin to the moment that all are done."""
 
     def start(self) -> None:
-        """Begin with all ranks."""
         torch.distributed.barrier()
         self._since = (time.perf_counter(), time.process_time())
 
     def stop(self) -> None:
-        """Note what the window took: the slowest rank, and the processor time of all threads of this one."""
         wall, cpu = self._since
         self.cpu.append(time.process_time() - cpu)
         torch.distributed.barrier()
@@ -128,17 +99,7 @@ def take_turns(
     watch: type[Stopwatch] = Stopwatch,
     seed: int | None = None,
 ) -> list[Stopwatch]:
-    """Run fits side by side; each is given the stopwatch that it must have as its last callback.
-
-    Args:
-        fits: What takes turns.
-        factors: Batches of each one's loop that make up a window.
-        watch: What times windows.
-        seed: Draws the order of each round, the same on all ranks; ``None`` for the order of ``fits``.
-
-    Raises:
-        RuntimeError: If one of them fails.
-    """
+    """Run fits side by side; each is given the stopwatch that it must have as its last callback."""
     turns = Turns(len(fits), seed)
     watches = [watch(turns, player, factor) for player, factor in enumerate(factors)]
     threads = [threading.Thread(target=_play, args=(turns, fit, watch)) for fit, watch in zip(fits, watches)]
@@ -166,11 +127,7 @@ def pooled_median(bouts: Sequence[Sequence[float]]) -> float:
 
 
 def interval(bouts: Sequence[Sequence[float]], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence.
-
-    A bootstrap over bouts, as windows of one bout are no independent measurements: where a model
-    happens to lie in memory makes it faster or slower for good.
-    """
+    """Where the median lies with 95 % confidence."""
     rng = random.Random(seed)
     medians = sorted(pooled_median(rng.choices(bouts, k=len(bouts))) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]

@@ -17,7 +17,7 @@ from hypothesis import settings
 # Modules with tests of several seconds, or whose processes take several: they come first, so that no worker waits for
 # the last of them in the end, and most of them share one server of forks.
 LONG = {
-    *("test_forks", "test_killed", "test_invariance", "test_ranks", "test_ranks_memory", "test_ranks_survive"),
+    *("test_forks", "test_invariance", "test_ranks", "test_ranks_memory", "test_ranks_survive"),
     *("test_setrlimit", "test_sharded", "test_sharded_survive", "test_interrupts", "test_public"),
     *("test_atomic", "test_benchmarks_chaos", "test_benchmarks_probe", "test_examples", "test_survive", "test_train"),
 }

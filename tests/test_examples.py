@@ -54,7 +54,6 @@ def test_loops_without_a_trainer_train_the_same_within_any_budget(
 
 
 def test_a_module_of_ones_own(tmp_path: Path) -> None:
-    """One line in the Trainer, and the batch stays what was asked for."""
     printed = run(tmp_path, "own_model.py", "--max-epochs", "2")
     assert "effective batch 256" in printed
     assert number(r"validation accuracy (\S+)", printed) > 0.5

@@ -73,23 +73,18 @@ def test_arithmetic_needs_the_standard_library_alone() -> None:
 
 
 def test_the_command_line_needs_few_rooms() -> None:
-    """Errors and records; what it sets up of Lightning; and which errors mean that memory ran out."""
     for module in [module for module in modules() if room(module) == "app"]:
         assert {room(name) for name in own(module)} <= {"app", "errors", "plan", "compat", "memory"}, module
 
 
 def test_the_command_line_does_not_know_the_callback() -> None:
-    """Models, data and train work with any callbacks."""
     for module in [module for module in modules() if room(module) in BESIDE]:
         assert not {room(name) for name in own(module)} & {"callback", "planning", "loading", "snapshot"}, module
         assert not {"lightning_ga.callback", "lightning_ga.AutoAccumulate"} & imports(module), module
 
 
 def test_the_callback_needs_nothing_of_the_command_line() -> None:
-    """A user who needs only the callback never loads Hydra, timm, matplotlib or scikit-learn.
-
-    ``__init__`` names ``AtomicCheckpointIO``, and loads it when it is used.
-    """
+    """A user who needs only the callback never loads Hydra, timm, matplotlib or scikit-learn."""
     for module in [module for module in modules() if room(module) not in (*BESIDE, "__init__")]:
         assert not {room(name) for name in own(module)} & set(BESIDE), module
         assert not outside(module) & HEAVY, module

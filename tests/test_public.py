@@ -17,7 +17,6 @@ from lightning_ga import AutoAccumulate, UserError
 
 
 def test_every_public_name_is_there() -> None:
-    """Each is loaded on first use from the room it lives in."""
     for name in lightning_ga.__all__:
         assert getattr(lightning_ga, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
@@ -26,13 +25,11 @@ def test_every_public_name_is_there() -> None:
 
 @pytest.mark.parametrize("name", ["data", "models", "report", "schedule", "split", "testing", "train", "weights"])
 def test_public_modules_are_loaded_when_they_are_used(name: str) -> None:
-    """``lightning_ga.weights.TargetTokens()`` needs no import of its own."""
     assert lightning_ga.__getattr__(name).__name__ == f"lightning_ga.{name}"
     assert name in dir(lightning_ga)
 
 
 def test_the_class_in_place_of_an_object_is_told() -> None:
-    """When the Trainer is made; those who look the class through are not disturbed."""
     with pytest.raises(
         UserError, match=r"^callbacks=\[AutoAccumulate\] holds the class: write callbacks=\[AutoAcc.+\(\)\]"
     ):
@@ -42,7 +39,6 @@ def test_the_class_in_place_of_an_object_is_told() -> None:
 
 
 def test_importing_the_package_loads_none_of_the_heavy_libraries() -> None:
-    """Neither the command line's libraries nor torch."""
     heavy = "('hydra', 'timm', 'matplotlib', 'sklearn', 'torch', 'lightning')"
     code = f"import sys, lightning_ga; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -55,7 +51,6 @@ def loaded_with_the_callback() -> None:
 
 
 def test_the_callback_brings_no_library_of_the_command_line(tmp_path: Path) -> None:
-    """What a user's own script loads beyond Lightning (which itself loads matplotlib)."""
     assert forked(loaded_with_the_callback, folder=tmp_path).output == "set()\n"
 
 
@@ -81,7 +76,6 @@ def test_the_signature_is_the_one_that_others_write_against() -> None:
 
 
 def test_it_is_a_callback_of_both_namespaces() -> None:
-    """``lightning.pytorch`` and ``pytorch_lightning`` both check the type."""
     assert isinstance(AutoAccumulate(), (pl.Callback))
     assert isinstance(AutoAccumulate(), (pytorch_lightning.Callback))
 
@@ -122,19 +116,16 @@ def test_it_is_a_callback_of_both_namespaces() -> None:
     ],
 )
 def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, object], message: str) -> None:
-    """One sentence with the value and the rule, when the callback is made."""
     with pytest.raises(UserError, match=message):
         AutoAccumulate(**arguments)
 
 
 @pytest.mark.parametrize("arguments", [{"objective": "throughput"}, {"micro_batching": "step"}, {"on_oom": "raise"}])
 def test_every_other_choice_is_taken(arguments: dict[str, object]) -> None:
-    """Each is there."""
     assert AutoAccumulate(**arguments).plan is None
 
 
 def test_its_text_shows_the_arguments_that_were_given() -> None:
-    """As they were typed, without those left out."""
     assert repr(AutoAccumulate()) == "AutoAccumulate()"
     assert repr(AutoAccumulate(64, cache=False)) == "AutoAccumulate(effective_batch_size=64, cache=False)"
 

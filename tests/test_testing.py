@@ -5,8 +5,6 @@ import torch
 from torch import nn
 
 from lightning_ga.errors import UserError
-from lightning_ga.memory.device import available_memory
-from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.memory.oom import is_out_of_memory, release
 from lightning_ga.testing import limit_memory, out_of_memory_at
 
@@ -56,30 +54,6 @@ def test_after_a_released_error_the_live_bytes_are_back_to_the_byte() -> None:
         assert memory.live_bytes == before
 
 
-def test_the_limit_ends_with_the_context_also_after_an_error() -> None:
-    with pytest.raises(torch.OutOfMemoryError), limit_memory(10):
-        torch.zeros(100)
-    assert LiveTensorMeter.active == []
-    torch.zeros(100)
-
-
-def test_resident_tensors_take_their_part() -> None:
-    buffer = torch.zeros(100)
-    with limit_memory(1000, resident=[buffer, None]) as memory:
-        assert (memory.live_bytes, available_memory("cpu")) == (400, 600)
-
-
-def test_limits_nest() -> None:
-    with limit_memory(1000), limit_memory(10_000), pytest.raises(torch.OutOfMemoryError, match="budget of 1,000 bytes"):
-        torch.zeros(500)
-
-
-@pytest.mark.parametrize("budget", ["plenty", 0, "80%"])
-def test_a_bad_budget_is_refused(budget: int | str) -> None:
-    with pytest.raises(UserError, match="memory_budget="), limit_memory(budget):
-        pass
-
-
 def test_out_of_memory_at_every_single_operation() -> None:
     """In forward, backward and optimizer: the operation before still ran, the error is an out-of-memory error."""
     with out_of_memory_at(0) as counter:
@@ -89,3 +63,9 @@ def test_out_of_memory_at_every_single_operation() -> None:
         with out_of_memory_at(operation) as failing, pytest.raises(torch.OutOfMemoryError):
             train(3)
         assert failing.operations >= operation
+
+
+@pytest.mark.parametrize("budget", ["plenty", 0, "80%"])
+def test_a_bad_budget_is_refused(budget: int | str) -> None:
+    with pytest.raises(UserError, match="memory_budget="), limit_memory(budget):
+        pass

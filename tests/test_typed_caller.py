@@ -47,7 +47,6 @@ def test_a_plan_has_types() -> None:
 
 
 def test_public_modules_need_no_import_of_their_own() -> None:
-    """As attributes of the package they have their types."""
     assert_type(lightning_ga.weights.TargetTokens(), TargetTokens)
     assert_type(lightning_ga.models.to_group_norm(torch.nn.BatchNorm2d(4)), torch.nn.Module)
 
@@ -94,7 +93,6 @@ def test_a_search_in_a_plain_loop_has_types() -> None:
 
 
 def test_running_out_of_memory_has_types() -> None:
-    """Any exception can be asked; the limit is a context."""
     assert_type(is_out_of_memory(ValueError()), bool)
     with limit_memory("1KiB"), pytest.raises(torch.OutOfMemoryError) as caught:
         torch.zeros(2**20)

@@ -16,14 +16,7 @@ MOMENTS = (BETWEEN, FORWARD, FIRST, LATER, VALIDATION, UPDATE, WRITE, WRITTEN)
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """Memory runs out, or the process is killed.
-
-    Attributes:
-        place: Where.
-        rank: The rank that it befalls, alone.
-        visit: How often that rank has come there in its life, at least.
-        operation: How far into what is computed there, from 0 to 1.
-    """
+    """Memory runs out, or the process is killed."""
 
     place: str
     rank: int
@@ -33,15 +26,7 @@ class Blow:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One process, or one on each rank.
-
-    Attributes:
-        micro_batch: Most samples of a pass.
-        budget: The memory budget; where it changes, a resume is one on other hardware.
-        save_every: Optimizer steps between two checkpoints.
-        faults: Where memory runs out.
-        end: Where it is killed; ``None`` lets it train to the end.
-    """
+    """One process, or one on each rank."""
 
     micro_batch: int
     budget: str
@@ -52,14 +37,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """One training, of several lives where it is killed.
-
-    Attributes:
-        model: Which one.
-        mode: Where batches are cut.
-        ranks: Data-parallel ranks.
-        lives: The last one is not killed.
-    """
+    """One training, of several lives where it is killed."""
 
     model: str
     mode: str

@@ -24,15 +24,7 @@ WORST = 1e-5  # relative difference of final weights
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How a story went.
-
-    Attributes:
-        story: What was to happen.
-        faults: How often memory ran out at each place.
-        kills: How often a process was killed at each place.
-        difference: Relative difference of the final weights to the undisturbed run's; NaN where there are none.
-        broken: Promises that were broken, a sentence each.
-    """
+    """How a story went."""
 
     story: Story
     faults: Counter[str]

@@ -40,13 +40,7 @@ CLASSES, TOKENS, LENGTH = 5, 16, 6
 
 
 class Fate(OperationCounter):
-    """Lets memory run out, or kills the process, at an operation of a place; keeps a diary of one rank.
-
-    Args:
-        life: What is to happen.
-        number: Which life it is.
-        folder: Where the diary lies.
-    """
+    """Lets memory run out, or kills the process, at an operation of a place; keeps a diary of one rank."""
 
     def __init__(self, life: Life, number: int, folder: Path) -> None:
         super().__init__(0)
@@ -57,13 +51,11 @@ class Fate(OperationCounter):
         self.kills = False
 
     def begin(self, rank: int) -> None:
-        """Be the fate of this rank."""
         self.faults = [fault for fault in self.life.faults if fault.rank == rank]
         self.end = self.life.end if self.life.end is not None and self.life.end.rank == rank else None
         self.diary = (self.folder / f"rank{rank}.jsonl").open("a")
 
     def note(self, kind: str, **record: Any) -> None:
-        """Write something down that outlives the process."""
         self.diary.write(json.dumps({"life": self.number, "kind": kind, **record}) + "\n")
         self.diary.flush()
 
@@ -81,20 +73,17 @@ class Fate(OperationCounter):
             self.fails_at = 1 if place == UPDATE else 1 + int(due[0].operation * length)  # nothing is applied yet
 
     def leave(self) -> None:
-        """What is computed from here on belongs to no place."""
         if self.place is not None and not self.fails_at:
             self.lengths[self.place] = self.operations
         self.place, self.fails_at = None, 0
 
     @contextmanager
     def within(self, place: str, samples: int) -> Iterator[None]:
-        """What is computed inside belongs to a place."""
         self.come_to(place, samples)
         yield
         self.leave()
 
     def pass_by(self, place: str, samples: int = 2) -> None:
-        """A place at which nothing is computed: whatever is due happens now."""
         self.come_to(place, samples)
         if self.fails_at:
             self.strike("there")
@@ -106,7 +95,6 @@ class Fate(OperationCounter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def strike(self, where: str) -> None:
-        """It happens."""
         place, self.fails_at, self.place = self.place, 0, None
         if self.kills:
             self.note("kill", place=place, where=where)
@@ -185,7 +173,6 @@ class Victim(pl.LightningModule):
         return loss
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Forget the samples of passes that are undone: gradients are zeroed again where a window runs again."""
         optimizer.zero_grad()
         self.used, self.passed = [], []
 
@@ -194,7 +181,6 @@ class Victim(pl.LightningModule):
         self.passed = self.passing
 
     def on_after_backward(self) -> None:
-        """Of the last piece of a batch, when ranks have exchanged its gradients."""
         self.fate.leave()
         self.used += self.passed
         self.passed = []
@@ -208,7 +194,6 @@ class Victim(pl.LightningModule):
         self.fate.come_to(UPDATE, 2)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """After all callbacks, ``ModelCheckpoint`` too."""
         self.fate.leave()
         if self.used:
             self.fate.pass_by(BETWEEN, 1)

@@ -26,13 +26,7 @@ PEERS_TO_GIB = 8.0  # largest budget in which peers compute on a GPU: dozens of 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A model, a budget, a device.
-
-    Attributes:
-        model: Name in ``MODELS``.
-        gib: Memory of the device in GiB.
-        kind: ``"emulated"``, ``"fake"``, ``"trainer"`` or ``"cuda"``.
-    """
+    """A model, a budget, a device."""
 
     model: str
     gib: float
@@ -40,28 +34,17 @@ class Cell:
 
     @property
     def budget(self) -> int:
-        """Memory of the device in bytes."""
         return int(self.gib * GIB)
 
     @property
     def runs_peers(self) -> bool:
-        """Whether peers compute; else they are told what fits, as the limit alone decides what they try."""
         most = {CUDA: PEERS_TO_GIB, EMULATED: MODELS[self.model].peers_to_gib}.get(self.kind, 0.0)
         return self.gib <= most
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a program did.
-
-    Attributes:
-        found: Its micro-batch size.
-        method: How it searched.
-        trials: Sizes tried.
-        steps: Training steps begun.
-        ooms: Steps that raised an out-of-memory error.
-        seconds: Wall time of the search; ``None`` where steps were only counted.
-    """
+    """What a program did."""
 
     found: int
     method: str
@@ -141,11 +124,7 @@ def true_limit(cell: Cell, guess: int) -> int:
 
 
 def passes(training: Training, size: int) -> bool:
-    """Whether a step runs; afterwards its memory is free and every parameter has a gradient, as before.
-
-    On CUDA it starts with an empty cache, and passes only if the allocator need not free its cache again
-    to go on: it would do so in every step.
-    """
+    """Whether a step runs; afterwards its memory is free and every parameter has a gradient, as before."""
     device = training.samples[0].device
     meter = AllocatorMeter(device) if device.type == "cuda" else None
     failure, undisturbed = None, True

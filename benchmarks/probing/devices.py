@@ -22,7 +22,6 @@ class Ones(TorchDispatchMode):
     """Reads 1 out of tensors without values: Adam's step count."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, or answer."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         return func(*args, **(kwargs or {}))
@@ -30,10 +29,7 @@ class Ones(TorchDispatchMode):
 
 @contextmanager
 def memory(kind: str, budget: int) -> Iterator[None]:
-    """A device with ``budget`` bytes of memory, nothing of it taken.
-
-    All that is made inside counts, whoever makes it: model, optimizer, samples, batches.
-    """
+    """A device with ``budget`` bytes of memory, nothing of it taken."""
     gc.collect()
     with ExitStack() as stack:
         if kind == CUDA:

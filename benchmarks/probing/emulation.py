@@ -35,7 +35,6 @@ def emulation_cost(rounds: int = 50) -> dict[str, Any]:
 
 
 def _seconds(training: Training, context: Any) -> float:
-    """Seconds of a step inside a context."""
     with context:
         start = time.perf_counter()
         training.step(SMALL)

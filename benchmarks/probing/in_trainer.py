@@ -22,7 +22,6 @@ class ProbeOnly(Module):
     """A module whose fit ends once the probe is through."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
-        """Skip the rest of the epoch."""
         return -1
 
 
@@ -50,7 +49,6 @@ def trains(model: Model, budget: int, micro_batch: int) -> bool:
 
 
 def _fit(module: Module, model: Model, callback: pl.Callback) -> None:
-    """A few windows of training."""
     with uncounted():
         data = Pool(model, WINDOWS * EFFECTIVE, "cpu")
     trainer = quiet_trainer(max_epochs=1, max_steps=WINDOWS, callbacks=[callback])

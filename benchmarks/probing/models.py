@@ -46,7 +46,6 @@ class Block(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Add what attention and perceptron find."""
         hidden = hidden + self.attention(self.first(hidden))
         return hidden + self.perceptron(self.second(hidden))
 
@@ -62,7 +61,6 @@ class GPT(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, WORDS))
 
     def forward(self, words: Tensor) -> Tensor:
-        """Logits of the next word at every position."""
         logits: Tensor = self.head(self.blocks(self.words(words) + self.positions))
         return logits
 
@@ -98,14 +96,7 @@ def sentences() -> Samples:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A network and samples for it.
-
-    Attributes:
-        build: Makes the network.
-        samples: Makes inputs and targets that batches are filled with, in turn.
-        peers_to_gib: Largest budget in which peers compute on a CPU: in larger ones each would take minutes.
-        quick_gib: Budget of the quick benchmark on a CPU; the optimizer step of a resnet34d takes nearly 0.4.
-    """
+    """A network and samples for it."""
 
     build: Callable[[], nn.Module]
     samples: Callable[[], Samples]

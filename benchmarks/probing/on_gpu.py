@@ -24,12 +24,7 @@ SHORTEST = LENGTH // 4  # of sentences of varied length
 
 
 class Watch(pl.Callback):
-    """Ends training after some windows or seconds; counts what the allocator did after the first window.
-
-    Args:
-        windows: Windows to train for; ``None`` for as long as the seconds last.
-        seconds: Seconds to train for.
-    """
+    """Ends training after some windows or seconds; counts what the allocator did after the first window."""
 
     def __init__(self, windows: int | None = None, seconds: float = float("inf")) -> None:
         self.windows, self.seconds = windows, seconds
@@ -60,7 +55,6 @@ class Sentences(Dataset[Tensor]):
         return ENDLESS
 
     def __getitem__(self, index: int) -> Tensor:
-        """One sentence, with the word that follows it."""
         choices = random.Random(index)
         generator = torch.Generator().manual_seed(index)
         return torch.randint(1, WORDS, (choices.randint(SHORTEST, LENGTH) + 1,), generator=generator)
@@ -80,22 +74,13 @@ class Short(Module):
         self.net.forward = self.read  # type: ignore[method-assign]
 
     def read(self, words: Tensor) -> Tensor:
-        """Logits of the next word at every position."""
         net: Any = self.net
         logits: Tensor = net.head(net.blocks(net.words(words) + net.positions[: words.shape[1]]))
         return logits
 
 
 def fit_at_limit(model: str, gib: float, watch: Watch, *, precision: Any = "32-true", varied: bool = False) -> Any:
-    """Probe and train in a budget, and tell what was found and what went wrong.
-
-    Args:
-        model: Name in ``MODELS``.
-        gib: Budget in GiB.
-        watch: Ends the training.
-        precision: The Trainer's.
-        varied: Sentences of varied length, for the GPT.
-    """
+    """Probe and train in a budget, and tell what was found and what went wrong."""
     budget = int(gib * GIB)
     with capped_cuda(budget):
         callback = AutoAccumulate(

@@ -15,10 +15,7 @@ ROOM = 2  # times the budget: the measured step may take more than was predicted
 
 
 def prediction(cell: Cell) -> dict[str, Any]:
-    """Predict the limit and its peak without a step near it, then measure a step of that size.
-
-    The prediction is made in one training, and the step measured in another, with room to take more.
-    """
+    """Predict the limit and its peak without a step near it, then measure a step of that size."""
     device = place(cell.kind)
     with memory(cell.kind, cell.budget):
         training = Training(MODELS[cell.model], device)

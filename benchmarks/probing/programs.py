@@ -30,14 +30,7 @@ ACCEPTED = 2
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the user of a program has to choose.
-
-    Attributes:
-        budget: Bytes of the device.
-        device: Where tensors lie.
-        high: Largest size of use.
-        start: Where those begin that search downwards.
-    """
+    """What the user of a program has to choose."""
 
     budget: int
     device: str
@@ -47,8 +40,6 @@ class Choice:
 
 def start_size(limit: int) -> int:
     """Where a search downwards begins: the power of two from 2 to 4 times the limit.
-
-    A user who does not know the limit will hardly choose as well.
 
     Examples:
         >>> start_size(245), start_size(256), start_size(257)
@@ -72,7 +63,6 @@ class Sizes(IterableDataset[int]):
         self.size = size
 
     def __iter__(self) -> Iterator[int]:
-        """The size, again and again."""
         while True:
             yield self.size
 
@@ -81,7 +71,6 @@ class HostLoader(DataLoader[int]):
     """A loader whose own tensors (a seed) lie on the host, beside a device that is emulated."""
 
     def __iter__(self) -> Any:
-        """Begin an epoch."""
         with uncounted():
             return super().__iter__()
 
@@ -95,20 +84,16 @@ class Module(pl.LightningModule):
         self.shared, self.net, self.batch_size = training, training.net, 2
 
     def train_dataloader(self) -> DataLoader[int]:
-        """Batches of the size that the tuner tries."""
         return HostLoader(Sizes(self.batch_size), batch_size=None)
 
     def training_step(self, size: int, batch_idx: int) -> Tensor:
-        """The same loss."""
         return self.shared.loss(size)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """Forward, backward and the optimizer's step are all in here."""
         with self.shared.counter.step(self.batch_size):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The same optimizer."""
         return self.shared.optimizer
 
 

@@ -19,13 +19,7 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A model that was drawn.
-
-    Attributes:
-        name: What it is, with its sizes.
-        build: Makes the network: called with a batch, it returns the mean loss.
-        samples: Makes ``POOL`` samples that batches are filled with, in turn.
-    """
+    """A model that was drawn."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -40,7 +34,6 @@ class Blocks(nn.Module):
         self.blocks, self.checkpointed = nn.ModuleList(blocks), checkpointed
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Run them all."""
         for block in self.blocks:
             hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointed else block(hidden)
         return hidden
@@ -54,7 +47,6 @@ class Residual(nn.Module):
         self.norm, self.part = nn.LayerNorm(width), part
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Run the part on ``(batch, length, width)``."""
         return hidden + self.part(self.norm(hidden))
 
 
@@ -67,7 +59,6 @@ class Attention(nn.Module):
         self.inputs, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Mix the positions of ``(batch, length, width)``."""
         shape = (*hidden.shape[:2], 3, self.heads, -1)
         query, key, value = self.inputs(hidden).view(shape).permute(2, 0, 3, 1, 4)
         if self.naive:
@@ -85,7 +76,6 @@ class Mixing(nn.Module):
         self.perceptron = perceptron((length, hidden, length))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Run along the length."""
         return self.perceptron(hidden.transpose(1, 2)).transpose(1, 2)
 
 
@@ -99,7 +89,6 @@ class Patches(nn.Module):
         self.project = kind
 
     def forward(self, images: Tensor) -> Tensor:
-        """``(batch, 3, size, size)`` to ``(batch, patches, width)``."""
         if isinstance(self.project, nn.Conv2d):
             return self.project(images).flatten(2).transpose(1, 2)
         return self.project(F.unfold(images, self.patch, stride=self.patch).transpose(1, 2))
@@ -113,7 +102,6 @@ class Classifier(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Classes last in what the layers make, or second for images."""
         logits: Tensor = self.layers(inputs)
         if targets.ndim == 3:
             return F.cross_entropy(logits, targets)
@@ -127,7 +115,6 @@ class MeanOf(nn.Module):
     """The mean over the length of ``(batch, length, width)``."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Average."""
         return hidden.mean(1)
 
 
@@ -139,7 +126,6 @@ class Recurrent(nn.Module):
         self.cells = getattr(nn, kind)(width, width, layers, batch_first=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Outputs at every position."""
         return self.cells(hidden)[0]  # type: ignore[no-any-return]
 
 
@@ -151,7 +137,6 @@ class Towers(nn.Module):
         self.first, self.second, self.normalized, self.both_ways = first, second, normalized, both_ways
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """Contrastive loss of pairs."""
         one, other = self.first(left), self.second(right)
         if self.normalized:
             one, other = F.normalize(one, dim=-1), F.normalize(other, dim=-1)
@@ -195,7 +180,6 @@ class Fields(nn.Module):
         self.perceptron = perceptron((columns * width, hidden, hidden, 2))
 
     def forward(self, columns: Tensor) -> Tensor:
-        """Logits of a click."""
         return self.perceptron(self.table(columns).flatten(1))  # type: ignore[no-any-return]
 
 
@@ -215,7 +199,6 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 def _transformer(
     draw: Random, width: int, depth: int, *, causal: bool, length: int = 0, checkpointed: bool = False
 ) -> Blocks:
-    """Blocks of attention, or of mixing where a length is given."""
     naive, heads, hidden = draw.random() < 0.4, draw.choice((2, 4, 8)), draw.choice((2, 4)) * width
     blocks: list[nn.Module] = []
     for _ in range(depth):

@@ -18,14 +18,7 @@ Cells = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What must hold of ours.
-
-    Attributes:
-        what: The quantity.
-        value: As measured.
-        met: Whether it is what was asked.
-        asked: What was asked, in words.
-    """
+    """What must hold of ours."""
 
     what: str
     value: float
@@ -34,14 +27,6 @@ class Target:
 
 
 def targets(cells: Cells, *, found: float = 1.0, most_steps: int = MOST_STEPS, errors: int = 0) -> list[Target]:
-    """The targets of ours over all cells.
-
-    Args:
-        cells: Records of cells.
-        found: Least share of the true limit.
-        most_steps: Training steps of a search.
-        errors: Out-of-memory errors that a search may cause.
-    """
     fitting = [cell for cell in cells if cell["limit"]]
     if not fitting:
         return [Target("cells in which the model fits", 0, False, "at least one")]
@@ -136,7 +121,6 @@ def _title(cell: Mapping[str, Any]) -> str:
 
 
 def _name(cell: Mapping[str, Any]) -> str:
-    """The model, and whether it was in a Trainer."""
     return f"{cell['model']}{' *' if cell['kind'] == TRAINER else ''}"
 
 

@@ -29,7 +29,6 @@ class Pool(Dataset[Samples]):
         return self.count
 
     def __getitem__(self, index: int) -> Samples:
-        """One sample."""
         inputs, targets = (tensor[index % POOL] for tensor in self.samples)
         return inputs, targets
 
@@ -38,7 +37,6 @@ class OnDevice(Pool):
     """Whole batches that lie on the device: one indexing there, so that no loader hides what a loop costs."""
 
     def __getitems__(self, indices: list[int]) -> Samples:
-        """A whole batch."""
         index = torch.tensor(indices, device=self.samples[0].device) % POOL
         inputs, targets = (tensor[index] for tensor in self.samples)
         return inputs, targets
@@ -62,11 +60,9 @@ class Module(pl.LightningModule):
         self.net = model.build()
 
     def training_step(self, batch: Samples, batch_idx: int) -> Tensor:
-        """Mean loss of a micro-batch."""
         return loss_of(self.net, *batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam, as the plain loop."""
         return torch.optim.Adam(self.parameters(), foreach=True)
 
 
@@ -76,7 +72,6 @@ class Finish(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Kernels run on after they were called."""
         if (batch_idx + 1) % FACTOR == 0:
             finish()
 
@@ -110,10 +105,7 @@ def accumulated(watch: Stopwatch, model: Model, micro: int, windows: int, device
 
 
 def throughput(model: Model, micro: int, device: str, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Samples a second of both, and the median ratio of windows that were timed beside each other.
-
-    Both models are in memory at once.
-    """
+    """Samples a second of both, and the median ratio of windows that were timed beside each other."""
     settings: dict[str, Any] = {"model": model, "micro": micro, "windows": rounds + WARM_UP, "device": device}
     watches = take_turns([partial(plain, **settings), partial(accumulated, **settings)], [FACTOR] * 2)
     theirs, mine = (watch.wall[WARM_UP:] for watch in watches)

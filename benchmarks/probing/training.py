@@ -12,12 +12,7 @@ from lightning_ga import is_out_of_memory
 
 
 class Counter:
-    """Counts the training steps of a program, and the out-of-memory errors that they raised.
-
-    Attributes:
-        sizes: Micro-batch of every step that was begun, in order.
-        ooms: How many of them ran out of memory.
-    """
+    """Counts the training steps of a program, and the out-of-memory errors that they raised."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -41,7 +36,6 @@ class Counter:
 
     @property
     def steps(self) -> int:
-        """Training steps begun."""
         return len(self.sizes)
 
     @property
@@ -58,15 +52,7 @@ class Counter:
 
 
 class Training:
-    """A model with Adam, and a batch of any size from a few samples.
-
-    Gradients are dropped between forward and backward, as Lightning does: those of the last step are
-    alive in the forward pass, in every program. ``foreach=True`` is what Adam does by default on a GPU.
-
-    Args:
-        model: What to train.
-        device: Where.
-    """
+    """A model with Adam, and a batch of any size from a few samples."""
 
     def __init__(self, model: Model, device: torch.device | str = "cpu") -> None:
         torch.manual_seed(0)
@@ -77,13 +63,11 @@ class Training:
         self.optimizer = torch.optim.Adam(self.net.parameters(), foreach=True)
 
     def loss(self, size: int) -> Tensor:
-        """Mean loss of a new batch of so many samples."""
         index = torch.arange(size, device=self.samples[0].device) % POOL
         inputs, targets = (tensor[index] for tensor in self.samples)
         return loss_of(self.net, inputs, targets)
 
     def step(self, size: int) -> None:
-        """One counted training step."""
         with self.counter.step(size):
             loss = self.loss(size)
             self.optimizer.zero_grad()
@@ -91,7 +75,6 @@ class Training:
             self.optimizer.step()
 
     def resident(self) -> Iterator[Tensor | None]:
-        """Tensors on the device before a step."""
         yield from self.samples
         yield from self.net.buffers()
         for parameter in self.net.parameters():
@@ -111,11 +94,7 @@ class Oracle(Training):
         self.optimizer = torch.optim.Adam(self.net.parameters())
 
     def loss(self, size: int) -> Tensor:
-        """A loss, or the error.
-
-        Raises:
-            torch.OutOfMemoryError: Above the limit.
-        """
+        """A loss, or the error."""
         if size > self.limit:
             raise torch.OutOfMemoryError(f"CUDA out of memory. {size} samples are more than {self.limit}.")
         return self.net(torch.ones(1)).sum()

@@ -49,7 +49,6 @@ from lightning_ga.app.build import check_allowed
     ],
 )
 def test_what_is_off_the_list_is_refused(target):
-    """However it is written, and before it is called."""
     with pytest.raises(UserError, match=r"not on the list|does not exist"):
         check_targets({"optimizer": {"_target_": target}})
 
@@ -76,26 +75,22 @@ def test_what_is_off_the_list_is_refused(target):
     ],
 )
 def test_what_people_build_is_on_the_list(target):
-    """Optimizers, schedules, layers, networks, transforms, metrics and the parts of a Trainer, all of which exist."""
     check_targets({"_target_": target})
     assert callable(get_object(target))
 
 
 @pytest.mark.parametrize("kind", sorted({kind for kinds in KINDS.values() for kind in kinds}))
 def test_every_kind_is_a_class(kind):
-    """The names in the table are right."""
     assert isinstance(get_class(kind), type)
 
 
 def test_a_target_is_found_however_deep():
-    """In lists, in arguments, in arguments of arguments; the message says where."""
     config = {"data": {"augment": [{"_target_": "torch.nn.Identity", "x": {"_target_": "os.system"}}]}}
     with pytest.raises(UserError, match=r"data\.augment\[0\]\.x\._target_=os\.system"):
         check_targets(config)
 
 
 def test_no_interpolation_is_left_to_change_between_the_check_and_the_build():
-    """An escaped one would be resolved when it is built."""
     with pytest.raises(UserError, match="left after resolving"):
         check_targets({"model": {"name": "${oc.env:PL_GLOBAL_SEED,torch.nn.Identity}"}})
 
@@ -112,13 +107,11 @@ def test_a_user_extends_the_list():
 
 
 def test_a_file_cannot_extend_the_list():
-    """What may be built is not for what is built to decide."""
     check_allowed(["mine"], ["mine", "yours"])
     with pytest.raises(UserError, match="stands in a configuration file"):
         check_allowed(["os"], [])
 
 
 def test_a_name_that_does_not_exist():
-    """A misspelt class of a trusted package is told as such."""
     with pytest.raises(UserError, match=r"torch\.optim\.Adamm does not exist"):
         check_targets({"_target_": "torch.optim.Adamm"})

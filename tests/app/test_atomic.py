@@ -82,7 +82,6 @@ def test_a_run_killed_while_it_writes_leaves_the_checkpoint_before(command: Any)
 
 
 def test_a_run_killed_in_its_first_write_has_left_none(command: Any) -> None:
-    """The message names what it began to write."""
     killed_in_write(1, *TINY, "callbacks=last", "hydra.run.dir=outputs/killed")
     resumed = command(*TINY, "ckpt_path=last")
     assert resumed.code == 1
@@ -106,27 +105,12 @@ def test_what_fails_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: py
 
 
 def test_a_link_is_replaced_not_followed(tmp_path: Path) -> None:
-    """``ModelCheckpoint(save_last="link")`` points ``last.ckpt`` at another checkpoint, which stays as it is."""
     saver = AtomicCheckpointIO()
     saver.save_checkpoint({"step": 1}, tmp_path / "epoch=0.ckpt")
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "epoch=0.ckpt")
     saver.save_checkpoint({"step": 2}, str(tmp_path / "last.ckpt"))
     assert saver.load_checkpoint(tmp_path / "epoch=0.ckpt") == {"step": 1}
     assert saver.load_checkpoint(tmp_path / "last.ckpt") == {"step": 2}
-
-
-def test_remote_paths_are_left_to_lightning() -> None:
-    """Object stores have no rename, and show nothing before a write is complete."""
-    saver = AtomicCheckpointIO()
-    saver.save_checkpoint({"step": 1}, "memory://atomic/a.ckpt")
-    assert saver.load_checkpoint("memory://atomic/a.ckpt") == {"step": 1}
-    assert local_path("memory://atomic/a.ckpt") is None
-
-
-def test_options_of_other_storages_are_refused_as_by_lightning(tmp_path: Path) -> None:
-    """With its own message."""
-    with pytest.raises(TypeError, match="storage_options"):
-        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={})
 
 
 @pytest.mark.parametrize("trainers", [pl, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
@@ -156,3 +140,17 @@ def test_the_command_line_uses_it_unless_a_plugin_of_the_users_own_does(monkeypa
             config = compose("train", [*TINY, "callbacks=none", "logger=none", "paths.output_dir=run", *plugins])
         trainer = build.build_trainer(config, Path("run"))
         assert isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO) is atomic
+
+
+def test_remote_paths_are_left_to_lightning() -> None:
+    """Object stores have no rename, and show nothing before a write is complete."""
+    saver = AtomicCheckpointIO()
+    saver.save_checkpoint({"step": 1}, "memory://atomic/a.ckpt")
+    assert saver.load_checkpoint("memory://atomic/a.ckpt") == {"step": 1}
+    assert local_path("memory://atomic/a.ckpt") is None
+
+
+def test_options_of_other_storages_are_refused_as_by_lightning(tmp_path: Path) -> None:
+    """With its own message."""
+    with pytest.raises(TypeError, match="storage_options"):
+        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={})

@@ -37,7 +37,6 @@ PLAIN = {
     ],
 )
 def test_hydra_builds_nothing_before_the_job(section, words):
-    """Callbacks, variables of the environment and plugins from elsewhere, whether in a file or typed."""
     check_hydra_section(PLAIN)
     with pytest.raises(UserError, match=words.replace(".", r"\.")):
         check_hydra_section(section)
@@ -102,7 +101,6 @@ def with_handler(key: str, **handler: str) -> dict:
     ],
 )
 def test_a_file_sets_only_what_does_no_harm_in_hydras_section(section, name):
-    """Hydra imports, builds, writes and starts programs before a job is checked: what a file may set is a list."""
     with pytest.raises(UserError, match=re.escape(f"'mine.yaml' sets hydra{'.' if name else ''}{name}")):
         check_file(Path("mine.yaml"), OmegaConf.create({"hydra": section}))
 
@@ -180,27 +178,23 @@ def test_a_file_is_checked_before_hydra_uses_it(command, monkeypatch, content, w
     ],
 )
 def test_launchers_and_sweepers_of_hydras_plugins_are_built(target):
-    """By the names that their own configurations have, and no others."""
     check_hydra_section(PLAIN | {"launcher": {"_target_": target}})
     with pytest.raises(UserError, match="names"):
         check_hydra_section(PLAIN | {"launcher": {"_target_": f"{target}.run"}})
 
 
 def test_an_experiment_without_its_first_line_is_told():
-    """Its keys would be merged to where nothing reads them."""
     with pytest.raises(UserError, match="# @package _global_"):
         check_keys({"experiment": {"data": {"batch_size": 7}}}, ["experiment", "data"])
 
 
 def test_a_section_that_nothing_reads_is_told():
-    """With the nearest one; what an interpolation reads may have any name."""
     with pytest.raises(UserError, match="sets trainr, which nothing reads; did you mean trainer"):
         check_keys({"trainr": {"max_epochs": 1}}, ["trainer"])
     check_keys({"width": 3, "model": {"hidden": ["${width}"]}}, ["model"])
 
 
 def test_only_the_command_line_names_packages_to_trust():
-    """As a list of names."""
     assert typed_targets(["allow_targets=[a,b.c]"]) == ("a", "b.c")
     for wrong in ("allow_targets=null", "allow_targets=3", "allow_targets=[1]", "allow_targets=a"):
         with pytest.raises(UserError, match="must be a list of packages"):

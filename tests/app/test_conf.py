@@ -45,7 +45,6 @@ def test_every_file_composes_and_resolves(file: Path):
 @pytest.mark.parametrize("data", ["digits", "fashion_mnist"])
 @pytest.mark.parametrize("experiment", [f.stem for f in FILES if f.parent == Path("experiment") and str(f) not in TEXT])
 def test_every_experiment_takes_a_set_that_is_at_hand(experiment: str, data: str):
-    """The set named on the command line wins over the experiment's own."""
     config = resolved(composed(f"experiment={experiment}", f"data={data}"))
     assert config["data"]["_target_"] == resolved(composed(f"data={data}"))["data"]["_target_"]
     assert config["model"].get("in_channels", 1) == 1
@@ -77,7 +76,6 @@ def test_accumulate_has_the_arguments_of_the_callback(option: str):
 
 
 def test_accumulate_off_is_no_callback():
-    """The recipe runs as it is."""
     assert composed("accumulate=off").accumulate is None
 
 
@@ -100,7 +98,6 @@ def test_the_classic_recipes(experiment: str, batch: int, accumulate: int | None
 
 
 def test_the_recipe_for_text_weighs_tokens():
-    """The model takes texts as long as those of the data."""
     config = resolved(composed("experiment=definitions_gpt"))
     assert config["accumulate"]["normalize"]["_target_"] == "lightning_ga.weights.TargetTokens"
     assert config["model"]["context"] == config["data"]["max_length"]
@@ -109,7 +106,6 @@ def test_the_recipe_for_text_weighs_tokens():
 
 @pytest.mark.parametrize(("metric", "mode"), [("val/loss", "min"), ("val/perplexity", "min"), ("val/acc", "max")])
 def test_the_best_checkpoint_is_the_best(metric: str, mode: str):
-    """The lowest loss, the highest accuracy; early stopping agrees."""
     config = resolved(composed(f"optimized_metric={metric}", "callbacks=[default,early_stopping]"))
     modes = {config["callbacks"][name]["mode"] for name in ("best", "early_stopping")}
     assert modes == {mode}

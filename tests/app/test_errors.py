@@ -7,19 +7,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_ga import UserError
 from lightning_ga.app.errors import explain, explain_key, is_expected
 
 
-def test_the_users_mistake_is_found_below_hydras_wrapping():
-    """A UserError that a constructor raised is told as it is."""
-    outer = InstantiationException("Error in call to target 'x'")
-    outer.__cause__ = UserError("a=1 must be 2.")
-    assert explain(outer) == "a=1 must be 2."
-
-
 def test_an_unknown_argument_names_its_constructor():
-    """The key in the configuration, the class, and Python's own words."""
     with pytest.raises(InstantiationException) as caught:
         instantiate({"_target_": "fractions.Fraction", "numerater": 1})
     assert explain(caught.value).startswith("fractions.Fraction could not be built: ")
@@ -70,7 +61,6 @@ def test_disks_and_folders_are_told_in_one_sentence():
 
 
 def test_what_an_error_leaves_out_is_not_told_in_its_place():
-    """``raise … from None`` says that a missing file was not the trouble; without it, it may have been."""
     bug = KeyError("a bug")
     bug.__context__ = FileNotFoundError(errno.ENOENT, "No such file", "cache.json")
     assert is_expected(bug)
@@ -78,13 +68,7 @@ def test_what_an_error_leaves_out_is_not_told_in_its_place():
     assert not is_expected(bug)
 
 
-def test_a_long_message_is_cut_to_its_first_paragraph():
-    """One line, whatever the library wrote."""
-    assert explain(UserError("first\n  line\n\nsecond")) == "first line"
-
-
 def test_errors_of_loggers_name_what_does_without_an_account():
-    """Weights & Biases wants a key only when the first value is logged."""
     refused = type("UsageError", (Exception,), {"__module__": "wandb.errors.errors"})("No API key configured.")
     assert is_expected(refused)
     told = explain(refused)

@@ -43,7 +43,6 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, mode):
 
 
 def test_a_folder_is_one_line(tmp_path):
-    """Launchers write it into scripts; an interpolation may bring anything."""
     config = configuration("${mine}/x", mine=f"{tmp_path}/a\ntouch b")
     with pytest.raises(UserError, match="control characters"), ExitStack() as locks:
         own(config, RunMode.MULTIRUN, locks)
@@ -147,7 +146,6 @@ def test_hydra_starts_runs_in_the_folders_that_were_made_for_them(command, kind)
 
 
 def test_jobs_of_a_sweep_have_folders_of_their_own(command):
-    """A name that is the same for two of them is refused."""
     run = command("-m", *SMALL, "dry_run=true", "seed=1,2", "hydra.sweep.dir=many", "hydra.sweep.subdir=same")
     assert run.code == 1
     assert "for two jobs of this sweep" in run.err

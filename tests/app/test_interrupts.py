@@ -51,7 +51,6 @@ def test_a_signal_ends_with_its_exit_code_and_what_was_saved(command, monkeypatc
 
 
 def test_a_signal_in_the_first_epoch_says_that_nothing_was_saved(command, monkeypatch):
-    """And how to start again."""
     send_at(monkeypatch, signal.SIGTERM, epoch=0)
     run = command(*TINY)
     assert run.code == 143
@@ -68,7 +67,6 @@ def end_early() -> None:
 
 
 def test_sigterm_before_anything_began_ends_at_once(tmp_path: Path):
-    """Even where everything that is raised is caught."""
     ended = forked(end_early, folder=tmp_path)
     assert ended.code == 143
     assert ended.output == "Error: Stopped by SIGTERM: nothing had been trained or saved.\n"

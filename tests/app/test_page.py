@@ -85,18 +85,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert "@media(prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}" in page, "black on a dark page"
 
 
-def test_a_probe_of_another_version_is_left_out(tmp_path):
-    """All else of its run is shown."""
-    folder = leave_run(tmp_path / "run")
-    plan = {"plan": PLAN, "probe": PROBE | {"of_a_later_version": 1}, "told": {}}
-    (folder / "plan.json").write_text(json.dumps(plan))
-    page = run_page(read_run(folder))
-    assert "Limit of the micro-batch" not in page
-    assert "22 × 3" in page
-
-
 def test_a_run_that_left_little_has_a_page_too(tmp_path):
-    """A test alone, or a run that was ended."""
     (tmp_path / "config.yaml").write_text("model: {}\n")
     page = run_page(read_run(tmp_path))
     assert "<h2>Configuration</h2>" in page
@@ -117,18 +106,7 @@ def test_several_runs_are_shown_side_by_side(tmp_path, monkeypatch, capsys):
     assert (one / "report.html").is_file()
 
 
-def test_runs_that_left_no_curves_are_compared_without_a_picture(tmp_path):
-    """Tests alone, or runs that were ended."""
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text("model: {}\n")
-    page = comparison_page([read_run(tmp_path / "one"), read_run(tmp_path / "other")])
-    assert "Nothing: the same configuration." in page
-    assert "<svg" not in page
-
-
 def test_a_folder_without_a_run_is_told(tmp_path, capsys):
-    """In one sentence."""
     with pytest.raises(UserError, match="is no folder of a run"):
         write_page([tmp_path])
     with pytest.raises(SystemExit) as end:
@@ -160,7 +138,6 @@ NOT_UTF8 = b"caf\xe9".decode("utf-8", "surrogateescape")
 
 @pytest.mark.parametrize("name", ["$\\frac{", "a$b$", "_hidden", "x\x1b[2Jy", NOT_UTF8, "<b>&"])
 def test_a_run_may_have_any_name(tmp_path, name, capsys):
-    """No formula, nothing that a terminal obeys, and no curve without a name."""
     folders = [leave_run(tmp_path / name / run) for run in ("one", "two")]
     main([str(folders[0])])
     main([*map(str, folders), "--output", str(tmp_path / "both.html")])

@@ -5,12 +5,12 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from lightning_ga.app.plan_table import METHODS, PlanRecords, plan_rows, plan_table, save_plan
+from lightning_ga.app.plan_table import METHODS, PlanRecords, plan_table, save_plan
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.planned_device import PlannedDevice
-from lightning_ga.plan.records import Method, ProbeResult, Timing, Trial
+from lightning_ga.plan.records import Method, ProbeResult, Trial
 
 HOLDERS = Attribution(48, 100, "backward", "net.1", (("activations of net.1", 70), ("parameters", 30)))
 PROBE = ProbeResult(48, 2**31, 2_040_109_466, (Trial(48, 2_040_109_466, True, 0.2),), 4, 1.25, "replay")
@@ -54,11 +54,6 @@ def test_an_estimate_for_another_device_is_called_one():
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_a_table_without_a_plan():
-    """A loader that sets its own batches leaves nothing to say."""
-    assert "set by the loader" in printed(plan_table(PlanRecords()))
-
-
 def test_a_plan_is_saved_whole(tmp_path):
     """Every field of the records, and null for what did not run."""
     records = PlanRecords(plan_accumulation(10, micro_batch=4), PROBE, Exactness(1e-7, 1e-3, "exact"))
@@ -83,7 +78,6 @@ def test_a_plan_is_saved_whole(tmp_path):
 
 @pytest.mark.parametrize(("micro_batch", "says"), [(10, "nothing is accumulated"), (4, "relative error 1.0e-07")])
 def test_the_table_says_whether_accumulation_is_exact(micro_batch, says):
-    """A number where there is accumulation."""
     plan = plan_accumulation(10, micro_batch=micro_batch)
     assert says in printed(plan_table(PlanRecords(plan, None, Exactness(1e-7, 1e-3, "exact"))))
 
@@ -99,7 +93,6 @@ def test_the_table_says_whether_accumulation_is_exact(micro_batch, says):
     ],
 )
 def test_the_table_says_how_the_limit_was_found(method, says):
-    """On one line of 80 columns."""
     text = printed(plan_table(PlanRecords(plan_accumulation(256, micro_batch=48), replace(PROBE, method=method))))
     assert says in text
     assert max(map(len, text.splitlines())) <= 80
@@ -114,28 +107,10 @@ def test_the_table_says_how_the_limit_was_found(method, says):
     ],
 )
 def test_the_table_says_where_a_limit_comes_from(source, says):
-    """Instead of the method, where no search ran on this device."""
     assert says in printed(
         plan_table(PlanRecords(plan_accumulation(256, micro_batch=48), replace(PROBE, source=source)))
     )
 
 
 def test_every_method_of_a_search_has_its_words():
-    """Those that a result may have."""
     assert set(METHODS) == set(get_args(Method))
-
-
-def test_the_size_chosen_for_speed_is_shown_beside_the_limit():
-    """With how many sizes it was chosen from."""
-    timings = (Timing(16, 16, 0.021), Timing(43, 6, 0.020))
-    fast = replace(PROBE, timings=timings, fastest=16)
-    text = printed(plan_table(PlanRecords(plan_accumulation(256, micro_batch=16), fast)))
-    assert "48 samples per micro-batch" in text
-    assert "16 samples, of 2 sizes that were timed (probe.png)" in text
-    assert "fastest" not in dict(plan_rows(PlanRecords(None, PROBE)))
-
-
-def test_a_limit_that_is_all_that_was_asked_for_may_be_higher():
-    """Where a whole window fits in one pass, nothing larger was tried."""
-    assert dict(plan_rows(PlanRecords(plan_accumulation(48, micro_batch=48), PROBE)))["limit"].endswith("or more")
-    assert not dict(plan_rows(PlanRecords(plan_accumulation(49, micro_batch=48), PROBE)))["limit"].endswith("or more")

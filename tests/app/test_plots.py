@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from lightning_ga.app.plots import draw_memory, draw_timings, loss_figure, probe_figure
+from lightning_ga.app.plots import draw_memory, loss_figure, probe_figure
 from lightning_ga.app.run_files import read_curves
 from lightning_ga.plan.records import ProbeResult, Timing, Trial
 
@@ -46,7 +46,6 @@ def test_curves_are_read_by_step_and_drawn(tmp_path):
 
 @pytest.mark.parametrize("source", ["probe", "cache", "checkpoint", "estimate"])
 def test_a_picture_of_the_probe_is_made_of_whatever_there_is(tmp_path, source):
-    """With or without a curve, trials and timings."""
     timed = replace(FOUND, source=source, timings=(Timing(8, 4, 1.0),), fastest=8)
     for probe in (timed, replace(timed, curve=(), trials=()), replace(timed, timings=(), fastest=None)):
         probe_figure(probe).savefig(tmp_path / "probe.png")
@@ -68,29 +67,7 @@ def test_the_picture_shows_curve_trials_budget_and_limit():
     assert axes.get_ylim()[1] > 103
 
 
-def test_a_large_device_is_drawn_in_gib():
-    """As soon as the picture reaches one."""
-    axes = drawn(draw_memory, replace(FOUND, budget_bytes=2 * GIB, peak_bytes=GIB))
-    assert axes.get_ylabel() == "peak memory, GiB"
-
-
 def test_a_budget_far_above_all_else_is_told_and_not_drawn():
-    """It would press the curve flat."""
     axes = drawn(draw_memory, replace(FOUND, budget_bytes=80 * GIB))
     assert words(axes) == ["budget 80.0 GiB, far above"]
     assert axes.get_ylim()[1] < 200
-
-
-def test_what_was_worked_out_is_not_called_measured():
-    """Steps for a device that is not here took no memory."""
-    assert {"worked out", "too large"} < set(names(drawn(draw_memory, replace(FOUND, source="estimate"))))
-
-
-def test_timed_windows_are_drawn_with_the_size_that_was_chosen():
-    """Seconds by micro-batch; the choice is marked if it was timed."""
-    timings = (Timing(8, 4, 1.01), Timing(16, 2, 1.0))
-    axes = drawn(draw_timings, replace(FOUND, timings=timings, fastest=8))
-    assert [list(values) for values in axes.get_lines()[0].get_data()] == [[8, 16], [1.01, 1.0]]
-    assert names(axes) == ["chosen: 8"]
-    assert axes.collections[0].get_offsets().tolist() == [[8, 1.01]]
-    assert names(drawn(draw_timings, replace(FOUND, timings=timings, fastest=7))) == []

@@ -22,7 +22,6 @@ def test_aliases_count_as_what_they_stand_for(tmp_path):
 
 @pytest.mark.parametrize("content", ["a: [", "a: ${b", "a: &a [*a]", "? [x]\n: 1", "a: \x00"])
 def test_what_is_no_configuration_is_told_in_one_sentence(tmp_path, content):
-    """Whatever is wrong with it."""
     (tmp_path / "x.yaml").write_text(content)
     with pytest.raises(UserError, match=r"x\.yaml' "):
         read_yaml(tmp_path / "x.yaml")

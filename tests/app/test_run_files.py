@@ -10,7 +10,6 @@ NOT_UTF8 = b"caf\xe9".decode("utf-8", "surrogateescape")
 
 
 def test_a_spreadsheet_finds_nothing_to_run_in_a_table(tmp_path):
-    """Texts that begin as formulas do are quoted; numbers stay, and what moves a cursor is shown."""
     cells = ["=1+1", "+x", "-x", "@x", " =1", "-1.5", "+2e3", "x=1", "a\x1b[2Jb", "a\nb", NOT_UTF8, -3, 0.5, None]
     write_table(tmp_path / "x.csv", [cells])
     with (tmp_path / "x.csv").open(newline="") as file:
@@ -20,7 +19,6 @@ def test_a_spreadsheet_finds_nothing_to_run_in_a_table(tmp_path):
 
 
 def test_names_that_are_not_utf8_are_written(tmp_path):
-    """With a sign in place of what has no letter."""
     write_text(tmp_path / "a" / "x.txt", NOT_UTF8)
     assert (tmp_path / "a" / "x.txt").read_text() == "caf?"
     write_json(tmp_path / "x.json", {NOT_UTF8: float("nan")})
@@ -28,7 +26,6 @@ def test_names_that_are_not_utf8_are_written(tmp_path):
 
 
 def test_a_text_from_anywhere_does_nothing_to_a_terminal():
-    """Escapes, the bell, letters that change the order of others; plain letters of any script stay."""
     assert printable("\x1b]0;x\x07\x9b\u202ecba\r\n") == r"\x1b]0;x\x07\x9b\u202ecba\r\n"
     assert printable("Ärger 犬 🐕 – “x”") == "Ärger 犬 🐕 – “x”"
 

@@ -19,7 +19,6 @@ def test_scores_are_those_of_scikit_learn():
 
 
 def test_scores_are_told_with_the_names_of_classes():
-    """In lines that a terminal holds; numbers where the names are not those of the classes."""
     text, _ = class_report([[2, 0], [1, 1]], ["cat", "dog"])
     assert "cat     0.6667    1.0000    0.8000         2" in text
     assert max(map(len, text.splitlines())) <= 80

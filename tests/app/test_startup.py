@@ -14,7 +14,6 @@ LINES = [["--help"], ["--version"], ["--cfg", "job"], ["trainer.max_epoch=3"], [
 
 
 def test_what_needs_no_training_imports_nothing_heavy(tmp_path):
-    """Help, version, configuration, a typo and a wrong value answer at once."""
     line = [sys.executable, "-c", CODE.format(lines=LINES, heavy=HEAVY)]
     run = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"

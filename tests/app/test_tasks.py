@@ -48,7 +48,6 @@ def test_names_from_elsewhere_do_nothing_and_lose_nothing(command):
 
 
 def test_a_folder_that_a_library_cannot_write_is_told(command):
-    """Before anything is trained: TensorBoard writes to folders alone whose names are UTF-8."""
     run = command(*TINY, f"hydra.run.dir='outputs/{CLASSES[2]}'")
     assert run.code == 1
     assert run.err.startswith("Error: ")
@@ -59,7 +58,6 @@ def test_a_folder_that_a_library_cannot_write_is_told(command):
 
 @pytest.mark.parametrize("broken", ["write_page", "save_curves"])
 def test_what_is_written_for_people_loses_nothing(command, monkeypatch, broken):
-    """Pictures and pages may fail: one warning, and the result and the checkpoints are there."""
     monkeypatch.setattr(tasks, broken, lambda *_: 1 / 0)
     run = command(*TINY)
     assert run.code == 0

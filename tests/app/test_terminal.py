@@ -7,7 +7,6 @@ from lightning_ga.app.terminal import Tee, keep_in_log, printable_everywhere, pr
 
 
 def test_an_ascii_terminal_is_written_to_in_ascii():
-    """Signs that it lacks are replaced by those that come nearest, and nothing fails."""
     written = io.BytesIO()
     stream = io.TextIOWrapper(written, encoding="ascii", errors="strict")
     printable_everywhere(stream, io.StringIO(), None)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ga import ExactnessWarning
 from lightning_ga.app.progress import quiet_lightning
 
 TINY = ("model=mlp", "debug=default", "trainer.max_epochs=1", "accumulate.micro_batch_size=16")
@@ -40,28 +39,11 @@ def own_experiment(text: str) -> tuple[str, ...]:
     ],
 )
 def test_a_mistake_in_ones_own_file_is_told(command, text, words):
-    """One sentence, and nothing is trained."""
     run = command(*own_experiment(text))
     assert run.code == 1
     assert run.err.startswith("Error: ")
     assert len(run.err.strip().splitlines()) == 1
     assert words in run.err
-
-
-def test_what_an_experiment_builds_is_resolved_once(command, monkeypatch):
-    """A variable that seeding sets cannot change a target between the check and the build."""
-    monkeypatch.delenv("PL_GLOBAL_SEED")
-    target = "${oc.env:PL_GLOBAL_SEED,lightning.pytorch.callbacks.Timer}"
-    text = f"# @package _global_\ncallbacks:\n  x:\n    _target_: {target}\n"
-    run = command(*own_experiment(text), *TINY[1:], "hydra.run.dir=run")
-    assert run.code == 0, run.err
-
-
-def test_an_effective_batch_above_the_data_is_told(command):
-    """Every epoch is one step."""
-    with pytest.warns(ExactnessWarning, match="effective batch of 10,000 samples is above the 1,293 of an epoch"):
-        run = command("model=mlp", "accumulate.effective_batch_size=1e4", "accumulate.verify=false", "dry_run=true")
-    assert run.code == 0, run.err
 
 
 def test_warnings_are_their_sentences():
@@ -98,7 +80,6 @@ def test_a_home_folder_is_never_made_beside_a_run(command, monkeypatch, tmp_path
 
 
 def test_a_result_that_is_no_number_is_told(command):
-    """On the screen with what may help; as null in JSON, which has no NaN."""
     run = command(*TINY, "optimizer.lr=1e20")
     assert run.code == 0
     assert "val/loss are not finite" in run.err or "val/loss is not finite" in run.err
@@ -171,3 +152,12 @@ def test_version_is_this_packages(command):
     """Not Hydra's."""
     run = command("--version")
     assert (run.code, run.out) == (0, "lightning_ga 0.1.0\n")
+
+
+def test_what_an_experiment_builds_is_resolved_once(command, monkeypatch):
+    """A variable that seeding sets cannot change a target between the check and the build."""
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    target = "${oc.env:PL_GLOBAL_SEED,lightning.pytorch.callbacks.Timer}"
+    text = f"# @package _global_\ncallbacks:\n  x:\n    _target_: {target}\n"
+    run = command(*own_experiment(text), *TINY[1:], "hydra.run.dir=run")
+    assert run.code == 0, run.err

@@ -61,7 +61,6 @@ def check(*overrides: str) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused(wrong: str):
-    """The sentence begins with what was typed, and ends with what could be."""
     key = wrong.partition("=")[0]
     with pytest.raises(UserError, match=rf"^{key}=.+ must be .+; for example {key}=.+\.$"):
         check(wrong)
@@ -80,7 +79,6 @@ def test_a_wrong_value_is_refused(wrong: str):
     ],
 )
 def test_the_sentence_says_what_may_be(wrong: str, words: str):
-    """In words, with the nearest choice or an example."""
     with pytest.raises(UserError, match=f"^{wrong} must be .*{words}"):
         check(wrong)
 
@@ -101,7 +99,6 @@ def test_the_sentence_says_what_may_be(wrong: str, words: str):
     ],
 )
 def test_a_wrong_value_of_one_option_is_refused(group: str, wrong: str):
-    """What training would meet in its middle, or never tell."""
     with pytest.raises(UserError, match=f"^{wrong.lstrip('+')} must be "):
         check(group, wrong)
 
@@ -122,7 +119,6 @@ def test_generated_pictures_are_counted(samples: str):
     ],
 )
 def test_a_right_value_is_taken(right: str):
-    """And left as it was typed; null and -1 mean something in some places."""
     key, _, typed = right.partition("=")
     config = composed(right)
     check_values(config)
@@ -146,7 +142,6 @@ def test_whole_numbers_may_be_written_in_powers_of_ten():
 
 @pytest.mark.parametrize("key", RULES)
 def test_every_example_obeys_its_rule(key: str):
-    """What a message proposes works."""
     assert RULES[key].holds(yaml.safe_load(str(RULES[key].example)))
 
 
@@ -170,7 +165,6 @@ def test_every_example_obeys_its_rule(key: str):
     ],
 )
 def test_keys_that_contradict_each_other(overrides: list[str], words: str):
-    """Found before anything is built."""
     with pytest.raises(UserError, match=words):
         check(*overrides)
 

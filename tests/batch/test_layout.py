@@ -27,11 +27,5 @@ KNOWN = Layout({"batch": "fields", "batch['x']": SampleAxis(0), "batch['y']": Sa
     ],
 )
 def test_a_later_batch_of_another_kind_is_refused(batch: Any, message: str) -> None:
-    """Rather than cut somewhere else."""
     with pytest.raises(LayoutError, match=message):
         KNOWN.samples(batch)
-
-
-def test_a_batch_without_samples_holds_none() -> None:
-    """An empty batch is one of zero samples."""
-    assert KNOWN.samples({"x": torch.zeros(0), "y": torch.zeros(2, 0)}) == 0

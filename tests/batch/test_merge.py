@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
@@ -22,10 +22,8 @@ class Output:
     name: str
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_a_loss_is_that_of_the_whole_batch(sizes: list[int]) -> None:
-    """The mean of a mean over samples by samples, as a tensor alone, under its key, and as a number."""
     losses = torch.rand(sum(sizes), dtype=torch.float64)
     means = [part.mean() for part in losses.split(sizes)]
     whole = merge_outputs([{"loss": mean, "again": mean.item()} for mean in means], sizes)
@@ -35,7 +33,6 @@ def test_a_loss_is_that_of_the_whole_batch(sizes: list[int]) -> None:
 
 
 def test_a_mean_over_tokens_is_weighted_by_tokens() -> None:
-    """Samples say what is joined, weights say what is averaged; a chunk without tokens has no say."""
     outputs = [{"loss": torch.tensor(loss), "ids": torch.zeros(2)} for loss in (1.0, 4.0, float("nan"))]
     whole = merge_outputs(outputs, [2, 2, 2], weights=[10, 20, 0])
     assert whole["loss"].item() == 3.0
@@ -43,7 +40,6 @@ def test_a_mean_over_tokens_is_weighted_by_tokens() -> None:
 
 
 def test_means_over_nothing_are_those_of_the_last_piece() -> None:
-    """As a step would give them for the whole batch: NaN, or what it has in place of that."""
     whole = merge_outputs([{"loss": torch.tensor(x), "acc": x} for x in (0.25, float("nan"))], [1, 1], weights=[0, 0])
     assert whole["loss"].isnan()
     assert np.isnan(whole["acc"])
@@ -51,7 +47,6 @@ def test_means_over_nothing_are_those_of_the_last_piece() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_the_dtype_of_a_loss_is_kept(dtype: torch.dtype) -> None:
-    """Half precision is summed in single: 65504 twice is no infinity."""
     largest = torch.tensor(65504.0).to(dtype)
     whole = merge_outputs([largest, largest], [3, 2])
     assert whole.dtype == dtype
@@ -72,7 +67,6 @@ def test_nothing_keeps_its_graph() -> None:
 
 
 def test_a_loss_of_one_element_is_no_sample() -> None:
-    """Lightning takes a loss of shape [1] for a scalar, chunks of one sample make other tensors of that shape."""
     whole = merge_outputs([{"loss": torch.tensor([x]), "score": torch.tensor([x])} for x in (1.0, 3.0)], [1, 1])
     assert whole["loss"].tolist() == [2.0]
     assert whole["score"].tolist() == [1.0, 3.0]
@@ -105,14 +99,6 @@ def test_outputs_become_one(name: str) -> None:
     """What is by sample is joined, what is a mean is averaged, what is equal stays, the rest is listed."""
     outputs, sizes, expected = MERGED[name]
     assert merge_outputs(outputs, sizes) == expected
-
-
-def test_fields_of_two_samples_are_told_from_samples() -> None:
-    """Hidden states of two layers for two samples: each layer is joined."""
-    hidden = [(torch.zeros(2, 5), torch.ones(2, 5))] * 2
-    whole = merge_outputs([{"hidden": states} for states in hidden], [2, 2])["hidden"]
-    assert [state.shape for state in whole] == [(4, 5), (4, 5)]
-    assert whole[1].all()
 
 
 def test_tensors_that_are_not_by_sample() -> None:
@@ -168,11 +154,26 @@ def test_containers_keep_their_types() -> None:
 
 
 def test_packed_sequences_are_packed_anew() -> None:
-    """In the order of the samples."""
     sequences = [torch.arange(float(length)) for length in (2, 5, 3)]
     parts = [{"x": pack_sequence(part, enforce_sorted=False)} for part in (sequences[:2], sequences[2:])]
     for mine, expected in zip(unpack_sequence(merge_outputs(parts, [2, 1])["x"]), sequences, strict=True):
         assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "sizes", "weights"), [([], [], None), ([1.0], [1, 2], None), ([1.0, 2.0], [1, 2], [1.0])]
+)
+def test_each_output_needs_a_size_and_a_weight(outputs: list[Any], sizes: list[int], weights: Any) -> None:
+    with pytest.raises(UserError, match=rf"^{len(outputs)} outputs, {len(sizes)} sizes and"):
+        merge_outputs(outputs, sizes, weights)
+
+
+def test_fields_of_two_samples_are_told_from_samples() -> None:
+    """Hidden states of two layers for two samples: each layer is joined."""
+    hidden = [(torch.zeros(2, 5), torch.ones(2, 5))] * 2
+    whole = merge_outputs([{"hidden": states} for states in hidden], [2, 2])["hidden"]
+    assert [state.shape for state in whole] == [(4, 5), (4, 5)]
+    assert whole[1].all()
 
 
 class Odd:
@@ -191,19 +192,3 @@ def test_unknown_objects_are_kept() -> None:
     listed = merge_outputs([{"x": odd}, {"x": other}], [1, 1])["x"]
     assert listed[0] is odd
     assert listed[1] is other
-
-
-def test_the_outputs_are_not_changed() -> None:
-    """Hooks may have kept them."""
-    outputs = [{"x": [1.0]}, {"x": [2.0], "y": 1}]
-    merge_outputs(outputs, [1, 1])
-    assert outputs == [{"x": [1.0]}, {"x": [2.0], "y": 1}]
-
-
-@pytest.mark.parametrize(
-    ("outputs", "sizes", "weights"), [([], [], None), ([1.0], [1, 2], None), ([1.0, 2.0], [1, 2], [1.0])]
-)
-def test_each_output_needs_a_size_and_a_weight(outputs: list[Any], sizes: list[int], weights: Any) -> None:
-    """Otherwise something would be lost."""
-    with pytest.raises(UserError, match=rf"^{len(outputs)} outputs, {len(sizes)} sizes and"):
-        merge_outputs(outputs, sizes, weights)

@@ -13,9 +13,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from lightning_ga.batch import pytree as structures
 from lightning_ga.batch.layout import LayoutError, SampleAxis, SampleCount
-from lightning_ga.batch.pytree import register_splitter
 from lightning_ga.batch.read_layout import read_layout, read_ready_made
 from lightning_ga.batch.split import slices_of
 
@@ -76,27 +74,6 @@ def test_samples_lie_where_a_batch_of_four_is_longer_than_one_of_three() -> None
     assert read(lambda batch: xs(batch).numpy()) == {"batch": SampleAxis(0)}
 
 
-def test_several_crops_of_each_sample_stay_with_it() -> None:
-    """Where they are neighbours, and every part has as many."""
-    crops = read_layout(Known(SAMPLES, lambda batch: xs([each for each in batch for _ in range(4)])))
-    assert dict(crops.roles) == {"batch": SampleAxis(0, per=4)}
-    batch = torch.arange(20)
-    assert crops.samples(batch) == 5
-    assert slices_of(batch, crops).take(1, 3).tolist() == list(range(4, 12))
-    with pytest.raises(LayoutError, match=r"batch is of another kind .*\(now Tensor and the shape \(21,\)"):
-        crops.samples(torch.zeros(21))
-
-
-@pytest.mark.parametrize("wrap", [int, float, torch.tensor, np.int64])
-def test_a_number_that_counts_the_samples_is_cut_with_them(wrap: Callable[[int], Any]) -> None:
-    """As a number or a tensor."""
-    layout = read_layout(Known(SAMPLES, lambda batch: [xs(batch), wrap(len(batch))]))
-    assert layout.roles["batch[1]"] == SampleCount()
-    batch = [torch.zeros(8, 5, 2), wrap(8)]
-    ours = slices_of(batch, layout).take(2, 5)[1]
-    assert (type(ours), ours) == (type(wrap(3)), 3)
-
-
 PACKED: dict[str, tuple[Collate, str]] = {
     "rows of all samples": (
         lambda batch: (torch.cat([each["x"] for each in batch]), ys(batch)),
@@ -150,16 +127,12 @@ PACKED: dict[str, tuple[Collate, str]] = {
         lambda batch: {"x": xs(batch), "anchors": xs(batch[::2])},
         r"batch\['anchors'\] changes with the number of samples|batch\['anchors'\]",
     ),
-    "nothing by sample": (
-        lambda batch: {"weights": torch.ones(3), "name": "train"},
-        "nothing in it grows with them",
-    ),
+    "nothing by sample": (lambda batch: {"weights": torch.ones(3), "name": "train"}, "nothing in it grows with them"),
 }
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_what_cannot_be_cut_is_refused_with_the_part_and_the_way_out(name: str) -> None:
-    """Packed rows, rows that know their place in the batch, values that follow from the number of samples."""
     collate, message = PACKED[name]
     with pytest.raises(LayoutError, match=rf"The batch cannot be cut into samples, as {message}.*{WAY_OUT}"):
         read(collate, RAGGED if "unequal" in name else SAMPLES)
@@ -182,58 +155,6 @@ def test_an_unknown_type_is_refused() -> None:
     vocabulary = object()
     assert read(lambda batch: {"x": xs(batch), "vocabulary": vocabulary})["batch['vocabulary']"] == "shared"
     assert read(lambda batch: [Unknown([each]) for each in batch])["batch"] == SampleAxis(0)
-
-
-class Bag:
-    """Samples in a type of one's own."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bag) and len(self.items) == len(other.items)
-
-
-def test_a_registered_type_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its count, beside tensors."""
-    monkeypatch.setattr(structures, "_SPLITTERS", {})
-    register_splitter(Bag, count=lambda bag: len(bag.items), take=lambda bag, a, b: Bag(bag.items[a:b]))
-    layout = read_layout(Known(SAMPLES, lambda batch: (Bag(batch), ys(batch))))
-    assert layout.roles["batch[0]"] == SampleAxis(0)
-    assert layout.samples((Bag([1, 2]), torch.zeros(2))) == 2
-    with pytest.raises(LayoutError, match=r"batch\[0\] holds 2 of them and batch\[1\] 3"):
-        layout.samples((Bag([1, 2]), torch.zeros(3)))
-
-
-class Molecules:
-    """As in torch_geometric: nodes of several graphs, joined."""
-
-    def __init__(self, graphs: list[torch.Tensor]) -> None:
-        self.graphs = graphs
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self.graphs)
-
-    def to_data_list(self) -> list[torch.Tensor]:
-        return self.graphs
-
-    @classmethod
-    def from_data_list(cls, graphs: list[torch.Tensor]) -> "Molecules":
-        return cls(graphs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Molecules) and structures.same_values(self.graphs, other.graphs)
-
-
-def test_graphs_of_torch_geometric_are_cut_without_being_registered() -> None:
-    """Each slice is a batch of graphs of its own."""
-    layout = read_layout(Known(RAGGED, lambda batch: Molecules([each["x"] for each in batch])))
-    assert dict(layout.roles) == {"batch": SampleAxis(0)}
-    batch = Molecules([each["x"] for each in RAGGED])
-    ours = slices_of(batch, layout).take(1, 3)
-    assert type(ours) is Molecules
-    assert [len(graph) for graph in ours.graphs] == [3, 4]
 
 
 class BatchEncoding(UserDict[str, Any]):
@@ -275,10 +196,7 @@ STRUCTURES: dict[str, tuple[Collate, dict[str, Any]]] = {
             "batch._encodings": SampleAxis(0),
         },
     ),
-    "array of texts": (
-        lambda batch: np.array([each["name"] for each in batch]),
-        {"batch": SampleAxis(0)},
-    ),
+    "array of texts": (lambda batch: np.array([each["name"] for each in batch]), {"batch": SampleAxis(0)}),
     "sparse": (lambda batch: xs(batch).to_sparse(), {"batch": SampleAxis(0)}),
     "nested": (
         lambda batch: torch.nested.nested_tensor([each["x"] for each in batch], layout=torch.jagged),
@@ -306,45 +224,30 @@ STRUCTURES: dict[str, tuple[Collate, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", STRUCTURES)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_structures_in_which_batches_come_are_read(name: str) -> None:
-    """Containers are opened, whatever their type."""
     collate, roles = STRUCTURES[name]
     ragged = name in ("nested", "packed sequences", "targets of detection")
     assert read(collate, RAGGED if ragged else SAMPLES) == roles
 
 
-def test_a_part_that_may_be_missing_is_cut_where_it_is_there() -> None:
-    """Whether it is read from samples that have it or from others; a key that comes and goes is one of these."""
-
-    def collate(batch: list[Any]) -> dict[str, Any]:
-        there = all("mask" in each for each in batch)
-        return {"x": xs(batch), "mask": torch.stack([each["mask"] for each in batch]) if there else None}
-
-    masked = [each | {"mask": torch.ones(5)} for each in SAMPLES]
-    layout = read_layout(Known([masked[0], SAMPLES[1]], collate))
-    assert layout.roles["batch['mask']"] == SampleAxis(0)
-    assert [layout.samples(collate(samples * 3)) for samples in (SAMPLES, masked)] == [6, 6]
-    assert slices_of(collate(SAMPLES), layout).take(0, 1)["mask"] is None
-    without = read_layout(Known(SAMPLES, collate))
-    with pytest.raises(
-        LayoutError, match=r"batch\['mask'\] is of another kind than in the batches .* \(now Tensor and"
-    ):
-        without.samples(collate(masked))
-    assert without.samples(collate(SAMPLES)) == 2
-    with pytest.raises(LayoutError, match=r"batch\['extra'\] is of another kind"):
-        without.samples(collate(SAMPLES) | {"extra": torch.zeros(2)})
+def test_samples_of_several_loaders_that_a_hook_joins_are_refused() -> None:
+    with pytest.raises(LayoutError, match="batch goes from the shape|batch holds samples of several loaders"):
+        read_layout(Known(SAMPLES, xs, xs, join=torch.cat))
+    with pytest.raises(LayoutError, match="nothing in it grows"):
+        read_layout(Known(SAMPLES, xs, xs, join=lambda batches: batches[0]))
 
 
-def test_a_broken_sample_that_the_collate_function_drops_does_not_hinder_reading() -> None:
-    """Nor one that it cannot do without others; if all are broken, the error is that of the collate function."""
+def ready(*batches: Any) -> dict[str, Any]:
+    return dict(read_ready_made(batches).roles)
 
-    def collate(batch: list[Any]) -> Any:
-        return default_collate([each for each in batch if each is not None])
 
-    layout = read_layout(Known([None, *SAMPLES], collate))
-    assert layout.roles["batch['x']"] == SampleAxis(0)
-    assert layout.samples(collate([SAMPLES[0], None, SAMPLES[1]])) == 2
-    with pytest.raises(IndexError):
-        read_layout(Known([None], collate))
+@pytest.mark.parametrize("wrap", [int, float, torch.tensor, np.int64])
+def test_a_number_that_counts_the_samples_is_cut_with_them(wrap: Callable[[int], Any]) -> None:
+    """As a number or a tensor."""
+    layout = read_layout(Known(SAMPLES, lambda batch: [xs(batch), wrap(len(batch))]))
+    assert layout.roles["batch[1]"] == SampleCount()
+    batch = [torch.zeros(8, 5, 2), wrap(8)]
+    ours = slices_of(batch, layout).take(2, 5)[1]
+    assert (type(ours), ours) == (type(wrap(3)), 3)
 
 
 def test_random_collate_functions_are_read() -> None:
@@ -361,88 +264,3 @@ def test_random_collate_functions_are_read() -> None:
     }
     with pytest.raises(LayoutError, match="batch holds 2 entries for each sample that change every time"):
         read(lambda batch: torch.rand(2 * len(batch)))
-
-
-def test_batches_of_two_loaders_are_counted_by_what_they_have_in_common() -> None:
-    """8 and 24 samples are 8 of one and three; each part grows with its own loader."""
-    layout = read_layout(Known(SAMPLES, xs, ys))
-    assert dict(layout.roles) == {"batch": "fields", "batch[0]": SampleAxis(0), "batch[1]": SampleAxis(0, loader=1)}
-    batch = [torch.arange(8), torch.arange(24)]
-    assert (layout.sizes(batch), layout.samples(batch)) == ({0: 8, 1: 24}, 8)
-    assert layout.samples([torch.zeros(8), torch.zeros(12)]) == 4
-    ours = slices_of(batch, layout).take(1, 3)
-    assert [part.tolist() for part in ours] == [[1, 2], [3, 4, 5, 6, 7, 8]]
-    assert layout.samples([torch.zeros(8), None]) == 8  # a loader that has come to its end
-    with pytest.raises(LayoutError, match="nothing in it grows"):
-        layout.samples([None, None])
-    counts = read_layout(Known(SAMPLES, lambda batch: [xs(batch), len(batch)], lambda batch: [ys(batch), len(batch)]))
-    ours = slices_of([[torch.zeros(4), 4], [torch.zeros(8), 8]], counts).take(0, 3)
-    assert [numbers for _, numbers in ours] == [3, 6]
-
-
-def test_samples_of_several_loaders_that_a_hook_joins_are_refused() -> None:
-    """The tensor grows with both."""
-    with pytest.raises(LayoutError, match="batch goes from the shape|batch holds samples of several loaders"):
-        read_layout(Known(SAMPLES, xs, xs, join=torch.cat))
-    with pytest.raises(LayoutError, match="nothing in it grows"):
-        read_layout(Known(SAMPLES, xs, xs, join=lambda batches: batches[0]))
-
-
-def ready(*batches: Any) -> dict[str, Any]:
-    return dict(read_ready_made(batches).roles)
-
-
-Z = torch.zeros
-
-
-def test_a_ready_made_batch_is_read_where_all_its_parts_agree() -> None:
-    """On one number, which each has along one axis."""
-    assert ready([Z(8, 7), Z(8)]) == {"batch": "fields", "batch[0]": SampleAxis(0), "batch[1]": SampleAxis(0)}
-    roles = ready({"x": Z(8, 7), "names": list("abcdefgh"), "split": "train", "none": None, "scale": torch.tensor(1.0)})
-    assert roles["batch['names']"] == SampleAxis(0)
-    assert roles["batch['split']"] == roles["batch['scale']"] == "constant"
-    assert ready(Z(8)) == {"batch": SampleAxis(0)}
-    assert ready([Z(8, 1), Z(8)])["batch[0]"] == SampleAxis(0)
-
-
-def test_ready_made_batches_of_two_sizes_tell_what_is_shared() -> None:
-    """What does not change with them."""
-    assert ready((Z(8, 7), Z(8), Z(10)), (Z(4, 7), Z(4), Z(10))) == {
-        "batch": "fields",
-        "batch[0]": SampleAxis(0),
-        "batch[1]": SampleAxis(0),
-        "batch[2]": "shared",
-    }
-    assert ready((Z(5, 8, 3), Z(8)), (Z(6, 4, 3), Z(4)))["batch[0]"] == SampleAxis(1)
-    for two in [
-        ((Z(8, 7), Z(7)), (Z(4, 7), Z(7))),
-        (Z(8, 7), Z(4, 7)),
-        (Z(8, 7), Z(8, 5)),
-        ((Z(8, 7), Z(8)), (Z(8, 5), Z(8))),
-    ]:
-        with pytest.raises(LayoutError, match="no reading or for several"):
-            ready(*two)
-
-
-AMBIGUOUS: dict[str, list[Any]] = {
-    "two axes": [Z(8, 7)],
-    "a square": [[Z(8, 8), Z(8)]],
-    "two lengths": [(Z(8, 5), Z(10))],
-    "nodes and graphs": [{"nodes": Z(40, 16), "y": Z(4)}],
-    "a shared vector in batches of one size": [(Z(8, 5), Z(8), Z(10)), (Z(8, 5), Z(8), Z(10))],
-    "a size beside two samples": [{"x": Z(2, 3), "size": (224, 224)}],
-    "one sample": [(Z(1, 7), Z(1, 7))],
-    "both axes change": [Z(8, 7), Z(4, 6)],
-    "other fields": [{"x": Z(8)}, {"y": Z(4)}],
-    "images of unequal sizes": [[Z(3, 9, 5), Z(3, 9, 6)]],
-    "nothing with a length": [{"loss": torch.tensor(1.0), "name": "a"}],
-    "nothing": [{}],
-    "a text": ["text"],
-}
-
-
-@pytest.mark.parametrize("name", AMBIGUOUS)
-def test_an_ambiguous_ready_made_batch_is_refused(name: str) -> None:
-    """With its shapes and the way out."""
-    with pytest.raises(LayoutError, match=rf"comes ready-made and its parts \(.+\) allow for no reading .*{WAY_OUT}"):
-        read_ready_made(AMBIGUOUS[name])

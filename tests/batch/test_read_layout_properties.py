@@ -334,7 +334,7 @@ HONESTLY = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES)
 @given(COLLATE, kinds_of_samples(), CHOSEN, st.data())
 def test_any_batch_is_cut_rightly_or_refused(
     collate: Collate, kinds: list[Sample], chosen: list[int], data: st.DataObject
@@ -352,12 +352,11 @@ def test_any_batch_is_cut_rightly_or_refused(
         assert_cut(layout, batch, (start, stop), collate.part(samples, start, stop))
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES)
 @given(HONESTLY, kinds_of_samples(), CHOSEN, st.data())
 def test_usual_batches_are_not_refused(
     collate: Collate, kinds: list[Sample], chosen: list[int], data: st.DataObject
 ) -> None:
-    """Stacked, padded and listed samples beside whatever belongs to all of them, of any extent."""
     samples = [kinds[number % len(kinds)] for number in chosen]
     start, stop = slices(data.draw, len(samples))
     batch, layout = collate(samples), read_layout(Known(kinds, collate))
@@ -366,7 +365,7 @@ def test_usual_batches_are_not_refused(
     assert same(ours, collate.part(samples, start, stop))
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES)
 @given(COLLATE, COLLATE, kinds_of_samples(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
 def test_batches_of_two_loaders_are_cut_in_proportion_or_refused(
     one: Collate, two: Collate, kinds: list[Sample], groups: int, few: int, many: int, data: st.DataObject
@@ -403,19 +402,17 @@ def assert_ready_made(collate: Collate, every: list[list[Sample]], draw: Callabl
         assert_cut(layout, batch, (start, stop), collate.part(samples, start, stop))
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES)
 @given(BY_SAMPLE, kinds_of_samples(), st.lists(st.integers(0, 2), min_size=2, max_size=9), st.data())
 def test_one_ready_made_batch_is_cut_rightly_or_refused(
     collate: Collate, kinds: list[Sample], chosen: list[int], data: st.DataObject
 ) -> None:
-    """If everything with a length in it is by sample, and it holds several: of more than that one batch cannot tell."""
     assert_ready_made(collate, [[kinds[number % len(kinds)] for number in chosen]], data.draw)
 
 
-@settings(deadline=None, max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES)
 @given(HONESTLY, st.integers(1, 5), st.lists(st.integers(1, 9), min_size=2, max_size=2, unique=True), st.data())
 def test_ready_made_batches_of_two_sizes_are_cut_rightly_or_refused(
     collate: Collate, length: int, counts: list[int], data: st.DataObject
 ) -> None:
-    """What stays the same between them belongs to all samples; here sequences are of one length."""
     assert_ready_made(collate, [[Sample(n, length) for n in range(count)] for count in counts], data.draw)

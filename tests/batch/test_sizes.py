@@ -11,8 +11,6 @@ import torch
 from PIL import Image
 
 from lightning_ga.batch import pytree as structures
-from lightning_ga.batch.layout import LayoutError
-from lightning_ga.batch.pytree import register_splitter
 from lightning_ga.batch.sizes import elements, leaves, length_of_first
 
 
@@ -67,7 +65,6 @@ def test_elements_of_a_sample_are_counted(sample: Any, count: int) -> None:
 
 
 def test_fields_are_named_by_where_they_are() -> None:
-    """Items far down a sequence are one field: there may be any number of them."""
     fields = [field for field, _ in leaves([torch.zeros(n) for n in range(1, 30)])]
     assert len(fields) == 29
     assert len(set(fields)) == 9
@@ -78,24 +75,6 @@ def test_text_may_be_left_out() -> None:
 
 
 Sized = namedtuple("Sized", "size inputs")
-
-
-class Bag:
-    """A type of one's own."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-
-class Graphs(Bag):
-    """As in torch_geometric, but it does not say how many graphs it holds."""
-
-    def to_data_list(self) -> list[Any]:
-        return self.items
-
-    @classmethod
-    def from_data_list(cls, items: list[Any]) -> "Graphs":
-        return cls(items)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +89,4 @@ class Graphs(Bag):
     ],
 )
 def test_the_first_tensor_tells_how_long_a_batch_is(batch: Any, length: int) -> None:
-    """Wherever it is; or a list of texts, and what says how many graphs it holds."""
     assert length_of_first(batch) == length
-
-
-@pytest.mark.parametrize("kind", [Bag, Graphs])
-def test_a_batch_of_an_unknown_type_is_refused_until_it_is_registered(kind: type[Bag]) -> None:
-    """With its type and the way out."""
-    message = rf"How many samples a {kind.__name__} holds is not known.*register_splitter\({kind.__name__}, count=…"
-    with pytest.raises(LayoutError, match=message):
-        length_of_first(kind([1, 2]))
-    register_splitter(kind, count=lambda bag: len(bag.items), take=lambda bag, a, b: kind(bag.items[a:b]))
-    assert length_of_first(kind([1, 2])) == 2

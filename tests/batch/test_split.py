@@ -3,22 +3,21 @@
 import copy
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from lightning_ga.batch import pytree as structures
-from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount
+from lightning_ga.batch.layout import Layout, Role, SampleAxis
 from lightning_ga.batch.merge import merge_outputs
-from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container, register_splitter
+from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container
 from lightning_ga.batch.split import slices_by_hook, split_batch
 from lightning_ga.errors import UserError
 
@@ -38,35 +37,6 @@ class BatchEncoding(UserDict[str, Any]):
             return self.__dict__["data"][name]
         except KeyError:
             raise AttributeError(name) from None
-
-
-@dataclass
-class ModelOutput(OrderedDict[str, Any]):
-    """As in transformers: a dataclass that is a mapping of its fields that are not None."""
-
-    loss: Any = None
-    logits: Any = None
-
-    def __post_init__(self) -> None:
-        for name in ("loss", "logits"):
-            if getattr(self, name) is not None:
-                self[name] = getattr(self, name)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    inputs: torch.Tensor
-    scale: float
-    length: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if len(self.inputs) != 5:
-            raise ValueError("only whole batches")
-        object.__setattr__(self, "length", 5)
 
 
 def rows(length: int = 5) -> torch.Tensor:
@@ -99,88 +69,7 @@ def split(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
     return split_batch(batch, sizes, layout=layout_of(batch))
 
 
-def test_a_dataclass_that_is_a_mapping_stays_both() -> None:
-    """Attributes and keys say the same."""
-    (first, _) = split(ModelOutput(logits=rows()), [2, 3])
-    assert type(first) is ModelOutput
-    assert torch.equal(first["logits"], rows()[:2])
-    assert first.logits is first["logits"]
-    assert first.loss is None
-
-
-def test_a_frozen_dataclass_is_not_validated_anew() -> None:
-    """Its fields are exchanged in a copy; those that it computes for itself stay."""
-    batch = Frozen(rows(), 0.5)
-    first, second = split(batch, [2, 3])
-    assert (type(first), first.scale, first.length) == (Frozen, 0.5, 5)
-    assert torch.equal(second.inputs, rows()[2:])
-    assert len(batch.inputs) == 5
-
-
 SEQUENCES = [torch.randn(length, 2) for length in (2, 5, 3, 1, 5)]
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_nested_tensors_are_cut_by_sample(layout: torch.layout) -> None:
-    """And merged again."""
-    whole = torch.nested.nested_tensor(SEQUENCES, layout=layout)
-    assert layout_of({"x": whole}).samples({"x": whole}) == 5
-    chunks = list(split({"x": whole}, [2, 3]))
-    assert [chunk["x"].size(0) for chunk in chunks] == [2, 3]
-    assert {chunk["x"].layout for chunk in chunks} == {layout}
-    parts = [part for chunk in chunks for part in chunk["x"].unbind()]
-    merged = merge_outputs(chunks, [2, 3])["x"]
-    assert merged.layout == layout
-    for mine, again, expected in zip(parts, merged.unbind(), SEQUENCES, strict=True):
-        assert torch.equal(mine, expected)
-        assert torch.equal(again, expected)
-
-
-class Graphs:
-    """As in torch_geometric: graphs joined to one, with a vector that says which node is whose."""
-
-    def __init__(self, graphs: list[torch.Tensor]) -> None:
-        self.x = torch.cat(graphs)
-        self.ptr = [0, *accumulate(map(len, graphs))]
-
-    @classmethod
-    def from_data_list(cls, graphs: list[torch.Tensor]) -> "Graphs":
-        return cls(graphs)
-
-    def to_data_list(self) -> list[torch.Tensor]:
-        return [self.x[start:stop] for start, stop in zip(self.ptr, self.ptr[1:])]
-
-    def to(self, device: object) -> "Graphs":
-        return self
-
-
-GRAPHS = [torch.full((size, 2), float(size)) for size in (3, 1, 4, 2, 5)]
-
-
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are known."""
-    monkeypatch.setattr(structures, "_SPLITTERS", {})
-    register_splitter(
-        Graphs,
-        count=lambda batch: len(batch.ptr) - 1,
-        take=lambda batch, start, stop: type(batch).from_data_list(batch.to_data_list()[start:stop]),
-    )
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_registered_type_is_cut_anywhere_in_a_batch() -> None:
-    """Its subclasses too."""
-
-    class Molecules(Graphs):
-        pass
-
-    batch = {"graphs": Molecules(GRAPHS), "y": torch.zeros(5)}
-    assert layout_of(batch).samples(batch) == 5
-    first, second = split(batch, [2, 3])
-    assert (len(first["graphs"].x), len(second["graphs"].x), len(second["y"])) == (4, 11, 3)
-    assert type(first["graphs"]) is Molecules
 
 
 @pytest.mark.parametrize(
@@ -194,13 +83,11 @@ def test_a_registered_type_is_cut_anywhere_in_a_batch() -> None:
     ],
 )
 def test_a_hook_must_return_a_chunk_of_each_size(hook: Any, message: str) -> None:
-    """Otherwise samples would be lost or trained twice."""
     with pytest.raises(UserError, match=message):
         slices_by_hook(hook, rows(), 5, layout_of(rows())).take(0, 2)
 
 
 def test_a_hook_cuts_what_cannot_be_read() -> None:
-    """Chunks whose samples cannot be counted are believed."""
     whole: Callable[[Any, Sequence[int]], Any] = lambda batch, sizes: ["a", "b", "c"][: len(sizes)]  # noqa: E731
     for layout in (None, layout_of(rows())):
         slices = slices_by_hook(whole, rows(), 5, layout)
@@ -217,91 +104,14 @@ def test_a_hook_cuts_what_cannot_be_read() -> None:
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_at_once(sizes: list[int], message: str) -> None:
-    """Before anything is cut."""
     with pytest.raises(ValueError, match=message):
         split({"x": rows()}, sizes)
 
 
-def test_chunks_are_cut_when_they_are_asked_for() -> None:
-    """So that each may be moved to a device, used and freed before the next."""
-    taken = []
-
-    class Lazy(torch.Tensor):
-        def narrow(self, *args: Any) -> Any:  # type: ignore[override]
-            taken.append(args)
-            return super().narrow(*args)
-
-    chunks = split(rows().as_subclass(Lazy), [2, 3])
-    assert taken == []
-    next(chunks)
-    assert taken == [(0, 0, 2)]
-
-
-def test_a_last_batch_is_cut_like_a_full_one() -> None:
-    """A matrix of all samples stays whole where a batch has as many samples by chance."""
-    matrix = torch.eye(3)
-    layout = layout_of({"x": torch.zeros(8, 2), "matrix": matrix}, 8)
-    chunks = list(split_batch({"x": torch.zeros(3, 2), "matrix": matrix}, [2, 1], layout=layout))
-    assert [len(chunk["x"]) for chunk in chunks] == [2, 1]
-    assert all(chunk["matrix"] is matrix for chunk in chunks)
-
-
 def test_a_batch_of_no_samples_is_cut_into_empty_ones() -> None:
-    """As one that a collate function has dropped all samples of."""
     batch = {"x": rows(0), "names": list[str]()}
     layout = Layout({"batch": "fields", "batch['x']": SampleAxis(0), "batch['names']": SampleAxis(0)})
     assert [len(chunk["x"]) for chunk in split_batch(batch, [0, 0], layout=layout)] == [0, 0]
-
-
-def test_samples_are_cut_along_their_axis() -> None:
-    """Time first, crops of each sample next to one another, a number that counts them."""
-    layout = Layout(
-        {
-            "batch": "fields",
-            "batch['x']": SampleAxis(1),
-            "batch['crops']": SampleAxis(0, per=2),
-            "batch['n']": SampleCount(),
-            "batch['count']": SampleCount(),
-        }
-    )
-    batch = {"x": rows().T, "crops": torch.arange(10), "n": 5, "count": torch.tensor(5)}
-    _, part, _ = split_batch(batch, [1, 2, 2], layout=layout)
-    assert torch.equal(part["x"], rows()[1:3].T)
-    assert part["crops"].tolist() == [2, 3, 4, 5]
-    assert (part["n"], type(part["n"]), part["count"].item(), part["count"].dtype) == (2, int, 2, torch.int64)
-
-
-TWO = Layout(
-    {
-        "batch": "fields",
-        "batch[0]": SampleAxis(0),
-        "batch[1]": SampleAxis(0, loader=1),
-        "batch[2]": SampleCount(loader=1),
-    },
-)
-
-
-def test_batches_of_two_loaders_are_cut_in_proportion() -> None:
-    """4 and 12 samples are 4 of one and three; the number of the second's counts them by threes."""
-    batch = [torch.arange(4), torch.arange(12), 12]
-    chunks = list(split_batch(batch, [1, 3], layout=TWO))
-    assert [[part.tolist() for part in chunk[:2]] for chunk in chunks] == [
-        [[0], [0, 1, 2]],
-        [[1, 2, 3], [3, 4, 5, 6, 7, 8, 9, 10, 11]],
-    ]
-    assert [chunk[2] for chunk in chunks] == [3, 9]
-    with pytest.raises(UserError, match=r"sizes=\[4, 12\] add up to 16, and the batch holds 4 samples"):
-        split_batch(batch, [4, 12], layout=TWO)
-
-
-def test_what_belongs_to_no_sample_is_in_each_chunk() -> None:
-    """The same object; ``None`` in the place of a part, too."""
-    layout = layout_of({"x": rows(), "mask": rows(), "weights": torch.zeros(10), "size": (224, 224)})
-    batch = MappingProxyType({"x": rows(), "mask": None, "weights": torch.zeros(10), "size": (224, 224)})
-    for chunk in split_batch(batch, [2, 3], layout=layout):
-        assert type(chunk) is MappingProxyType
-        assert chunk["weights"] is batch["weights"]
-        assert (chunk["mask"], chunk["size"]) == (None, (224, 224))
 
 
 @pytest.mark.gpu
@@ -365,7 +175,6 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SIZES = st.lists(st.integers(0, 4), max_size=4).map(lambda cuts: [b - a for a, b in pairwise([0, *sorted(cuts), 4])])
 
 
-@settings(deadline=None)
 @given(st.recursive(leaves(), containers, max_leaves=8), SIZES)
 def test_merging_what_was_split_gives_the_batch_again(batch: Any, rest: list[int]) -> None:
     """Whatever its structure, and without touching it; tensors of chunks are views of those of the batch."""
@@ -402,3 +211,30 @@ def assert_same(one: Any, other: Any) -> None:
             assert_same(left, right)
     else:
         assert one == other
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_are_cut_by_sample(layout: torch.layout) -> None:
+    """And merged again."""
+    whole = torch.nested.nested_tensor(SEQUENCES, layout=layout)
+    assert layout_of({"x": whole}).samples({"x": whole}) == 5
+    chunks = list(split({"x": whole}, [2, 3]))
+    assert [chunk["x"].size(0) for chunk in chunks] == [2, 3]
+    assert {chunk["x"].layout for chunk in chunks} == {layout}
+    parts = [part for chunk in chunks for part in chunk["x"].unbind()]
+    merged = merge_outputs(chunks, [2, 3])["x"]
+    assert merged.layout == layout
+    for mine, again, expected in zip(parts, merged.unbind(), SEQUENCES, strict=True):
+        assert torch.equal(mine, expected)
+        assert torch.equal(again, expected)
+
+
+def test_what_belongs_to_no_sample_is_in_each_chunk() -> None:
+    """The same object; ``None`` in the place of a part, too."""
+    layout = layout_of({"x": rows(), "mask": rows(), "weights": torch.zeros(10), "size": (224, 224)})
+    batch = MappingProxyType({"x": rows(), "mask": None, "weights": torch.zeros(10), "size": (224, 224)})
+    for chunk in split_batch(batch, [2, 3], layout=layout):
+        assert type(chunk) is MappingProxyType
+        assert chunk["weights"] is batch["weights"]
+        assert (chunk["mask"], chunk["size"]) == (None, (224, 224))

@@ -1,15 +1,13 @@
 """The pictures of the documentation show what was measured."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # benchmarks are not installed
+from benchmarks import pictures
+from benchmarks.output import read_json
 
-from benchmarks import pictures  # noqa: E402
-from benchmarks.output import read_json  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 KEPT = ROOT / "benchmarks" / "results"
 
@@ -26,7 +24,6 @@ def test_a_batch_that_runs_out_of_memory_runs_again_in_halves(monkeypatch: pytes
 
 
 def test_each_picture_is_drawn_for_light_and_dark_pages(tmp_path: Path) -> None:
-    """In inks that can be read there, and without a background."""
     pictures.draw(read_json("pictures", KEPT), tmp_path)
     drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
     assert set(drawn) == {path.name for path in pictures.FOLDER.glob("*.svg")}

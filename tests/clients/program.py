@@ -12,19 +12,7 @@ EPOCHS = 2
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One training of one client, on data of its own making.
-
-    Attributes:
-        client: The project, as its package is called.
-        name: What is trained.
-        fit: Trains two epochs with a batch size and callbacks, from scratch and from the same seed each time, and
-            returns the trained module.
-        batch: The effective batch, in samples.
-        causes: Words of ``callback.exactness.cause`` that are true of it.
-        dtype: What it computes in.
-        tolerance: Relative error that rounding explains.
-        settings: Arguments that a user would give to ``AutoAccumulate``.
-    """
+    """One training of one client, on data of its own making."""
 
     client: str
     name: str

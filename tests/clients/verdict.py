@@ -28,12 +28,7 @@ class Row:
 
 
 def judge(program: Program, row: Row, whole: Trace, trace: Trace) -> str:
-    """Say in a few words what to think of a row; begins with WRONG where it is wrong.
-
-    A run with nothing to cut is right if it is the stock run bit for bit. Any other is right if its gradients
-    and weights are those of one pass and it claims no less; if they are not, and its verdict and warnings truly
-    say so; or if it is refused before the first step, or, where memory ran out, with a sentence that names memory.
-    """
+    """Say in a few words what to think of a row; begins with WRONG where it is wrong."""
     if trace.error is not None:
         return _of_an_end(row, trace)
     if len(trace.gradients) != len(whole.gradients):

@@ -18,14 +18,12 @@ from lightning_ga.compat.planned_trainer import settings_on_this_host
     ],
 )
 def test_a_trainer_for_another_machine_is_one_process_here(settings: dict[str, object], ranks: int):
-    """That stands for one of its ranks."""
     changed, counted = settings_on_this_host(settings)
     assert changed == {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
     assert counted == ranks
 
 
 def test_half_precision_keeps_its_scaler():
-    """Lightning would turn it into bfloat16 on a CPU."""
     changed, _ = settings_on_this_host({"precision": "16-mixed"})
     assert changed["precision"] is None
     assert isinstance(changed["plugins"][0].scaler, torch.amp.GradScaler)

@@ -9,7 +9,7 @@ import pytest
 import pytorch_lightning
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_ga.compat import closures, dataloaders, intervals, patching
+from lightning_ga.compat import closures, dataloaders, patching
 
 
 @pytest.fixture(params=[pl.Trainer, pytorch_lightning.Trainer], ids=["lightning", "pytorch_lightning"])
@@ -48,21 +48,18 @@ def trainer(request: pytest.FixtureRequest) -> Any:
     ],
 )
 def test_the_private_name_is_there(trainer: Any, path: str) -> None:
-    """Each is read or set in ``compat``."""
     for name in path.split("."):
         assert hasattr(trainer, name), path
         trainer = getattr(trainer, name)
 
 
 def test_the_loop_asks_the_source_before_it_reads_the_limits() -> None:
-    """``micro_batch_units`` relies on that order."""
     source = inspect.getsource(pl.loops._FitLoop.setup_data)
     asked = source.index("_request_dataloader(source)")
     assert asked < source.index("trainer.limit_train_batches)") < source.index("isinstance(trainer.val_check_interval")
 
 
 def test_combined_loaders_have_a_function_for_their_length() -> None:
-    """``batches_of`` asks for the number of batches before there is an iterator."""
     modes = pl.utilities.combined_loader._SUPPORTED_MODES
     assert {mode: way["fn"]([2, 3]) for mode, way in modes.items() if mode != "sequential"} == {
         "min_size": 2,
@@ -72,7 +69,6 @@ def test_combined_loaders_have_a_function_for_their_length() -> None:
 
 
 def test_windows_end_where_the_weights_expect_it() -> None:
-    """The loss is divided by the factor, and a window ends at a multiple of it or with the epoch."""
     loop = pl.loops._TrainingEpochLoop
     assert "current.ready % self.trainer.accumulate_grad_batches == 0" in inspect.getsource(loop)
     optimization = inspect.getsource(pl.loops.optimization.automatic)
@@ -81,13 +77,11 @@ def test_windows_end_where_the_weights_expect_it() -> None:
 
 
 def test_validation_is_due_where_the_count_divides() -> None:
-    """``validate_when_due`` sets a number that divides the loop's count, or one that does not."""
     source = inspect.getsource(pl.loops._TrainingEpochLoop._should_check_val_fx)
     assert re.search(r"\(current_iteration \+ 1\) % self\.trainer\.val_check_batch == 0", source)
 
 
 def test_hooks_see_gradients_after_unscaling_and_before_clipping() -> None:
-    """Gradients are scaled in ``on_before_optimizer_step``."""
     source = inspect.getsource(pl.plugins.precision.MixedPrecision.optimizer_step)
     assert source.index("unscale_") < source.index("_after_closure")
     after = inspect.getsource(pl.plugins.precision.Precision._after_closure)
@@ -102,33 +96,7 @@ def test_patches_are_taken_back(trainer: Any) -> None:
     assert (vars(trainer.fit_loop), vars(trainer.fit_loop._data_source)) == before
 
 
-def test_units_are_the_recipes_again_even_after_an_error(trainer: Any) -> None:
-    """Sharding and limits are set aside only while data are set up."""
-    trainer.limit_train_batches, trainer.val_check_interval = 3, 2
-    with pytest.raises(ZeroDivisionError), dataloaders.micro_batch_units(trainer) as recipe:
-        assert recipe == (True, 3)
-        assert (trainer.limit_train_batches, trainer.val_check_interval) == (1.0, 1.0)
-        assert not trainer._accelerator_connector.use_distributed_sampler
-        raise ZeroDivisionError
-    assert (trainer.limit_train_batches, trainer.val_check_interval) == (3, 2)
-    assert trainer._accelerator_connector.use_distributed_sampler
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "interval", "due"), [(0, 1, 2, False), (1, 2, 2, True), (2, 5, 4, True), (4, 5, 4, False)]
-)
-def test_validation_is_due_when_the_recipes_batches_pass_a_multiple(
-    trainer: Any, before: int, after: int, interval: int, due: bool
-) -> None:
-    """Also when one micro-batch is worth several batches of the recipe."""
-    trainer.val_check_interval = interval
-    trainer.fit_loop.epoch_loop.batch_progress.current.ready = 6
-    intervals.validate_when_due(trainer, before, after, epoch_batches=10)
-    assert (6 % trainer.val_check_batch == 0) == due
-
-
 def test_the_namespace_of_a_trainer_is_found(trainer: Any) -> None:
-    """Classes are taken from where the trainer comes from."""
     root = type(trainer).__module__.split(".trainer")[0]
     assert patching.sibling(trainer, "trainer.call").__name__ == f"{root}.trainer.call"
 

@@ -62,13 +62,6 @@ def test_images_come_in_the_size_and_channels_that_were_asked_for():
     assert torch.equal(images[:, 0], images[:, 2])
 
 
-def test_only_training_batches_are_shuffled():
-    """Validation and test come in order, in batches of their own size."""
-    data = ready(Digits(batch_size=32, eval_batch_size=50))
-    assert next(iter(data.test_dataloader()))[1].tolist() == data.splits.test.labels[:50].tolist()
-    assert next(iter(data.train_dataloader()))[1].tolist() != data.splits.train.labels[:32].tolist()
-
-
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
 def test_training_batches_are_mixed(mixup: float, cutmix: float):
     """Targets become shares of two classes, in the mix of the images; other batches stay as they are."""
@@ -84,7 +77,6 @@ def test_training_batches_are_mixed(mixup: float, cutmix: float):
 
 @pytest.mark.parametrize(("magnitude", "changed"), [(None, 0), (9, 1)])
 def test_rand_augment_changes_training_images_alone(magnitude, changed):
-    """Behind the transforms of ``augment``."""
     torch.manual_seed(0)
     data, plain = ready(Digits(rand_augment=magnitude)), ready(Digits())
     for part, differs in (("train", changed), ("val", 0)):
@@ -95,7 +87,6 @@ def test_rand_augment_changes_training_images_alone(magnitude, changed):
 @pytest.mark.parametrize("ending", ["", ".gz"])
 @pytest.mark.parametrize("below", [".", "MNIST/raw"])
 def test_mnist_is_read_from_idx_files(tmp_path, below, ending):
-    """Plain or compressed, in the root or where torchvision puts them."""
     write_mnist(tmp_path / below, ending)
     data = ready(MNIST(root=str(tmp_path), val_fraction=0.25))
     assert sizes(data) == [30, 10, 20]
@@ -103,7 +94,6 @@ def test_mnist_is_read_from_idx_files(tmp_path, below, ending):
 
 
 def test_fashion_mnist_is_found_in_debians_unpacked_package(tmp_path):
-    """data.root is the folder that the package was unpacked to."""
     write_mnist(tmp_path / DEBIAN_FOLDER, ".gz")
     data = ready(FashionMNIST(root=str(tmp_path), val_fraction=0.25))
     assert sizes(data) == [30, 10, 20]
@@ -124,7 +114,6 @@ def test_a_damaged_idx_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("kind", [MNIST, CIFAR10])
 def test_a_missing_set_tells_how_to_get_it(tmp_path, kind):
-    """Nothing is fetched unasked."""
     with pytest.raises(UserError, match=f"data={kind.name} is not in data.root=.* add data.download=true"):
         ready(kind(root=str(tmp_path)))
 
@@ -178,13 +167,6 @@ def test_an_image_folder_of_training_pictures_alone(tmp_path):
     images, labels = next(iter(data.train_dataloader()))
     assert images.shape == (32, 3, 8, 8)
     assert torch.equal(images[:, 0, 0, 0].long(), labels)
-
-
-def test_an_image_folder_with_its_own_parts(tmp_path):
-    """They are used as they are."""
-    for part, count in (("train", 5), ("val", 2), ("test", 3)):
-        write_pictures(tmp_path / part, count)
-    assert sizes(ready(ImageFolder(root=str(tmp_path), channels=3))) == [10, 4, 6]
 
 
 def test_synthetic_pictures_can_be_learned_and_repeat():

@@ -7,7 +7,6 @@ from PIL import Image, UnidentifiedImageError
 
 from lightning_ga import UserError
 from lightning_ga.data import ImageFolder
-from lightning_ga.data.image_folder import pictures_in, unreadable
 from lightning_ga.data.images import ImageDataset, Labelled, open_picture
 
 
@@ -35,7 +34,6 @@ def break_pictures(folder: Path) -> dict[str, str]:
 
 
 def test_a_class_of_one_picture_is_named(tmp_path):
-    """No fraction would help."""
     write_classes(tmp_path)
     write_classes(tmp_path, classes=("bird",), count=1)
     with pytest.raises(UserError, match=r"each of the 3 classes in both parts: class bird has a single sample left"):
@@ -55,22 +53,12 @@ def test_every_picture_that_cannot_be_read_is_listed_before_training(tmp_path):
 
 
 def test_pictures_that_cannot_be_read_are_left_out_on_demand(tmp_path, capsys):
-    """Their number is told, and none is left."""
     write_classes(tmp_path)
     break_pictures(tmp_path / "train" / "dog")
     data = ImageFolder(root=str(tmp_path), skip_broken=True, val_fraction=0.25, test_fraction=0.25)
     data.setup("fit")
     assert sum(len(part.labels) for part in data.splits) == 12
     assert "Warning: 5 of 17 pictures cannot be read and are left out" in capsys.readouterr().err
-
-
-def test_the_check_can_be_left_out(tmp_path):
-    """Where it takes long and the pictures are known."""
-    write_classes(tmp_path)
-    break_pictures(tmp_path / "train" / "dog")
-    data = ImageFolder(root=str(tmp_path), check_pictures=False)
-    data.setup("fit")
-    assert sum(len(part.labels) for part in data.splits) == 17
 
 
 def test_what_systems_leave_in_folders_is_no_class(tmp_path, capsys):
@@ -87,7 +75,6 @@ def test_what_systems_leave_in_folders_is_no_class(tmp_path, capsys):
 
 
 def test_a_class_without_a_picture_is_told(tmp_path):
-    """It would count as a class that nothing belongs to."""
     write_classes(tmp_path)
     (tmp_path / "train" / "emu").mkdir()
     with pytest.raises(UserError, match="classes without a picture: emu"):
@@ -95,7 +82,6 @@ def test_a_class_without_a_picture_is_told(tmp_path):
 
 
 def test_a_class_that_only_validation_has_is_told(tmp_path):
-    """No model can have learned it."""
     write_classes(tmp_path)
     write_classes(tmp_path, "val", ("cat", "dog", "emu"))
     with pytest.raises(UserError, match=r"val' has classes that are not in train/: emu"):
@@ -130,15 +116,3 @@ def test_a_pipe_among_pictures_is_not_waited_for(tmp_path):
         ImageFolder(root=str(tmp_path)).setup("fit")
     with pytest.raises(UserError, match="no regular file"):
         open_picture(str(pipe))
-
-
-def test_other_formats_are_no_pictures(tmp_path):
-    """Those that are known are read, whatever their names are."""
-    write_classes(tmp_path)
-    folder = tmp_path / "train" / "dog"
-    image = Image.open(folder / "0.png")
-    for name, kind in (("a.webp", "WEBP"), ("b.bmp", "GIF"), ("c.tif", "TIFF"), ("d.ppm", "PPM"), ("e.gif", "BMP")):
-        image.save(folder / name, format=kind)
-    (folder / "f.eps").write_bytes(b"%!PS")
-    assert len(pictures_in(folder)) == 6 + 5
-    assert unreadable(pictures_in(folder)) == {}

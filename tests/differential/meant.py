@@ -6,17 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Meant:
-    """A difference.
-
-    Attributes:
-        scenarios: Regular expression of the scenarios' names.
-        modes: Regular expression of the modes' names.
-        where: Regular expression of the place in the record.
-        reason: Why it is so.
-        sentence: What the documentation says of it.
-        page: The page that says it.
-        ours: Regular expression that is found in the value with the callback.
-    """
+    """A difference."""
 
     scenarios: str
     modes: str

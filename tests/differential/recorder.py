@@ -295,10 +295,7 @@ def plain(value: Any) -> Any:
 
 
 def differences(ours: Any, stock: Any, tolerance: float = 0.0, where: str = "") -> Iterator[tuple[str, str, str]]:
-    """Where two records differ, ours and stock's there; bit for bit where the tolerance is 0.
-
-    The tolerance is absolute and relative, and holds for floating-point numbers alone.
-    """
+    """Where two records differ, ours and stock's there; bit for bit where the tolerance is 0."""
     if type(ours) is type(stock) and type(stock) in PLAIN and ours == stock:
         return
     floats = _are_numbers(ours, stock) and (isinstance(ours, float) or isinstance(stock, float))

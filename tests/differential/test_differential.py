@@ -24,7 +24,6 @@ from scenarios import (
     Refused,
     Run,
     Scenario,
-    has_its_turn,
     record,
 )
 from views import outcome, survived, view
@@ -74,15 +73,13 @@ def show(wrong: dict[str, str]) -> str:
     return "\n".join([f"{len(wrong)} kinds of differences from stock Lightning:", *list(wrong.values())[:SHOWN]])
 
 
-def row(scenario: Scenario, mode: Mode) -> Any:
+def row(scenario: Scenario, mode: Mode, quick: bool) -> Any:
     """Parameters of a test; all rows together take more than a minute."""
-    marks = () if has_its_turn(scenario, mode) else pytest.mark.slow
-    return pytest.param(scenario, mode, id=f"{scenario.name}-{mode.name}", marks=marks)
+    return pytest.param(scenario, mode, id=f"{scenario.name}-{mode.name}", marks=() if quick else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("scenario", "mode"), [row(*case) for case in CASES])
 def test_a_training_is_that_of_stock_lightning(scenario: Scenario, mode: Mode, stock: Stock, tmp_path: Path) -> None:
-    """Bit for bit where nothing is cut, and up to rounding where batches are, be it that memory ran out."""
     wrong = found(record(scenario, mode, tmp_path), stock(scenario.oracle or scenario.name), scenario, mode)
     assert not wrong, show(wrong)
 
@@ -113,7 +110,6 @@ def test_what_stock_lightning_refuses(train: Callable[[Run], Any], mode: Mode, t
 
 @pytest.mark.parametrize("meant", MEANT, ids=lambda meant: meant.scenarios)
 def test_a_meant_difference_is_documented(meant: Meant) -> None:
-    """Its sentence stands in the documentation, and there is a scenario and a mode that it is about."""
     page = " ".join((DOCS / meant.page).read_text(encoding="utf-8").split())
     assert meant.sentence in page
     assert any(re.fullmatch(meant.scenarios, name) for name in SCENARIOS)
@@ -121,6 +117,5 @@ def test_a_meant_difference_is_documented(meant: Meant) -> None:
 
 
 def test_names_of_scenarios_with_defaults() -> None:
-    """Each is the name of one, once."""
     assert len(set(WITH_DEFAULTS)) == len(WITH_DEFAULTS)
     assert set(WITH_DEFAULTS) <= set(SCENARIOS)

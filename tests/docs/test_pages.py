@@ -22,14 +22,12 @@ def name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in pages.blocks(page))], ids=name)
 def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
-    """All of a page in one namespace, as a reader would paste them; what they print is what the page says."""
     done = forked(pages.run, page, folder=tmp_path)
     assert done.code == 0, done.output[-3000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_blocks_that_do_not_run_say_why(page: Path) -> None:
-    """A remark has one of three forms."""
     remarks = {block.remark for block in pages.blocks(page) if block.language in ("python", "sh")} - {""}
     assert [remark for remark in remarks if not re.match(r"not run: \w+|printed$|file: \S+$", remark)] == []
 
@@ -80,7 +78,6 @@ def sentences() -> str:
 
 
 def test_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None:
-    """Each stands in the source, but for what is filled in."""
     page = (pages.DOCS / "guide" / "troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
     assert len(messages) > 40

@@ -1,21 +1,16 @@
 """What the recipe shows, on a small network and a few digits."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # examples are not installed
-
-from examples.reproduce import cifar10_resnet34d as recipe  # noqa: E402
+from examples.reproduce import cifar10_resnet34d as recipe
 
 SMALL = ("data=digits", "data.val_fraction=0.92", "data.image_size=32", "model.name=resnet10t", "lr_scheduler=none")
 OVERRIDES = [*SMALL, "trainer.max_epochs=2", "trainer.limit_val_batches=2", "test=false"]
 
 
 def test_what_the_usual_script_logs_is_no_validation_loss(tmp_path: Path) -> None:
-    """It is the loss of the last training batch; accuracy comes from a network in training mode."""
     found = recipe.usual(tmp_path, ["experiment=cifar10_resnet34d_8x4", *OVERRIDES], epochs=2, validated=2)
     steps = [step for step, _ in found.curves["val"]]
     assert steps == [step for step, _ in found.curves["logged"]] == [3, 6]

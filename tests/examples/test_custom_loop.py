@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,8 @@ import torch
 from forks import forked, in_turn
 from lightning.fabric import Fabric
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # examples are not installed
-
-from examples import custom_loop  # noqa: E402
-from examples.custom_loop import Config, Training, train  # noqa: E402
-from examples.reproduce import custom_loop as recipe  # noqa: E402
+from examples.custom_loop import Config, Training, train
+from examples.reproduce import custom_loop as recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 CONFIG = Config(effective_batch_size=12, micro_batch_size=5, steps=7, checkpoint_every=2, rows=500)
@@ -79,29 +74,10 @@ def test_micro_batches_change_nothing(tmp_path: Path) -> None:
         torch.testing.assert_close(whole, cut, rtol=1e-4, atol=1e-5)
 
 
-def test_looking_for_what_fits_changes_nothing(tmp_path: Path) -> None:
-    """An optimizer whose state exists from the start is put back as well."""
-    config = replace(CONFIG, steps=2, memory_budget="1GiB")
-    fixed, found = (
-        train(replace(config, micro_batch_size=size, folder=str(tmp_path / str(size))), *images()) for size in (12, 0)
-    )
-    for one, other in zip(fixed.model.parameters(), found.model.parameters()):
-        assert one.equal(other)
-
-
-def test_a_window_is_a_function_of_the_seed() -> None:
-    """Wherever a run starts."""
-    through = [*custom_loop.windows(SAMPLES, CONFIG, start=0)]
-    for start in range(7):
-        resumed = [*custom_loop.windows(SAMPLES, CONFIG, start=start)]
-        assert all(one.equal(other) for one, other in zip(through[start:], resumed, strict=True))
-
-
 OVERRIDES = ["experiment=sparse_embedding", "data=digits", "data.val_fraction=0.8"]  # 287 images to train on
 
 
 def test_the_usual_loop_loses_the_ragged_window(tmp_path: Path) -> None:
-    """Of 287 samples an epoch it trains on 256, and its sparse gradient grows with every micro-batch."""
     usual = recipe.usual(tmp_path, OVERRIDES, epochs=2, limit=2)
     ours = recipe.by_loop(tmp_path, OVERRIDES, epochs=2, limit=2, config=Config(micro_batch_size=64))
     assert (usual.values["used"], ours.values["used"]) == (256, 287)

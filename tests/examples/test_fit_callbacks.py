@@ -1,17 +1,13 @@
 """What the recipe shows, with a tiny network on two forked ranks."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forks import forked, in_turn
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # examples are not installed
-
-from examples.reproduce import fit_callbacks as recipe  # noqa: E402
+from examples.reproduce import fit_callbacks as recipe
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]  # gradients on ranks are what test_ranks.py holds
 USUAL: dict[str, tuple[float, float | None, int]] = {
@@ -60,7 +56,6 @@ def test_callbacks_see_the_same_training_however_it_is_cut(records: dict[str, di
 
 @pytest.mark.parametrize("how", USUAL)
 def test_usual_answers_give_the_optimizer_another_gradient(how: str, records: dict[str, dict[str, Any]]) -> None:
-    """Multiples of the mean over the window; the last window of an epoch is of 2 micro-batches instead of 10."""
     found, (full, ragged, left) = records[how], USUAL[how]
     assert found["shares"]["full"] == pytest.approx(full, rel=0.1)
     if ragged is not None:

@@ -1,21 +1,16 @@
 """Reports from elsewhere: the numbers that they are about come out of the scripts."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from forks import forked
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # examples are not installed
-
-from examples.issues import lightning_19987, openclip_761, rf_detr_916  # noqa: E402
-from examples.issues.sample_weights import in_words  # noqa: E402
+from examples.issues import lightning_19987, openclip_761, rf_detr_916
+from examples.issues.sample_weights import in_words
 
 
 def test_openclip_multiplies_the_temperatures_gradient() -> None:
-    """By 1, 2, 4 and 8; that of the towers is right, and all are where features are taken once."""
     for accum_freq, *found in openclip_761.table():
         assert found == pytest.approx([1, accum_freq, 1, 1], rel=1e-9)
 

@@ -1,19 +1,14 @@
 """What the recipe shows, on a tiny model."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # examples are not installed
-
-from examples.reproduce import language_model as recipe  # noqa: E402
-from examples.reproduce.command_line import built  # noqa: E402
-from examples.reproduce.gradients import flat_gradient, relative_error  # noqa: E402
-from lightning_ga.data.definitions import pad  # noqa: E402
+from examples.reproduce import language_model as recipe
+from examples.reproduce.command_line import built
+from examples.reproduce.gradients import flat_gradient, relative_error
+from lightning_ga.data.definitions import pad
 
 TINY = ["experiment=definitions_gpt", "model.width=16", "model.depth=1", "model.heads=2"]
 
@@ -28,7 +23,6 @@ def whole() -> Iterator[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("micro_batch", [8, 1])
 def test_token_weights_give_the_gradient_of_whole_windows(micro_batch: int, whole: list[torch.Tensor]) -> None:
-    """However unequal the texts are; the smaller window of an epoch too."""
     found = recipe.gradients(TINY, (micro_batch, recipe.BY_TOKENS))
     assert len(found) == len(whole) == 2
     assert max(map(relative_error, found, whole)) < 1e-6

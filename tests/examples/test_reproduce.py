@@ -1,20 +1,16 @@
 """Recipes run row by row, go on where they were ended, and the pages show what the records hold."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # examples are not installed
-
-from examples.reproduce import __main__ as program  # noqa: E402
-from examples.reproduce import mnist_mlp, pages, run  # noqa: E402
-from examples.reproduce.recipe import Column, Measured, Setup, Task, read_result  # noqa: E402
-from examples.reproduce.windows import gradient_share, train_window, window_peak  # noqa: E402
-from lightning_ga.models import MLPClassifier  # noqa: E402
+from examples.reproduce import __main__ as program
+from examples.reproduce import mnist_mlp, pages, run
+from examples.reproduce.recipe import Column, Measured, Setup, Task, read_result
+from examples.reproduce.windows import gradient_share, train_window
+from lightning_ga.models import MLPClassifier
 
 SETUP = Setup("quick", "nowhere")
 
@@ -55,7 +51,6 @@ def test_a_run_that_was_ended_goes_on_at_its_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", program.NAMES)
 def test_pages_show_the_numbers_of_their_records(name: str) -> None:
-    """Written by ``python -m examples.reproduce.pages``."""
     page = (pages.PAGES / f"{name}.md").read_text(encoding="utf-8")
     assert f"<!-- recipe: {name} -->" in page
     assert pages.filled(page) == page
@@ -66,7 +61,6 @@ def test_pages_show_the_numbers_of_their_records(name: str) -> None:
 @pytest.mark.parametrize("scale", ["quick", "medium"])
 @pytest.mark.parametrize("name", program.NAMES)
 def test_records_are_of_the_rows_that_there_are(name: str, scale: str) -> None:
-    """A recipe that has changed has to be run again."""
     chosen = program.load(name)
     result = read_result(pages.RESULTS / scale / f"{name}.json")
     assert result is not None
@@ -88,32 +82,10 @@ def test_the_share_of_a_gradient() -> None:
     assert gradient_share(net, window) == pytest.approx(1)
 
 
-def test_the_peak_of_a_window() -> None:
-    """Smaller micro-batches take less; a budget below the peak does not do."""
-    make = torch.optim.Adam
-    whole, cut = (window_peak(MLPClassifier().net, make, sizes, (1, 28, 28)) for sizes in ((2048,), (256,) * 8))
-    assert cut < whole
-    with pytest.raises(torch.OutOfMemoryError):
-        window_peak(MLPClassifier().net, make, (2048,), (1, 28, 28), budget=int(cut * 2**20))
-
-
 DIGITS = ("data=digits", "data.val_fraction=0.8", "trainer.max_epochs=2", "lr_scheduler=none", "optimizer=sgd")
 CUT = ("experiment=mnist_mlp_accumulate4", *DIGITS, "optimizer.momentum=0", "trainer.limit_val_batches=0")
 
 
-def test_summed_means_are_a_larger_learning_rate(tmp_path: Path) -> None:
-    """Four means of a window count four times, the one mean of a flushed window once: or divided, a quarter."""
-    summed, divided, faster = (
-        mnist_mlp.usual(tmp_path, [*CUT, f"optimizer.lr={rate}"], divide=divide)
-        for rate, divide in ((0.01, False), (0.01, True), (0.04, True))
-    )
-    assert (summed.values["full"], summed.values["ragged"]) == pytest.approx((4, 1), rel=1e-4)
-    assert (divided.values["full"], divided.values["ragged"]) == pytest.approx((1, 0.25), rel=1e-4)
-    assert summed.values["loss"] == pytest.approx(faster.values["loss"], rel=1e-4)
-    assert summed.values["loss"] < divided.values["loss"]
-
-
 def test_ours_gives_every_window_its_mean(tmp_path: Path) -> None:
-    """The flushed one too."""
     found = mnist_mlp.ours(tmp_path, [*CUT, "optimizer.lr=0.01", "optimized_metric=train/loss"])
     assert (found.values["full"], found.values["ragged"]) == pytest.approx((1, 1), rel=1e-4)

@@ -69,49 +69,6 @@ def test_a_metric_that_is_reset_between_pieces_begins_anew(kind: Any) -> None:
     torch.testing.assert_close(ours.compute(), theirs.compute())
 
 
-@pytest.mark.parametrize("kind", [Custom, Added, Full])
-def test_a_metric_that_is_only_updated(kind: Any) -> None:
-    """Has no value of a batch, and one update a batch."""
-    ours, theirs = kind(), kind()
-    for batch in batches():
-        theirs.update(batch)
-        with whole_batch_metrics([ours], lambda: (2, 2)):
-            for piece in batch.split(3):
-                ours.update(piece)
-        torch.testing.assert_close(ours.compute(), theirs.compute())
-        assert ours._update_count == theirs._update_count
-        assert ours._forward_cache is None
-
-
-def test_what_is_computed_between_pieces_is_the_value_of_all_so_far() -> None:
-    """Of the batches before too, as it is without pieces."""
-    ours = Added()
-    ours(torch.ones(4))
-    with whole_batch_metrics([ours], lambda: (2, 2)):
-        ours(torch.ones(2))
-        assert ours.compute() == 4 + 2 + 1
-        ours(torch.ones(3))
-        assert ours.compute() == 4 + 2 + 3 + 1
-
-
-def test_states_keep_no_graph() -> None:
-    """Activations of a piece are released when its backward pass is over."""
-    ours = Added()
-    with whole_batch_metrics([ours], lambda: (2, 2)):
-        for _ in range(2):
-            ours(torch.ones(3, requires_grad=True) * 2)
-    assert not ours._forward_cache.requires_grad
-    assert not any(value.requires_grad for value in ours.values)
-
-
-def test_an_error_gives_the_metric_its_forward_back() -> None:
-    """Whatever goes wrong within."""
-    ours = Added()
-    with pytest.raises(ValueError, match="on purpose"), whole_batch_metrics([ours], lambda: (2, 2)):
-        raise ValueError("on purpose")
-    assert "forward" not in vars(ours)
-
-
 def test_a_mean_of_losses_weighs_a_piece_by_its_share() -> None:
     """If it is one number without a weight of its own; so do the pieces of a wrapped mean."""
     for mean in (torchmetrics.MeanMetric(), torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())):
@@ -131,7 +88,6 @@ def test_a_mean_of_losses_weighs_a_piece_by_its_share() -> None:
 
 
 def test_losses_of_samples_are_no_mean_of_losses() -> None:
-    """Also if a piece holds a single sample."""
     mean = torchmetrics.MeanMetric()
     samples = iter([(2, 3), (1, 3)])
     with whole_batch_metrics([mean], lambda: next(samples)):

@@ -54,7 +54,6 @@ class AverageOfModule(Average):
 @pytest.mark.parametrize("kind", [Average, AverageOfModule])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_average_of_micro_batches_is_told_once(kind: Any, mode: str) -> None:
-    """In step mode it follows batches, as without the callback."""
     found = told(mode, kind())
     assert len(found) == (mode == "loader")
     assert all(f"{kind.__name__} changes its copy of the weights" in text for text in found)
@@ -100,7 +99,6 @@ class FollowsTheEpoch(Follows):
 @pytest.mark.parametrize("module", [Follows, FollowsTheEpoch])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_schedule_that_follows_the_last_micro_batch_is_told_once(module: Any, mode: str) -> None:
-    """Not if the value is the mean over the epoch."""
     found = told(mode, module=module())
     assert len(found) == (mode == "loader" and module is Follows)
     assert all("ReduceLROnPlateau follows 'followed'" in text for text in found)

@@ -4,8 +4,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import pytorch_lightning
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.errors import UserError
@@ -20,21 +18,6 @@ class Plain(pl.LightningModule):
         """Nothing."""
 
 
-class Manual(Plain):
-    """Steps its optimizers itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Iterating(pl.LightningModule):
-    """Fetches its batches itself."""
-
-    def training_step(self, dataloader_iter: Any) -> None:
-        """Nothing."""
-
-
 def trainer(**settings: Any) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **settings
@@ -43,64 +26,6 @@ def trainer(**settings: Any) -> pl.Trainer:
 
 def asked(effective: Any = None, accumulate: Any = None, micro_batch: Any = "auto") -> Request:
     return read_request(effective, accumulate, micro_batch, None)
-
-
-@pytest.mark.parametrize("budget", [0.5, 1.0, 2**30, "10GiB", "512 MB"])
-def test_amounts_of_memory_pass(budget: Any) -> None:
-    """A share, bytes, or text with a unit."""
-    assert f"memory_budget={budget!r}" in repr(AutoAccumulate(memory_budget=budget))
-
-
-@pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, "10 gallons", "", True])
-def test_what_is_no_amount_of_memory_is_refused(budget: Any) -> None:
-    """The message holds the value as the user wrote it."""
-    with pytest.raises(UserError, match=f"memory_budget={budget!r}"):
-        AutoAccumulate(memory_budget=budget)
-
-
-def rivals(namespace: Any) -> list[Any]:
-    return [
-        namespace.callbacks.GradientAccumulationScheduler({0: 2}),
-        namespace.callbacks.BatchSizeFinder(),
-    ]
-
-
-@pytest.mark.parametrize("namespace", [pl, pytorch_lightning])
-@pytest.mark.parametrize("which", [0, 1])
-def test_callbacks_that_set_the_same_things_are_refused(namespace: Any, which: int) -> None:
-    """Those of both namespaces."""
-    rival = rivals(namespace)[which]
-    made = trainer()
-    made.callbacks.append(rival)
-    name = type(rival).__name__
-    assert name in {BatchSizeFinder.__name__, GradientAccumulationScheduler.__name__}
-    with pytest.raises(UserError, match=f"AutoAccumulate and {name}, which set the same things: remove {name}"):
-        check_trainer(made, Plain(), asked())
-
-
-def test_callbacks_derived_from_those_are_refused() -> None:
-    """By the name that the user gave them."""
-
-    class Doubling(GradientAccumulationScheduler):
-        pass
-
-    made = trainer()
-    made.callbacks.append(Doubling({0: 2}))
-    with pytest.raises(UserError, match="AutoAccumulate and Doubling, which set the same things: remove Doubling"):
-        check_trainer(made, Plain(), asked())
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (Manual, r"Manual sets automatic_optimization=False.*lightning_ga\.plan_accumulation"),
-        (Iterating, r"takes a dataloader_iter.*let it take \(batch, batch_idx\)"),
-    ],
-)
-def test_modules_that_run_the_loop_themselves_are_refused(module: type, message: str) -> None:
-    """Their micro-batches are out of reach."""
-    with pytest.raises(UserError, match=message):
-        check_trainer(trainer(), module(), asked())
 
 
 def test_one_callback_plans() -> None:
@@ -144,7 +69,6 @@ def with_strategy(strategy: object) -> Any:
 
 
 def test_strategies_that_accumulate_on_their_own_are_refused() -> None:
-    """Their factor is fixed when they start. A sharded model is trained and probed (see ``test_sharded``)."""
     check_trainer(with_strategy(FSDPStrategy()), Plain(), asked(micro_batch=4))
     check_trainer(with_strategy(FSDPStrategy()), Plain(), asked())
     with pytest.raises(UserError, match="Accumulating accumulates gradients on its own.*ddp"):

@@ -63,7 +63,6 @@ def step(towers: Towers, loss: Callable[..., Tensor], dtype: torch.dtype, chunk:
 def test_losses_that_couple_the_batch_have_the_gradient_of_the_whole(
     loss: Callable[..., Tensor], dtype: torch.dtype, most: float
 ) -> None:
-    """That of the temperature too, with chunks that do not divide the batch."""
     ours, whole = Towers(dtype), Towers(dtype)
     step(ours, loss, dtype, chunk=5)
     step(whole, loss, dtype)
@@ -72,7 +71,6 @@ def test_losses_that_couple_the_batch_have_the_gradient_of_the_whole(
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 99])
 def test_chunks_may_keep_their_activations(keep: int) -> None:
-    """And a module may be called twice."""
     ours, whole = Towers(shared=True), Towers(shared=True)
     step(whole, simclr, torch.float64)
     with in_chunks(ours.one, chunk=4, keep=keep):
@@ -190,7 +188,6 @@ def test_a_head_runs_over_tokens_in_the_memory_of_a_few() -> None:
 
 
 def test_without_gradients_nothing_is_kept() -> None:
-    """Evaluation in chunks gives the same."""
     towers, batch = Towers(), torch.randn(10, FEATURES, dtype=torch.float64)
     with torch.no_grad(), in_chunks(towers.one, chunk=3):
         ours = towers.one(batch)
@@ -199,7 +196,6 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 def test_the_module_is_as_before() -> None:
-    """After the context, and after an error in it."""
     encoder = nn.Linear(2, 2)
     with pytest.raises(ZeroDivisionError), in_chunks(encoder, chunk=1):
         raise ZeroDivisionError

@@ -29,7 +29,6 @@ def logged(*pieces: tuple[float, int, list[tuple[str, Any, dict[str, Any]]]]) ->
     ],
 )
 def test_values_are_merged_as_they_are_reduced(reduce_fx: Any, expected: float) -> None:
-    """Means by weight, sums added up, the most extreme of extremes."""
     settings = {"reduce_fx": reduce_fx}
     ((_, value, kept),) = logged((3.0, 3, [("a", 2.0, settings)]), (1.0, 1, [("a", 4.0, settings)]))
     assert value == expected
@@ -52,29 +51,13 @@ def test_values_are_merged_as_they_are_reduced(reduce_fx: Any, expected: float) 
 def test_batch_sizes_that_count_add_up_and_constants_stay(
     sizes: tuple[int, int], samples: tuple[int, int], size: int, value: float
 ) -> None:
-    """So that means over an epoch weigh each batch as they would weigh it whole."""
     parts = [("a", number, {"batch_size": given}) for number, given in zip((2.0, 4.0), sizes)]
     ((_, merged, kept),) = logged((8.0, samples[0], parts[:1]), (2.0, samples[1], parts[1:]))
     assert merged == pytest.approx(value)
     assert kept == {"batch_size": size}
 
 
-def test_counts_that_are_the_same_in_pieces_of_other_sizes_are_no_constant() -> None:
-    """Two samples may have as many tokens as one, by which the pieces are weighed."""
-    parts = [("a", number, {"batch_size": 5}) for number in (2.0, 4.0)]
-    ((_, merged, kept),) = logged((0.5, 2, parts[:1]), (0.5, 1, parts[1:]))
-    assert merged == pytest.approx(3)
-    assert kept == {"batch_size": 10}
-
-
-def test_a_piece_of_no_weight_is_passed_over() -> None:
-    """Its mean is over nothing."""
-    ((_, value, _),) = logged((0.0, 1, [("a", float("nan"), {})]), (1.0, 1, [("a", 4.0, {})]))
-    assert value == 4.0
-
-
 def test_names_stay_apart_and_in_order() -> None:
-    """Also one that only some pieces log, and one that is logged twice in each."""
     first = [("a", 1.0, {}), ("a", 3.0, {}), ("b", 5.0, {})]
     calls = logged((1.0, 1, first), (1.0, 1, [*first[:2], ("c", 7.0, {})]))
     assert [(name, value) for name, value, _ in calls] == [("a", 1.0), ("a", 3.0), ("b", 5.0), ("c", 7.0)]

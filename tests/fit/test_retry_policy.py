@@ -1,7 +1,5 @@
 """When an out-of-memory error may lead to a retry: a table of facts, without processes."""
 
-from itertools import product
-
 import pytest
 
 from lightning_ga.fit.retry_policy import Ranks, RetryPolicy
@@ -42,17 +40,6 @@ def test_what_training_does(
     """Retries need a rank that can run more passes than the others; without that there is a reason to tell."""
     found = ranks.in_training(wanted=wanted, cut_in_step=cut_in_step, must_average=must_average)
     assert found == policy
-
-
-@pytest.mark.parametrize("ranks", [ALONE, DDP, SYNCED, OWN, SHARDED])
-def test_no_policy_retries_and_refuses(ranks: Ranks) -> None:
-    """Nor averages by hand where ranks wait for each other, nor gives reasons that nobody asked for."""
-    for wanted, cut, average in product((False, True), repeat=3):
-        policy = ranks.in_training(wanted=wanted, cut_in_step=cut, must_average=average)
-        assert not (policy.retries and policy.refusal)
-        assert not (policy.by_hand and policy.lockstep)
-        assert wanted or policy.refusal is None
-        assert wanted or not policy.retries
 
 
 @pytest.mark.parametrize("wanted", [False, True])

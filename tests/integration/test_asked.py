@@ -41,17 +41,13 @@ def fit(module: pl.LightningModule, *callbacks: pl.Callback, data: Any = None, *
     data = TensorDataset(torch.randn(SAMPLES, 8)) if data is None else data
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     made = pl.Trainer(
-        accelerator="cpu",
-        callbacks=[*callbacks],
-        enable_model_summary=False,
-        **{"max_epochs": 2, **quiet, **settings},
+        accelerator="cpu", callbacks=[*callbacks], enable_model_summary=False, **{"max_epochs": 2, **quiet, **settings}
     )
     made.fit(module, DataLoader(data, batch_size=16))
 
 
 @pytest.mark.parametrize(("asked", "micro_batch"), [(256, "auto"), (65, 20), ({0: 16, 1: 1000}, 20)])
 def test_an_effective_batch_above_the_data_is_told(asked: Any, micro_batch: Any) -> None:
-    """The plan shows no more samples than there are."""
     callback, module = AutoAccumulate(asked, micro_batch_size=micro_batch), Linear()
     with pytest.warns(ExactnessWarning, match=r"effective batch of [\d,]+ samples is above the 64 of an epoch"):
         fit(module, callback)
@@ -62,7 +58,6 @@ def test_an_effective_batch_above_the_data_is_told(asked: Any, micro_batch: Any)
 
 @pytest.mark.parametrize("asked", [10**30, {0: 32, 1: 10**9}])
 def test_a_batch_that_nobody_means_is_refused_before_training(asked: Any) -> None:
-    """Whichever epoch it is for."""
     module = Linear()
     with pytest.raises(UserError, match="would take .* for one optimizer step, and at most 10,000,000 are planned"):
         fit(module, AutoAccumulate(asked))
@@ -70,13 +65,11 @@ def test_a_batch_that_nobody_means_is_refused_before_training(asked: Any) -> Non
 
 
 def test_a_budget_above_the_device_is_told() -> None:
-    """It changes nothing: what counts is what the device has free."""
     with pytest.warns(ExactnessWarning, match=r"memory_budget='900TiB' is above the .+ of the device"):
         fit(Linear(), AutoAccumulate(memory_budget="900TiB"))
 
 
 def test_a_budget_may_be_of_numpy() -> None:
-    """A share, or bytes."""
     for budget in (np.float32(0.25), np.int64(10**8)):
         callback = AutoAccumulate(memory_budget=budget)
         fit(Linear(), callback)
@@ -98,7 +91,6 @@ class Two(Linear):
 
 
 def test_manual_optimization_is_refused_whenever_it_is_set() -> None:
-    """Before a batch is trained on."""
     module = TurnsManual()
     with pytest.raises(UserError, match="TurnsManual sets automatic_optimization=False.*leave AutoAccumulate out"):
         fit(module, AutoAccumulate(32, micro_batch_size=16))
@@ -106,7 +98,6 @@ def test_manual_optimization_is_refused_whenever_it_is_set() -> None:
 
 
 def test_several_optimizers_are_not_sent_in_a_circle() -> None:
-    """Lightning asks for manual optimization: the note says what to do with it."""
     with pytest.raises(RuntimeError, match="multiple optimizers") as caught:
         fit(Two(), AutoAccumulate())
     (note,) = caught.value.__notes__
@@ -115,7 +106,6 @@ def test_several_optimizers_are_not_sent_in_a_circle() -> None:
 
 @pytest.mark.parametrize("callbacks", [(), (AutoAccumulate(16),)])
 def test_steps_of_data_without_a_length_are_not_counted(callbacks: Any) -> None:
-    """No number stands for them."""
     module = Linear()
     fit(module, *callbacks, data=Endless(), max_epochs=1)
     assert module.steps == float("inf")
@@ -123,6 +113,5 @@ def test_steps_of_data_without_a_length_are_not_counted(callbacks: Any) -> None:
 
 @pytest.mark.parametrize("trainer", [None, pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")])
 def test_steps_are_those_of_a_fit(trainer: Any) -> None:
-    """A Trainer that fits nothing has none."""
     with pytest.raises(UserError, match=r"call it in configure_optimizers"):
         optimizer_steps(trainer)

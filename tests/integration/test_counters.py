@@ -16,7 +16,6 @@ def loader(size: int = 30, batch_size: int = 4) -> Any:
 @pytest.mark.parametrize("limit", [1, 5, 100, 0.5, 0.99])
 @pytest.mark.parametrize("factor", [1, 2])
 def test_limit_train_batches_counts_batches_of_the_recipe(limit: int | float, factor: int) -> None:
-    """The same samples as without the callback, in the same windows."""
     settings = {"limit_train_batches": limit, "accumulate_grad_batches": factor}
     stock, _ = fit(loader(), **settings)
     ours, _ = fit(loader(), AutoAccumulate(micro_batch_size=3), **settings)
@@ -39,20 +38,17 @@ def test_limit_train_batches_cuts_a_stream() -> None:
 
 @pytest.mark.filterwarnings("ignore:The effective batch of 64 samples is above the 30")
 def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> None:
-    """Eight batches of the recipe are an epoch, however many micro-batches that makes."""
     fit(loader(), AutoAccumulate(64), module=Validated(), val_check_interval=8, max_epochs=1)
     with pytest.raises(UserError, match=r"val_check_interval=9 is more than the 8"):
         fit(loader(), AutoAccumulate(micro_batch_size=1), module=Validated(), val_check_interval=9)
 
 
 def test_limits_are_the_users_again_after_the_fit() -> None:
-    """Nothing that was translated for the loops stays translated."""
     _, trainer = fit(loader(), AutoAccumulate(micro_batch_size=1), limit_train_batches=3, val_check_interval=2)
     assert (trainer.limit_train_batches, trainer.val_check_interval) == (3, 2)
 
 
 def test_overfitting_turns_a_shuffle_off() -> None:
-    """The first batches of the dataset, in every epoch, and Lightning says so."""
     shuffled = DataLoader(Samples(30), batch_size=4, shuffle=True)
     with pytest.warns(UserWarning, match="turning off the train dataloader shuffling"):
         module, _ = fit(shuffled, AutoAccumulate(micro_batch_size=3), overfit_batches=2)

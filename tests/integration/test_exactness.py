@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,31 +23,6 @@ class FixedLoader(DataLoader):
 
     def __init__(self, samples: Dataset, *, size: int) -> None:
         super().__init__(samples, batch_size=size, shuffle=False)
-
-
-class BucketBatches(Sampler[list[int]]):
-    """A batch sampler of the user's own: batches of varying size, in an order that changes with the epoch."""
-
-    def __init__(self, size: int, batch_size: int) -> None:
-        self.size, self.batch_size, self.epoch = size, batch_size, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.batches())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches())
-
-    def batches(self) -> list[list[int]]:
-        rng, left, batches = random.Random(self.epoch), list(range(self.size)), []
-        while left:
-            count = rng.randint(1, self.batch_size)
-            batches.append(left[:count])
-            left = left[count:]
-        rng.shuffle(batches)
-        return batches
 
 
 def in_order(dataset: Samples, epoch: int) -> list[int]:
@@ -117,73 +92,11 @@ def test_gradients_equal_the_recipe_run_whole(way: str, draw: int) -> None:
 )
 @pytest.mark.filterwarnings("ignore:The effective batch of 500 samples is above the 53")
 def test_an_effective_batch_of_the_users_own(way: str, effective: int) -> None:
-    """Any effective batch, above the dataset too, whatever the loader's batch size is."""
     dataset = Samples(53)
     make, order = WAYS[way]
     module, _ = fit(make(dataset, 8), AutoAccumulate(effective, micro_batch_size=5), max_epochs=EPOCHS, seed=SEED)
     windows = [w for epoch in range(EPOCHS) for w in cut(order(dataset, epoch), effective)]
     assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
-
-
-@pytest.mark.parametrize("factor", [1, 3])
-@pytest.mark.parametrize("limit", [1, 4, 100])
-def test_a_batch_sampler_of_the_users_own_keeps_its_batches(factor: int, limit: int) -> None:
-    """Batches of varying size stay together: a window is that of the recipe, its samples weigh the same."""
-    dataset = Samples(61)
-    sampler = BucketBatches(len(dataset), batch_size=9)
-    module, _ = fit(
-        DataLoader(dataset, batch_sampler=sampler),
-        AutoAccumulate(micro_batch_size=limit),
-        accumulate_grad_batches=factor,
-        max_epochs=EPOCHS,
-    )
-    windows = []
-    for epoch in range(EPOCHS):
-        oracle = BucketBatches(len(dataset), batch_size=9)
-        oracle.set_epoch(epoch)
-        batches = oracle.batches()
-        windows += [sum(batches[start : start + factor], []) for start in range(0, len(batches), factor)]
-    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
-
-
-def test_a_weighted_sampler_draws_the_same_for_every_micro_batch() -> None:
-    """The user's own sampler keeps its weights, and its draws depend on seed and epoch alone."""
-    dataset = Samples(40)
-    runs = []
-    for limit in (3, 16):
-        loader = DataLoader(dataset, 16, sampler=WeightedRandomSampler([0.0] * 20 + [1.0] * 20, 40))
-        module, _ = fit(loader, AutoAccumulate(micro_batch_size=limit))
-        runs.append(module.windows)
-    assert runs[0] == runs[1]
-    assert min(min(window) for window in runs[0]) >= 20
-    assert runs[0][0] != runs[0][3]  # another epoch, another draw
-
-
-class OwnRandom(Sampler[list[int]]):
-    """A batch sampler with random numbers of its own and no word of epochs."""
-
-    def __init__(self) -> None:
-        self.rng = random.Random(0)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[list[int]]:
-        left = list(range(40))
-        self.rng.shuffle(left)
-        ends = [0, *sorted(self.rng.sample(range(1, 40), 7)), 40]
-        return iter([left[a:b] for a, b in pairwise(ends)])
-
-
-def test_random_numbers_of_a_sampler_are_a_function_of_the_epoch() -> None:
-    """Every epoch holds each sample once, in windows that are the sampler's own batches."""
-    loader = DataLoader(Samples(40), batch_sampler=OwnRandom())
-    module, _ = fit(loader, AutoAccumulate(micro_batch_size=3), max_epochs=3)
-    windows = [sorted(window) for window in module.windows]
-    epochs = [windows[start : start + 8] for start in (0, 8, 16)]
-    assert all(sorted(sum(epoch, [])) == list(range(40)) for epoch in epochs)
-    assert epochs[0] != epochs[1]
-    assert worst_error(module.gradients, plain_loop(Samples(40), windows)) <= 1e-12
 
 
 class Unequal(Sampler[list[int]]):
@@ -234,7 +147,6 @@ def test_a_batch_of_fewer_samples_than_others_have_micro_batches_runs_each_once(
 
 
 def test_an_optimizer_that_evaluates_again_leaves_out_micro_batches_without_a_sample() -> None:
-    """The window that LBFGS runs again holds each sample once."""
     weights = []
     for callbacks in ([], [AutoAccumulate(micro_batch_size=2, verify=False)]):
         module = Logging(partial(torch.optim.LBFGS, max_iter=4))
@@ -243,66 +155,41 @@ def test_an_optimizer_that_evaluates_again_leaves_out_micro_batches_without_a_sa
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)  # LBFGS enlarges rounding
 
 
-class Rotating(Sampler[int]):
-    """Begins three samples later each time it has ended."""
-
-    start = 0
-
-    def __len__(self) -> int:
-        return 20
-
-    def __iter__(self) -> Iterator[int]:
-        yield from ((index + self.start) % 20 for index in range(20))
-        self.start += 3
-
-
-@pytest.mark.parametrize("batch_size", [5, 8])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_sampler_ends_where_stock_lightning_lets_it_end(workers: int, batch_size: int) -> None:
-    """What it does at its end shows in the next epoch: workers ask it for more, and so does a batch to be filled."""
+def test_a_weighted_sampler_draws_the_same_for_every_micro_batch() -> None:
+    """The user's own sampler keeps its weights, and its draws depend on seed and epoch alone."""
+    dataset = Samples(40)
     runs = []
-    for callbacks in ([], [AutoAccumulate(micro_batch_size=3, verify=False)]):
-        loader = DataLoader(Samples(20), batch_size, sampler=Rotating(), num_workers=workers)
-        module, _ = fit(loader, *callbacks, max_epochs=3)
+    for limit in (3, 16):
+        loader = DataLoader(dataset, 16, sampler=WeightedRandomSampler([0.0] * 20 + [1.0] * 20, 40))
+        module, _ = fit(loader, AutoAccumulate(micro_batch_size=limit))
         runs.append(module.windows)
     assert runs[0] == runs[1]
+    assert min(min(window) for window in runs[0]) >= 20
+    assert runs[0][0] != runs[0][3]  # another epoch, another draw
 
 
-class Endless(Sampler[int]):
-    """Has a length all the same."""
+class OwnRandom(Sampler[list[int]]):
+    """A batch sampler with random numbers of its own and no word of epochs."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
 
     def __len__(self) -> int:
-        return 20
+        return 8
 
-    def __iter__(self) -> Iterator[int]:
-        return (index % 20 for index in count())
-
-
-def test_a_sampler_without_an_end_is_cut_at_its_length() -> None:
-    """As torch's loaders never ask it for more than the loop takes."""
-    module, _ = fit(DataLoader(Samples(20), 8, sampler=Endless()), AutoAccumulate(micro_batch_size=3), max_epochs=1)
-    assert module.windows == cut(range(20), 8)
+    def __iter__(self) -> Iterator[list[int]]:
+        left = list(range(40))
+        self.rng.shuffle(left)
+        ends = [0, *sorted(self.rng.sample(range(1, 40), 7)), 40]
+        return iter([left[a:b] for a, b in pairwise(ends)])
 
 
-def test_samples_that_a_collate_fn_drops_are_left_out_of_the_mean() -> None:
-    """Corrupt ones, for example: the gradient is the mean over what is left."""
-
-    def keeping(batch: list[Any]) -> Any:
-        return torch.utils.data.default_collate([sample for sample in batch if sample[2] not in (1, 12, 13)])
-
-    loader = DataLoader(Samples(24), batch_size=12, collate_fn=keeping)
-    module, _ = fit(loader, AutoAccumulate(micro_batch_size=5), max_epochs=1)
-    windows = [[i for i in window if i not in (1, 12, 13)] for window in cut(range(24), 12)]
-    assert worst_error(module.gradients, plain_loop(Samples(24), windows)) <= 1e-12
-    whole, _ = fit(loader, AutoAccumulate(micro_batch_size=12), max_epochs=1)
-    stock, _ = fit(loader, max_epochs=1)
-    assert worst_error(whole.gradients, stock.gradients) == 0.0
-
-
-def test_the_users_loader_stays_as_it_was() -> None:
-    """After a fit it yields what it yielded before."""
-    loader = DataLoader(Samples(10), batch_size=4)
-    before: dict[str, Any] = dict(vars(loader))
-    fit(loader, AutoAccumulate(micro_batch_size=2))
-    assert vars(loader) == before
-    assert [len(batch[0]) for batch in loader] == [4, 4, 2]
+def test_random_numbers_of_a_sampler_are_a_function_of_the_epoch() -> None:
+    """Every epoch holds each sample once, in windows that are the sampler's own batches."""
+    loader = DataLoader(Samples(40), batch_sampler=OwnRandom())
+    module, _ = fit(loader, AutoAccumulate(micro_batch_size=3), max_epochs=3)
+    windows = [sorted(window) for window in module.windows]
+    epochs = [windows[start : start + 8] for start in (0, 8, 16)]
+    assert all(sorted(sum(epoch, [])) == list(range(40)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert worst_error(module.gradients, plain_loop(Samples(40), windows)) <= 1e-12

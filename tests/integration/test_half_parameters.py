@@ -68,7 +68,6 @@ def error(gradients, wanted):
 @sums_in_float32
 @pytest.mark.parametrize("factor", [4, 64, 512])
 def test_sums_of_many_micro_batches_lose_nothing(factor):
-    """The error of the sum stays that of one micro-batch in bf16, however many there are."""
     module = Regressor()
     wanted = in_double(module, 2 * factor)
     fit(module, 2 * factor, micro_batch_size=2)
@@ -90,22 +89,6 @@ def test_optimizers_get_gradients_of_the_type_of_their_weights(optimizer, micro_
         assert parameter.grad_dtype == parameter.dtype
 
 
-@sums_in_float32
-def test_clipping_sees_the_sum_in_float32():
-    """Hooks before the step and clipping work on what has not been rounded."""
-
-    class Watched(Regressor):
-        def configure_gradient_clipping(self, optimizer, *_, **__):
-            self.types = {parameter.grad.dtype for parameter in self.parameters()}
-
-    module = Watched()
-    fit(module, 12, micro_batch_size=4)
-    assert module.types == {torch.float32}
-    module = Watched()
-    fit(module, 12)
-    assert module.types == {torch.bfloat16}  # nothing is summed
-
-
 def test_an_older_torch_rounds_sums_and_says_so_once(monkeypatch):
     """Without ``Tensor.grad_dtype`` training goes on as without the callback, and one sentence says what is lost."""
     monkeypatch.setattr(gradient_dtype, "has_grad_dtype", lambda: False)
@@ -121,15 +104,6 @@ def test_an_older_torch_rounds_sums_and_says_so_once(monkeypatch):
         fit(Regressor(), 24, micro_batch_size=4, precision="32-true")
 
 
-def test_without_accumulation_nothing_changes():
-    """At a factor of one the run is the stock run, to the bit."""
-    ours, stock = Regressor(torch.optim.AdamW), Regressor(torch.optim.AdamW)
-    fit(ours, 24, batch_size=8)
-    trainer = quiet_trainer(precision="bf16-true", max_epochs=1)
-    trainer.fit(stock, DataLoader(data(24), batch_size=8))
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), stock.parameters()))
-
-
 @sums_in_float32
 def test_pieces_after_an_error_are_summed_in_float32():
     """A batch that runs out of memory is run in pieces, and the sum of these is rounded once."""
@@ -140,21 +114,6 @@ def test_pieces_after_an_error_are_summed_in_float32():
         callback = fit(module, 512, micro_batch_size=512)
     assert callback.oom_events
     assert error(module.seen[0], wanted) < 6e-3
-
-
-class Assigning(Regressor):
-    """Replaces its gradients itself, in the type of the weights, as gradient surgery does."""
-
-    def on_after_backward(self):
-        for parameter in self.parameters():
-            parameter.grad = parameter.grad.to(parameter.dtype).clone()
-
-
-def test_modules_may_assign_gradients_of_their_own_type():
-    """What a module assigns is taken as it is."""
-    module = Assigning()
-    fit(module, 32, micro_batch_size=4)
-    assert module.seen[0][0].dtype == torch.bfloat16
 
 
 @sums_in_float32

@@ -105,7 +105,6 @@ def test_windows_whole_are_plain_training(whole: tuple[Losses, Path]) -> None:
     ("micro_batch", "num_workers"), [(1, 0), (2, 0), (5, 0), (5, 2), (7, 0), (11, 0), (100, 0), (100, 2)]
 )
 def test_the_micro_batch_changes_nothing(micro_batch: int, num_workers: int, whole: tuple[Losses, Path]) -> None:
-    """Dividing or not, nor do the workers that fetch the data."""
     module = run(micro_batch, num_workers=num_workers)
     assert samples(module) == SAMPLES
     assert agree(mean_losses(module), whole[0])
@@ -124,7 +123,6 @@ def test_four_ranks_change_nothing(whole: tuple[Losses, Path], on_four_ranks: tu
 def test_one_rank_takes_over_from_four(
     micro_batch: int, whole: tuple[Losses, Path], on_four_ranks: tuple[list[Any], Path]
 ) -> None:
-    """In the middle of an epoch, with another micro-batch and another seed set."""
     module = run(micro_batch, ckpt_path=on_four_ranks[1], seed=1)
     assert samples(module)[MID_EPOCH:] == SAMPLES[MID_EPOCH:]
     assert agree(mean_losses(module), whole[0][MID_EPOCH:])
@@ -132,7 +130,6 @@ def test_one_rank_takes_over_from_four(
 
 @pytest.mark.distributed
 def test_three_ranks_take_over_from_one(whole: tuple[Losses, Path], tmp_path: Path) -> None:
-    """In the middle of an epoch, with another micro-batch and workers."""
     accumulate = {"effective_batch_size": EFFECTIVE, "micro_batch_size": 2}
     resume = {"ckpt_path": str(whole[1]), "loader": "float32, workers"}
     records = run_ranks(tmp_path, ranks=3, accumulate=accumulate, **resume, **ON_RANKS)
@@ -149,10 +146,3 @@ def test_all_this_holds_for_orders_that_are_computed(tmp_path: Path, monkeypatch
     assert samples(before) == [sorted(window) for order in orders for window in cut(order, EFFECTIVE)]
     assert samples(after)[MID_EPOCH:] == samples(before)[MID_EPOCH:]
     assert agree(mean_losses(after), mean_losses(before)[MID_EPOCH:])
-
-
-def test_another_seed_is_another_course_of_training(whole: tuple[Losses, Path]) -> None:
-    """What the tests above compare is not the same for any order."""
-    module = run(EFFECTIVE, seed=8)
-    assert samples(module) != SAMPLES
-    assert not agree(mean_losses(module), whole[0])

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +10,6 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.utilities import CombinedLoader
 from reference import Regression, Samples, StreamOf, fit
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
@@ -57,7 +55,6 @@ class Planning(Regression):
 
 @pytest.mark.parametrize("micro_batch_size", [8, 3])
 def test_a_stream_with_a_limit_has_as_many_steps(micro_batch_size: int) -> None:
-    """``limit_train_batches`` tells what the stream does not."""
     callback, data = AutoAccumulate(micro_batch_size=micro_batch_size), DataLoader(StreamOf(Samples(200)), batch_size=8)
     module, trainer = fit(data, callback, module=Planning(), limit_train_batches=4)
     assert (module.steps, trainer.global_step) == (8, 8)
@@ -78,7 +75,6 @@ class OwnStep(Regression):
 
 @pytest.mark.parametrize("micro_batching", ["loader", "step"])
 def test_an_optimizer_step_gets_lightnings_closure_and_may_not_forget_it(micro_batching: str) -> None:
-    """By Lightning's own error; a run in which no weight changes is no success."""
     callback = AutoAccumulate(micro_batch_size=4, micro_batching=micro_batching)
     _, trainer = fit(loader(), callback, module=OwnStep(forgets=False))
     assert trainer.global_step == 8
@@ -89,31 +85,6 @@ def test_an_optimizer_step_gets_lightnings_closure_and_may_not_forget_it(micro_b
 class Paired(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return sum(torch.nn.functional.mse_loss(self.net(part[0]), part[1]) for part in batch)
-
-
-def test_nothing_is_said_of_data_that_the_user_does_not_have() -> None:
-    """A list of loaders is read by a stream of the package's own, which has a length."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        fit([loader(), loader()], AutoAccumulate(micro_batch_size=4), module=Paired())
-    assert not [each for each in told if "IterableDataset" in str(each.message)]
-
-
-class Scheduled(Regression):
-    """Notes the learning rate of each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates: list[float] = []
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        super().on_before_optimizer_step(optimizer)
-        self.rates.append(optimizer.param_groups[0]["lr"])
 
 
 def test_the_seed_of_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,48 +115,6 @@ def test_a_resume_that_repeats_samples_is_warned_of(tmp_path: Any) -> None:
         warnings.simplefilter("always")
         train(path)
     assert any("ended before the epoch ended" in str(each.message) for each in told)
-
-
-class Noting:
-    """Notes each start of a data worker in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, worker: int) -> None:
-        with self.path.open("a") as file:
-            file.write(f"{worker}\n")
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_are_started_as_often_as_by_stock_lightning(persistent: bool, tmp_path: Path) -> None:
-    """And once more where samples are looked at: by the probe, the check, and what reads the layout."""
-    started = []
-    looking = AutoAccumulate(memory_budget="1GiB", cache=False)
-    for name, callbacks in (
-        ("stock", ()),
-        ("planned", (AutoAccumulate(micro_batch_size=3, verify=False),)),
-        ("looking", (looking,)),
-    ):
-        settings = {"num_workers": 1, "persistent_workers": persistent, "worker_init_fn": Noting(tmp_path / name)}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
-            fit(loader(**settings), *callbacks, module=Regression(), max_epochs=2)
-        started.append((tmp_path / name).read_text().count("0"))
-    assert started == [2 - persistent, 2 - persistent, 3 - persistent]
-    assert looking.exactness.cause == "exact"
-
-
-def test_a_collection_may_hold_loaders_of_streams() -> None:
-    """Their batch samplers have no length."""
-
-    class Streamed(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step(batch["a"], batch_idx)
-
-    data = {"a": DataLoader(StreamOf(Samples(32)), batch_size=8)}
-    _, trainer = fit(data, AutoAccumulate(micro_batch_size=3), module=Streamed(), max_epochs=1)
-    assert trainer.global_step == 4
 
 
 class Thawing(pl.Callback):
@@ -232,23 +161,6 @@ def test_data_that_hold_nothing_are_passed_over(name: str, micro_batching: Any) 
         ends.append((trainer.global_step, trainer.current_epoch))
     assert ends[0] == ends[1]
     assert ends[0][0] == 0
-
-
-class Looking(Regression):
-    """Looks at ``trainer.train_dataloader`` in its steps."""
-
-    found: Any = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.found = self.trainer.train_dataloader
-        return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_idx)
-
-
-def test_callbacks_are_in_their_order_again_after_a_fit() -> None:
-    others = Thawing(), Thawing()
-    callback = AutoAccumulate(micro_batch_size=4)
-    _, trainer = fit(loader(), others[0], callback, others[1], module=Regression(), max_epochs=1)
-    assert [each for each in trainer.callbacks if each in (*others, callback)] == [others[0], callback, others[1]]
 
 
 class Curriculum(Sampler[int]):
@@ -314,9 +226,3 @@ def test_a_loader_that_ends_its_epochs_itself_is_not_cut_in_silence() -> None:
         assert trainer.global_step == 4
         for mine, theirs in zip(cut.parameters(), whole.parameters()):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("data", [loader(), {"a": loader()}, CombinedLoader({"a": loader()}, "min_size")])
-def test_the_trainer_shows_the_loaders_that_the_user_gave(data: Any) -> None:
-    module, _ = fit(data, AutoAccumulate(micro_batch_size=3, verify=False), module=Looking(), max_epochs=1)
-    assert module.found is (data.iterables if isinstance(data, CombinedLoader) else data)

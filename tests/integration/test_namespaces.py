@@ -48,6 +48,5 @@ def test_the_other_namespace_trains_the_same(arguments: dict[str, object]) -> No
 
 
 def test_the_older_namespace_need_not_be_installed(tmp_path: Path) -> None:
-    """It is used where it is there, and no dependency: everything public is there without it."""
     done = forked(one_namespace.main, folder=tmp_path)
     assert done.code == 0, done.output

@@ -48,6 +48,5 @@ def test_a_callback_that_sets_the_factor_in_mid_training_is_refused(
 
 
 def test_a_factor_of_the_trainers_below_one_is_refused() -> None:
-    """Lightning takes it and divides by it."""
     with pytest.raises(UserError, match="accumulate_grad_batches=0 must be at least 1"):
         fit(loader(), AutoAccumulate(micro_batch_size=2), accumulate_grad_batches=0)

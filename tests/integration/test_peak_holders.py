@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.app.errors import explain
-from lightning_ga.memory.holders import OriginMeter
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.plan.attribution import Attribution
-from lightning_ga.probe.finder import find_micro_batch, numbered
+from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.meters import meter_of
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.testing import limit_memory
@@ -135,7 +134,6 @@ def held(callback: AutoAccumulate) -> Attribution:
 )
 @pytest.mark.parametrize("budget", ["1GiB", None], ids=["tried", "predicted"])
 def test_the_culprit_is_the_largest_part(make: Callable[[], Plain], name: str, remedy: str, budget: str | None) -> None:
-    """With its usual remedy, measured at the limit or worked out for it; the parts sum to the peak."""
     holders = held(trained(make(), budget))
     assert holders.by_kind()[0][0] in name
     assert any(part.startswith(name) for part, _ in holders.parts[:2])
@@ -143,7 +141,6 @@ def test_the_culprit_is_the_largest_part(make: Callable[[], Plain], name: str, r
 
 
 def test_state_is_told_to_the_byte() -> None:
-    """Parameters, gradients, moments and the batch, beside an optimizer's step."""
     module = Wide()
     rounding = meter_of(numbered(None), ProbedTraining()).rounding
     weights = sum(-(-parameter.nbytes // rounding) * rounding for parameter in module.parameters())
@@ -171,30 +168,6 @@ def test_looking_changes_nothing(make: Callable[[], Plain], monkeypatch: pytest.
     assert all(map(torch.equal, weights, same))
 
 
-def test_nothing_is_compiled_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks on modules would be seen by graphs that are compiled while they are there."""
-    compiled: list[int] = []
-    for meter in (OriginMeter, Blind):
-        graphs: list[Any] = []
-        monkeypatch.setattr("lightning_ga.probe.meters.OriginMeter", meter)
-        module = Plain()
-        module.body.compile(backend=lambda graph, _, graphs=graphs: graphs.append(graph) or graph.forward)
-        trained(module)
-        torch._dynamo.reset()
-        compiled.append(len(graphs))
-    assert compiled[0] == compiled[1] > 0
-
-
-def test_a_remembered_limit_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """It is in the cache, and in the checkpoint as plain values."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = held(trained(Plain(), cache=True))
-    again = trained(Plain(), cache=True)
-    assert again.probe is not None
-    assert again.probe.source == "cache"
-    assert held(again) == first
-
-
 @pytest.mark.parametrize("budget", ["20KiB", "0.1MB", 30_000])
 def test_following_the_advice_of_the_budget_error_succeeds(budget: str | int) -> None:
     """And the error says what holds the memory."""
@@ -205,23 +178,6 @@ def test_following_the_advice_of_the_budget_error_succeeds(budget: str | int) ->
     proposed = message.partition("memory_budget=")[2].partition("memory_budget=")[2].partition(" is enough")[0]
     assert proposed
     assert trained(Attention(), eval(proposed)).plan is not None
-
-
-def test_a_step_without_modules_is_told_by_class() -> None:
-    """``find_micro_batch`` knows no module: parts are named by their class, parameters by the optimizer."""
-    model = nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, 1))
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def step(samples: int) -> None:
-        model(torch.ones(samples, WIDTH)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    found = find_micro_batch(step, high=256, budget="1GiB", device="cpu")
-    assert found.holders is not None
-    parts = dict(found.holders.parts)
-    assert parts["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
-    assert parts["activations of ReLU"] == 256 * 256 * 4
 
 
 class Bursting(Plain):

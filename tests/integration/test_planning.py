@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-import pytorch_lightning
 import torch
 import torch.nn.functional as F  # noqa: N812
 import torchmetrics
@@ -64,10 +63,10 @@ def loader(dataset: Any = None, batch_size: int = 64) -> Any:
     ("settings", "foreach"),
     [
         ({}, True),
-        ({"gradient_clip_val": 0.1}, False),
+        pytest.param({"gradient_clip_val": 0.1}, False, marks=pytest.mark.slow),
         ({"gradient_clip_val": 0.1}, True),
         ({"precision": "bf16-mixed"}, False),
-        ({"accumulate_grad_batches": 2}, False),
+        pytest.param({"accumulate_grad_batches": 2}, False, marks=pytest.mark.slow),
     ],
     ids=["plain", "clipped one by one", "clipped", "bf16", "recipe of two"],
 )
@@ -131,7 +130,7 @@ def everything(module: pl.LightningModule) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Found 1 module")  # one is in evaluation, to see that it stays there
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.slow), "16-mixed"])
 def test_nothing_is_left_behind(precision: Any) -> None:
     """Values, dtypes, gradients, modes, random numbers, the Trainer that was attached; the same tensors as before."""
     module = Pictures()
@@ -158,14 +157,6 @@ def test_several_devices_share_the_effective_batch() -> None:
     assert four.reserved_bytes - one.reserved_bytes == 4 * sum(p.numel() for p in Pictures().parameters())
 
 
-def test_a_fixed_micro_batch_is_tried() -> None:
-    """And cut where it does not fit."""
-    callback = AutoAccumulate(4000, micro_batch_size=4000)
-    planned = plan_for_device(Pictures(), loader(pictures(4096), 64), "610MB", callbacks=[callback])
-    assert planned.probe.limit < 4000
-    assert planned.plan.factor == -(-4000 // planned.probe.limit)
-
-
 def test_mixed_precision_takes_what_it_takes_on_cuda() -> None:
     """Dropout's mask of bytes, losses in 32 bits, a scaler whose step is taken: Adam's moments are there."""
 
@@ -179,71 +170,12 @@ def test_mixed_precision_takes_what_it_takes_on_cuda() -> None:
     assert scaled - peak(sgd, "16-mixed") >= 2 * 4 * sum(parameter.numel() for parameter in sgd.parameters())
 
 
-class Reading(Pictures):
-    """Reads values in every usual way."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self.net(batch[0])
-        loss = F.cross_entropy(logits, batch[1])
-        if torch.isnan(loss).any() or not torch.isfinite(loss).all():
-            return None
-        if loss.item() > 1e6 or float(loss.detach()) < -1e6:
-            loss = loss * 0
-        kept = logits[batch[1] >= 5]
-        self.log("kept", len(kept))
-        return loss + kept.mean() / max(1, int(batch[1].max()))
-
-
-def test_values_that_a_step_reads_are_answered() -> None:
-    """The step goes on as a healthy one; the mask is told of."""
-    planned = plan_for_device(Reading(), loader(), "16GiB")
-    assert planned.probe.limit == 64
-    assert [reason.split(":")[0] for reason in planned.unreliable] == ["index"]
-
-
-class Sequences(Pictures):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.LSTM(8, 8, batch_first=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0].flatten(1, 2))[0].square().mean()
-
-
-def test_a_recurrent_layer_is_unreliable() -> None:
-    """Its flat list of weights is found all the same, and put back."""
-    module = Sequences()
-    flat = list(module.net._flat_weights)
-    planned = plan_for_device(module, loader(), "16GiB")
-    assert planned.unreliable[0] == "net (LSTM): the workspace of recurrent kernels is not seen"
-    assert all(a is b for a, b in zip(module.net._flat_weights, flat))
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_sparse_gradients_are_taken_at_their_largest() -> None:
-    """Which rows are the same, nobody knows."""
-
-    class Sparse(Pictures):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Embedding(10, 8, sparse=True)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch[1]).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SparseAdam(self.parameters())
-
-    assert plan_for_device(Sparse(), loader(), "16GiB").unreliable[0].startswith("sparse gradients")
-
-
 class Arrays(Pictures):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch[0]).mean() * float(batch[0].numpy().mean())
 
 
 def test_a_step_that_needs_its_data_is_refused_in_one_sentence() -> None:
-    """With what failed, and the way out; nothing is left behind."""
     module = Arrays()
     before = everything(module)
     with pytest.raises(UserError, match="cannot be planned for another device.*the probe measures") as caught:
@@ -275,7 +207,6 @@ class Measuring(Pictures):
 
 
 def test_metrics_that_need_values_are_left_out_and_named() -> None:
-    """Others are kept, and all are as they were afterwards."""
     module = Measuring()
     planned = plan_for_device(module, loader(), "16GiB")
     assert [r for r in planned.unreliable if "left out" in r] == ["Total: a metric that needs values, left out"]
@@ -284,7 +215,6 @@ def test_metrics_that_need_values_are_left_out_and_named() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
-    """With what it takes, what the device leaves, and a device that is enough."""
     with pytest.raises(UserError, match=r"takes [\d,]+ bytes, and a device of 572.7 MiB leaves") as caught:
         plan_for_device(Pictures(), loader(), "600.5MB", effective_batch_size=8)
     proposed = re.search(r"a device of (\S+) is enough", str(caught.value))[1]
@@ -306,29 +236,42 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
     ],
 )
 def test_a_wrong_argument_is_refused(arguments: dict[str, Any], message: str) -> None:
-    """In one sentence, before anything runs."""
     given = {"module": Pictures(), "data": loader(), "device_memory": "16GiB", **arguments}
     with pytest.raises(UserError, match=message):
         plan_for_device(**given)
 
 
-def test_a_datamodule_and_the_older_namespace_are_taken() -> None:
-    """As ``fit`` takes them."""
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_gradients_are_taken_at_their_largest() -> None:
+    """Which rows are the same, nobody knows."""
 
-    class Data(pl.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            return loader()
-
-    class Legacy(pytorch_lightning.LightningModule):
+    class Sparse(Pictures):
         def __init__(self) -> None:
             super().__init__()
-            self.net = nn.Linear(64, 10)
+            self.net = nn.Embedding(10, 8, sparse=True)
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return F.cross_entropy(self.net(batch[0].flatten(1)), batch[1])
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[1]).mean()
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SparseAdam(self.parameters())
 
-    assert plan_for_device(Pictures(), Data(), "16GiB").plan.effective_batch_size == 64
-    assert plan_for_device(Legacy(), loader(), "16GiB", precision="16-mixed").plan.factor == 1
+    assert plan_for_device(Sparse(), loader(), "16GiB").unreliable[0].startswith("sparse gradients")
+
+
+class Sequences(Pictures):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(8, 8, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0].flatten(1, 2))[0].square().mean()
+
+
+def test_a_recurrent_layer_is_unreliable() -> None:
+    """Its flat list of weights is found all the same, and put back."""
+    module = Sequences()
+    flat = list(module.net._flat_weights)
+    planned = plan_for_device(module, loader(), "16GiB")
+    assert planned.unreliable[0] == "net (LSTM): the workspace of recurrent kernels is not seen"
+    assert all(a is b for a, b in zip(module.net._flat_weights, flat))

@@ -1,13 +1,12 @@
 """The probe on modules, data and optimizers of every kind: it finds the limit and disturbs nothing."""
 
-import os
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from reference import Samples, fit
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader
 from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate, UserError
@@ -60,43 +59,6 @@ def test_the_limit_holds_where_a_scaler_overflows_at_first() -> None:
         fit(DataLoader(data, batch_size=64), callback, module=Loud().float(), max_epochs=8, plugins=plugin())
 
 
-def test_parameters_without_a_gradient_take_no_memory_for_one() -> None:
-    """An unused head costs its weights, not its gradient and moments."""
-    limits = []
-    for unused in (1, 24):
-        module = Wide()
-        module.head = torch.nn.Linear(unused, 24, dtype=torch.float64)
-        extra = 8 * 24 * (unused + 1)
-        limits.append(probe(module, budget=BUDGET + extra).probe.limit)
-    assert limits[0] == limits[1]
-
-
-def test_steps_find_what_the_modules_own_hooks_prepare() -> None:
-    """State made in hooks is there in trials, and made anew for training."""
-
-    class Prepared(Wide):
-        def on_train_start(self) -> None:
-            self.first = []
-
-        def on_train_epoch_start(self) -> None:
-            self.epoch_losses = []
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.current = batch_idx
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            assert self.current == batch_idx
-            value = super().training_step(batch, batch_idx)
-            self.epoch_losses.append(value.detach())
-            self.first.append(batch_idx)
-            return value
-
-    module = Prepared()
-    callback = probe(module)
-    assert len(module.epoch_losses) == len(module.first) == 2 * callback.plan.factor
-    assert callback.exactness.cause == "exact"
-
-
 def test_steps_find_the_callbacks_and_callbacks_hear_of_no_trial() -> None:
     """They may be looked up, and are called for real batches only."""
 
@@ -114,43 +76,6 @@ def test_steps_find_the_callbacks_and_callbacks_hear_of_no_trial() -> None:
     counting = Counting()
     callback = probe(Looking(), callbacks=[counting])
     assert counting.calls == 2 * callback.plan.factor
-
-
-def test_a_collate_fn_may_change_what_it_is_given() -> None:
-    """Samples that trials share are copied for it."""
-
-    def taking(batch: list[dict[str, Any]]) -> Any:
-        targets = torch.stack([sample.pop("target") for sample in batch])
-        return [default_collate([sample["input"] for sample in batch]), targets]
-
-    dataset = Samples(128)
-
-    class Dicts(Dataset):
-        def __len__(self) -> int:
-            return len(dataset)
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            return {"input": dataset.inputs[index], "target": dataset.targets[index]}
-
-    assert probe(Wide(), Dicts(), loader={"collate_fn": taking}).plan.factor > 1
-
-
-class Opening(Samples):
-    """Opens a handle on first use, in whichever process that is."""
-
-    handle: int | None = None
-
-    def __getitem__(self, index: int) -> Any:
-        if self.handle is None:
-            self.handle = os.getpid()
-        return super().__getitem__(index)
-
-
-def test_a_dataset_is_read_by_workers_only() -> None:
-    """What it opens on first use is not open in the process that workers are forked from."""
-    dataset = Opening(128)
-    probe(Wide(), dataset, loader={"num_workers": 1})
-    assert dataset.handle is None
 
 
 def test_lazy_modules_and_growing_optimizers_are_refused_with_the_way_out() -> None:

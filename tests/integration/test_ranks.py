@@ -55,7 +55,6 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_windows_and_gradients_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
-    """Uneven shares, ragged windows, ranks without a sample and batches of the ranks' own change nothing."""
     windows, settings = ROWS[name]["windows"], ROWS[name]["settings"]
     records = run_ranks(tmp_path, **settings)
     if "masked" not in settings and settings.get("loader") != "stream":
@@ -92,7 +91,6 @@ def test_ranks_that_take_over_from_one_keep_its_order(tmp_path: Path) -> None:
 
 
 def test_ranks_probe_together_and_agree(tmp_path: Path) -> None:
-    """Every rank ends with the same limit, and with the gradients of the whole batch."""
     accumulate = {"effective_batch_size": 64, "memory_budget": 6000}
     records = run_ranks(tmp_path, ranks=2, size=128, batch_size=8, accumulate=accumulate, trainer={"max_epochs": 1})
     assert records[0]["limit"] == records[1]["limit"] < 32

@@ -11,12 +11,7 @@ from ranks import main
 pytestmark = pytest.mark.distributed
 SMALL, LARGE = 6000, 12000
 VOTES = 128  # bytes of votes that may still be on their way when memory is counted
-SETTINGS: dict[str, Any] = {
-    "ranks": 2,
-    "size": 256,
-    "batch_size": 32,
-    "trainer": {"max_epochs": 2},
-}
+SETTINGS: dict[str, Any] = {"ranks": 2, "size": 256, "batch_size": 32, "trainer": {"max_epochs": 2}}
 
 
 def start(folder: Path, effective: int = 128, **trouble: Any) -> Ended:
@@ -52,7 +47,6 @@ def test_the_rank_with_less_memory_decides(tmp_path: Path, small: list[dict[str,
 
 
 def test_training_at_the_limit_has_room_to_exchange_gradients(tmp_path: Path, small: list[dict[str, Any]]) -> None:
-    """With less to spare than a sample takes, or the 400 bytes of the gradients."""
     budget, limit = SMALL - small[0]["spare"] + VOTES, small[0]["limit"]
     tight = run(tmp_path, effective=2 * 3 * limit, budgets=(budget, budget))
     for record in tight:
@@ -62,7 +56,6 @@ def test_training_at_the_limit_has_room_to_exchange_gradients(tmp_path: Path, sm
 
 
 def test_running_out_of_memory_on_one_rank_is_every_ranks_limit(tmp_path: Path) -> None:
-    """Nobody waits for it: no collective runs in a trial."""
     records = run(tmp_path, budgets=(10**6, 10**6), fails_above=21)
     assert [record["limit"] for record in records] == [21, 21]
     assert records[0]["trials"] == records[1]["trials"]
@@ -72,7 +65,6 @@ def test_running_out_of_memory_on_one_rank_is_every_ranks_limit(tmp_path: Path) 
 
 @pytest.mark.parametrize("above", [0, 4], ids=["at once", "in a trial"])
 def test_a_rank_that_dies_ends_the_run_with_an_error(above: int, tmp_path: Path) -> None:
-    """The other waits for no answer that never comes."""
     done = start(tmp_path, budgets=(LARGE, LARGE), dies_above=above)
     assert done.code != 0
     assert "exit code 17" in done.output

@@ -53,10 +53,7 @@ def survive(mode: str, folder: Path, *operations: tuple[int, int]) -> None:
     "mode", ["factor 1", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("factor 2", "step"))]
 )
 def test_at_every_operation_of_the_last_backward_pass(mode: str, tmp_path: Path) -> None:
-    """On either rank, or on both at different operations; those that join and exchange gradients are among them.
-
-    Of windows of one and of several micro-batches, and of batches that are cut in the step.
-    """
+    """On either rank, or on both at different operations; those that join and exchange gradients are among them."""
     most = operations_of(mode, tmp_path / "clean")
     assert most > 30
     kinds = [lambda k: (k, 0), lambda k: (0, k), lambda k: (k, 1 + 7 * k % most)]
@@ -92,7 +89,6 @@ def test_what_is_added_to_twice_waits_for_the_end_of_the_pass(tmp_path: Path) ->
 
 
 def test_hooks_after_the_backward_pass_see_averages(tmp_path: Path) -> None:
-    """As under stock Lightning, after an error as well."""
     scenarios = {mode: failing(mode, (0, 0), (3, 0), (0, 0)) for mode in MODES}
     for records in run(tmp_path, scenarios, 2).values():
         for record in records:

@@ -78,7 +78,6 @@ def places(phases: Iterable[str], batches: Iterable[int], **settings: Any) -> di
 
 
 def test_in_every_phase_and_place_of_a_window(tmp_path: Path) -> None:
-    """Forward and backward; the first, a middle and the last micro-batch, and one of the ragged window."""
     scenarios = {**places(PHASES, (0, 1, 2, 6)), **places(["forward"], [0], trainer={"max_epochs": 2})}
     scenarios |= {f"step-{name}": each for name, each in places(PHASES, (0, 2), accumulate=STEP).items()}
     records = run(tmp_path, scenarios, 2)
@@ -196,7 +195,6 @@ def test_the_average_is_that_of_distributed_data_parallel(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_sample_too_large_on_one_rank_ends_all(rank: int, tmp_path: Path) -> None:
-    """That rank says why; the other does not wait for it."""
     done = start(tmp_path, {"huge": scenario((rank, (0, 1, "late", 100)))}, 2)
     assert done.code == 1
     assert "one sample alone" in (tmp_path / f"error-{rank}.txt").read_text()
@@ -205,7 +203,6 @@ def test_one_sample_too_large_on_one_rank_ends_all(rank: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("fault", [(0, 1, "late", 1), (0, 0, "forward", 1)], ids=["seen before", "not seen yet"])
 def test_a_step_that_asks_other_ranks_is_not_run_again(fault: Any, tmp_path: Path) -> None:
-    """A retry alone would leave them waiting, or give them the answers of another batch."""
     done = start(tmp_path, {"gathers": scenario((1, fault), task={"gathers": True})}, 2)
     assert done.code == 1
     message = (tmp_path / "error-1.txt").read_text()
@@ -215,7 +212,6 @@ def test_a_step_that_asks_other_ranks_is_not_run_again(fault: Any, tmp_path: Pat
 
 
 def test_a_step_that_asks_other_ranks_is_cut_alike_on_all(tmp_path: Path) -> None:
-    """Nine samples on one rank and eight on the other, at most eight at a time: two pieces on both."""
     accumulate = {"effective_batch_size": 17, "micro_batch_size": 8, "micro_batching": "step"}
     scenarios = {"gathers": scenario(task={"gathers": True}, accumulate=accumulate)}
     records = run(tmp_path, scenarios, 2)
@@ -236,7 +232,6 @@ def test_ranks_on_unequal_hosts_resume_together(tmp_path: Path) -> None:
 
 
 def test_what_one_rank_finds_while_it_trains_is_told_by_the_first(tmp_path: Path) -> None:
-    """Only the samples of the second show that the loss couples them."""
     wanted = {"accumulate": {**LOADER, "verify": True}, "task": {"parts": ["late"]}}
     scenarios = {"loader": scenario(**wanted), "step": scenario(**{**wanted, "accumulate": {**STEP, "verify": True}})}
     for first, second in run(tmp_path, scenarios, 2).values():
@@ -247,7 +242,6 @@ def test_what_one_rank_finds_while_it_trains_is_told_by_the_first(tmp_path: Path
 
 @pytest.mark.parametrize("mode", [LOADER, STEP], ids=["loader", "step"])
 def test_a_rank_that_measures_alone_asks_no_other(mode: Any, tmp_path: Path) -> None:
-    """Hooks of batches may wait for all ranks, and after an error one measures its batch again."""
     fits = scenario((1, (0, 1, "backward", 1)), accumulate={**mode, "verify": True})
     scenarios = {"gathers": {**fits, "task": {"parts": ["gathers after batches"]}}}
     check(scenarios, run(tmp_path, scenarios, 2))

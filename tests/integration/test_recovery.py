@@ -120,18 +120,6 @@ def test_a_failed_trial_leaves_not_a_byte(kind: str, backward: bool, monkeypatch
     assert alive[0] == alive[1]
 
 
-def test_an_ambiguous_error_of_the_smallest_batch_is_raised() -> None:
-    """It is no matter of size."""
-    with pytest.raises(RuntimeError, match="unable to find an engine"):
-        fit(
-            DataLoader(Samples(512), batch_size=64),
-            AutoAccumulate(256, memory_budget="1GiB", verify=False, cache=False),
-            module=Failing(ambiguous, backward=False, most=0),
-        )
-
-
-# --- the killer of the operating system --------------------------------------------------------
-
 ROOM = 60_000  # bytes that the control group leaves
 
 
@@ -207,10 +195,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]
 def test_no_trial_comes_near_the_memory_that_there_is(
     module: Any, method: str, budget: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fifth stays free: the limit is predicted, or approached from below with steps that fit for sure.
-
-    A budget beyond what there is changes nothing.
-    """
+    """A fifth stays free: the limit is predicted, or approached from below with steps that fit for sure."""
     callback = AutoAccumulate(4_000, memory_budget=budget, verify=False, cache=False)
     with measured(monkeypatch) as peaks, pytest.raises(ProbedError):
         fit(DataLoader(Samples(4_000), batch_size=64), callback, Stop(), module=module(), max_epochs=1)
@@ -223,7 +208,6 @@ def test_no_trial_comes_near_the_memory_that_there_is(
 
 @pytest.mark.usefixtures("container")
 def test_a_sample_that_is_too_large_is_stopped_at_the_first_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And reported, with what it took."""
     with pytest.raises(UserError, match="micro_batch_size=1, the smallest"), measured(monkeypatch) as peaks:
         fit(DataLoader(Samples(512), batch_size=64), AutoAccumulate(256, cache=False), module=Enormous())
     assert [size for size, _ in peaks] == [2, 1]

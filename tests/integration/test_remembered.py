@@ -124,7 +124,6 @@ def test_it_holds_for_the_same_step_only(what: str) -> None:
 
 @pytest.mark.usefixtures("_remembered")
 def test_what_takes_no_memory_may_change() -> None:
-    """Learning rate, values of weights and data, the effective batch up to the limit."""
 
     assert run(Optimized(torch.optim.Adam, lr=1.0)).probe.source != "cache"  # another class and other code
     same = Wide()
@@ -158,20 +157,3 @@ def test_a_limit_that_does_not_fit_any_more_is_looked_for_again() -> None:
     found = run().probe
     assert found.limit == limit
     assert found.source != "cache"
-
-
-def test_a_corrupt_file_costs_a_warning_and_a_probe() -> None:
-    limit = run().probe.limit
-    (file,) = cache_folder().iterdir()
-    file.write_text("not JSON")
-    with pytest.warns(UserWarning, match="the limit is looked for again"):
-        found = run().probe
-    assert found.limit == limit
-    assert run().probe.source == "cache"
-
-
-def test_an_unwritable_cache_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="the limit is not remembered"):
-        assert run().probe.limit > 1

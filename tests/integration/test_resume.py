@@ -51,13 +51,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_training_goes_on_as_if_it_had_not_stopped(hook: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Windows, gradients, steps of optimizer and loggers, and validation are those of the whole run.
-
-    Checkpoints are written in the middle of windows too: what such a window had accumulated is lost
-    with the process, so it is run again from its start. Each checkpoint is resumed with one of three sizes of
-    micro-batches; they take turns, and begin with another one for each setting, so that the checkpoint of every place
-    meets every size.
-    """
+    """Windows, gradients, steps of optimizer and loggers, and validation are those of the whole run."""
     saver = Saver(tmp_path, hook)
     whole, whole_trainer = run(Validated(), 4, saver, **settings)
     assert saver.saved

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from reference import Regression, Samples, StreamOf, Validated, cut, fit, plain_loop, quiet_trainer, worst_error
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
+from lightning_ga import AutoAccumulate, ExactnessWarning
 
 
 class Factors(pl.Callback):
@@ -92,44 +92,14 @@ def test_the_schedule_holds_after_a_resume_in_the_middle_of_an_epoch(tmp_path: P
     assert worst_error(resumed.gradients, whole.gradients[4:]) <= 1e-12
 
 
-def test_a_schedule_holds_where_loaders_are_reloaded() -> None:
-    """``reload_dataloaders_every_n_epochs`` makes a new loader, which is cut as its epoch says."""
-
-    class Data(pl.LightningDataModule):
-        def train_dataloader(self) -> "DataLoader[object]":
-            return DataLoader(Samples(30), batch_size=5)
-
-    module = Regression()
-    trainer = quiet_trainer(
-        AutoAccumulate({0: 6, 1: 10, 2: 15}, micro_batch_size=4), max_epochs=3, reload_dataloaders_every_n_epochs=1
-    )
-    trainer.fit(module, datamodule=Data())
-    assert module.windows == [window for size in (6, 10, 15) for window in cut(range(30), size)]
-
-
-def test_one_callback_in_two_trainers_keeps_the_recipe_of_each() -> None:
-    """What one fit left in its trainer is nothing to the other."""
-    callback = AutoAccumulate(micro_batch_size=4)
-    fit(DataLoader(Samples(48), batch_size=16), callback)
-    _, trainer = fit(DataLoader(Samples(48), batch_size=4), callback, accumulate_grad_batches=4, max_epochs=1)
-    assert (callback.plan.effective_batch_size, trainer.global_step) == (16, 3)
-
-
 @pytest.mark.parametrize("schedule", [None, 8, {0: 8, 2: 4}])
 def test_the_callback_can_be_pickled(schedule: object) -> None:
-    """As strategies that spawn their processes do, before and after a fit."""
     callback = AutoAccumulate(schedule, micro_batch_size=4)
     fit(DataLoader(Samples(16), batch_size=8), callback, max_epochs=1)
     copied = pickle.loads(pickle.dumps(callback))
     assert copied.plan is None
     fit(DataLoader(Samples(16), batch_size=8), copied, max_epochs=1)
     assert copied.plan == callback.plan
-
-
-def test_a_factor_in_both_places_is_refused() -> None:
-    """One of two contradicting factors has to go."""
-    with pytest.raises(UserError, match=r"accumulate=2 and Trainer\(accumulate_grad_batches=3\)"):
-        fit(DataLoader(Samples(8), batch_size=4), AutoAccumulate(accumulate=2), accumulate_grad_batches=3)
 
 
 def test_a_failed_fit_leaves_the_trainer_as_it_was() -> None:

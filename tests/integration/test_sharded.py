@@ -17,7 +17,6 @@ def run(folder: Path, **accumulate: Any) -> list[dict[str, Any]]:
 
 
 def test_gradients_are_those_of_one_device_with_the_whole_batch(tmp_path: Path) -> None:
-    """Shards are put together for the comparison."""
     records = run(tmp_path, micro_batch_size=3)
     windows = [w for epoch in range(2) for w in cut(permutation(53, 7, epoch), 16)]
     assert joined(records) == [sorted(window) for window in windows]

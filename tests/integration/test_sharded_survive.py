@@ -28,7 +28,6 @@ def test_memory_running_out_ends_in_one_sentence(rank: int, tmp_path: Path) -> N
 
 
 def test_batches_cut_in_the_step_are_cut_alike_on_all_ranks(tmp_path: Path) -> None:
-    """Shares of 9 and 8 samples, at most 8 at a time: two pieces on both ranks, as each gathers the layers."""
     accumulate: dict[str, Any] = {"effective_batch_size": 17, "micro_batch_size": 8, "micro_batching": "step"}
     records = run_ranks(tmp_path, program=sharded, ranks=2, size=50, batch_size=8, accumulate=accumulate)
     windows = [w for epoch in range(2) for w in cut(permutation(50, 7, epoch), 17)]

@@ -90,10 +90,7 @@ def embedding(rows: int, columns: int, sparse: bool = True) -> torch.nn.Embeddin
 
 
 class Meter(pl.Callback):
-    """Most bytes alive in the training steps beyond parameters, optimizer state, and the batch as the loader yields it.
-
-    Measured from the second window on, when the optimizer has its state.
-    """
+    """Most bytes alive in training steps beyond parameters, optimizer state and the batch."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -133,7 +130,6 @@ def peak_beyond_parameters(factor: int, table: Any, normalize: Any = "samples") 
     ids=["embedding", "embedding by tokens", "bag", "functional by tokens"],
 )
 def test_the_peak_does_not_grow_with_the_factor(table: Any, normalize: Any) -> None:
-    """A factor of 32 takes at most a tenth more than one of 2; a dense gradient never exists."""
     two, many = (peak_beyond_parameters(factor, table, normalize) for factor in (2, 32))
     assert many <= 1.1 * two
     assert many < LARGE[0] * LARGE[1] * 4 / 10

@@ -49,7 +49,6 @@ def loader() -> Any:
     ids=str,
 )
 def test_steps_are_counted_in_advance(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
-    """For schedules of the batch by epoch too."""
     module, trainer = fit(loader(), AutoAccumulate(**arguments), module=Scheduled(), max_epochs=3, **settings)
     assert module.steps == trainer.global_step
     if not isinstance(arguments.get("effective_batch_size", arguments.get("accumulate")), dict):
@@ -58,7 +57,6 @@ def test_steps_are_counted_in_advance(arguments: dict[str, Any], settings: dict[
 
 @pytest.mark.loader_only(reason="it is without the callback, and need not run twice")
 def test_steps_are_counted_without_the_callback_too() -> None:
-    """A model does not know whether it is there."""
     module, trainer = fit(loader(), module=Scheduled(), accumulate_grad_batches=3)
     assert module.steps == trainer.global_step == 6
 
@@ -83,14 +81,12 @@ def one_cycle_too_long(optimizer: Any, steps: int) -> Any:
 
 
 def test_a_horizon_that_is_right_says_nothing() -> None:
-    """Warnings are errors here."""
     module, trainer = fit(loader(), AutoAccumulate({0: 4, 1: 10}, micro_batch_size=3), module=Scheduled(cosine))
     assert module.steps == trainer.global_step == 11
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
 
 
 def test_a_horizon_that_is_wrong_warns_with_both_numbers() -> None:
-    """A schedule made for micro-batches would never come down."""
     with pytest.warns(ExactnessWarning, match="OneCycleLR ends after 32 steps and training takes 8"):
         fit(loader(), AutoAccumulate(8, micro_batch_size=3), module=Scheduled(one_cycle_too_long))
 
@@ -108,20 +104,3 @@ def test_frequency_counts_optimizer_steps(frequency: int, micro_batch: int) -> N
     ours, trainer = fit(whole, AutoAccumulate(micro_batch_size=micro_batch), module=Scheduled(halving, frequency))
     assert ours.rates == stock.rates
     assert trainer.lr_scheduler_configs[0].frequency == frequency
-
-
-@pytest.mark.parametrize("frequency", [2, 3, 4])
-@pytest.mark.parametrize("micro_batch", [3, 4, 12])
-def test_frequency_counts_batches_where_the_recipe_accumulates(frequency: int, micro_batch: int) -> None:
-    """As stock Lightning does, in an epoch of uneven windows too: eight batches in windows of three, three and two."""
-
-    def halving(optimizer: Any, _: int) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-
-    recipe = {"accumulate_grad_batches": 3}
-    stock, _ = fit(loader(), module=Scheduled(halving, frequency), **recipe)
-    ours, _ = fit(
-        loader(), AutoAccumulate(micro_batch_size=micro_batch), module=Scheduled(halving, frequency), **recipe
-    )
-    assert len(set(stock.rates)) > 1
-    assert ours.rates == stock.rates

@@ -2,14 +2,12 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from pairing import every_pair
 from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader, default_collate
 
@@ -22,21 +20,6 @@ CUTS: list[dict[str, Any] | None] = [
     {"micro_batch_size": 3, "micro_batching": "step"},
     {"micro_batch_size": 8, "micro_batching": "step"},
 ]
-WHEN: dict[str, dict[str, Any]] = {
-    "every step": {"every_n_train_steps": 1},
-    "after validation": {"save_on_train_epoch_end": False},
-    "every epoch": {"every_n_epochs": 1},
-}
-
-
-class Validated(Regression):
-    """Is validated on a batch of its own."""
-
-    def val_dataloader(self) -> Any:
-        return loader(8)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
 
 
 def loader(samples: int = 44) -> DataLoader[Any]:
@@ -65,64 +48,6 @@ def checkpoints(folder: Path, cut: dict[str, Any] | None, when: dict[str, Any], 
     saving = pl.callbacks.ModelCheckpoint(folder, "{epoch}-{step}", save_top_k=-1, **when)
     run(cut, saving, enable_checkpointing=True, **settings)
     return sorted(folder.iterdir(), key=lambda path: int(path.stem.split("step=")[1].split("-")[0]))
-
-
-@pytest.mark.parametrize("factor", [1, 2])
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("cut", CUTS[1:3])
-def test_a_checkpoint_of_stock_lightning_is_taken_over(cut: Any, factor: int, steps: int, tmp_path: Path) -> None:
-    """What a person does after an out-of-memory error: adds the callback, and resumes in mid-epoch."""
-    settings = {"accumulate_grad_batches": factor, "data": loader(48)}
-    path = checkpoints(tmp_path, None, {"every_n_train_steps": 1}, **settings)[steps - 1]
-    stock, trainer = run(None, **settings)
-    ours, resumed = run(cut, ckpt_path=path, **settings)
-    assert resumed.global_step == trainer.global_step
-    seen = [index for _, indices in ours.micro_batches for index in indices]
-    assert seen == [*range(steps * factor * 8, 48), *range(48)]
-    assert torch.allclose(ours.net[0].weight, stock.net[0].weight, atol=1e-12)
-
-
-def resumed_by_stock(folder: Path, writes: Any, when: dict[str, Any], factor: int) -> dict[Path, tuple[int, ...]]:
-    """Batches and steps of stock Lightning, from each of the checkpoints that a whole run writes."""
-    settings = {"accumulate_grad_batches": factor, "val_check_interval": 2}
-    counts = {}
-    for path in checkpoints(folder, writes, when, module=Validated(), **settings):
-        module, trainer = run(None, ckpt_path=path, module=Validated(), **settings)
-        counts[path] = (len(module.micro_batches), trainer.global_step, trainer.fit_loop.total_batch_idx)
-    return counts
-
-
-@pytest.fixture(scope="module")
-def by_stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[Path, tuple[int, ...]]]:
-    """Let stock Lightning write and read, once for all ways to cut batches."""
-    return cache(lambda when, factor: resumed_by_stock(tmp_path_factory.mktemp("stock"), None, WHEN[when], factor))
-
-
-@every_pair(cut=CUTS[1:4], factor=[1, 2], when=WHEN.keys())
-def test_stock_lightning_goes_on_from_ours(cut: Any, factor: int, when: str, by_stock: Any, tmp_path: Path) -> None:
-    """With as many batches and steps as from its own checkpoint, wherever in the epoch that was written.
-
-    In every pair of values.
-    """
-    ours, stock = resumed_by_stock(tmp_path, cut, WHEN[when], factor), by_stock(when, factor)
-    assert [(path.name, counts) for path, counts in ours.items()] == [(path.name, n) for path, n in stock.items()]
-    assert len(stock) >= 2
-
-
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("cut", CUTS[1:4])
-def test_ours_goes_on_from_stock_lightning_where_it_was(cut: Any, when: str, by_stock: Any) -> None:
-    """After the last batch of an epoch, too, when it is over or about to be validated."""
-    for path, (_, steps, _) in by_stock(when, 1).items():
-        ours, trainer = run(cut, ckpt_path=path, module=Validated(), val_check_interval=2)
-        assert trainer.global_step == steps == 12
-        assert sum(len(indices) for _, indices in ours.micro_batches) == 88 - min(88, _samples(path))
-
-
-def _samples(path: Path) -> int:
-    """Samples that were trained on when a checkpoint was written."""
-    steps = int(path.stem.split("step=")[1])
-    return steps // 6 * 44 + steps % 6 * 8
 
 
 @pytest.mark.parametrize("when", [{"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}])
@@ -212,7 +137,6 @@ def test_nothing_is_lost_of_data_that_go_on_where_they_were_left(cut: Any) -> No
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_an_iterator_is_read_on_in_the_next_epoch(cut: Any) -> None:
-    """As far as stock Lightning reads it: a stream of no length is fetched one batch ahead."""
     module, trainer = run(cut, data=Endless(), limit_train_batches=5)
     stock, _ = run(None, data=Endless(), limit_train_batches=5)
     assert trainer.global_step == 10
@@ -233,22 +157,14 @@ KEEP_THEIR_PLACE: dict[str, tuple[Callable[[], Any], list[int], int]] = {
 
 @pytest.mark.parametrize("name", KEEP_THEIR_PLACE)
 @pytest.mark.parametrize(
-    ("writes", "reads"),
-    [*zip(CUTS, CUTS), *((None, cut) for cut in CUTS[1:]), (CUTS[3], None), (CUTS[2], None)],
+    ("writes", "reads"), [*zip(CUTS, CUTS), *((None, cut) for cut in CUTS[1:]), (CUTS[3], None), (CUTS[2], None)]
 )
 def test_the_place_that_data_keep_is_saved_and_restored(writes: Any, reads: Any, name: str, tmp_path: Path) -> None:
-    """In mid-epoch, whoever wrote the checkpoint and whoever reads it; it is not counted twice."""
     data, left, steps = KEEP_THEIR_PLACE[name]
     path = checkpoints(tmp_path, writes, {"every_n_train_steps": 1}, data=data())[2]
     module, trainer = run(reads, data=data(), ckpt_path=path, repeats="error")
     assert [index for _, indices in module.micro_batches for index in indices] == left
     assert trainer.global_step == steps
-
-
-def test_states_of_other_loaders_are_refused(tmp_path: Path) -> None:
-    path = checkpoints(tmp_path, CUTS[2], {"every_n_train_steps": 1}, data=Remembering())[2]
-    with pytest.raises(RuntimeError, match="has 0 stateful loaders, but found 1 states"):
-        run(CUTS[2], data=Shelf(), ckpt_path=path)
 
 
 class Failing(Regression):

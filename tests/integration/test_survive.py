@@ -9,7 +9,6 @@ import torch
 import torchmetrics
 from faults import Arm, Faults
 from reference import FEATURES, Regression, Samples, fit, loss, quiet_trainer, worst_error
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from wide import Wide
 
@@ -86,7 +85,7 @@ def test_memory_runs_out_all_over_a_window(mode: str) -> None:
     whole, _, counted, logs = train(mode=mode, epochs=1)
     operations = counted.count
     assert operations > 100
-    for at in [*range(1, operations // 3, 7), *range(operations // 3, operations, 131)]:
+    for at in [*range(1, operations // 3, 13), *range(operations // 3, operations, 131)]:
         module, callback, _, logged = train(at, mode=mode, epochs=1)
         assert callback.oom_events == 1, at
         assert worst_error(module.gradients, whole.gradients) <= 1e-12, at
@@ -96,37 +95,6 @@ def test_memory_runs_out_all_over_a_window(mode: str) -> None:
             close(logged.steps, logs.steps, 1e-6)
             close(module.outputs, whole.outputs)
         assert int(module.error._update_count) == int(whole.error._update_count)
-
-
-@MODES
-def test_weights_that_reentrant_checkpoints_share(mode: str) -> None:
-    """Each adds to their gradients in a backward pass of its own, so a failed one leaves a part of the sum."""
-
-    class Again(torch.nn.Module):
-        def __init__(self, part: torch.nn.Module) -> None:
-            super().__init__()
-            self.part = part
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            for _ in range(3):
-                inputs = checkpoint(lambda x: torch.tanh(self.part(x)), inputs, use_reentrant=True)
-            return inputs
-
-    class Shared(Watched):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            layer = torch.nn.Linear(FEATURES, FEATURES, dtype=torch.float64)
-            first = torch.nn.Linear(FEATURES, FEATURES, dtype=torch.float64)
-            self.net = torch.nn.Sequential(first, Again(layer), torch.nn.Linear(FEATURES, 1, dtype=torch.float64))
-
-    whole, _, counted, _ = train(mode=mode, module=Shared(), epochs=1)
-    operations = counted.count // 3  # a window of two micro-batches is more than that
-    assert operations > 50
-    for at in range(operations // 3, operations, 29):
-        module, callback, _, _ = train(at, mode=mode, module=Shared(), epochs=1)
-        assert callback.oom_events == 1, at
-        assert worst_error(module.gradients, whole.gradients) <= 1e-12, at
 
 
 @MODES
@@ -148,28 +116,6 @@ def test_memory_runs_out_where_the_state_of_a_window_is_copied(
     module, callback, _, _ = train(mode=mode, epochs=1)
     assert (callback.oom_events, len(calls) >= window + 1) == (0, True)  # no pass has failed
     assert worst_error(module.gradients, whole.gradients) <= 1e-12
-
-
-@MODES
-def test_a_failed_attempt_leaves_statistics_and_random_numbers_alone(mode: str) -> None:
-    """Dropout draws what it would have drawn, for the first piece."""
-
-    class Drawing(Watched):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drawn: list[float] = []
-            self.counts: list[int] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            output = super().training_step(batch, batch_idx)
-            self.drawn.append(float(torch.rand(())))
-            self.counts.append(int(self.tracked))
-            return output
-
-    whole, _, _, _ = train(mode=mode, module=Drawing())
-    module, _, _, _ = train(40, mode=mode, module=Drawing())
-    assert int(module.tracked) == len(module.sizes) - 1
-    assert module.drawn[0] == whole.drawn[0]
 
 
 def test_it_says_so_once_and_raises_where_that_is_asked_for() -> None:
@@ -275,15 +221,6 @@ def test_validation_test_and_prediction_run_in_pieces(most: dict[str, int]) -> N
     close(*results, 1e-6)
 
 
-def test_validation_within_a_fit() -> None:
-    """A run does not die at the end of its first epoch; sanity checks count too."""
-    callback, loader = AutoAccumulate(micro_batch_size=8), DataLoader(Samples(20), batch_size=8)
-    trainer = quiet_trainer(callback, num_sanity_val_steps=2, max_epochs=1)
-    trainer.fit(Evaluated(), loader, loader)
-    assert callback.oom_events == 1
-    assert float(trainer.callback_metrics["val/loss"]) > 0
-
-
 class Counts:
     """What an allocator counts: an error in validation shows there, too."""
 
@@ -297,105 +234,6 @@ class Counts:
 
     def begin_again(self) -> None:
         Counts.risen = False
-
-
-class Unregistered(Regression):
-    """A scale that only the optimizer knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = [torch.ones(1, dtype=torch.float64, requires_grad=True)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return loss(lambda inputs: self.net(inputs) * self.scales[0], batch[0], batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([*self.parameters(), *self.scales], lr=0.1)
-
-
-class ByHand(torch.autograd.Function):
-    """Adds to the gradient of its weight by itself, as fused kernels do."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-        weight = weight[0] if isinstance(weight, list) else weight
-        ctx.save_for_backward(inputs)
-        ctx.weight = weight
-        return inputs @ weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (inputs,) = ctx.saved_tensors
-        found = inputs.t() @ gradient
-        ctx.weight.grad = found if ctx.weight.grad is None else ctx.weight.grad.add_(found)
-        return gradient @ ctx.weight.t(), None
-
-
-class Fused(Regression):
-    """A weight that such a kernel uses twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = torch.nn.Parameter(torch.linspace(-1, 1, FEATURES**2).double().view(FEATURES, -1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        mixed = self.first(batch[0].clone().requires_grad_())
-        return loss(self.net, ByHand.apply(mixed, self.mix), batch[1])
-
-    def first(self, inputs: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = ByHand.apply(inputs, self.mix)
-        return mixed
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class HalfFused(Fused):
-    """Autograd adds to its gradient, too."""
-
-    def first(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs @ self.mix
-
-
-class Hidden(Fused):
-    """Autograd does not know of this weight."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        mixed: torch.Tensor = ByHand.apply(batch[0].clone().requires_grad_(), [self.mix])
-        return loss(self.net, ByHand.apply(mixed, [self.mix]), batch[1])
-
-
-@pytest.mark.parametrize("kind", [Unregistered, Fused, HalfFused, Hidden])
-def test_gradients_that_no_module_or_hook_tells_of(kind: type[Regression]) -> None:
-    """Memory runs out in the backward pass of a window's later micro-batch, and nothing is added twice."""
-    whole, _, faults, _ = train(module=kind(), epochs=1)
-    assert faults.count > 30
-    for at in range(faults.count // 3, 2 * faults.count // 5, 2):
-        again, callback, _, _ = train(at, module=kind(), epochs=1)
-        assert callback.oom_events == 1
-        close(list(again.parameters()), list(whole.parameters()))
-        if isinstance(again, Unregistered):
-            close(again.scales, whole.scales)
-
-
-def test_random_numbers_on_the_way_to_the_device_are_drawn_again() -> None:
-    """An augmentation there that runs out of memory."""
-
-    class Augmented(Regression):
-        def __init__(self, fails_at: int) -> None:
-            super().__init__()
-            self.drawn: list[float] = []
-            self.fails_at = fails_at
-
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            self.drawn.append(float(torch.rand(())))
-            if len(self.drawn) == self.fails_at:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return batch
-
-    again, callback, _, _ = train(module=Augmented(3))
-    assert callback.oom_events == 1
-    assert again.drawn[3] == again.drawn[2]
 
 
 def test_what_an_evaluation_survives_makes_training_no_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,3 +308,28 @@ def test_checkpoints_keep_the_count_and_the_limit(tmp_path: Any) -> None:
     fit(loader, second, ckpt_path=tmp_path / "run.ckpt", max_epochs=2)
     assert second.oom_events == 1
     assert second.plan.micro_batch_size == 4
+
+
+class Unregistered(Regression):
+    """A scale that only the optimizer knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [torch.ones(1, dtype=torch.float64, requires_grad=True)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return loss(lambda inputs: self.net(inputs) * self.scales[0], batch[0], batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.parameters(), *self.scales], lr=0.1)
+
+
+def test_gradients_that_no_module_or_hook_tells_of() -> None:
+    """Memory runs out in the backward pass of a window's later micro-batch, and nothing is added twice."""
+    whole, _, faults, _ = train(module=Unregistered(), epochs=1)
+    assert faults.count > 30
+    for at in range(faults.count // 3, 2 * faults.count // 5, 2):
+        again, callback, _, _ = train(at, module=Unregistered(), epochs=1)
+        assert callback.oom_events == 1
+        close(list(again.parameters()), list(whole.parameters()))
+        close(again.scales, whole.scales)

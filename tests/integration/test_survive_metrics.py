@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from reference import Regression, Samples, fit, quiet_trainer
+from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
-from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
+from torchmetrics.wrappers import Running
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.testing import out_of_memory_at
@@ -47,12 +47,6 @@ class Plain(torchmetrics.Metric):
         return self.total + self.largest + self.squares + self.by_kind["sum"] + counts
 
 
-class PlainFull(Plain):
-    """Its ``forward`` updates twice, the attributes that are no states too."""
-
-    full_state_update = True
-
-
 class OfTheLoss(torch.nn.Module):
     """A metric of the loss of a batch."""
 
@@ -67,45 +61,23 @@ class OfTheLoss(torch.nn.Module):
         return self.metric.compute()
 
 
-class Classes(OfTheLoss):
-    """A metric by class."""
-
-    def forward(self, predicted: torch.Tensor, targets: torch.Tensor) -> Any:
-        scores = torch.cat([predicted, -predicted, predicted * 0.5], 1)
-        return self.metric(scores, (targets.flatten() > 0).long())
-
-
 METRICS: dict[str, Callable[[], Any]] = {
-    "classes": lambda: Classes(ClasswiseWrapper(torchmetrics.classification.MulticlassAccuracy(3, average=None))),
     "tracker": lambda: torchmetrics.MetricTracker(MeanSquaredError(), maximize=False),
     "groups": lambda: torchmetrics.MetricCollection(
         {"a": MeanSquaredError(), "b": MeanSquaredError(squared=False), "c": MeanAbsoluteError()}
     ),
     "plain": Plain,
-    "plain, full": PlainFull,
     "mean": lambda: OfTheLoss(torchmetrics.MeanMetric()),
 }
 OF_PIECES: dict[str, Callable[[], Any]] = {
     "running": lambda: Running(MeanSquaredError(), window=2),
-    "collection": lambda: torchmetrics.MetricCollection(
-        {"squares": Running(MeanSquaredError(), window=2), "all": MeanSquaredError()}
-    ),
-    "extremes": lambda: MinMaxMetric(MeanSquaredError()),
     "cat": lambda: OfTheLoss(torchmetrics.CatMetric()),
 }
 ALL = {**METRICS, **OF_PIECES}
 
 
 class Measured(Regression):
-    """Notes a metric's value of each batch, and what it has come to.
-
-    Args:
-        metric: Makes the metric.
-        at: The attempt that runs out of memory, from 1; 0 for none.
-        updates: Whether the step updates it, and asks for no value.
-        operation: The operation of the metric in which it does so; ``None`` for after it.
-        pieces: The batch from which on the metric gets pieces, and their size.
-    """
+    """Notes a metric's value of each batch, and what it has come to."""
 
     def __init__(
         self,
@@ -152,13 +124,12 @@ def expected(kind: str, *, since: int, size: int, updates: bool = False) -> list
     return train(Measured(ALL[kind], updates=updates, pieces=pieces)).values
 
 
-ONLY_CALLED = ("classes", "mean", "cat")
+ONLY_CALLED = ("mean", "cat")
 ROWS = [(kind, updates) for kind in ALL for updates in (False, True) if not (updates and kind in ONLY_CALLED)]
 
 
 @pytest.mark.parametrize(("kind", "updates"), ROWS)
 def test_a_metric_counts_each_batch_once(kind: str, updates: bool) -> None:
-    """Whatever the failed attempt had counted: attributes beside the states, too."""
     ours = AutoAccumulate(micro_batch_size=BATCH, verify=False)
     module = train(Measured(ALL[kind], FAILS, updates), ours)
     assert ours.oom_events == 1
@@ -167,12 +138,11 @@ def test_a_metric_counts_each_batch_once(kind: str, updates: bool) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_metric_sees_pieces_as_one_batch(kind: str) -> None:
-    """Of unequal sizes, without an error; wrappers see pieces."""
     ours = AutoAccumulate(micro_batch_size=3, micro_batching="step", verify=False)
     close(train(Measured(ALL[kind]), ours).values, expected(kind, since=0, size=3))
 
 
-@pytest.mark.parametrize("kind", ["groups", "plain", "plain, full", "extremes", "running"])
+@pytest.mark.parametrize("kind", [pytest.param("groups", marks=pytest.mark.slow), "plain", "running"])
 def test_memory_runs_out_at_any_operation_of_a_metric(kind: str) -> None:
     """What ``forward`` sets while it runs, whether ranks are asked and graphs are kept, is as before too."""
     survived = expected(kind, since=FAILS - 1, size=BATCH // 2)
@@ -185,67 +155,3 @@ def test_memory_runs_out_at_any_operation_of_a_metric(kind: str) -> None:
         for metric in (part for part in module.metric.modules() if isinstance(part, torchmetrics.Metric)):
             assert (metric._enable_grad, metric._should_unsync, metric._to_sync) == (False, True, True)
     assert 5 < operation < 79
-
-
-class Tracked(Measured):
-    """Metrics are added where epochs begin, and where validation does."""
-
-    def __init__(self, at: int = 0) -> None:
-        super().__init__(lambda: torchmetrics.MetricTracker(MeanSquaredError(), maximize=False), at)
-        self.validated = torchmetrics.MetricTracker(MeanSquaredError(), maximize=False)
-        self.evaluations, self.fails_in_validation = 0, at > 0
-
-    def on_train_epoch_start(self) -> None:
-        self.metric.increment()
-
-    def on_validation_epoch_start(self) -> None:
-        self.validated.increment()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.evaluations += 1
-        self.validated(self.net(batch[0]), batch[1])
-        if self.evaluations == 5 and self.fails_in_validation:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_metrics_that_come_where_an_epoch_begins_count_each_batch_once() -> None:
-    """As those of a tracker."""
-
-    def tracked(module: Tracked, *callbacks: Any) -> list[Any]:
-        data = DataLoader(Samples(BATCH * BATCHES), batch_size=BATCH)
-        trainer = quiet_trainer(*callbacks, limit_val_batches=3)
-        trainer.fit(module, data, data)
-        return [
-            *module.values,
-            *(metric.compute() for metric in [*list(module.metric)[2:], *list(module.validated)[1:]]),
-        ]
-
-    stock, ours = tracked(Tracked()), AutoAccumulate(micro_batch_size=BATCH, verify=False)
-    close(tracked(Tracked(BATCHES + 3), ours), stock)
-    assert ours.oom_events == 2
-
-
-class Adds(Measured):
-    """A metric comes with a batch."""
-
-    def __init__(self, comes: int, at: int = 0) -> None:
-        super().__init__(Plain, at)
-        self.comes, self.late = comes, None
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.comes:
-            self.late = MeanSquaredError()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.late is not None:
-            self.late.update(self.net(batch[0]).detach(), batch[1])
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("comes", [1, 4])
-def test_a_metric_that_came_within_an_epoch_counts_each_batch_once_or_is_named(comes: int) -> None:
-    stock, ours = train(Adds(comes)), AutoAccumulate(micro_batch_size=BATCH, verify=False)
-    with pytest.warns(UserWarning, match="Memory ran out") as caught:
-        module = train(Adds(comes, at=6), ours)
-    if not any("late" in str(each.message) for each in caught):
-        close(module.late.compute(), stock.late.compute())

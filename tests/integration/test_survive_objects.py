@@ -4,7 +4,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,34 +17,6 @@ from lightning_ga import AutoAccumulate
 
 BATCH, BATCHES, FAILS = 8, 12, 9
 LARGE = 2**18 + 1  # numbers of a tensor that is not copied
-
-
-@dataclass
-class Sums:
-    """A record with tensors and an array."""
-
-    total: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
-    largest: torch.Tensor | None = None
-    batches: list[torch.Tensor] = field(default_factory=list)
-    array: np.ndarray = field(default_factory=lambda: np.zeros(1))
-
-    def add(self, values: torch.Tensor) -> None:
-        self.total += values.sum()
-        self.largest = values.max() if self.largest is None else torch.maximum(self.largest, values.max())
-        self.batches.append(values)
-        self.array += values.numpy().sum()
-
-    def read(self, path: str) -> dict[str, Any]:
-        gathered = {f"{path}.batches": torch.cat(self.batches), f"{path}.array": self.array}
-        return {f"{path}.total": self.total, f"{path}.largest": self.largest, **gathered}
-
-
-class Shadow:
-    """Averages of tensors, in an object of one's own."""
-
-    def __init__(self) -> None:
-        self.shadow = {"sum": torch.zeros(3)}
-        self.inner = Sums()
 
 
 class Holds(Regression):
@@ -118,20 +90,6 @@ class Tensors(Holds):
         return {"recent": recent, "rows": rows, "queue": self.queue, "place": self.place, **sums, **large}
 
 
-class Objects(Holds):
-    def prepare(self) -> None:
-        self.shadow, self.several = Shadow(), [Sums()]
-
-    def change(self, values: torch.Tensor) -> None:
-        self.shadow.shadow["sum"] += values.sum()
-        self.shadow.inner.add(values)
-        self.several[0].add(values)
-
-    def read(self) -> dict[str, Any]:
-        records = {**self.shadow.inner.read("shadow.inner"), **self.several[0].read("several.0")}
-        return {"shadow.shadow.sum": self.shadow.shadow["sum"], **records}
-
-
 class Numbers(Holds):
     def prepare(self) -> None:
         self.place, self.losses, self.by_name, self.seen = 0, [], {"a": 0, "b": 1.0}, set()
@@ -169,7 +127,7 @@ def ran(module: Holds, *callbacks: Any, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("factor", [1, 4])
-@pytest.mark.parametrize("kind", [Arrays, Tensors, Objects, Numbers])
+@pytest.mark.parametrize("kind", [Arrays, Tensors, Numbers])
 def test_what_a_step_gathers_comes_back_or_is_named(kind: Callable[[bool], Holds], factor: int) -> None:
     """What is not named is as without the error, to the rounding of sums over halves."""
     ours = AutoAccumulate(BATCH * factor, micro_batch_size=BATCH, verify=False)

@@ -1,6 +1,5 @@
 """Memory runs out in a batch that runs in pieces: at which operation is not to be seen afterwards, to the bit."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -9,7 +8,6 @@ import torch
 import torchmetrics
 from reference import quiet_trainer
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate
@@ -125,7 +123,6 @@ def check(expected: list[Any], batch: int, operation: int, factor: int) -> None:
 
 
 def test_a_batch_that_begins_a_window_is_run_again_from_its_start() -> None:
-    """Wherever memory runs out, smaller pieces are all that is left of it."""
     expected, _, _ = train(4, 1, factor=1)
     last = undisturbed(4, factor=1).after[SAMPLES // MICRO - 1]
     for operation in range(2, last, 17):
@@ -133,7 +130,6 @@ def test_a_batch_that_begins_a_window_is_run_again_from_its_start() -> None:
 
 
 def test_within_a_window_a_piece_is_run_again() -> None:
-    """The batch before is kept, and so are pieces that went through, be it that a cut ran out of memory."""
     counted = undisturbed(5, factor=2)
     first, last = counted.after[0] + 2, counted.before[1]  # a loss is detached after its backward pass
     expected, _, _ = train(5, last, factor=2)
@@ -192,38 +188,28 @@ def test_a_batch_of_an_evaluation_is_run_again_from_its_start() -> None:
         assert all(map(torch.equal, found, left[ours.oom_events])), f"memory ran out at operation {operation}"
 
 
-class Masked(pl.LightningModule):
-    """A mask as long as the longest sequence, which a piece may not hold; memory for half a batch."""
+class Few(nn.Module):
+    """Refuses a single sample, as BatchNorm of vectors does; more than two do not fit from some call on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(5, 1)
+    sizes: ClassVar[list[int]] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        inputs, lengths = batch
-        if len(inputs) > SAMPLES // 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        return (self.net(inputs).squeeze(-1) * mask).square().sum() / len(inputs)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert len(inputs) > 1
+        if sum(self.sizes) >= 8 * 4 and len(inputs) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.sizes.append(len(inputs))
+        return inputs
 
 
-def padded(sequences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return pad_sequence(list(sequences), batch_first=True), torch.tensor([*map(len, sequences)])
-
-
-def test_an_error_of_the_step_in_a_piece_is_its_own_with_a_note() -> None:
-    """It is no smaller size that helps; the note says which samples ran."""
-    lengths = [4, 3, 5, 4, 8, 3, *6 * [5]] * BATCHES  # the second half of a batch is padded for the first
-    ours = AutoAccumulate(micro_batch_size=SAMPLES, micro_batching="loader", verify=False)
-    data: Any = [torch.randn(length, 5) for length in lengths]
-    with pytest.raises(RuntimeError, match="The size of tensor a") as caught:
-        trainer(ours).fit(Masked(), DataLoader(data, batch_size=SAMPLES, collate_fn=padded))
-    (note,) = caught.value.__notes__
-    assert "ran a part of a batch of training here, samples 6 to 11 of 12, because memory had run out" in note
-    assert "define split_batch" in note
+def test_a_batch_that_is_run_again_is_cut_into_near_equal_pieces() -> None:
+    """Three samples halved would be two and one, which BatchNorm refuses, and two passes more."""
+    module = Stateful()
+    module.net = nn.Sequential(Few(), nn.Linear(5, 1))
+    Few.sizes.clear()
+    ours = AutoAccumulate(micro_batch_size=3, micro_batching="step", batch_norm="ignore", verify=False)
+    trainer(ours).fit(module, DataLoader(TensorDataset(torch.randn(8 * 5, 5)), batch_size=8))
+    assert ours.oom_events == 1
+    assert Few.sizes[-4:] == [2, 2, 2, 2]
 
 
 class Outputs(Stateful):
@@ -273,27 +259,3 @@ def test_what_is_done_around_pieces_is_done_again() -> None:
         seen.add(events)
         assert all(map(torch.equal, found, (unchanged, smaller)[events])), f"memory ran out at operation {operation}"
     assert seen == {0, 1}
-
-
-class Few(nn.Module):
-    """Refuses a single sample, as BatchNorm of vectors does; more than two do not fit from some call on."""
-
-    sizes: ClassVar[list[int]] = []
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        assert len(inputs) > 1
-        if sum(self.sizes) >= 8 * 4 and len(inputs) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        self.sizes.append(len(inputs))
-        return inputs
-
-
-def test_a_batch_that_is_run_again_is_cut_into_near_equal_pieces() -> None:
-    """Three samples halved would be two and one, which BatchNorm refuses, and two passes more."""
-    module = Stateful()
-    module.net = nn.Sequential(Few(), nn.Linear(5, 1))
-    Few.sizes.clear()
-    ours = AutoAccumulate(micro_batch_size=3, micro_batching="step", batch_norm="ignore", verify=False)
-    trainer(ours).fit(module, DataLoader(TensorDataset(torch.randn(8 * 5, 5)), batch_size=8))
-    assert ours.oom_events == 1
-    assert Few.sizes[-4:] == [2, 2, 2, 2]

@@ -77,7 +77,6 @@ def by_data(parameter: Any) -> Callable[[torch.Tensor], None]:
 UPDATES = {  # and whether they raise versions
     "fused AdamW": (partial(stepping, partial(AdamW, lr=0.05, fused=True)), False),
     "foreach AdamW": (partial(stepping, partial(AdamW, lr=0.05, foreach=True)), True),
-    "fused SGD": (partial(stepping, partial(SGD, lr=0.1, momentum=0.9, fused=True)), False),
     "by data": (by_data, False),
 }
 
@@ -116,7 +115,6 @@ def test_weights_that_are_updated_in_the_backward_pass(name: str, mode: str, ver
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_window_that_fails_before_it_updates_weights_is_run_again(name: str) -> None:
-    """In pieces, each of which updates them, which the warning names."""
     for at in (1, 19):
         assert NAMED in train(InBackward(UPDATES[name][0], at=at, forward=True))
 
@@ -148,7 +146,6 @@ class Following(OutOfMemory):
 @pytest.mark.parametrize("at", [1, 2, 3, 6, 20])
 @pytest.mark.filterwarnings("ignore::lightning_ga.ExactnessWarning")
 def test_a_teacher_that_the_check_saw_change_comes_back(by_data: bool, at: int) -> None:
-    """As it was when the window of two batches began; pieces change it anew, so the result is not called the same."""
     text = train(Following(by_data, every=1, at=at), verify=True)
     assert Following.seen[at] == Following.seen[(at - 1) // 2 * 2]
     assert "changes teacher.weight, which the next micro-batch meets" in text
@@ -178,24 +175,6 @@ class FollowingBetween(Following):
 
 
 def test_a_teacher_that_a_hook_changes_within_a_window_is_told() -> None:
-    """The first batch would meet another one if it ran again: the hook does not run twice."""
     assert "as the failed attempt left it" not in train(FollowingBetween(False, every=999, at=3))
     assert Following.seen[3] == Following.seen[2]
     assert "A hook had changed teacher.weight since the window began" in train(FollowingBetween(False, every=999, at=4))
-
-
-class FollowingAtZeroing(Following):
-    """It follows before gradients are zeroed, as the forward pass of the window's first batch is over."""
-
-    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        self.follow()
-
-
-@pytest.mark.parametrize("verify", [False, True])
-@pytest.mark.filterwarnings("ignore::lightning_ga.ExactnessWarning")
-def test_a_teacher_that_a_hook_around_zeroing_changes_comes_back_or_is_told(verify: bool) -> None:
-    """The first batch meets it as the hook left it, if no copy is made."""
-    text = train(FollowingAtZeroing(False, every=999, at=3), verify=verify)
-    if Following.seen[3] != Following.seen[2]:
-        assert "teacher.weight" in text
-        assert "with the same result" not in text

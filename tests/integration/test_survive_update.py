@@ -1,6 +1,5 @@
 """Memory runs out in an optimizer's step: it is never run twice, and the error says what to do."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -133,40 +132,6 @@ def test_a_step_that_evaluates_its_closure_again_is_never_run_twice() -> None:
         if callback.oom_events:
             torch.testing.assert_close(module.weights(), whole.weights(), rtol=1e-12, atol=1e-14)
     assert set(survived) == {0, 1}
-
-
-class Skipped(pl.Callback):
-    """Sees which gradients of a window are alive in the next one, once these are zeroed."""
-
-    def __init__(self) -> None:
-        self.gradients: list[weakref.ref[torch.Tensor]] = []
-        self.alive: list[int] = []
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.gradients = [weakref.ref(weight.grad) for weight in module.parameters() if weight.grad is not None]
-
-    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            optimizer = trainer.optimizers[0]
-            optimizer.zero_grad()
-            self.alive.append(sum(gradient() is not None for gradient in self.gradients))
-
-
-def test_a_step_that_the_scaler_skips_leaves_no_gradients_behind() -> None:
-    """Else the next window would hold them beside its own."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    skipped = Skipped()
-    module, trainer = fit(
-        DataLoader(Samples(32, torch.float32), batch_size=8),
-        AutoAccumulate(micro_batch_size=4),
-        skipped,
-        module=Regression(dtype=torch.float32),
-        max_epochs=1,
-        plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
-    )
-    assert scaler.get_scale() < 2.0**127
-    assert len(skipped.alive) > 1
-    assert not any(skipped.alive)
 
 
 @pytest.mark.parametrize("refused", [torch.float32, torch.int32])

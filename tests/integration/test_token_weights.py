@@ -114,73 +114,6 @@ def test_a_micro_batch_without_tokens_is_left_out(by_hand: bool, empty: Sequence
     assert worst_error(module.gradients, plain_tagger(dataset, cut(range(16), 8))) <= 1e-12
 
 
-def test_a_window_without_tokens_is_an_error() -> None:
-    """Rather than a step of NaN."""
-    with pytest.raises(UserError, match="counted 0 in all micro-batches of a window"):
-        fit(
-            DataLoader(Sequences(16, range(8)), batch_size=8),
-            AutoAccumulate(micro_batch_size=2, normalize=TargetTokens()),
-            module=Tagger(),
-        )
-
-
-@pytest.mark.parametrize("count", [-1, float("nan")])
-@pytest.mark.filterwarnings("ignore:Whether accumulation is exact")
-def test_a_count_that_is_none_is_an_error(count: float) -> None:
-    """Negative and NaN."""
-    with pytest.raises(UserError, match=f"normalize counted {float(count)}"):
-        fit(
-            DataLoader(Sequences(16), batch_size=8),
-            AutoAccumulate(micro_batch_size=2, normalize=lambda batch: count),
-            module=Tagger(),
-        )
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("normalize", ["samples", TargetTokens()])
-@pytest.mark.parametrize("skip", [(0,), (1, 2), (3,), (4, 5, 6)])
-def test_skipped_steps_are_left_out_of_the_mean(skip: Sequence[int], normalize: Any) -> None:
-    """``training_step`` returns None: the gradient is the mean over what was trained on."""
-    dataset = Sequences(23)
-    module, _ = fit(
-        DataLoader(dataset, batch_size=12),
-        AutoAccumulate(micro_batch_size=3, normalize=normalize, verify=False),
-        module=Tagger(skip=skip),
-        max_epochs=1,
-    )
-    chunks = cut(range(12), 3) + [[12, 13, 14], [15, 16, 17], [18, 19, 20], [21, 22]]
-    kept = [[i for k in range(4) if w * 4 + k not in skip for i in chunks[w * 4 + k]] for w in range(2)]
-    if normalize == "samples":
-        net, oracle = Tagger(), []
-        for w, window in enumerate(kept):
-            net.net.zero_grad()
-            for k in range(4):
-                if w * 4 + k not in skip:
-                    batch = torch.utils.data.default_collate([dataset[i] for i in chunks[w * 4 + k]])
-                    share = len(chunks[w * 4 + k]) / len(window)
-                    (share * token_loss(net.net, batch, by_hand=False)).backward()
-            oracle.append(flat_gradient(net.net))
-            with torch.no_grad():
-                for parameter in net.net.parameters():
-                    parameter -= 0.1 * parameter.grad
-    else:
-        oracle = plain_tagger(dataset, kept)
-    assert worst_error(module.gradients, oracle) <= 1e-12
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_window_that_is_skipped_whole_changes_nothing() -> None:
-    """No division by nothing."""
-    module, trainer = fit(
-        DataLoader(Sequences(12), batch_size=12),
-        AutoAccumulate(micro_batch_size=3, normalize=TargetTokens(), verify=False),
-        module=Tagger(skip=range(4)),
-        max_epochs=1,
-    )
-    for ours, theirs in zip(module.net.parameters(), tagger().parameters()):
-        assert torch.equal(ours, theirs)
-
-
 def test_half_precision_overflows_no_more_often_than_without_weights() -> None:
     """The GradScaler's scale after training is the same with token weights as with none."""
     scales = []
@@ -197,3 +130,13 @@ def test_half_precision_overflows_no_more_often_than_without_weights() -> None:
         )
         scales.append(scaler.get_scale())
     assert scales[1] >= scales[0]
+
+
+def test_a_window_without_tokens_is_an_error() -> None:
+    """Rather than a step of NaN."""
+    with pytest.raises(UserError, match="counted 0 in all micro-batches of a window"):
+        fit(
+            DataLoader(Sequences(16, range(8)), batch_size=8),
+            AutoAccumulate(micro_batch_size=2, normalize=TargetTokens()),
+            module=Tagger(),
+        )

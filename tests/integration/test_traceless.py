@@ -53,7 +53,6 @@ class Adaptive(Regression):
 
 
 def test_an_optimizer_without_a_schedule_begins_anew() -> None:
-    """Its averages are empty after a probe."""
     weights = []
     for found in ("auto", 4):
         module, callback = Adaptive(), AutoAccumulate(8, micro_batch_size=found, max_micro_batch_size=4, cache=False)

@@ -1,17 +1,14 @@
 """What a first look does not show is found all the same: rare samples, small micro-batches, state that nobody sees."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
-from true_support import WAYS, Case, Task, each, each_way, error, network, one_pass, pairs, run, train
+from torch.utils.data import DataLoader, Dataset
+from true_support import Case, Task, each_way, error, network, one_pass, pairs, run, train
 
 from lightning_ga import AutoAccumulate, UserError
-
-each_mode = each({name: way for name, way in WAYS.items() if not way.fails})
 
 
 class Classes(Task):
@@ -32,7 +29,6 @@ def of_rare_classes() -> DataLoader[Any]:
 
 @each_way
 def test_a_rare_class_is_among_the_samples_that_are_measured(way: Any) -> None:
-    """The five are chosen to differ: five of the usual class would add up."""
     ours = run(Case(Classes, of_rare_classes, 12, 4), way)
     assert ours.cause == "weighted"
     assert len(ours.told) == (0 if way.fails else 1)
@@ -123,103 +119,13 @@ def test_state_that_nobody_sees_shows_in_a_step_that_is_repeated(module: Any, wa
     assert "same result" not in " ".join(ours.ran_out)
 
 
-class InPlace(Task):
-    """Normalizes its batch in place, and compares its samples."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        batch[0].mul_(0.5)
-        predicted = self.predict(batch[0])
-        return mse_loss(predicted, batch[1]) + 0.1 * (predicted - predicted.T).square().mean()
-
-
-@each_mode
-def test_a_step_that_changes_its_batch_is_measured_all_the_same(way: Any) -> None:
-    """Each pass gets a batch of its own."""
-    ours = run(Case(InPlace, lambda: DataLoader(pairs(36), batch_size=12), 12, 4), way)
-    assert ours.cause == "coupled"
-
-
-class Schedule(Task):
-    """Asks for the number of the batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.loss(batch) * (1.0 + batch_idx)
-
-
-def test_parts_of_a_batch_have_its_number() -> None:
-    """In step mode, in training and in the check."""
-    case = Case(Schedule, lambda: DataLoader(pairs(36), batch_size=12), 12, 4)
-    ours = run(case, WAYS["step"])
-    assert (ours.cause, ours.told) == ("exact", [])
-    assert error(ours, one_pass(case)) <= 1e-12
-
-
 @pytest.mark.parametrize("micro_batching", ["loader", "step"])
 def test_autocast_is_not_taken_for_coupling(micro_batching: str) -> None:
-    """Small batches in bf16 differ by rounding."""
     module = Task().float()
     samples = [(x.float(), y.float()) for x, y in pairs(24)]
     callback = AutoAccumulate(micro_batch_size=3, micro_batching=micro_batching)
     ours = train(module, DataLoader(samples, batch_size=8), callback, precision="bf16-mixed")
     assert (ours.cause, ours.told) == ("exact", [])
-
-
-class Batches:
-    """Ready-made batches in the order of a list."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return (default_collate(pairs(36)[start : start + 8]) for start in range(0, 24, 8))
-
-
-class Seeing(Task):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        self.seen.append(float(batch[0][0, 0]))
-        return super().loss(batch)
-
-
-@pytest.mark.parametrize("data", [Batches, lambda: DataLoader(Ready(), batch_size=None)], ids=["iterable", "dataset"])
-@pytest.mark.parametrize("verify", [True, False])
-def test_no_batch_is_lost_to_a_look_at_the_data(data: Callable[[], Any], verify: bool) -> None:
-    """Nor is the data's iterator started again while training reads it."""
-    stock = train(Seeing(), data(), max_epochs=3)
-    ours = train(Seeing(), data(), AutoAccumulate(micro_batch_size=8, verify=verify), max_epochs=3)
-    assert ours.module.seen[-9:] == stock.module.seen
-    assert torch.equal(ours.weights, stock.weights)
-
-
-class Ready(Dataset[Any]):
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> Any:
-        return default_collate(pairs(36)[8 * index : 8 * index + 8])
-
-
-class Counting(Sampler[int]):
-    """Begins elsewhere each time that it is asked."""
-
-    asked = 0
-
-    def __len__(self) -> int:
-        return 24
-
-    def __iter__(self) -> Iterator[int]:
-        self.asked += 1
-        return ((self.asked + number) % 24 for number in range(24))
-
-
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("micro_batch_size", ["auto", 8, 3])
-def test_a_sampler_is_asked_once_an_epoch(verify: bool, micro_batch_size: Any) -> None:
-    """As stock Lightning does."""
-    sampler = Counting()
-    callback = AutoAccumulate(micro_batch_size=micro_batch_size, verify=verify)
-    train(Task(), DataLoader(pairs(24), batch_size=8, sampler=sampler), callback, max_epochs=3)
-    assert sampler.asked == 3
 
 
 class Rows(Dataset[Any]):
@@ -247,7 +153,6 @@ def joined(samples: Any) -> Any:
 
 @each_way
 def test_rows_that_are_joined_are_cut_between_samples(way: Any) -> None:
-    """By collating their samples anew; four rows of every sample that was looked at are no proof."""
     case = Case(ByBag, lambda: DataLoader(Rows(), batch_size=12, collate_fn=joined), 12, 4)
     ours = run(case, way)
     assert all(size % 2 == 0 for size in ours.memory.sizes)  # 4 samples of 4 rows, but for bags of 2 and of 6

@@ -19,6 +19,7 @@ from true_support import (
     Task,
     Trained,
     Way,
+    each_cut,
     each_way,
     error,
     network,
@@ -32,14 +33,9 @@ from lightning_ga import AutoAccumulate
 from lightning_ga.fit.exactness import later, measure
 from lightning_ga.plan.exactness import INEXACT, SAME_RESULT
 
-each_cut = pytest.mark.parametrize("way", [WAYS["loader"], WAYS["step"]], ids=["loader", "step"])
-
 
 def loader(samples: int = 48, batch: int = 8) -> Any:
     return DataLoader(pairs(samples), batch_size=batch)
-
-
-# --- losses that begin to compare samples ---------------------------------------------------------
 
 
 class Late(Task):
@@ -67,7 +63,6 @@ class LateByEpoch(Late):
 @pytest.mark.parametrize("kind", [LateByBatch, LateByStep, LateByEpoch])
 @each_way
 def test_a_term_that_begins_later_is_told_once(kind: type[Late], way: Way) -> None:
-    """After the check before training all is right, and then it is not."""
     ours = run(Case(kind, loader), way, max_epochs=6)
     assert error(ours, one_pass(Case(kind, loader), max_epochs=6)) > 1e-4
     assert ours.cause == "coupled" or (kind is LateByBatch and ours.cause == "stateful")  # which counts batches
@@ -91,26 +86,9 @@ class Unfrozen(Task):
 @pytest.mark.parametrize(("batch_norm", "told"), [("warn", 1), ("ignore", 0)])
 @each_way
 def test_batch_norm_that_is_trained_later_is_told_then(batch_norm: str, told: int, way: Way) -> None:
-    """Also in micro-batches that are too small for parts of two samples."""
     ours = run(Case(Unfrozen, loader), way, max_epochs=3, arguments={"batch_norm": batch_norm})
     assert ours.cause == "batch_norm"
     assert len(ours.told) == told
-
-
-class Standardized(LateByStep):
-    """A hook of the transfer changes batches: a second call would change them again."""
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [2 * batch[0] + 1, batch[1]]
-
-
-@each_way
-def test_a_later_measurement_calls_hooks_of_the_transfer_once(way: Way) -> None:
-    """Batches that are there have been through them."""
-    ours = run(Case(Standardized, loader), way, max_epochs=6)
-    assert error(ours, one_pass(Case(Standardized, loader), max_epochs=6)) > 1e-4
-    assert ours.cause == "coupled"
-    assert len(ours.told) == 1
 
 
 class Second(Late):
@@ -121,35 +99,12 @@ class Second(Late):
 
 @pytest.mark.parametrize("mode", ["loader", "step"])
 def test_an_error_in_a_batch_that_couples_is_not_told_as_the_same(mode: str) -> None:
-    """The verdict of before training is measured again on the batch that ran out of memory."""
     callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
     ours = train(Second(), loader(), callback, memory=Memory(2))
     (event,) = ours.ran_out
     assert "Its gradient is not that of the batch in one pass" in event
     assert SAME_RESULT not in event
     assert ours.cause in INEXACT
-
-
-class Validated(Second):
-    """Memory runs out in the validation right after that batch, too."""
-
-    def val_dataloader(self) -> Any:
-        return loader(8)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if len(batch[0]) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-@pytest.mark.parametrize("mode", ["loader", "step"])
-def test_an_error_in_validation_tells_of_none_before_it_is_measured(mode: str) -> None:
-    """That of training is told afterwards, with what was measured."""
-    callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
-    settings = {"val_check_interval": 2, "num_sanity_val_steps": 0}
-    ours = train(Validated(), loader(), callback, memory=Memory(2), **settings)
-    in_validation, in_training = ours.ran_out
-    assert "in validation" in in_validation
-    assert "Its gradient is not that of the batch in one pass" in in_training
 
 
 def test_measurements_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +122,6 @@ def test_measurements_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured == [(0, 1), (0, 2), (0, 4), (1, 6), (1, 8), (2, 12), (2, 16), (3, 18), (4, 24), (5, 32)]
     assert error(ours, one_pass(Case(Task, loader), max_epochs=14)) <= ROUNDING
 
-
-# --- rare kinds of samples --------------------------------------------------------------------------
 
 CLASSES = 4
 
@@ -270,26 +223,6 @@ def test_rare_weights_of_samples_are_found(rare: tuple[int, ...], way: Way) -> N
     assert ours.told or all("Its gradient is not that" in text for text in ours.ran_out)
 
 
-def test_kinds_that_every_sample_holds_alike_cost_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cut of a batch could show them."""
-    measured: list[int] = []
-    monkeypatch.setattr(later.LaterChecks, "_is_due", lambda self: False)
-    monkeypatch.setattr(later.LaterChecks, "_measure", lambda self, *_, **__: measured.append(self._passes))
-    samples = [(*pair, torch.zeros(3)) for pair in pairs(24)]  # in each of them as many zeros
-    train(Padded(), DataLoader(samples, batch_size=8), AutoAccumulate(micro_batch_size=4))
-    assert measured == []
-
-
-class Padded(Task):
-    """Has no use for the third field."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss(batch[:2])
-
-
-# --- losses that need pairs -------------------------------------------------------------------------
-
-
 class Triplets(Task):
     """Hard triplets within a batch; few samples hold none."""
 
@@ -316,7 +249,6 @@ def of_many_classes() -> Any:
 
 @each_way
 def test_more_samples_are_looked_at_until_there_is_a_gradient(way: Way) -> None:
-    """Five or ten samples hold no pair."""
     ours = run(Case(Triplets, of_many_classes, batch=16, micro=10), way)
     assert error(ours, one_pass(Case(Triplets, of_many_classes, batch=16, micro=10))) > 1e-2
     assert ours.cause in INEXACT
@@ -324,34 +256,8 @@ def test_more_samples_are_looked_at_until_there_is_a_gradient(way: Way) -> None:
 
 
 def test_a_gradient_that_is_zero_as_long_as_it_is_looked_for_is_told_as_unknown() -> None:
-    """Nothing was measured: nobody says that it is exact."""
     ours = run(Case(Triplets, of_many_classes, batch=16, micro=4), WAYS["loader"])
     assert "Whether accumulation is exact for this model is not known" in ours.told[0]
-
-
-class Confident(Task):
-    """Another term is a mean over the samples that are far off, of which few batches hold any."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        errors = (self.predict(batch[0]) - batch[1]).square()
-        far = errors.detach() > 100
-        return errors.mean() + (errors[far].sqrt().mean() if far.any() else 0.0)
-
-
-@pytest.mark.parametrize("mode", ["loader", "step"])
-def test_an_error_is_measured_in_all_parts_of_its_batch(mode: str) -> None:
-    """The samples that show it lie at its end."""
-    samples = [(x, y + 50 * (number in (14, 15))) for number, (x, y) in enumerate(pairs(48))]
-    case = Case(Confident, lambda: DataLoader(samples, batch_size=8))
-    ours = train(
-        case.module(), case.loader(), AutoAccumulate(micro_batch_size=8, micro_batching=mode), memory=Memory(2)
-    )
-    (event,) = ours.ran_out
-    assert error(ours, one_pass(case)) > 1e-4
-    assert "Its gradient is not that of the batch in one pass" in event
-
-
-# --- state that changes, and does not matter --------------------------------------------------------
 
 
 class Averaged(Task):
@@ -366,31 +272,6 @@ class Averaged(Task):
             old.lerp_(new.detach(), 0.1)
 
 
-class AveragedByBatch(Averaged):
-    """As ModelEmaV3 in ``on_train_batch_end``: it leaves its parameters as if they were to be trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average.requires_grad_(True)
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        pass
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *_: Any) -> None:
-        Averaged.on_before_zero_grad(self, None)
-
-
-@each_cut
-def test_an_average_that_follows_each_micro_batch_is_told(way: Way) -> None:
-    """No loss reads it, and it follows more often than in one pass, where the loader cuts."""
-    ours = run(Case(AveragedByBatch, loader), way, max_epochs=2)
-    is_wrong = way.mode == "loader"
-    assert (error(ours, one_pass(Case(AveragedByBatch, loader), max_epochs=2)) > 1e-3) is is_wrong
-    assert ours.cause == ("stateful" if is_wrong else "exact")
-    assert len(ours.told) == is_wrong
-
-
 class ReadsAverage(Averaged):
     def loss(self, batch: Any) -> torch.Tensor:
         predicted = self.predict(batch[0])
@@ -399,7 +280,6 @@ class ReadsAverage(Averaged):
 
 @each_way
 def test_an_average_that_no_loss_reads_is_no_matter(way: Way) -> None:
-    """It changes within a window, and no gradient depends on it."""
     ours = run(Case(Averaged, loader), way, max_epochs=2)
     assert error(ours, one_pass(Case(Averaged, loader), max_epochs=2)) <= ROUNDING
     assert ours.told == []
@@ -409,7 +289,6 @@ def test_an_average_that_no_loss_reads_is_no_matter(way: Way) -> None:
 
 @each_cut
 def test_an_average_that_the_loss_reads_matters(way: Way) -> None:
-    """The first micro-batch of a window meets another than the rest."""
     ours = run(Case(ReadsAverage, loader), way, max_epochs=2)
     assert ours.cause == "stateful"
     assert len(ours.told) == 1
@@ -426,7 +305,6 @@ class Normalized(Task):
 
 @each_cut
 def test_a_weight_that_is_normalized_again_is_no_matter(way: Way) -> None:
-    """All micro-batches of a window meet the same, though the first changes it."""
     ours = run(Case(Normalized, loader), way, max_epochs=2)
     assert error(ours, one_pass(Case(Normalized, loader), max_epochs=2)) <= ROUNDING
     assert ours.told == []
@@ -451,55 +329,16 @@ class Rows(Task):
         return value
 
 
-class RowsOfClasses(Rows):
-    """With a row for each of six classes: samples of one class meet what others have written."""
-
-    rows = 6
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss((*batch[:2], batch[2] % 6))
-
-
 def indexed() -> Any:
     return DataLoader([(x, y, number) for number, (x, y) in enumerate(pairs(48))], batch_size=8)
 
 
 @each_way
 def test_a_memory_of_samples_is_exact(way: Way) -> None:
-    """Each sample meets its own row alone, in a batch and in its parts."""
     ours = run(Case(Rows, indexed), way, max_epochs=3)
     assert error(ours, one_pass(Case(Rows, indexed), max_epochs=3)) <= ROUNDING
     assert ours.told == []
     assert ours.cause == "exact"
-
-
-@each_cut
-def test_a_memory_of_classes_is_not(way: Way) -> None:
-    """Its rows are met by several samples of a window, though not by those of the check."""
-    ours = run(Case(RowsOfClasses, indexed), way)
-    assert ours.cause == "stateful"
-    assert len(ours.told) == 1
-    assert "relative error" not in str(ours.callback.exactness)
-
-
-class Queue(Rows):
-    """A queue that joins the loss once it is full."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        predicted = self.predict(batch[0])
-        with torch.no_grad():
-            self.memory.copy_(torch.cat([self.memory[len(predicted) :], predicted.detach()]))
-        full = bool(self.memory.all())
-        return mse_loss(predicted, batch[1]) + ((predicted - self.memory.mean()).square().mean() if full else 0.0)
-
-
-@each_cut
-def test_a_queue_is_told_before_it_joins_the_loss(way: Way) -> None:
-    """It has as many rows as there are samples, and where a part writes depends on what ran before."""
-    assert run(Case(Queue, indexed), way).cause == "stateful"
-
-
-# --- numbers and batches that callbacks change --------------------------------------------------------
 
 
 class Annealed(Task):
@@ -537,7 +376,6 @@ class BySteps(ByBatches):
 @pytest.mark.parametrize("annealing", [ByBatches, BySteps])
 @each_cut
 def test_a_number_that_changes_between_micro_batches_is_told(annealing: type[pl.Callback], way: Way) -> None:
-    """And not one that changes once a step."""
     ours, stock = train(Annealed(), loader(), way.callback(8, 3), annealing()), train(Annealed(), loader(), annealing())
     is_wrong = annealing is ByBatches and way.mode == "loader"
     assert (error(ours, stock) > 1e-3) is is_wrong
@@ -554,29 +392,11 @@ class Mixes(pl.Callback):
 
 @each_cut
 def test_batches_that_a_callback_changes_are_told_as_unknown_where_the_loader_cuts(way: Way) -> None:
-    """The check runs no hooks of other callbacks."""
     ours, stock = train(Task(), loader(), way.callback(8, 3), Mixes()), train(Task(), loader(), Mixes())
     is_wrong = way.mode == "loader"
     assert (error(ours, stock) > 1e-3) is is_wrong
     assert ["a callback changes batches" in text for text in ours.told] == [True] * is_wrong
     assert ours.cause == ("unmeasured" if is_wrong else "exact")
-
-
-class DividesByLast(Task):
-    """Divides by the value that was logged for the last batch."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        value = super().loss(batch)
-        last = self.trainer.callback_metrics.get("loss", 1.0)
-        self.log("loss", value.detach())
-        return value / last
-
-
-def test_pieces_meet_what_the_batch_before_has_logged() -> None:
-    """In the check as in training."""
-    ours = run(Case(DividesByLast, loader), WAYS["step"])
-    assert error(ours, one_pass(Case(DividesByLast, loader))) <= ROUNDING
-    assert (ours.told, ours.cause) == ([], "exact")
 
 
 def mixed(samples: list[Any]) -> Any:
@@ -585,15 +405,12 @@ def mixed(samples: list[Any]) -> Any:
 
 
 def test_the_verdict_on_micro_batches_is_not_told_of_a_batch_in_pieces() -> None:
-    """What the loader mixes is coupled in micro-batches of the next epochs, and not in pieces of a batch."""
     case = Case(Task, lambda: DataLoader(pairs(48), batch_size=8, collate_fn=mixed))
     ours = train(case.module(), case.loader(), AutoAccumulate(micro_batch_size=8), memory=Memory(8), max_epochs=2)
     assert error(ours, one_pass(case, max_epochs=2)) <= ROUNDING
     (event,) = ours.ran_out
     assert SAME_RESULT in event
 
-
-# --- state that lies outside of the module ------------------------------------------------------------
 
 NUMBERS = np.random.default_rng(0)
 COUNT = 0
@@ -638,13 +455,9 @@ def outside(*callbacks: pl.Callback) -> Trained:
 @pytest.mark.parametrize("mode", ["loader", "step"])
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 8}])
 def test_what_a_step_reaches_by_names_is_put_back(mode: str, settings: dict[str, Any]) -> None:
-    """With nothing to cut, the training is stock Lightning's, to the bit, though probe and check ran steps before."""
     stock, ours = outside(), outside(AutoAccumulate(micro_batching=mode, cache=False, **settings))
     assert torch.equal(stock.weights, ours.weights)
     assert HELD["seen"] == 6 * [8]
-
-
-# --- the check on a training under way ------------------------------------------------------------------
 
 
 @each_way

@@ -19,7 +19,6 @@ from true_support import (
     LOADER,
     OOM,
     STEP,
-    WAYS,
     Case,
     Memory,
     Task,
@@ -27,8 +26,7 @@ from true_support import (
     by_turns,
     comes_from_memory,
     cut_rightly,
-    each,
-    each_cut_in_step,
+    each_cut,
     each_oom,
     each_way,
     error,
@@ -545,7 +543,6 @@ CASES = SEQUENCES | BELONGS_TO_ALL | READY | MORE_OR_FEWER | GRAPHS | CONTAINERS
 
 @by_turns(CASES)
 def test_the_samples_of_a_batch_are_cut_rightly(name: str, way: Way) -> None:
-    """Wherever they lie: the gradient and the weights are those of one pass, and nothing else is said."""
     cut_rightly(CASES[name], way)
 
 
@@ -612,28 +609,11 @@ def test_memory_that_runs_out_in_validation(name: str) -> None:
 @each_way
 @pytest.mark.parametrize("name", DOUBTFUL)
 def test_what_may_be_read_in_two_ways_is_never_cut_wrongly_in_silence(name: str, way: Way) -> None:
-    """Ready-made batches of one size: refused with ``split_batch`` as the way out, or cut rightly."""
     told_or_right(DOUBTFUL[name], way)
-
-
-def test_what_may_be_read_in_two_ways_trains_where_nothing_is_cut() -> None:
-    """A micro-batch of the whole batch is the stock run."""
-    case = DOUBTFUL["weights of ten kinds in batches of ten"]
-    ours = train(case.module(), case.loader(), AutoAccumulate(micro_batch_size=10, micro_batching="loader"))
-    assert torch.equal(ours.weights, one_pass(case).weights)
-
-
-@each_way
-def test_crops_are_counted_as_the_volumes_that_they_are_of(way: Way) -> None:
-    """The plan is in volumes, also where the batch holds four images of each."""
-    ours = run(MORE_OR_FEWER["crops"], way)
-    assert ours.callback.plan.effective_batch_size == 8
-    assert ours.memory.sizes == ([32] + 12 * [16] if way.fails else 24 * [8])
 
 
 @MODES
 def test_a_limit_in_volumes_is_kept_to(mode: str) -> None:
-    """Memory for sixteen images: the first batch of 8 volumes runs out, and the other five do not."""
     case, memory = MORE_OR_FEWER["crops"], Memory(above=16, place="forward")
     callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
     ours = train(case.module(), case.loader(), callback, memory=memory)
@@ -656,13 +636,6 @@ def test_a_window_weighs_the_samples_that_were_kept(broken: tuple[int, ...], mod
     assert ours.told == []
 
 
-@each_cut_in_step
-def test_pieces_are_collated_anew_where_their_samples_are_at_hand(way: Way) -> None:
-    """A mask as long as the longest sequence of a piece fits the piece."""
-    ours = cut_rightly(SEQUENCES["pads to lengths.max()"], way)
-    assert max(ours.memory.sizes[1:]) <= 4
-
-
 def padded_by_others(sizes: Sequence[int] = (8, 6, 8)) -> Case:
     """The same in ready-made batches, which nobody can collate anew; each has a sequence of twelve steps."""
     batches = [time_first(sequences(size, 12)) for size in sizes]
@@ -671,7 +644,6 @@ def padded_by_others(sizes: Sequence[int] = (8, 6, 8)) -> Case:
 
 @pytest.mark.parametrize("way", [STEP, OOM], ids=["step", "oom"])
 def test_a_piece_that_fails_by_itself_is_told(way: Way) -> None:
-    """The error is the step's own; a note says which part of a batch ran, and the way out."""
     with pytest.raises(RuntimeError) as caught:
         run(padded_by_others(), way)
     assert any("ran a part of a batch" in note and "split_batch" in note for note in caught.value.__notes__)
@@ -679,25 +651,15 @@ def test_a_piece_that_fails_by_itself_is_told(way: Way) -> None:
 
 @each_oom
 def test_a_type_that_nobody_can_cut_and_memory_that_runs_out(way: Way) -> None:
-    """The sentence names memory first, the type and the way out second."""
     failure = refused(of_opaque(), way, "memory", "Opaque", "split_batch")
     assert comes_from_memory(failure)
 
 
 def test_a_type_that_nobody_can_cut_is_refused_at_the_start_in_step_mode() -> None:
-    """Before the first batch."""
     case, memory = of_opaque(), Memory()
     with pytest.raises(UserError, match="split_batch"):
         train(case.module(), case.loader(), STEP.callback(8, 3), memory=memory)
     assert memory.sizes == []
-
-
-@MODES
-def test_a_type_that_nobody_can_cut_trains_where_it_need_not_be_cut(mode: str) -> None:
-    """In micro-batches that the loader collates, or whole."""
-    case = of_graphs(Opaque)
-    ours = run(case, LOADER) if mode == "loader" else train(case.module(), case.loader(), STEP.callback(8, 8))
-    assert error(ours, one_pass(case)) <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["split_batch", "a registered type"])
@@ -730,7 +692,6 @@ def test_memory_that_runs_out_while_a_batch_is_cut_is_survived(
 @pytest.mark.parametrize("name", SEVERAL)
 @MODES
 def test_a_batch_of_two_loaders_holds_the_samples_of_one(name: str, mode: str) -> None:
-    """8 + 8 are 8 samples, so an effective batch of 16 is two batches of the recipe."""
     case = SEVERAL[name]
     ours = train(case.module(), case.loader(), AutoAccumulate(16, micro_batch_size=4, micro_batching=mode))
     assert error(ours, one_pass(case, accumulate_grad_batches=2)) <= 1e-12
@@ -762,10 +723,7 @@ def test_loaders_of_unequal_size_have_no_effective_batch(combine: Any, effective
 def test_loaders_of_unequal_size_train_where_there_is_nothing_to_do(
     case: Case, mode: str, arguments: dict[str, Any]
 ) -> None:
-    """Bit for bit as stock Lightning, as FixMatch's 8 labelled and 24 unlabelled samples do.
-
-    In every pair of values: each collection in both modes, with one of three ways to ask for nothing.
-    """
+    """Bit for bit as stock Lightning, as FixMatch's 8 labelled and 24 unlabelled samples do."""
     ours = train(case.module(), case.loader(), AutoAccumulate(micro_batching=mode, **arguments))
     whole = one_pass(case)
     assert all(torch.equal(*pair) for pair in zip(ours.gradients, whole.gradients, strict=True))
@@ -773,22 +731,19 @@ def test_loaders_of_unequal_size_train_where_there_is_nothing_to_do(
     assert (ours.told, ours.trainer.accumulate_grad_batches) == ([], 1)
 
 
-@each({name: way for name, way in WAYS.items() if not way.fails})
+@each_cut
 def test_loaders_without_a_common_proportion_are_not_cut(way: Way) -> None:
-    """A micro-batch that is smaller than the batch is refused at the start, with the way out."""
     refused(COPRIME, way, "split_batch", "8 and 25")
 
 
 @each_oom
 def test_loaders_without_a_common_proportion_and_memory_that_runs_out(way: Way) -> None:
-    """Raised from the error of memory, with the way out."""
     assert comes_from_memory(refused(COPRIME, way, "memory", "split_batch"))
 
 
 @pytest.mark.parametrize("case", [of_opaque(), COPRIME], ids=["a type that nobody can cut", "unequal loaders"])
 @MODES
 def test_the_verdict_says_that_a_batch_cannot_be_cut(case: Case, mode: str) -> None:
-    """Where nothing has to be cut: no warning, and a reason in words."""
     ours = train(case.module(), case.loader(), AutoAccumulate(micro_batch_size=1000, micro_batching=mode))
     assert ours.told == []
     assert torch.equal(ours.weights, one_pass(case).weights)

@@ -1,24 +1,19 @@
 """Training sees the data that stock Lightning sees: streams that go on, batch samplers with meaning, random numbers."""
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer import call
 from pairing import every_pair
 from reference import quiet_trainer
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 from true_support import (
-    OOM,
     ROUNDING,
-    WAYS,
     Case,
     Memory,
     Task,
@@ -59,9 +54,6 @@ class Indexed(Task):
 
 def indexed(samples: int) -> list[dict[str, Any]]:
     return [{"index": index, "x": x, "y": y} for index, (x, y) in enumerate(pairs(samples))]
-
-
-# --- streams whose epochs go on -----------------------------------------------------------------
 
 
 class IterableSlice:
@@ -133,10 +125,7 @@ def of_stream(name: str, *callbacks: pl.Callback, **settings: Any) -> tuple[Trai
 
 @every_pair(name=STREAMS.keys(), micro_batch_size=["auto", 8, 3], mode=["loader", "step"])
 def test_a_stream_that_goes_on_loses_nothing(name: str, micro_batch_size: int | str, mode: str) -> None:
-    """Three epochs of four batches see the batches 0 to 11, though a probe or a check has looked at some.
-
-    In every pair of values: each stream in both modes and with every size of micro-batches.
-    """
+    """Three epochs of four batches see the batches 0 to 11, though a probe or a check has looked at some."""
     whole, expected = of_stream(name)
     assert expected == list(range(96))
     ours, seen = of_stream(name, AutoAccumulate(micro_batch_size=micro_batch_size, micro_batching=mode))
@@ -158,9 +147,6 @@ def test_a_stream_that_goes_on_in_windows_or_after_an_error_loses_nothing(name: 
     assert callback.oom_events == fails
     assert seen == expected
     assert error(ours, whole) <= 1e-12
-
-
-# --- batch samplers with meaning ----------------------------------------------------------------
 
 
 class TimeIndex(Sampler[list[int]]):
@@ -209,10 +195,7 @@ class Groups(Indexed):
 def test_windows_are_whole_batches_of_a_batch_sampler(
     kind: Any, micro_batch_size: int | str, effective: int, mode: str
 ) -> None:
-    """As many whole groups as the effective batch holds; no micro-batch holds samples of two of them.
-
-    In every pair of values: what a window holds and how it is cut are decided one after the other.
-    """
+    """As many whole groups as the effective batch holds; no micro-batch holds samples of two of them."""
     Groups.noted = []
     callback = AutoAccumulate(effective, micro_batch_size=micro_batch_size, micro_batching=mode)
     ours = train(Groups(), grouped(kind), callback)
@@ -236,7 +219,6 @@ def test_windows_are_whole_batches_of_a_batch_sampler(
 def test_an_effective_batch_that_would_cut_a_batch_samplers_groups_is_refused(
     kind: Any, effective: int, mode: str
 ) -> None:
-    """Before the first batch, with its numbers."""
     memory = Memory()
     with pytest.raises(UserError, match=rf"effective_batch_size={effective}\b.*\b4\b"):
         train(Groups(), grouped(kind), AutoAccumulate(effective, micro_batching=mode), memory=memory)
@@ -245,7 +227,6 @@ def test_an_effective_batch_that_would_cut_a_batch_samplers_groups_is_refused(
 
 @each_way
 def test_groups_are_trained_as_they_come_where_no_effective_batch_is_asked_for(way: Way) -> None:
-    """A group is cut where it must be, and never joined to another."""
     Groups.noted = []
     case = Case(Groups, grouped, 4, 2)
     ours = run(case, way)
@@ -253,40 +234,8 @@ def test_groups_are_trained_as_they_come_where_no_effective_batch_is_asked_for(w
     assert error(ours, one_pass(case)) <= 1e-12
 
 
-# --- what is said, and who is muted -------------------------------------------------------------
-
-
 def loaders() -> Any:
     return [DataLoader(pairs(32), batch_size=8), DataLoader(pairs(32), batch_size=8)]
-
-
-class Pair(Task):
-    def loss(self, batch: Any) -> torch.Tensor:
-        return sum((super(Pair, self).loss(part) for part in batch), torch.zeros((), dtype=torch.float64))
-
-
-LOADERS = {
-    "several loaders": (Pair, loaders),
-    "ready-made batches": (Indexed, lambda: IterableSlice(endless_batches(), 4)),
-}
-
-
-@pytest.mark.parametrize("case", LOADERS)
-@pytest.mark.parametrize(
-    ("way", "micro", "most"),
-    [(WAYS["loader"], 8, 0), (WAYS["loader"], 3, 1), (OOM, 3, 1)],
-    ids=["whole", "loader", "oom"],
-)
-def test_what_is_said_of_data_that_are_cut_in_the_step(
-    case: str, way: Way, micro: int, most: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One line, and none if nothing has to be cut; nobody is told to leave the callback out."""
-    module, data = LOADERS[case]
-    with caplog.at_level(logging.INFO):
-        train(module(), data(), way.callback(8, micro), memory=way.memory())
-    said = [record.getMessage() for record in caplog.records if "AutoAccumulate" in record.getMessage()]
-    assert not [line for line in said if "leave the callback out" in line]
-    assert len([line for line in said if "cuts batches in the training step" in line]) <= most
 
 
 class Hooks(pl.Callback):
@@ -325,40 +274,6 @@ def test_other_trainers_of_the_process_are_not_muted() -> None:
     assert mine.called == theirs.called
 
 
-@pytest.mark.usefixtures("_hooks_as_they_were")
-def test_what_a_trial_would_warn_of_training_warns_of() -> None:
-    """Lightning says each thing once, and what is said of muted steps nobody hears."""
-    with trial_steps.muted(quiet_trainer()):
-        Closure.warning_cache.warn("said in a trial")
-    assert "said in a trial" not in Closure.warning_cache
-
-
-def test_a_trainer_that_fits_within_another_ones_trial_is_heard(tmp_path: Path) -> None:
-    """A step that trains a small model of its own, in probe and check too: what it notes in memory, they put back."""
-
-    class Outer(Task):
-        def loss(self, batch: Any) -> torch.Tensor:
-            inner = Hooks()
-            memory, Memory.in_use = Memory.in_use, None
-            with torch.enable_grad():
-                quiet_trainer(inner, max_epochs=1).fit(Task(), DataLoader(pairs(8), batch_size=8))
-            Memory.in_use = memory
-            heard.append(inner.called)
-            with (tmp_path / "heard").open("a") as file:
-                file.write(f"{inner.called}\n")
-            return super().loss(batch)
-
-    heard: list[Sequence[str]] = []
-    train(Outer(), DataLoader(pairs(16), batch_size=8), AutoAccumulate(micro_batch_size=4, micro_batching="loader"))
-    assert len(heard) == 4
-    lines = (tmp_path / "heard").read_text().splitlines()
-    assert len(lines) > 4  # the exactness check runs the step as well
-    assert set(lines) == {str(["start", "batch", "end"])}
-
-
-# --- data that change between epochs ----------------------------------------------------------------
-
-
 class Shared(IterableDataset[Any]):
     """Its workers share the samples."""
 
@@ -369,7 +284,6 @@ class Shared(IterableDataset[Any]):
 
 @each_way
 def test_workers_that_read_a_stream_in_turn_are_told_where_the_loader_cuts(way: Way) -> None:
-    """Also once an error has lowered the limit, from the next epoch on, and not where the step cuts."""
     case = Case(Task, lambda: DataLoader(Shared(), batch_size=8, num_workers=2))
     ours = run(case, way, max_epochs=2)
     assert [text for text in ours.told if "Several data workers" in text] == (ours.told if way.mode == "loader" else [])
@@ -387,19 +301,9 @@ class Growing(Task):
 @MODES
 @pytest.mark.parametrize("arguments", [{}, {"max_micro_batch_size": 12}], ids=["no bound", "bound"])
 def test_a_loader_whose_batches_grow_has_its_limit_looked_for_again(arguments: dict[str, Any], mode: str) -> None:
-    """It stayed at the size of the first epoch, though there was memory for more."""
     settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
     ours = train(Growing(), None, AutoAccumulate(micro_batching=mode, cache=False, **arguments), **settings)
     assert ours.memory.sizes == 6 * [6] + 3 * [12] + (4 * [9] if arguments else 2 * [18])
-    assert error(ours, train(Growing(), None, **settings)) <= ROUNDING
-
-
-@MODES
-def test_a_growing_loader_and_memory_that_has_run_out(mode: str) -> None:
-    """A limit that an error has found stays."""
-    settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
-    ours = train(Growing(), None, AutoAccumulate(micro_batching=mode, cache=False), memory=Memory(2), **settings)
-    assert max(ours.memory.sizes[2:]) == 3
     assert error(ours, train(Growing(), None, **settings)) <= ROUNDING
 
 
@@ -426,7 +330,15 @@ def test_a_stream_that_is_empty_at_first_trains_later_where_the_loader_cuts() ->
 
 
 def test_a_stream_that_is_empty_at_first_is_refused_in_step_mode() -> None:
-    """In a sentence that says what to do."""
     callback = AutoAccumulate(micro_batch_size=3, micro_batching="step")
     with pytest.raises(UserError, match=r"the loader yields no sample in the first epoch: let that epoch have some"):
         train(Task(), DataLoader(EmptyAtFirst(), batch_size=8), callback, max_epochs=2)
+
+
+@MODES
+def test_a_growing_loader_and_memory_that_has_run_out(mode: str) -> None:
+    """A limit that an error has found stays."""
+    settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    ours = train(Growing(), None, AutoAccumulate(micro_batching=mode, cache=False), memory=Memory(2), **settings)
+    assert max(ours.memory.sizes[2:]) == 3
+    assert error(ours, train(Growing(), None, **settings)) <= ROUNDING

@@ -3,7 +3,6 @@
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -11,8 +10,6 @@ from torch.utils.data import DataLoader
 from true_support import (
     FEATURES,
     LOADER,
-    OOM,
-    OOM_STEP,
     ROUNDING,
     STEP,
     Case,
@@ -20,7 +17,8 @@ from true_support import (
     Sharpness,
     Task,
     Way,
-    each,
+    each_cut,
+    each_cut_in_step,
     each_oom,
     each_way,
     error,
@@ -28,7 +26,6 @@ from true_support import (
     one_pass,
     pairs,
     run,
-    touch,
     train,
 )
 
@@ -62,28 +59,6 @@ class Follow(pl.Callback):
             old.data = 0.5 * old.data + 0.5 * new.data
 
 
-class TaughtAfterBatch(Taught):
-    def configure_callbacks(self) -> Any:
-        return [Follow("on_train_batch_end")]
-
-
-class TaughtBeforeZeroing(Taught):
-    def configure_callbacks(self) -> Any:
-        return [Follow("on_before_zero_grad")]
-
-
-@pytest.mark.parametrize(
-    ("module", "way"), [(TaughtAfterBatch, LOADER), (TaughtBeforeZeroing, LOADER), (TaughtBeforeZeroing, STEP)]
-)
-def test_a_callback_that_lets_a_teacher_follow_within_a_window_is_told(module: Any, way: Way) -> None:
-    """Once, as soon as it does; the record of the check says so, too."""
-    ours = run(Case(module, loader), way)
-    assert error(ours, one_pass(Case(module, loader))) > 1e-3
-    assert ours.cause == "stateful"
-    (text,) = ours.told
-    assert "teacher." in text
-
-
 class SteppedByHand(Task):
     """A schedule that is stepped after every batch."""
 
@@ -105,53 +80,6 @@ def test_a_schedule_that_is_stepped_after_every_micro_batch_is_told() -> None:
     assert run(Case(SteppedByHand, loader), STEP).told == []
 
 
-@each_oom
-def test_a_teacher_that_follows_in_the_pass_that_is_cut_after_an_error_is_told(way: Way) -> None:
-    """The first window is the same all the same, as the teacher starts as its student: from the second on it is not."""
-    ours = run(Case(TaughtBeforeZeroing, loader), way)
-    assert error(ours, one_pass(Case(TaughtBeforeZeroing, loader))) > 1e-3
-    assert ours.cause == "stateful"
-    assert len(ours.told) == 1
-
-
-@each({"step": STEP, "oom": OOM, "oom in step mode": OOM_STEP})
-def test_a_teacher_that_follows_once_a_batch_is_exact_where_batches_are_cut_in_the_step(way: Way) -> None:
-    ours = run(Case(TaughtAfterBatch, loader), way)
-    assert error(ours, one_pass(Case(TaughtAfterBatch, loader))) <= ROUNDING
-    assert (ours.cause, ours.told) == ("exact", [])
-
-
-class Momentum(Taught):
-    """MoCo and BYOL as they are written: the teacher starts as its student, and follows before the forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher.load_state_dict(self.net.state_dict())
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        touch("early", len(batch[0]))
-        Follow().follow(self)
-        return super().loss(batch)
-
-
-@pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["loader", "step"])
-def test_a_failed_pass_leaves_no_trace_on_a_teacher_from_the_first_on(mode: str, at: int) -> None:
-    """The check has seen the teacher follow, so that it is copied: the run is that in which memory ran out before."""
-    late, early = (
-        train(
-            Momentum(),
-            loader(),
-            AutoAccumulate(micro_batch_size=8, micro_batching=mode),
-            memory=Memory(at, place=place),
-        )
-        for place in ("backward", "early")
-    )
-    assert late.callback.oom_events == early.callback.oom_events == 1
-    assert late.cause == "stateful"
-    assert torch.equal(late.weights, early.weights)
-
-
 class Sharp(Task):
     def configure_optimizers(self) -> Any:
         return Sharpness(self.parameters())
@@ -164,7 +92,7 @@ def test_an_optimizer_that_evaluates_the_last_micro_batch_again_is_told() -> Non
     assert "Sharpness evaluates its closure more than once" in text
 
 
-@each({"step": STEP, "oom": OOM, "oom in step mode": OOM_STEP})
+@each_cut_in_step
 def test_an_optimizer_that_evaluates_a_whole_batch_again_is_exact(way: Way) -> None:
     ours = run(Case(Sharp, loader), way)
     assert error(ours, one_pass(Case(Sharp, loader))) <= ROUNDING
@@ -193,25 +121,13 @@ def test_parts_that_are_left_out_are_not_called_the_same_result(way: Way) -> Non
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("arguments", [{}, {"on_oom": "raise"}])
-@pytest.mark.parametrize("way", [LOADER, STEP], ids=["loader", "step"])
+@each_cut
 def test_parts_that_are_left_out_are_told(way: Way, arguments: dict[str, Any]) -> None:
-    """Once, with nothing that fails: also in later windows, and not where a whole window is left out."""
     samples = [(inputs, targets + 50 * (number % 16 == 0)) for number, (inputs, targets) in enumerate(pairs(48))]
     ours = run(Case(Choosy, lambda: DataLoader(samples, batch_size=8)), way, arguments=arguments)
     assert len(ours.told) == len(set(ours.told)) <= 2  # that it depends on what is together may be measured, too
     assert "returned None for some of a window's micro-batches" in ours.told[0] or ours.cause == "coupled"
     assert ours.cause != "exact"
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("way", [LOADER, STEP], ids=["loader", "step"])
-def test_windows_that_are_left_out_whole_are_as_in_one_pass(way: Way) -> None:
-    """As stock Lightning, which takes a step without gradients."""
-    samples = [(x, y + (-9 if 8 <= number < 16 else 9)) for number, (x, y) in enumerate(pairs(48))]
-    case = Case(Choosy, lambda: DataLoader(samples, batch_size=8))
-    ours = run(case, way)
-    assert ours.told == []
-    assert error(ours, one_pass(case)) <= ROUNDING
 
 
 class SkipsNan(Task):
@@ -226,7 +142,6 @@ class SkipsNan(Task):
 @pytest.mark.parametrize("place", [16, 20, 23])
 @each_way
 def test_a_window_with_a_loss_that_is_no_number_is_left_out_whole(place: int, way: Way) -> None:
-    """As in one pass, wherever the sample lies in its batch, and it is told once."""
     samples = [(x, y * torch.nan if number in (place, place + 16) else y) for number, (x, y) in enumerate(pairs(48))]
     case = Case(SkipsNan, lambda: DataLoader(samples, batch_size=8))
     ours = run(case, way)
@@ -244,9 +159,8 @@ class SkipsEmpty(Task):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("way", [LOADER, STEP], ids=["loader", "step"])
+@each_cut
 def test_a_window_is_trained_if_parts_hold_nothing_to_train_on(way: Way) -> None:
-    """One pass would train on the others."""
     samples = [(x, y.abs() * (1 if number % 8 < 3 else -1)) for number, (x, y) in enumerate(pairs(48))]
     case = Case(SkipsEmpty, lambda: DataLoader(samples, batch_size=8))
     ours = run(case, way)
@@ -274,22 +188,6 @@ def test_parts_that_draw_numbers_of_their_own_are_not_called_the_same_result(way
     assert "draw random numbers" in text
 
 
-class OwnGenerator(Task):
-    """Noise of a generator that the module holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = np.random.RandomState(3)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss([batch[0] + torch.from_numpy(self.generator.standard_normal(FEATURES)), batch[1]])
-
-
-def test_numbers_of_a_generator_of_ones_own_are_random_and_no_state() -> None:
-    ours = run(Case(OwnGenerator, loader), LOADER)
-    assert (ours.cause, ours.told) == ("random", [])
-
-
 class Overwriting(Task):
     """Halves its batch where no version tells."""
 
@@ -308,13 +206,9 @@ class OverwritingByNumPy(Task):
 @pytest.mark.parametrize("module", [Overwriting, OverwritingByNumPy])
 @pytest.mark.parametrize(("mode", "at"), [("loader", 1), ("loader", 5), ("step", 1), ("step", 5)])
 def test_a_batch_that_is_overwritten_unseen_is_not_run_again(module: Any, mode: str, at: int) -> None:
-    """Be it in the first batch, or in one after such as went through."""
     callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
     with pytest.raises(UserError, match="had changed its batch in place"):
         train(module(), loader(), callback, memory=Memory(at))
-
-
-# --- what a later hook or window meets ----------------------------------------------------------------
 
 
 class StepsByBatch(Task):
@@ -394,7 +288,7 @@ WRONG_IN = {
 
 
 @pytest.mark.parametrize("module", WRONG_IN)
-@pytest.mark.parametrize("way", [LOADER, STEP], ids=["loader", "step"])
+@each_cut
 def test_what_a_later_hook_or_window_meets_is_told(module: Any, way: Way) -> None:
     """The parts give the gradient of the batch, and what they leave is not what the batch leaves."""
     case = Case(module, numbered if module in (WritesLast, WeighsByEpoch) else loader, micro=4)
@@ -414,3 +308,25 @@ def test_what_is_gathered_to_be_logged_is_no_matter(way: Way) -> None:
     ours = run(Case(LogsByEpoch, numbered), way, max_epochs=2)
     assert error(ours, one_pass(Case(LogsByEpoch, numbered), max_epochs=2)) <= ROUNDING
     assert (ours.told, ours.cause) == ([], "exact")
+
+
+class TaughtAfterBatch(Taught):
+    def configure_callbacks(self) -> Any:
+        return [Follow("on_train_batch_end")]
+
+
+class TaughtBeforeZeroing(Taught):
+    def configure_callbacks(self) -> Any:
+        return [Follow("on_before_zero_grad")]
+
+
+@pytest.mark.parametrize(
+    ("module", "way"), [(TaughtAfterBatch, LOADER), (TaughtBeforeZeroing, LOADER), (TaughtBeforeZeroing, STEP)]
+)
+def test_a_callback_that_lets_a_teacher_follow_within_a_window_is_told(module: Any, way: Way) -> None:
+    """Once, as soon as it does; the record of the check says so, too."""
+    ours = run(Case(module, loader), way)
+    assert error(ours, one_pass(Case(module, loader))) > 1e-3
+    assert ours.cause == "stateful"
+    (text,) = ours.told
+    assert "teacher." in text

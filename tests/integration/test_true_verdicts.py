@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, default_collate
 from torchvision.ops import StochasticDepth
 from true_support import (
+    CUT,
     FEATURES,
     OOM,
     OOM_STEP,
@@ -31,6 +32,7 @@ from true_support import (
     by_turns,
     cut_rightly,
     each,
+    each_cut,
     each_oom,
     error,
     network,
@@ -44,8 +46,6 @@ from true_support import (
 from lightning_ga import AutoAccumulate
 from lightning_ga.plan.weights import TargetTokens
 
-CUT = {name: way for name, way in WAYS.items() if not way.fails}
-each_mode = each(CUT)
 BATCH, MICRO = 12, 4
 
 
@@ -58,9 +58,6 @@ def judged(
 ) -> Trained:
     """A fit in micro-batches of a third of the batch."""
     return run(Case(module, data, BATCH, MICRO), way, arguments=arguments)
-
-
-# --- what makes accumulation inexact ------------------------------------------------------------
 
 
 class Bank(Task):
@@ -78,28 +75,19 @@ class Bank(Task):
 
 
 class Taught(Task):
-    """A teacher that starts equal to its student and follows it."""
+    """A teacher that starts equal to its student and follows it in the step."""
 
-    def __init__(self, follow: Callable[[nn.Module, nn.Module], None], when: str) -> None:
+    def __init__(self, follow: Callable[[nn.Module, nn.Module], None]) -> None:
         super().__init__(outputs=3)
         self.teacher = network(FEATURES, 3).requires_grad_(False)
-        self.follow, self.when = follow, when
+        self.follow = follow
 
     def loss(self, batch: Any) -> torch.Tensor:
         with torch.no_grad():
             wanted = self.teacher(batch[0] + 0.3)
         value = (self.predict(batch[0]) - wanted).square().mean() + mse_loss(self.net(batch[0])[:, :1], batch[1])
-        if self.when == "training_step":
-            self.follow(self.teacher, self.net)
+        self.follow(self.teacher, self.net)
         return value
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.when == "on_train_batch_end":
-            self.follow(self.teacher, self.net)
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        if self.when == "on_before_zero_grad":
-            self.follow(self.teacher, self.net)
 
 
 @torch.no_grad()
@@ -154,7 +142,7 @@ INEXACT: dict[str, tuple[str, Callable[[], LightningModule], str]] = {
     "a hook that changes what is accumulated": ("stateful", Halved, "gradients"),
     "a second loss": ("stateful", TwoLosses, "gradients"),
     **{
-        f"a teacher in training_step, {name}": ("stateful", lambda f=follow: Taught(f, "training_step"), r"teacher\.")
+        f"a teacher in training_step, {name}": ("stateful", lambda f=follow: Taught(f), r"teacher\.")
         for name, follow in FOLLOWS.items()
     },
 }
@@ -188,98 +176,11 @@ def test_the_cause_is_named_where_accumulation_is_not_exact(name: str, way: Way)
 
 @pytest.mark.parametrize("name", INEXACT)
 def test_nothing_is_said_where_nothing_is_cut(name: str) -> None:
-    """The verdict stands in ``exactness`` for what may come, and a factor of 1 is the stock run."""
     cause, module, _ = INEXACT[name]
     callback = AutoAccumulate(micro_batch_size=BATCH, micro_batching="loader")
     ours = train(module(), loader(), callback)
     assert (ours.told, ours.cause) == ([], cause)
     assert torch.equal(ours.weights, one_pass(Case(module, loader)).weights)
-
-
-@pytest.mark.parametrize("follow", FOLLOWS.values(), ids=FOLLOWS.keys())
-def test_a_teacher_that_follows_after_each_micro_batch_is_told(follow: Any) -> None:
-    """In ``on_train_batch_end``, which comes factor times a step in loader mode; it starts equal to its student."""
-    ours = judged(lambda: Taught(follow, "on_train_batch_end"), WAYS["loader"])
-    assert ours.cause == "stateful"
-    assert "teacher." in ours.told[0]
-
-
-@each_mode
-def test_a_teacher_that_follows_between_two_micro_batches_is_told(way: Way) -> None:
-    """In ``on_before_zero_grad``, which comes once a step, but after the first micro-batch's forward pass."""
-    module = lambda: Taught(in_place, "on_before_zero_grad")  # noqa: E731
-    ours = judged(module, way)
-    assert error(ours, one_pass(Case(module, loader))) > 1e-5
-    assert ours.cause == "stateful"
-    assert "teacher." in ours.told[0]
-
-
-def test_a_teacher_that_follows_once_a_batch_is_exact_in_step_mode() -> None:
-    """In ``on_train_batch_end``, which comes there as often as in one pass."""
-    module = lambda: Taught(in_place, "on_train_batch_end")  # noqa: E731
-    ours = judged(module, WAYS["step"])
-    assert error(ours, one_pass(Case(module, loader))) <= 1e-12
-    assert (ours.cause, ours.told) == ("exact", [])
-
-
-class Averaged(Task):
-    """A moving average of the network, for evaluation alone, as PyTorch has it: nobody froze it."""
-
-    def __init__(self, hook: str) -> None:
-        super().__init__()
-        mean = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-        self.average = torch.optim.swa_utils.AveragedModel(self.net, multi_avg_fn=mean)
-        self.hook = hook
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        if self.hook == "on_before_zero_grad":
-            self.average.update_parameters(self.net)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.net.parameters(), lr=self.lr)
-
-
-class AveragedByZeroing(Averaged):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad()
-        self.average.update_parameters(self.net)
-
-
-@each(WAYS)
-@pytest.mark.parametrize("module", [lambda: Averaged("on_before_zero_grad"), lambda: AveragedByZeroing("none")])
-def test_an_average_that_follows_where_gradients_are_zeroed_follows_once_a_step(module: Any, way: Way) -> None:
-    """In micro-batches too; memory runs out in a backward pass. That no gradient ever depends on it is not known."""
-    case = Case(module, lambda: loader(60), BATCH, MICRO)
-    ours, oracle = run(case, way), one_pass(case)
-    assert error(ours, oracle) <= 1e-12
-    assert int(ours.module.average.n_averaged) == 5
-    assert ours.cause in ("exact", "stateful")
-
-
-class Counting(Task):
-    """Counts samples in a buffer, to be saved with the weights."""
-
-    def __init__(self, matters: bool) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-        self.matters = matters
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen += len(batch[1])
-        return self.loss(batch) + self.matters * self.seen * self.net(batch[0]).square().mean()
-
-
-@each(WAYS)
-@pytest.mark.parametrize("matters", [True, False])
-def test_a_count_of_samples_is_told_if_the_loss_reads_it(matters: bool, way: Way) -> None:
-    """Parts of a window meet other counts than one pass does, and leave the same."""
-    case = Case(lambda: Counting(matters=matters), loader, BATCH, MICRO)
-    if not matters:
-        assert cut_rightly(case, way).module.seen == 36
-        return
-    ours = run(case, way)
-    assert ours.cause == "stateful"
-    assert "seen" in (*ours.told, *ours.ran_out)[0]
 
 
 class Jagged(Task):
@@ -353,38 +254,12 @@ class Clipped(Task):
 @each(WAYS)
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_hook_that_clips_sees_the_gradient_of_the_batch_where_that_is_cut(every: int, way: Way) -> None:
-    """It sees each micro-batch where the loader yields these, which is told."""
     case = Case(lambda: Clipped(every), loader, BATCH, MICRO)
     ours, is_cut = run(case, way), way is not WAYS["loader"]
     assert (error(ours, one_pass(case)) <= 1e-12) == is_cut
     assert all("with the same result" in text for text in ours.ran_out)
     assert ours.cause == ("exact" if way.mode == "step" else "stateful")
     assert bool(re.search("hooks on gradients.*gradient_clip_val", " ".join(ours.told))) == (not is_cut)
-
-
-class ScaledAndCoupled(Task):
-    """Samples are compared with each other a little, and gradients are scaled after the backward pass, or not."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss(batch) + 0.05 * self.predict(batch[0]).var()
-
-    def on_after_backward(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad.mul_(self.scale)
-
-
-def test_the_difference_that_is_told_is_that_of_training() -> None:
-    """Where batches are cut, a hook that scales their gradients has no part in it."""
-    plain, scaled = (judged(lambda scale=scale: ScaledAndCoupled(scale), WAYS["step"]) for scale in (1.0, 0.1))
-    assert plain.cause == scaled.cause == "coupled"
-    found = plain.callback.exactness.relative_error, scaled.callback.exactness.relative_error
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
-    in_loader = judged(lambda: ScaledAndCoupled(0.1), WAYS["loader"])
-    assert in_loader.callback.exactness.relative_error > 0.3  # there it scales what was accumulated, too
 
 
 class Tables(Task):
@@ -398,8 +273,6 @@ class Tables(Task):
     def loss(self, batch: Any) -> torch.Tensor:
         if self.kind == "samples":
             self.table.copy_(torch.maximum(self.table, batch[0].amax(0)))
-        elif self.kind == "kinds":
-            self.table[(batch[1][:, 0] > 0).long()] = 1.0
         elif self.kind == "count":
             self.table += len(batch[0])
         elif self.kind == "average":
@@ -410,17 +283,15 @@ class Tables(Task):
         return super().loss((batch[0] * self.table if is_read else batch[0], batch[1]))
 
 
-@by_turns(["positions", "samples", "kinds", "count"], name="kind")
+@by_turns(["positions", "samples", "count"], name="kind")
 def test_state_that_parts_leave_as_the_whole_does_is_none_of_what_steps_change(kind: str, way: Way) -> None:
-    """The cosines of positions; marks and counts that no loss reads."""
     ours = cut_rightly(Case(lambda: Tables(kind), loader, BATCH, MICRO), way)
     whole = train(Tables(kind), loader(), AutoAccumulate(BATCH, micro_batch_size=BATCH, verify=False))
     assert torch.equal(ours.module.table, whole.module.table)
 
 
-@each_mode
+@each_cut
 def test_state_that_a_loss_reads_later_is_told_then(way: Way) -> None:
-    """Parts of a window meet what the parts before them have changed."""
     ours = run(Case(lambda: Tables("count", matters_from=5), loader, BATCH, MICRO), way, max_epochs=4)
     assert ours.cause == "stateful"
     (text,) = ours.told
@@ -428,38 +299,12 @@ def test_state_that_a_loss_reads_later_is_told_then(way: Way) -> None:
     assert "table" in text
 
 
-@each_mode
+@each_cut
 def test_state_that_parts_leave_otherwise_is_told_though_no_gradient_depends_on_it(way: Way) -> None:
-    """An average that moves once for each part."""
     ours = run(Case(lambda: Tables("average"), loader, BATCH, MICRO), way)
     assert ours.cause == "stateful"
     (text,) = ours.told
     assert "table" in text
-
-
-class Mixed(Task):
-    """Leaves out one part of a batch, by what it holds, and counts the calls of a hook."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place, self.after = place, 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        value = self.loss(batch)
-        return None if len(batch[0]) == MICRO and batch[1].sum() == self.sums[self.place] else value
-
-    def on_after_backward(self) -> None:
-        self.after += 1
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("place", range(BATCH // MICRO))
-def test_hooks_follow_a_batch_whichever_of_its_pieces_is_left_out(place: int) -> None:
-    """After the last backward pass, or where no loss came of the last piece."""
-    module, callback = Mixed(place), AutoAccumulate(BATCH, micro_batch_size=MICRO, micro_batching="step", verify=False)
-    module.sums = [torch.stack([y for _, y in pairs(BATCH)[i : i + MICRO]]).sum() for i in range(0, BATCH, MICRO)]
-    train(module, loader(BATCH), callback)
-    assert module.after == 1
 
 
 class Numbered(Task):
@@ -475,8 +320,6 @@ class Numbered(Task):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         number = {
             "argument": lambda: batch_idx,
-            "every fourth": lambda: float(batch_idx % 4 == 3),  # lazy regularization
-            "from the fifth": lambda: float(batch_idx > 3),
             "the last": lambda: float(self.trainer.is_last_batch),
             "hook": lambda: self.batches,
             "loop": lambda: self.trainer.fit_loop.total_batch_idx,
@@ -487,9 +330,7 @@ class Numbered(Task):
         return self.loss(batch) + number * self.net(batch[0]).square().mean()
 
 
-@by_turns(
-    ["argument", "every fourth", "from the fifth", "the last", "hook", "loop", "all", "step", "steps"], name="counts"
-)
+@by_turns(["argument", "the last", "hook", "loop", "all", "step", "steps"], name="counts")
 def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(counts: str, way: Way) -> None:
     """Where the loader cuts: at the start, or in the epoch after the one in which memory ran out."""
     case = Case(lambda: Numbered(counts), loader, BATCH, MICRO)
@@ -505,8 +346,6 @@ def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(coun
         assert 'trainer.global_step, which counts optimizer steps, or micro_batching="step"' in text
     assert all("with the same result" in text for text in ours.ran_out)
 
-
-# --- means over something else ------------------------------------------------------------------
 
 WORDS, LENGTH = 11, 9
 
@@ -540,7 +379,7 @@ def of_sentences() -> Any:
     return DataLoader(sentences(), batch_size=BATCH)
 
 
-@each_mode
+@each_cut
 @pytest.mark.parametrize("shift", [False, True])
 def test_a_counter_is_proposed_that_makes_a_mean_over_tokens_exact(shift: bool, way: Way) -> None:
     """What the sentence proposes can be copied: with it the verdict is exact, and the training is that of one pass."""
@@ -558,12 +397,8 @@ def test_a_counter_is_proposed_that_makes_a_mean_over_tokens_exact(shift: bool, 
 
 @each_oom
 def test_parts_of_a_mean_over_tokens_are_weighted_rightly(way: Way) -> None:
-    """With its counter, an error of memory changes nothing either."""
     case = Case(lambda: Language(True), of_sentences, BATCH, MICRO)
     cut_rightly(case, way, normalize=TargetTokens(shift=True))
-
-
-# --- random numbers -----------------------------------------------------------------------------
 
 
 def mixup(samples: Sequence[Any]) -> list[torch.Tensor]:
@@ -604,7 +439,6 @@ RANDOM = {
 
 @by_turns(RANDOM, CUT)
 def test_random_numbers_are_no_error(name: str, way: Way) -> None:
-    """Said in ``exactness`` and not warned of, as accumulation is right on average."""
     module, collate = RANDOM[name]
     ours = judged(module, way, lambda: loader(collate=collate))
     assert ours.told == []
@@ -646,11 +480,6 @@ class Sequential(nn.Module):
         return self.call(self.layer, inputs.view(-1, 2, 3)).flatten(1)
 
 
-def scaled_dot_product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    heads, dropout = x[:, None], 0.4 if layer.training else 0.0
-    return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout)
-
-
 def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
     make = lambda: kind(3, 3, num_layers=2, dropout=0.4, batch_first=True)  # noqa: E731
     return Sequential(make, lambda layer, x: layer(x)[0])
@@ -658,18 +487,11 @@ def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
 
 DROPOUTS: dict[str, Callable[[], nn.Module]] = {
     "nn.Dropout": lambda: nn.Dropout(0.4),
-    "nn.AlphaDropout": lambda: nn.AlphaDropout(0.4),
     "F.dropout": Functional,
     "MultiheadAttention": lambda: Sequential(
         lambda: nn.MultiheadAttention(3, 1, dropout=0.4, batch_first=True), lambda layer, x: layer(x, x, x)[0]
     ),
-    "scaled_dot_product_attention": lambda: Sequential(nn.Identity, scaled_dot_product),
     "LSTM": lambda: recurrent(nn.LSTM),
-    "GRU": lambda: recurrent(nn.GRU),
-    "TransformerEncoderLayer": lambda: Sequential(
-        lambda: nn.TransformerEncoderLayer(3, 1, 5, dropout=0.4, batch_first=True), lambda layer, x: layer(x)
-    ),
-    "StochasticDepth by row": lambda: StochasticDepth(0.4, "row"),
     "StochasticDepth by batch": lambda: StochasticDepth(0.4, "batch"),
     "DropPath": lambda: DropPath(0.4),
 }
@@ -677,22 +499,20 @@ DROPOUTS: dict[str, Callable[[], nn.Module]] = {
 
 @by_turns(DROPOUTS, CUT)
 def test_dropout_of_any_kind_is_left_out_of_the_measurement(name: str, way: Way) -> None:
-    """An exact model stays one."""
     ours = judged(lambda: Within(DROPOUTS[name]()), way)
     assert (ours.cause, ours.told) == ("exact", [])
     assert ours.callback.exactness.relative_error <= 1e-12
     assert all(part.training for part in ours.module.modules())
 
 
-@each_mode
+@each_cut
 def test_dropout_that_no_layer_knows_of_is_no_error(way: Way) -> None:
-    """``F.dropout`` without ``training=``: left out, or told as random numbers, and not warned of."""
     ours = judged(lambda: Within(Always()), way)
     assert ours.told == []
     assert ours.cause in ("exact", "random")
 
 
-@each_mode
+@each_cut
 def test_dropout_hides_no_error(way: Way) -> None:
     """Beside it, a loss that couples samples is still found."""
 
@@ -740,16 +560,12 @@ class Detection(Task):
         return sum(self.net(*batch).values())
 
 
-@each_mode
+@each_cut
 def test_a_model_is_measured_in_training_mode(way: Way) -> None:
-    """Where code asks ``self.training``, evaluation mode is another model; layers that are frozen stay frozen."""
     ours = judged(Detection, way)
     assert (ours.cause, ours.told) == ("exact", [])
     assert ours.callback.exactness.relative_error <= 1e-12
     assert not ours.module.net.norm.training
-
-
-# --- small errors, and verdicts of one mode -----------------------------------------------------
 
 
 def series(count: int = 36) -> list[torch.Tensor]:
@@ -784,8 +600,8 @@ def of_series() -> Any:
 SHIFTED = Case(ShiftedAfterPadding, of_series, BATCH, MICRO)
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.8, 0.6])
-@each_mode
+@pytest.mark.parametrize("weight", [1.0, 0.6])
+@each_cut
 def test_a_small_error_is_an_error(weight: float, way: Way) -> None:
     """Targets that are shifted after padding couple samples at less than a hundredth, or a thousandth."""
 
@@ -807,7 +623,6 @@ def test_a_small_error_is_an_error(weight: float, way: Way) -> None:
 
 @each_oom
 def test_a_small_error_is_not_called_the_same_result(way: Way) -> None:
-    """Where parts are padded anew; where a batch is only cut, they are those of the batch."""
     ours = run(SHIFTED, way)
     exact = error(ours, one_pass(SHIFTED)) <= 1e-12
     assert exact or "same result" not in ours.ran_out[0]
@@ -828,7 +643,6 @@ WITH_SHARE = Case(Shared, lambda: loader(collate=with_share), BATCH, MICRO)
 
 
 def test_a_verdict_is_that_of_the_mode_in_use() -> None:
-    """Batches that are collated are exact, whatever becomes of those that are cut."""
     ours = run(WITH_SHARE, WAYS["loader"])
     assert (ours.cause, ours.told) == ("exact", [])
     assert error(ours, one_pass(WITH_SHARE)) <= 1e-12
@@ -836,18 +650,30 @@ def test_a_verdict_is_that_of_the_mode_in_use() -> None:
 
 @each({name: way for name, way in WAYS.items() if way in (WAYS["step"], OOM, OOM_STEP)})
 def test_what_is_exact_only_when_collated_is_not_cut_in_silence(way: Way) -> None:
-    """Collated anew, or told: never cut wrongly and called exact, or the same result."""
     told_or_right(WITH_SHARE, way)
 
 
-def test_a_frozen_batch_norm_is_exact() -> None:
-    """It uses what it has learned, not the batch."""
+class Counting(Task):
+    """Counts samples in a buffer, to be saved with the weights."""
 
-    class Frozen(Normalized):
-        def on_train_epoch_start(self) -> None:
-            self.norm.eval()
+    def __init__(self, matters: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.matters = matters
 
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.norm.eval()
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += len(batch[1])
+        return self.loss(batch) + self.matters * self.seen * self.net(batch[0]).square().mean()
 
-    assert judged(Frozen, WAYS["loader"]).cause == "exact"
+
+@each(WAYS)
+@pytest.mark.parametrize("matters", [True, False])
+def test_a_count_of_samples_is_told_if_the_loss_reads_it(matters: bool, way: Way) -> None:
+    """Parts of a window meet other counts than one pass does, and leave the same."""
+    case = Case(lambda: Counting(matters=matters), loader, BATCH, MICRO)
+    if not matters:
+        assert cut_rightly(case, way).module.seen == 36
+        return
+    ours = run(case, way)
+    assert ours.cause == "stateful"
+    assert "seen" in (*ours.told, *ours.ran_out)[0]

@@ -9,10 +9,8 @@ import pytest
 import torch
 from reference import Regression, Samples, fit, plain_loop, worst_error
 from torch.utils.data import DataLoader, IterableDataset
-from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.testing import limit_memory
 
 
 class Batches:
@@ -63,43 +61,6 @@ def test_gradients_are_those_of_whole_windows(kind: str, caplog: pytest.LogCaptu
     assert sum("cuts batches in the training step" in record.message for record in caplog.records) == 1
 
 
-class Large(Sized):
-    """Four large batches, each made when it is asked for."""
-
-    def __init__(self, each: int) -> None:
-        super().__init__(4 * each)
-        self.each = each
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.batch(torch.arange(start, start + self.each)) for start in range(0, 4 * self.each, self.each))
-
-    def __len__(self) -> int:
-        return 4
-
-
-def test_training_at_the_limit_fits_beside_the_whole_batch_and_one_more_does_not() -> None:
-    """Batches of twice the limit, cut in halves; batches of two samples more have halves that are too large."""
-
-    def limit(each: int) -> int:
-        callback = AutoAccumulate(memory_budget=BUDGET)
-        fit(Large(each), callback, module=Wide(), max_epochs=1)
-        assert callback.probe.method == "replay"
-        return callback.probe.limit
-
-    each = next(each for each in range(80, 60, -2) if limit(each) >= each // 2)
-    samples = {size: Large(size) for size in (each, each + 2)}  # they lie on the host
-
-    def train(size: int) -> tuple[tuple[int, ...], ...]:
-        callback = AutoAccumulate(micro_batch_size=size // 2, verify=False, on_oom="raise")
-        with limit_memory(BUDGET):
-            fit(samples[size], callback, module=Wide(), max_epochs=2)
-        return callback.plan.chunks
-
-    assert train(each) == ((each // 2, each // 2),)
-    with pytest.raises(torch.OutOfMemoryError):
-        train(each + 2)
-
-
 def test_the_batch_that_the_probe_looked_at_is_let_go() -> None:
     """Else a batch would lie in memory for all of training."""
     looked_at: list[Any] = []
@@ -121,6 +82,14 @@ def test_the_batch_that_the_probe_looked_at_is_let_go() -> None:
     assert module.alive == 1
 
 
+def test_an_effective_batch_must_be_a_whole_number_of_batches() -> None:
+    with pytest.raises(UserError, match=r"effective_batch_size=12 is no whole number of batches: .* of 8 samples"):
+        fit(Sized(), AutoAccumulate(12, micro_batch_size=4))
+    module, trainer = fit(Sized(), AutoAccumulate(24, micro_batch_size=4, verify=False))
+    assert [len(window) for window in module.windows] == [24, 13] * 2
+    assert trainer.accumulate_grad_batches == 3
+
+
 class Shorter(Sized):
     """Says that it has more batches than it yields."""
 
@@ -134,11 +103,3 @@ def test_data_that_end_before_their_length_end_the_epoch() -> None:
     windows = [list(range(0, 16)), list(range(16, 32))] * 2
     assert worst_error(module.gradients, plain_loop(Samples(32), windows)) <= 1e-12
     assert (module.windows, trainer.global_step) == (windows, 4)
-
-
-def test_an_effective_batch_must_be_a_whole_number_of_batches() -> None:
-    with pytest.raises(UserError, match=r"effective_batch_size=12 is no whole number of batches: .* of 8 samples"):
-        fit(Sized(), AutoAccumulate(12, micro_batch_size=4))
-    module, trainer = fit(Sized(), AutoAccumulate(24, micro_batch_size=4, verify=False))
-    assert [len(window) for window in module.windows] == [24, 13] * 2
-    assert trainer.accumulate_grad_batches == 3

@@ -57,7 +57,6 @@ class RaisesOnce(Regression):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hook", ["training_step", "on_before_zero_grad", "on_before_backward", "on_after_backward"])
 def test_an_error_of_the_users_own_ends_the_run_where_it_is_raised(hook: str, mode: str) -> None:
-    """As in stock Lightning: the same error, and nothing is run again in answer to it."""
     module = RaisesOnce(hook)
     with pytest.raises(RuntimeError, match="mine"):
         fit(data(), ours(mode), module=module)
@@ -104,99 +103,6 @@ def test_steps_of_evaluation_need_not_take_the_number_of_their_batch(mode: str, 
     assert set(module.seen) == {most}
 
 
-class FollowedFromAList(Regression):
-    """An average in a plain list that follows before gradients are zeroed; memory runs out in a backward pass, once."""
-
-    def __init__(self, at: int = 0) -> None:
-        super().__init__()
-        self.averages = [torch.nn.Linear(FEATURES, 1, dtype=torch.float64)]
-        self.at, self.attempts, self.followed = at, 0, 0
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self.followed += 1
-        with torch.no_grad():
-            for average, weight in zip(self.averages[0].parameters(), self.net[2].parameters()):
-                average.mul_(0.5).add_(weight[:, :FEATURES] if weight.dim() > 1 else weight, alpha=0.5)
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.attempts += 1
-        if self.attempts == self.at:
-            raise out_of_memory()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_network_in_a_list_follows_once_a_window(mode: str) -> None:
-    """Memory runs out after it has followed: it does not follow again, and the result is not called the same."""
-    torch.manual_seed(0)
-    right, found = FollowedFromAList(), FollowedFromAList(at=3)
-    found.averages[0].load_state_dict(right.averages[0].state_dict())
-    fit(data(), ours(mode, 16), module=right)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(data(), AutoAccumulate(micro_batch_size=16, micro_batching=mode), module=found)
-    (text,) = [str(each.message) for each in caught if "Memory ran out" in str(each.message)]
-    assert "had changed averages.0." in text
-    assert "with the same result" not in text
-    assert found.followed == right.followed
-    torch.testing.assert_close([*found.averages[0].parameters()], [*right.averages[0].parameters()])
-
-
-def test_a_mistake_after_a_fit_is_told_as_it_is(tmp_path: Any) -> None:
-    """What the fit has left does not get in its way."""
-    trainer = quiet_trainer(ours("loader"), max_epochs=1, default_root_dir=tmp_path)
-    trainer.fit(Regression(), data())
-    with pytest.raises(ValueError, match="best"):
-        trainer.test(Regression(), data(), ckpt_path="best")
-
-
-class Overwrites(Regression):
-    """Halves its batch in place; memory runs out in the second piece of the first batch."""
-
-    attempts = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.attempts += 1
-        batch[0].mul_(0.5)
-        if self.attempts == 2:
-            raise out_of_memory()
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_batch_that_ran_in_pieces_and_was_overwritten_is_not_run_again() -> None:
-    """On a CPU pieces share memory with their batch."""
-    with pytest.raises(UserError, match="had changed its batch in place"):
-        fit(data(), ours("step", 8), module=Overwrites())
-
-
-class Sharpness(torch.optim.SGD):
-    """Evaluates its closure twice, as SAM does, and runs out of memory in between, once."""
-
-    def __init__(self, *given: Any, fails: bool, **settings: Any) -> None:
-        super().__init__(*given, **settings)
-        self.fails = fails
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        if self.fails:
-            raise out_of_memory()
-        closure()
-        super().step()
-        return loss
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_memory_that_runs_out_between_two_evaluations_is_told_with_a_way_out(mode: str) -> None:
-    class Sharp(Regression):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return Sharpness(self.parameters(), lr=0.1, fails=True)
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        fit(data(), ours(mode, 16), module=Sharp())
-    (note,) = caught.value.__notes__
-    assert "after the window's last backward pass" in note
-    assert "Resume from the last checkpoint" in note
-
-
 class FixedSize(Regression):
     """Needs batches of sixteen samples, for which there is no memory after the second."""
 
@@ -220,36 +126,6 @@ def test_an_error_in_a_part_of_a_batch_keeps_its_type_and_says_which_part_ran(mo
     assert "micro_batch_size=" in note
     assert "split_batch" in note
     assert "training_step" in {frame.name for frame in caught.traceback}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_event_names_what_counts_batches_from_the_next_epoch_on(mode: str) -> None:
-    """A schedule that follows a value of each batch meets more and smaller batches, where the loader cuts them."""
-
-    class Plateau(Regression):
-        attempts = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.attempts += 1
-            if self.attempts == 2:
-                raise out_of_memory()
-            value = super().training_step(batch, batch_idx)
-            self.log("loss", value)
-            return value
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "loss"},
-            }
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(data(), ours(mode, 16), module=Plateau())
-    (text,) = [str(each.message) for each in caught if "Memory ran out" in str(each.message)]
-    assert ("(ReduceLROnPlateau by step)" in text) == (mode == "loader")
 
 
 class Rotary(torch.nn.Module):
@@ -305,7 +181,6 @@ class Remembers(Regression):
 
 
 def test_a_window_keeps_no_batch_on_the_device_but_the_current_one() -> None:
-    """Those before are kept on the host, or read again."""
     module = Remembers()
     fit(data(64, 4), AutoAccumulate(16, micro_batch_size=4, verify=False), module=module, max_epochs=1)
     assert module.alive == [0] * 16
@@ -356,6 +231,100 @@ def test_what_hooks_changed_between_two_micro_batches_is_met_again(callback: Any
         return [parameter.detach() for parameter in module.parameters()]
 
     torch.testing.assert_close(weights(at), weights(0), rtol=1e-12, atol=1e-14)
+
+
+class FollowedFromAList(Regression):
+    """An average in a plain list that follows before gradients are zeroed; memory runs out in a backward pass, once."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__()
+        self.averages = [torch.nn.Linear(FEATURES, 1, dtype=torch.float64)]
+        self.at, self.attempts, self.followed = at, 0, 0
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.followed += 1
+        with torch.no_grad():
+            for average, weight in zip(self.averages[0].parameters(), self.net[2].parameters()):
+                average.mul_(0.5).add_(weight[:, :FEATURES] if weight.dim() > 1 else weight, alpha=0.5)
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.attempts += 1
+        if self.attempts == self.at:
+            raise out_of_memory()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_network_in_a_list_follows_once_a_window(mode: str) -> None:
+    """Memory runs out after it has followed: it does not follow again, and the result is not called the same."""
+    torch.manual_seed(0)
+    right, found = FollowedFromAList(), FollowedFromAList(at=3)
+    found.averages[0].load_state_dict(right.averages[0].state_dict())
+    fit(data(), ours(mode, 16), module=right)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(data(), AutoAccumulate(micro_batch_size=16, micro_batching=mode), module=found)
+    (text,) = [str(each.message) for each in caught if "Memory ran out" in str(each.message)]
+    assert "had changed averages.0." in text
+    assert "with the same result" not in text
+    assert found.followed == right.followed
+    torch.testing.assert_close([*found.averages[0].parameters()], [*right.averages[0].parameters()])
+
+
+class Overwrites(Regression):
+    """Halves its batch in place; memory runs out in the second piece of the first batch."""
+
+    attempts = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.attempts += 1
+        batch[0].mul_(0.5)
+        if self.attempts == 2:
+            raise out_of_memory()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_that_ran_in_pieces_and_was_overwritten_is_not_run_again() -> None:
+    """On a CPU pieces share memory with their batch."""
+    with pytest.raises(UserError, match="had changed its batch in place"):
+        fit(data(), ours("step", 8), module=Overwrites())
+
+
+def test_a_mistake_after_a_fit_is_told_as_it_is(tmp_path: Any) -> None:
+    """What the fit has left does not get in its way."""
+    trainer = quiet_trainer(ours("loader"), max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(Regression(), data())
+    with pytest.raises(ValueError, match="best"):
+        trainer.test(Regression(), data(), ckpt_path="best")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_event_names_what_counts_batches_from_the_next_epoch_on(mode: str) -> None:
+    """A schedule that follows a value of each batch meets more and smaller batches, where the loader cuts them."""
+
+    class Plateau(Regression):
+        attempts = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.attempts += 1
+            if self.attempts == 2:
+                raise out_of_memory()
+            value = super().training_step(batch, batch_idx)
+            self.log("loss", value)
+            return value
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "loss"},
+            }
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(data(), ours(mode, 16), module=Plateau())
+    (text,) = [str(each.message) for each in caught if "Memory ran out" in str(each.message)]
+    assert ("(ReduceLROnPlateau by step)" in text) == (mode == "loader")
 
 
 class RunsOutOnce(Regression):

@@ -41,7 +41,6 @@ def verify(net: torch.nn.Module, loss: Any, **arguments: Any) -> AutoAccumulate:
 
 
 def test_independent_samples_are_found_exact() -> None:
-    """Dropout is off while it is measured."""
     exactness = verify(plain(), torch.nn.functional.mse_loss).exactness
     assert exactness.cause == "exact"
     assert exactness.micro_steps in (15, 17)  # where the loader cuts, two more places of the epoch are tried
@@ -49,17 +48,14 @@ def test_independent_samples_are_found_exact() -> None:
 
 
 def test_batch_norm_may_be_known_about() -> None:
-    """Without a warning then, but measured all the same."""
     assert verify(normalized(), torch.nn.functional.mse_loss, batch_norm="ignore").exactness.cause == "batch_norm"
 
 
 def test_verification_can_be_turned_off() -> None:
-    """Nothing is measured and nothing said."""
     assert verify(normalized(), torch.nn.functional.mse_loss, verify=False).exactness is None
 
 
 def test_a_micro_batch_of_one_is_measured_on_more() -> None:
-    """A small model is measured on five samples whatever the micro-batch is; of two there are no parts of two."""
     callback = AutoAccumulate(micro_batch_size=1)
     fit(DataLoader(Samples(8), batch_size=2), callback, max_epochs=1)
     assert callback.exactness.cause == "exact"
@@ -83,7 +79,6 @@ def test_what_fails_in_the_check_does_not_fail_the_run() -> None:
 
 
 def test_an_epoch_of_one_window_is_measured_without_a_step() -> None:
-    """Its first micro-batch is also its last: clipping must not come between."""
     callback = AutoAccumulate(64, micro_batch_size=8)
     module = Model(plain(), torch.nn.functional.mse_loss)
     fit(DataLoader(Samples(64), batch_size=64), callback, module=module, gradient_clip_val=0.01, max_epochs=1)
@@ -92,26 +87,6 @@ def test_an_epoch_of_one_window_is_measured_without_a_step() -> None:
 
 @pytest.mark.filterwarnings("ignore::lightning_ga.ExactnessWarning")
 def test_the_check_leaves_no_trace(tmp_path: Path) -> None:
-    """Bit for bit the training without it."""
     with_check = run(tmp_path / "with", AutoAccumulate(micro_batch_size=5))
     without = run(tmp_path / "without", AutoAccumulate(micro_batch_size=5, verify=False))
     assert difference(with_check, without) is None
-
-
-def test_sparse_gradients_are_compared_as_they_are() -> None:
-    """Without a dense copy of a large embedding."""
-
-    class Embedded(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.EmbeddingBag(1_000, 3, sparse=True, mode="sum", dtype=torch.float64)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return (self.net(batch[2][:, None]).sum(1) - batch[1][:, 0]).square().mean()
-
-        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            assert self.net.weight.grad.is_sparse
-
-    callback = AutoAccumulate(micro_batch_size=4)
-    fit(DataLoader(Samples(24), batch_size=12), callback, module=Embedded(), max_epochs=1)
-    assert callback.exactness.cause == "exact"

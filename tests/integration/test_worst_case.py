@@ -150,10 +150,7 @@ LARGER = pytest.mark.loader_only(
 @LARGER
 @pytest.mark.parametrize("kind", PADDED)
 def test_the_one_long_sequence_of_every_field_is_found_and_decides(kind: str) -> None:
-    """An epoch at the limit never runs out; one sample more does as soon as the longest is among them.
-
-    Fields are padded each by itself: the worst batch holds the longest of each.
-    """
+    """An epoch at the limit never runs out; one sample more does as soon as the longest is among them."""
     loss, budget, fields = PADDED[kind]
     limit = train(loss, Sequences(*fields), padded, budget).probe.limit
     assert 2 <= limit < 64
@@ -182,7 +179,6 @@ def test_where_tokens_count_the_heaviest_samples_are_tried(kind: str) -> None:
 
 
 def test_workers_look_as_well_and_streams_are_read_to_their_end() -> None:
-    """In processes of their own, with the same limit; the longest sequence may be the last."""
     loss, budget, _ = PADDED["recurrence"]
     dataset = Sequences(lengths(300, longest_at=299))
     known = train(loss, dataset, padded, budget, steps=1).probe.limit
@@ -202,31 +198,6 @@ def test_samples_that_there_was_no_time_for_are_counted(monkeypatch: pytest.Monk
         with pytest.warns(UserWarning, match="time to look at"):
             found = train(loss, Sequences(sorted(lengths(), reverse=descending)), padded, budget, steps=1)
         assert found.probe.limit == known
-
-
-def test_samples_of_one_size_are_looked_at_no_further() -> None:
-    """A few of them are enough, however many there are."""
-
-    class Counted(Dataset):
-        def __init__(self, size: int) -> None:
-            self.size = size
-            SEEN.clear()
-
-        def __len__(self) -> int:
-            return self.size
-
-        def __getitem__(self, index: int) -> tuple[torch.Tensor]:
-            SEEN.append(index)
-            return (torch.ones(20, dtype=torch.long),)
-
-    def looked_at(size: int) -> int:
-        train(recurrent, Counted(size), padded, 10**6)
-        return len(SEEN) - size
-
-    assert looked_at(SIZE) == looked_at(2 * SIZE) <= 80
-
-
-SEEN: list[int] = []
 
 
 class Changing(Dataset):

@@ -1,6 +1,6 @@
 """Batches are counted and cut by their layout, by the module's hook, or by collating their samples anew."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,15 +10,9 @@ from reference import quiet_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from lightning_ga.batch import pytree as structures
-from lightning_ga.batch.layout import LayoutError, SampleAxis
+from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat.transfer import BatchTransfer
-from lightning_ga.loading.reader import (
-    BatchReader,
-    CollatedAgain,
-    CollatedBatches,
-    ReadyMadeBatches,
-    indices_of,
-)
+from lightning_ga.loading.reader import BatchReader, CollatedAgain, CollatedBatches, ReadyMadeBatches, indices_of
 
 SIZE = 24
 
@@ -42,23 +36,6 @@ class Endless(IterableDataset[Any]):
 
 class Plain(pl.LightningModule):
     """A module without hooks of its own."""
-
-
-class Cutting(Plain):
-    """A module that cuts batches."""
-
-    def split_batch(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        return list(torch.split(batch, list(sizes)))
-
-
-class Doubling(Plain):
-    """A module that changes batches on the host, and on the device."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return {"x": batch[0].T, "y": batch[1]}
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch | {"double": torch.cat([batch["y"], batch["y"]])[None]}
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer:
@@ -111,44 +88,6 @@ def test_batches_are_counted_and_cut_where_samples_lie() -> None:
     assert read.count([torch.zeros(5, 3), torch.zeros(5)], expected=8) == 5
 
 
-def test_layouts_on_the_host_and_on_the_device_are_two() -> None:
-    """Where hooks of the module change batches on their way; where none does, one is enough."""
-    loader = loader_of()
-    read = reader(Doubling(), collated(loader))
-    host = read.layout(on_host=True)
-    assert host.roles == {"batch": "fields", "batch['x']": SampleAxis(1), "batch['y']": SampleAxis(0)}
-    with pytest.raises(LayoutError, match=r"batch\['double'\]"):
-        read.layout()
-    with pytest.raises(LayoutError, match=r"batch\['double'\]"):
-        read.layout()
-    plain = reader(Plain(), collated(loader))
-    assert plain.layout(on_host=True) is plain.layout()
-
-
-def test_no_more_samples_are_counted_than_were_fetched() -> None:
-    """What expects fewer is believed; where the batch does not tell, it is the answer."""
-    read = reader(Plain(), collated(loader_of()))
-    assert read.count([torch.zeros(8, 3), torch.zeros(8)], expected=6) == 6
-    assert read.count(object(), expected=6) == 6
-    assert read.count(object(), otherwise=4) == 4
-    with pytest.raises(LayoutError, match="another kind"):
-        read.count(object())
-    with pytest.raises(LayoutError, match=r"seems to hold 8 where the loader was asked for 6.*split_batch"):
-        read.slices([torch.zeros(8, 3), torch.zeros(8)], expected=6)
-
-
-def test_a_collate_function_that_drops_samples_is_believed() -> None:
-    """A broken sample among those that are looked at too."""
-
-    def collate(batch: list[Any]) -> Any:
-        return default_collate([each for each in batch if each[1] % 5])
-
-    loader = loader_of(collate)
-    read = reader(Plain(), collated(loader))
-    assert read.count(first(loader), expected=8) == 6
-    assert read.slices(first(loader), expected=8).take(3, 5)[1].tolist() == [4, 6]
-
-
 def packed(batch: list[Any]) -> dict[str, Any]:
     """Rows of all samples and where they end."""
     rows = [torch.full((index % 3 + 1, 2), float(index)) for _, index in batch]
@@ -189,33 +128,7 @@ def test_batches_that_are_not_the_same_again_cannot_be_collated_anew() -> None:
         reader(Plain(), collated(loader)).check(lambda: samples_of(loader))
 
 
-def test_a_module_that_cuts_batches_is_asked() -> None:
-    """Before anything is read; each slice is checked where it can be counted."""
-    loader = loader_of(lambda batch: torch.stack([row for row, _ in batch]))
-    read = reader(Cutting(), collated(loader))
-    read.check(lambda: None)
-    assert read.is_read()
-    assert not read.makes_anew
-    slices = read.slices(first(loader), expected=8)
-    assert slices.samples == 8
-    assert [slices.take(*edges)[:, 0].tolist() for edges in ((0, 3), (3, 8), (0, 8), (2, 4))] == [
-        [0, 1, 2],
-        [3, 4, 5, 6, 7],
-        [0, 1, 2, 3, 4, 5, 6, 7],
-        [2, 3],
-    ]
-
-
-def test_a_module_that_cuts_batches_of_unknown_size_is_told_the_length_of_the_first_tensor() -> None:
-    """Where no layout can be read."""
-    read = reader(Cutting(), ReadyMadeBatches(list))
-    assert read.count({"x": torch.zeros(8, 3), "y": torch.zeros(2)}) == 8
-    assert read.slices(torch.arange(8)).take(2, 4).tolist() == [2, 3]
-    assert read.count(torch.zeros(8), expected=6) == 6
-
-
 def test_a_loader_without_samples_or_of_unknown_kind_is_refused() -> None:
-    """With the way out."""
     with pytest.raises(
         LayoutError, match=r"the loader yields no sample in the first epoch: let .* or use micro_batching=\"loader\""
     ):
@@ -240,31 +153,6 @@ def test_a_collate_function_that_fails_on_a_few_samples_is_named() -> None:
         reader(Plain(), collated(loader_of(full))).layout()
 
 
-def test_ready_made_batches_are_read_off_themselves() -> None:
-    """After what the trainer does with them."""
-    sizes = [torch.zeros(8, 3), torch.zeros(4, 3)]
-    batches = ReadyMadeBatches(lambda: [[x, torch.zeros(len(x))] for x in sizes])
-    assert reader(Doubling(), batches).layout(on_host=True).roles["batch['x']"] == SampleAxis(1)
-    read = reader(Plain(), batches)
-    assert read.slices([torch.zeros(6, 3), torch.arange(6)]).take(1, 3)[1].tolist() == [1, 2]
-    prepared = reader(Doubling(), ReadyMadeBatches(lambda: [[torch.zeros(8, 3), torch.zeros(8)]], prepared=True))
-    assert prepared.layout().roles["batch[0]"] == SampleAxis(0)
-
-
-def test_different_samples_are_looked_at() -> None:
-    """Ragged ones are among them, so that what is padded is told from what is stacked."""
-
-    class Ragged(Rows):
-        def __getitem__(self, index: int) -> Any:
-            return torch.ones(2 if index == 20 else 1), index
-
-    def flat(batch: list[Any]) -> Any:
-        return {"flat": torch.cat([row for row, _ in batch])}
-
-    with pytest.raises(LayoutError, match=r"batch\['flat'\] holds different numbers of entries for different samples"):
-        reader(Plain(), collated(loader_of(flat, Ragged()))).layout()
-
-
 def test_indices_are_from_all_over_the_dataset() -> None:
     """Of a stream there are none, and of a dataset without a length those of the first batch."""
     assert indices_of(loader_of()) == [0, 17, 10, 3, 20, 13, 6, 23]
@@ -276,3 +164,15 @@ def test_indices_are_from_all_over_the_dataset() -> None:
             return index
 
     assert indices_of(DataLoader(Lookup(), batch_sampler=[["a", "b"], ["c"]])) == ["a", "b"]  # type: ignore[arg-type]
+
+
+def test_no_more_samples_are_counted_than_were_fetched() -> None:
+    """What expects fewer is believed; where the batch does not tell, it is the answer."""
+    read = reader(Plain(), collated(loader_of()))
+    assert read.count([torch.zeros(8, 3), torch.zeros(8)], expected=6) == 6
+    assert read.count(object(), expected=6) == 6
+    assert read.count(object(), otherwise=4) == 4
+    with pytest.raises(LayoutError, match="another kind"):
+        read.count(object())
+    with pytest.raises(LayoutError, match=r"seems to hold 8 where the loader was asked for 6.*split_batch"):
+        read.slices([torch.zeros(8, 3), torch.zeros(8)], expected=6)

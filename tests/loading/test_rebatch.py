@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,24 +12,15 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
 from lightning_ga.loading.rebatch import read_loader, rebatch
-from lightning_ga.loading.sampler import (
-    FromBatches,
-    FromSampler,
-    Sequential,
-    Shuffled,
-    WindowBatchSampler,
-)
+from lightning_ga.loading.sampler import FromBatches, WindowBatchSampler
 from lightning_ga.loading.samples import collate_samples, collect_samples, peekable
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 
@@ -196,82 +186,6 @@ def test_any_loader_is_cut_anew_and_left_alone(way: str) -> None:
     assert {name for name in differ if not name.startswith("__pl_")} <= changed  # Lightning's own, after an error
 
 
-def test_a_loader_that_is_being_iterated_shares_nothing_with_its_copy() -> None:
-    """Persistent workers of the user's loader keep working for the user alone, those of the copy over epochs."""
-    loader = LOADERS["persistent workers"]()
-    first = numbers(loader)
-    workers = loader._iterator
-    cut = armed(loader)
-    copied = rebatch(loader, cut)
-    assert copied._iterator is None
-    assert numbers(copied)[0] == [0, 1]
-    own = copied._iterator
-    assert own is not None
-    assert own is not workers
-    cut.arrange(0, EpochPlan(RegularWindows(SIZE, 4), 4, 1, 1), enabled=True)
-    assert numbers(copied) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
-    assert copied._iterator is own
-    assert loader._iterator is workers
-    assert numbers(loader) == first
-
-
-SUBSET = SubsetRandomSampler(range(4))
-WEIGHTED = WeightedRandomSampler([1.0] * SIZE, 7)
-
-
-class OwnSequential(SequentialSampler):
-    """A subclass may yield anything."""
-
-
-class OwnDistributed(DistributedSampler[int]):
-    """So may this one."""
-
-
-@pytest.mark.parametrize(
-    ("settings", "order", "size"),
-    [
-        ({}, Sequential, SIZE),
-        ({"shuffle": True}, Shuffled, SIZE),
-        ({"sampler": RandomSampler(range(SIZE), replacement=True)}, FromSampler, SIZE),
-        ({"sampler": RandomSampler(range(SIZE), num_samples=5)}, FromSampler, 5),
-        ({"sampler": RandomSampler(range(SIZE), num_samples=25)}, FromSampler, 25),
-        ({"sampler": OwnSequential(range(SIZE))}, FromSampler, SIZE),
-        ({"sampler": SUBSET}, FromSampler, 4),
-        ({"sampler": WEIGHTED}, FromSampler, 7),
-    ],
-)
-def test_the_order_is_read_off_the_sampler(settings: dict[str, Any], order: type, size: int) -> None:
-    """Only what is certain is replaced by an order of our own; any other sampler is asked."""
-    recipe = read_loader(DataLoader(Numbers(), 3, drop_last=True, **settings), world_size=2)
-    assert type(recipe.order) is order
-    assert (recipe.order.size, recipe.batch_size, recipe.drop_last, recipe.shared) == (size, 3, True, True)
-    assert len(recipe.order.draw(0, 1)) == size
-
-
-def test_ranks_share_an_order_unless_it_is_their_own() -> None:
-    """Streams, foreign distributed samplers and ``use_distributed_sampler=False`` leave each rank its own."""
-
-    def distributed(kind: type, replicas: int) -> DataLoader[int]:
-        return DataLoader(Numbers(), 3, sampler=kind(Numbers(), replicas, 0))
-
-    own_batches: Callable[[Sampler[int]], DataLoader[int]] = lambda sampler: DataLoader(  # noqa: E731
-        Numbers(), batch_sampler=OwnBatches(sampler, 3, False)
-    )
-    plain = DataLoader(Numbers(), 3, shuffle=True)
-    assert read_loader(plain, world_size=2).shared
-    assert not read_loader(plain, world_size=2, shard=False).shared
-    assert read_loader(plain, world_size=1, shard=False).shared
-    assert read_loader(distributed(DistributedSampler, 2), world_size=2, shard=False).shared
-    assert not read_loader(distributed(DistributedSampler, 3), world_size=2).shared
-    assert not read_loader(distributed(OwnDistributed, 2), world_size=2).shared
-    assert not read_loader(LOADERS["stream"](), world_size=2).shared
-    assert read_loader(LOADERS["stream"](), world_size=1).shared
-    assert read_loader(own_batches(SequentialSampler(range(SIZE))), world_size=2).shared
-    assert not read_loader(own_batches(DistributedSampler(Numbers(), 2, 0)), world_size=2).shared
-    assert read_loader(LOADERS["stream"](), world_size=1).order.size is None
-    assert read_loader(LOADERS["stream with a length"](), world_size=1).order.size == SIZE
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_what_ranks_share_is_shuffled_as_by_lightning(own: bool) -> None:
     """Its samplers of ranks take turns in one order, of the dataset or of a sampler of the user's own."""
@@ -283,18 +197,6 @@ def test_what_ranks_share_is_shuffled_as_by_lightning(own: bool) -> None:
         share.set_epoch(3)
     theirs = [index for turn in zip(*shares, strict=True) for index in turn]
     assert [int(index) for index in order.draw(3, 7)] == theirs[:SIZE]
-
-
-def test_overfitting_reads_the_order_of_the_dataset() -> None:
-    """``shuffle=False`` overrides a sampler, but no batch sampler of the user's own."""
-    assert isinstance(
-        read_loader(DataLoader(Numbers(), 3, shuffle=True), world_size=1, shuffle=False).order, Sequential
-    )
-    assert isinstance(read_loader(LOADERS["list of batches"](), world_size=1, shuffle=False).order, FromBatches)
-    given = DataLoader(Numbers(), batch_sampler=BatchSampler(SubsetRandomSampler(range(4)), 3, drop_last=True))
-    recipe = read_loader(given, world_size=1, shuffle=False)
-    assert isinstance(recipe.order, FromSampler)
-    assert (recipe.order.size, recipe.batch_size, recipe.drop_last) == (4, 3, True)
 
 
 class Endless:
@@ -316,42 +218,12 @@ class Endless:
     ],
 )
 def test_a_loader_that_cannot_be_cut_is_refused(loader: object, message: str) -> None:
-    """With what it is and why it will not do; batches of the first four are cut as they come (``prebatched``)."""
     with pytest.raises(UserError, match=message):
         read_loader(loader, world_size=1)
 
 
-@pytest.mark.parametrize("way", [way for way in LOADERS if not way.startswith("stream")])
-def test_samples_are_fetched_raw_and_collated_in_the_loaders_own_way(way: str) -> None:
-    """In this process, whatever the workers; a batch may hold more samples than there are, in turn."""
-    loader = LOADERS[way]()
-    samples = collect_samples(loader, [7, 2])
-    assert samples == [7, 2]
-    scale = 2 if isinstance(loader, Doubling) else 1
-    assert numbers([collate_samples(loader, samples, 5)]) == [[7 * scale, 2 * scale, 7 * scale, 2 * scale, 7 * scale]]
-    assert loader._iterator is None
-
-
-def test_of_a_view_only_what_it_shows_is_copied() -> None:
-    """Not the whole dataset behind it, once for every sample of a trial."""
-    whole, given = torch.zeros(1000, 3), list[Any]()
-    samples = [(view, {"again": view, "box": SimpleNamespace(view=view[:2])}) for view in whole]
-
-    def keep(batch: list[Any]) -> int:
-        given.extend(batch)
-        return len(batch)
-
-    collate_samples(DataLoader(samples, collate_fn=keep), samples[:2], 2)  # type: ignore[arg-type]
-    for view, others in given:
-        assert view.untyped_storage().nbytes() == 12
-        assert others["again"] is view
-        assert others["box"].view.untyped_storage().nbytes() == 8
-        assert view.data_ptr() != whole.data_ptr()
-
-
 @pytest.mark.parametrize("dataset", [Counting, SizedCounting, Reopened])
 def test_samples_of_a_stream_are_looked_at_without_losing_them(dataset: type) -> None:
-    """From a copy, or from what is kept for the next pass where the stream cannot be copied."""
     loader = peekable(DataLoader(dataset(), 3))
     assert collect_samples(loader, [None] * 4) == [0, 1, 2, 3]
     assert collect_samples(loader, [None] * 4) == [0, 1, 2, 3]
@@ -359,7 +231,6 @@ def test_samples_of_a_stream_are_looked_at_without_losing_them(dataset: type) ->
 
 
 def test_a_stream_that_can_be_read_only_once_is_left_alone() -> None:
-    """Rather than lose samples the probe refuses and says what to do."""
     loader = DataLoader(OnceOnly(), 3)
     with pytest.raises(UserError, match=r"OnceOnly can be read only once.*give micro_batch_size="):
         collect_samples(loader, [None] * 4)

@@ -1,13 +1,13 @@
 """What every rank is fed with, against the recipe's own loaders and a plain walk over the order."""
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any
 
 import pytest
 import torch
 from epoch_chunks import samples_after
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -132,12 +132,10 @@ def recipe_length(size: int, batch: int, world_size: int, limit: int | float, *,
     return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
 
-@settings(deadline=None)
 @given(TOTALS, BATCHES, FACTORS, WORLD_SIZES, LIMITS, st.integers(0, 3))
 def test_windows_are_slices_of_one_order_on_any_hardware(
     total: int, batch: int, factor: int, world_size: int, limit: int, epoch: int
 ) -> None:
-    """The order is a permutation of seed + epoch; ranks and limit change nothing in what a window holds."""
     ranks = feeds(lambda rank: DataLoader(Numbers(total), batch, shuffle=True), world_size, factor)
     for feed in ranks:
         plan = feed.arrange(epoch, None, limit)
@@ -145,7 +143,6 @@ def test_windows_are_slices_of_one_order_on_any_hardware(
     assert trained_on(ranks) == cut(permutation(total, epoch), batch * factor * world_size)
 
 
-@settings(deadline=None)
 @given(TOTALS, BATCHES, WORLD_SIZES, LIMITS, TRAINER_LIMITS, st.integers(4, 60), st.booleans())
 def test_the_trainers_limit_counts_batches_of_the_recipe(
     total: int, batch: int, world_size: int, limit: int, trainer_limit: int | float, effective: int, drop_last: bool
@@ -154,9 +151,7 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
     batches = recipe_length(total, batch, world_size, trainer_limit, drop_last=drop_last)
     unlimited = recipe_length(total, batch, world_size, 1.0, drop_last=drop_last)
     ranks = feeds(
-        lambda rank: DataLoader(Numbers(total), batch, drop_last=drop_last),
-        world_size,
-        limit_batches=trainer_limit,
+        lambda rank: DataLoader(Numbers(total), batch, drop_last=drop_last), world_size, limit_batches=trainer_limit
     )
     whole = batches == unlimited
     used = total if whole else min(total, batches * batch * world_size)
@@ -176,35 +171,11 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
     assert trained_on(ranks) == expected
 
 
-@settings(deadline=None)
-@given(TOTALS, BATCHES, WORLD_SIZES, LIMITS, TRAINER_LIMITS, st.integers(4, 60), st.booleans())
-def test_batches_of_the_recipe_are_counted_while_training(
-    total: int, batch: int, world_size: int, limit: int, trainer_limit: int | float, effective: int, drop_last: bool
-) -> None:
-    """After each micro-batch as many as its samples complete; the last one of the epoch completes all of them."""
-    batches = recipe_length(total, batch, world_size, trainer_limit, drop_last=drop_last)
-    (feed, *_) = feeds(
-        lambda rank: DataLoader(Numbers(total), batch, drop_last=drop_last), world_size, limit_batches=trainer_limit
-    )
-    if not batches or (drop_last and total < effective):
-        return
-    feed.arrange(0, effective, limit)
-    counts = [feed.recipe_batches(samples_after(feed.epoch_plan, index)) for index in range(feed.length or 0)]
-    ends = list(accumulate([batch * world_size] * batches))
-    for index, count in enumerate(counts[:-1]):
-        assert count == sum(end <= samples_after(feed.epoch_plan, index) for end in ends)
-    assert counts[-1] == batches == feed.recipe_batches(feed.recipe.total(0) or 0)
-
-
-@settings(deadline=None)
 @given(TOTALS, FACTORS, WORLD_SIZES, LIMITS, TRAINER_LIMITS)
 def test_batches_of_a_custom_batch_sampler_are_joined(
     total: int, factor: int, world_size: int, limit: int, trainer_limit: int | float
 ) -> None:
-    """A window is the next factor × ranks of the user's batches, cut anew into micro-batches that fit.
-
-    On one rank no micro-batch holds samples of two batches, which may belong together.
-    """
+    """A window is the next factor × ranks of the user's batches, cut anew into micro-batches that fit."""
     batches = Growing(total).batches
     length = -(-len(batches) // world_size)
     used = min(length, trainer_limit) if isinstance(trainer_limit, int) else int(length * trainer_limit)
@@ -235,7 +206,6 @@ def test_batches_of_a_custom_batch_sampler_are_joined(
     assert counts[-1] == used
 
 
-@settings(deadline=None)
 @given(TOTALS, WORLD_SIZES, LIMITS, WORLD_SIZES, LIMITS, st.integers(4, 30), st.booleans(), st.data())
 def test_an_interrupted_epoch_goes_on_anywhere(
     total: int, before: int, limit: int, after: int, other: int, effective: int, custom: bool, data: st.DataObject
@@ -268,19 +238,6 @@ def test_an_interrupted_epoch_goes_on_anywhere(
         assert windows[:stop] + rest == windows
 
 
-def test_a_resume_never_passes_the_limit_where_given_batches_join_otherwise() -> None:
-    """Windows that start anew in mid-epoch may be larger than any before: the factor follows."""
-    sizes = [1, 5, 5, 1]
-    ends = [0, *accumulate(sizes)]
-    batches = [list(range(a, b)) for a, b in pairwise(ends)]
-    (feed,) = feeds(lambda rank: DataLoader(Numbers(12), batch_sampler=batches), 1, 2)  # type: ignore[arg-type]
-    assert feed.arrange(0, None, 3).factor == 4  # two batches, each in two parts
-    assert_fit([feed], 3)
-    plan = feed.arrange(0, None, 3, samples_done=1)
-    assert (plan.effective_batch_size, plan.factor) == (10, 4)
-    assert trained_on([feed]) == [list(range(1, 11)), [11]]
-
-
 class Own(BatchSampler):
     """A batch sampler of the user's own."""
 
@@ -289,7 +246,6 @@ def grouped(total: int, batch: int, *, drop_last: bool = False) -> DataLoader[in
     return DataLoader(Numbers(total), batch_sampler=Own(SequentialSampler(range(total)), batch, drop_last))
 
 
-@settings(deadline=None)
 @given(TOTALS, BATCHES, FACTORS, LIMITS, st.integers(1, 4))
 def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(
     total: int, batch: int, factor: int, limit: int, number: int
@@ -328,30 +284,9 @@ def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(
 def test_an_effective_batch_that_would_mix_batches_of_a_batch_sampler_is_refused(
     make: Callable[[int], DataLoader[Any]], effective: int, message: str, world_size: int
 ) -> None:
-    """They may belong together: pairs, classes in balance, lengths alike."""
     for feed in feeds(make, world_size):
         with pytest.raises(UserError, match=rf"effective_batch_size{message}"):
             feed.arrange(0, effective, 2)
-
-
-def test_windows_of_a_batch_sampler_are_shared_among_ranks() -> None:
-    """There each rank has a part of every batch, or of several: what belongs together is not kept."""
-    ranks = feeds(lambda rank: grouped(20, 4), 2)
-    for feed in ranks:
-        assert not feed.keeps_groups
-        assert feed.arrange(0, 8, 3).effective_batch_size == 8
-    assert trained_on(ranks) == cut(list(range(20)), 8)
-    assert_fit(ranks, 3)
-
-
-def test_the_largest_batch_fits_even_in_a_window_of_few_samples() -> None:
-    """Batches of 5 and 5 make up the largest window, and one of 8 is in another."""
-    sizes = [5, 5, 1, 8]
-    batches = [list(range(a, b)) for a, b in pairwise([0, *accumulate(sizes)])]
-    (feed,) = feeds(lambda rank: DataLoader(Numbers(19), batch_sampler=batches), 1, 2)  # type: ignore[arg-type]
-    assert feed.arrange(0, None, 5).effective_batch_size == 10
-    assert trained_on([feed]) == [list(range(10)), list(range(10, 19))]
-    assert_fit([feed], 5)
 
 
 @pytest.mark.parametrize("shard", [True, False])
@@ -387,7 +322,6 @@ def test_a_batch_sampler_over_a_distributed_sampler_is_each_ranks_own(shard: boo
 
 
 def test_ranks_with_orders_of_their_own_share_windows_evenly() -> None:
-    """Without sharding each rank goes through the whole order; an effective batch that leaves a rest is refused."""
     ranks = feeds(lambda rank: DataLoader(Numbers(10), 2), 2, shard=False)
     for feed in ranks:
         feed.arrange(0, 8, 3)
@@ -396,7 +330,6 @@ def test_ranks_with_orders_of_their_own_share_windows_evenly() -> None:
         ranks[0].arrange(0, 9, 3)
 
 
-@settings(deadline=None)
 @given(TOTALS, BATCHES, FACTORS, LIMITS, st.booleans(), st.none() | st.integers(1, 12))
 def test_streams_are_cut_as_they_come(
     total: int, batch: int, factor: int, limit: int, sized: bool, trainer_limit: int | None
@@ -426,57 +359,14 @@ def test_streams_are_cut_as_they_come(
 
 
 def test_a_fraction_of_a_stream_without_a_length_is_refused() -> None:
-    """As by Lightning: a share of what is not known."""
     (feed,) = feeds(lambda rank: DataLoader(Counting(9), 2), 1, limit_batches=0.5)
     with pytest.raises(UserError, match=r"limit_train_batches=0.5 is a fraction.*whole number of batches"):
         feed.arrange(0, None, 2)
 
 
-def test_nothing_is_fetched_before_the_micro_batch_is_known() -> None:
-    """Until it is armed the loader yields nothing, but it has the epoch's length already."""
-    (feed,) = feeds(lambda rank: DataLoader(Numbers(10), 2), 1, 2)
-    feed.arrange(0, None, 4, enabled=False)
-    assert feed.loader is not None
-    assert (list(feed.loader), len(feed.loader)) == ([], 3)
-    feed.arrange(0, None, 1)
-    assert (len(list(feed.loader)), len(feed.loader)) == (10, 10)
-
-
-def test_indices_are_whole_numbers_of_python() -> None:
-    """Which datasets may look up in dictionaries."""
-    for shuffle in (False, True):
-        (feed,) = feeds(lambda rank, shuffle=shuffle: DataLoader(Numbers(30), 4, shuffle=shuffle), 1)
-        feed.arrange(0, None, 3)
-        assert all(type(index) is int for batch in feed.sampler for index in batch)
-
-
 def test_drop_last_drops_the_ragged_window() -> None:
-    """Not the ragged batch: three windows of eight of the thirty samples. One that drops all is refused."""
     (feed,) = feeds(lambda rank: DataLoader(Numbers(30), 4, drop_last=True), 1, 2)
     feed.arrange(0, None, 3)
     assert trained_on([feed]) == cut(list(range(24)), 8)
     with pytest.raises(UserError, match=r"effective_batch_size=31.*30 samples.*drop_last=False"):
         feed.arrange(0, 31, 3)
-
-
-def test_samples_are_looked_at_from_all_over_the_dataset() -> None:
-    """For a probe: spread over a dataset that has indices, the first of an order that has not."""
-    (feed,) = feeds(lambda rank: DataLoader(Numbers(1000), 2, shuffle=True), 1)
-    indices = feed.looks(0).some.read(10)
-    edges = [0, *sorted(indices), 1000]
-    assert len(set(indices)) == 10
-    assert max(later - earlier for earlier, later in pairwise(edges)) < 250
-    (custom,) = feeds(lambda rank: DataLoader(Numbers(9), batch_sampler=Growing(9)), 1)
-    assert custom.looks(0).some.read(4) == [0, 1, 2, 3]
-    (stream,) = feeds(lambda rank: DataLoader(Counting(9), 2), 1)
-    assert len(stream.looks(0).some.read(4)) == 4
-
-
-def test_overfitting_keeps_the_order_of_the_dataset() -> None:
-    """``overfit_batches`` turns shuffling off; a batch sampler of the user's own stays, as in Lightning."""
-    (feed,) = feeds(lambda rank: DataLoader(Numbers(10), 2, shuffle=True), 1, limit_batches=2, shuffle=False)
-    feed.arrange(5, None, 1)
-    assert trained_on([feed]) == [[0, 1], [2, 3]]
-    (custom,) = feeds(lambda rank: DataLoader(Numbers(9), batch_sampler=Growing(9)), 1, limit_batches=2, shuffle=False)
-    custom.arrange(0, None, 1)
-    assert trained_on([custom]) == [[0], [1, 2]]

@@ -42,13 +42,7 @@ def test_blocks_of_the_allocator_are_the_storages_of_a_step() -> None:
     assert trace.peak(512) == 10_240 + 4096 + 8_519_680
 
 
-def test_an_address_may_be_used_again_and_again() -> None:
-    events = [alloc(1, 512), *free(1, 512), alloc(1, 1024), *free(1, 1024)]
-    assert events_as_trace(events, samples=2, alive=0).sizes == (0, 512, 1024)
-
-
 def test_two_histories_predict_a_third() -> None:
-    """A workspace that no tensor holds leads for small batches, and is part of the prediction."""
     prediction = extrapolate(*(events_as_trace(step(samples), samples, 10_240) for samples in (4, 8)), rounding=512)
     assert prediction is not None
     for samples in (2, 100, 5000):

@@ -38,7 +38,6 @@ def member(root: Path, text: str) -> None:
 
 
 def test_control_groups_of_version_2_count_with_their_parents(tmp_path: Path) -> None:
-    """A job step without a limit of its own is bound by the job's; cache that can be dropped is not in use."""
     member(tmp_path, "0::/slurm/job/step\n")
     group(tmp_path, "slurm/job/step", "max", "900", "", version=2)
     group(tmp_path, "slurm/job", "1000", "907", "", version=2)
@@ -47,17 +46,9 @@ def test_control_groups_of_version_2_count_with_their_parents(tmp_path: Path) ->
 
 
 def test_control_groups_of_version_1(tmp_path: Path) -> None:
-    """In a container the path is often the host's, and the mount itself is the group."""
     member(tmp_path, "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n")
     group(tmp_path, "memory", "1000", "600", "total_inactive_file 100", version=1)
     assert control_group_limits(tmp_path) == [(1000, 500)]
-
-
-def test_no_control_group_is_no_limit(tmp_path: Path) -> None:
-    assert control_group_limits(tmp_path) == []
-    member(tmp_path, "4:memory:/\n0::/\n")
-    group(tmp_path, "memory", str(2**63 - 4096), "600", "", version=1)
-    assert control_group_limits(tmp_path) == []
 
 
 def test_a_cpu_has_what_the_smaller_of_machine_and_control_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +70,6 @@ def test_limit_memory_stands_for_the_device() -> None:
     del kept
 
 
-def test_a_device_without_statistics_is_an_error_with_a_way_out() -> None:
-    with pytest.raises(UserError, match="give memory_budget in bytes"):
-        available_memory("hpu")
-
-
 def test_an_allocator_without_statistics_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a user has plugged in; a fixed micro-batch trains on it."""
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "pluggable")
@@ -95,11 +81,6 @@ def test_an_allocator_without_statistics_is_an_error_with_a_way_out(monkeypatch:
         pass
     with enforced_budget(device, None):
         assert not RetryWatch(device).struggles()
-
-
-def test_a_budget_is_enforced_on_cuda_only() -> None:
-    with enforced_budget(torch.device("cpu"), 1):
-        assert torch.zeros(1000).numel() == 1000
 
 
 @pytest.mark.gpu
@@ -155,7 +136,6 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_run_holds_a_cuda_device_to_its_budget(
     fractions: list[float], budget: str | None, during: list[float]
 ) -> None:
-    """Until it is closed; without a budget nothing is capped."""
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))
     run: Any = SimpleNamespace(trainer=trainer, options=Options(budget), _held=ExitStack())
     Fit._hold_to_budget(run)
@@ -182,3 +162,15 @@ def test_a_fraction_that_the_user_has_set_stays(fractions: list[float]) -> None:
         with enforced_budget(device, budget):
             assert fractions[-1] == fraction
     assert fractions[-1] == 0.4
+
+
+def test_no_control_group_is_no_limit(tmp_path: Path) -> None:
+    assert control_group_limits(tmp_path) == []
+    member(tmp_path, "4:memory:/\n0::/\n")
+    group(tmp_path, "memory", str(2**63 - 4096), "600", "", version=1)
+    assert control_group_limits(tmp_path) == []
+
+
+def test_a_device_without_statistics_is_an_error_with_a_way_out() -> None:
+    with pytest.raises(UserError, match="give memory_budget in bytes"):
+        available_memory("hpu")

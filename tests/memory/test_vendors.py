@@ -21,7 +21,6 @@ def test_the_table_has_each_kind_once() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 def test_to_ask_what_is_in_use_starts_no_device() -> None:
-    """Nor does emptying caches."""
     assert list(vendors_in_use()) == []
     empty_caches()
     assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -18,22 +18,6 @@ def samples(count: int = 24) -> TensorDataset:
     return TensorDataset(images, torch.arange(count) % 3)
 
 
-class Recorder:
-    """A scheduler that only notes when it is stepped and with what it was made."""
-
-    def __init__(self) -> None:
-        self.total_steps = None
-        self.steps = 0
-
-    def make(self, optimizer, total_steps):
-        self.total_steps = total_steps
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.count)
-
-    def count(self, step: int) -> float:
-        self.steps = max(self.steps, step)
-        return 1.0
-
-
 def train(model: Classifier, batch_size: int, factor: int, epochs: int = 1) -> Trainer:
     trainer = quiet_trainer(max_epochs=epochs, accumulate_grad_batches=factor, num_sanity_val_steps=2)
     loader = DataLoader(samples(), batch_size=batch_size)
@@ -47,26 +31,10 @@ def small(**arguments) -> MLPClassifier:
 
 
 def test_the_training_curve_is_that_of_whole_windows():
-    """The last value of an epoch is the mean over its window, not over the last micro-batch."""
     whole = train(small(), batch_size=8, factor=1).callback_metrics
     parts = train(small(), batch_size=2, factor=4).callback_metrics
     assert parts["train/loss"] == pytest.approx(whole["train/loss"].item(), rel=1e-5)
     assert parts["train/acc"] == whole["train/acc"]
-
-
-def test_a_scheduler_steps_once_per_optimizer_step():
-    """It is told their number: 24 samples in windows of 8 make 3 an epoch."""
-    recorder = Recorder()
-    train(small(lr_scheduler=recorder.make), batch_size=2, factor=4, epochs=2)
-    assert recorder.total_steps == 6
-    assert recorder.steps == 6
-
-
-def test_a_scheduler_without_total_steps_is_taken_as_it_is():
-    """Schedulers of torch work as partials."""
-    step = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
-    optimizer = train(small(lr_scheduler=step), batch_size=8, factor=1).optimizers[0]
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
 
 
 def test_the_cosine_rises_falls_and_stays_down():
@@ -84,7 +52,6 @@ def test_the_cosine_rises_falls_and_stays_down():
 
 
 def test_a_test_counts_the_confusion_matrix():
-    """Every sample once, as plain numbers, and anew in a second test."""
     model = small()
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
     for _ in range(2):
@@ -130,17 +97,6 @@ def test_targets_may_be_probabilities():
     assert trainer.callback_metrics["train/acc"].item() == pytest.approx((predicted == targets).float().mean().item())
 
 
-def test_the_right_class_among_five_is_counted():
-    """With fewer classes it always is."""
-    assert train(small(), batch_size=8, factor=1).callback_metrics["val/top5"] == 1.0
-    model = MLPClassifier([8], num_classes=24, image_size=4)
-    images = samples().tensors[0]
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
-    (metrics,) = trainer.test(model, DataLoader(TensorDataset(images, torch.arange(24)), batch_size=5), verbose=False)
-    best = model(images).topk(5, dim=1).indices
-    assert metrics["test/top5"] == pytest.approx(sum(i in best[i].tolist() for i in range(24)) / 24)
-
-
 def test_norms_and_biases_may_be_left_without_weight_decay():
     """By timm's groups; without the setting there is one group of all."""
     optimizer = functools.partial(torch.optim.AdamW, weight_decay=0.05)
@@ -171,14 +127,7 @@ def test_a_checkpoint_with_other_groups_is_refused(tmp_path):
 
 
 def test_an_optimizer_without_weight_decay_is_refused():
-    """There is nothing to leave out."""
     model = small(optimizer=torch.optim.LBFGS)
     model.decay_norms = False
     with pytest.raises(UserError, match="needs an optimizer that has a weight_decay"):
         model.parameter_groups()
-
-
-def test_the_classic_perceptron():
-    """784-512-256-128-10."""
-    widths = [layer.weight.shape for layer in MLPClassifier().net if isinstance(layer, nn.Linear)]
-    assert widths == [(512, 784), (256, 512), (128, 256), (10, 128)]

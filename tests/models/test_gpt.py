@@ -11,7 +11,6 @@ from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.data import Definitions
 from lightning_ga.data.definitions import TextDataset, pad
 from lightning_ga.models import GPT
-from lightning_ga.models.gpt import count_tokens
 from lightning_ga.weights import TargetTokens
 
 TEXTS = ("a", "a living thing", "any of several trees", "unit", "a human being", "words")
@@ -38,21 +37,10 @@ def trained(batch_size: int, factor: int, **accumulate) -> tuple[GPT, Trainer]:
 
 
 def test_no_token_sees_a_later_one_or_the_padding():
-    """The logits of a text are the same alone and beside a longer one, and up to where two texts agree."""
     model = small().eval()
     alone, beside = model(batch("tree")["tokens"]), model(batch("tree", "trees grow here")["tokens"])
     torch.testing.assert_close(beside[0, :5], alone[0])
     torch.testing.assert_close(beside[1, :5], alone[0])
-
-
-def test_the_loss_is_a_mean_over_tokens():
-    """Each text counts its bytes and its end."""
-    model, texts = small(), ("a", "a living thing")
-    counts = [count_tokens(batch(text)) for text in texts]
-    assert counts == [2, 15]
-    assert TargetTokens()(batch(*texts)) == sum(counts)
-    losses = [model.token_loss(batch(text)) * count for text, count in zip(texts, counts)]
-    torch.testing.assert_close(model.token_loss(batch(*texts)), sum(losses) / sum(counts))
 
 
 def test_token_weights_train_as_whole_windows_do():
@@ -68,19 +56,12 @@ def test_token_weights_train_as_whole_windows_do():
 
 
 def test_perplexity_is_the_exponential_of_the_loss():
-    """Over all tokens of a set, in batches of any size; the training loss is a mean over tokens too."""
     model, trainer = trained(4, 1)
     logged = trainer.callback_metrics
     assert logged["val/perplexity"] == pytest.approx(math.exp(logged["val/loss"]))
     with torch.no_grad():
         assert logged["val/loss"] == pytest.approx(float(model.token_loss(batch(*TEXTS))), rel=1e-6)
     assert math.isfinite(logged["train/loss"])
-
-
-def test_heads_divide_the_width():
-    """Refused in one sentence."""
-    with pytest.raises(UserError, match="model.heads=3 must divide model.width=16"):
-        GPT(width=16, heads=3)
 
 
 def test_definitions_come_whole_and_in_three_parts():
@@ -98,10 +79,10 @@ def test_definitions_come_whole_and_in_three_parts():
     assert int(texts["tokens"][0, 0]) == 0
 
 
-def test_long_texts_are_cut():
-    """Tokens and labels keep the length that was asked for."""
-    assert len(TextDataset(["words"], 3)[0]["labels"]) == 3
-    assert len(TextDataset(["words"], 30)[0]["labels"]) == 6
+def test_heads_divide_the_width():
+    """Refused in one sentence."""
+    with pytest.raises(UserError, match="model.heads=3 must divide model.width=16"):
+        GPT(width=16, heads=3)
 
 
 def test_something_is_left_to_train_on():

@@ -8,28 +8,20 @@ from lightning_ga.models import TimmClassifier
 
 @pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224"])
 def test_any_timm_model_takes_images_of_any_size(name):
-    """Also models of a fixed input size: they are built for the images at hand."""
     model = TimmClassifier(name, num_classes=7, in_channels=1, image_size=32)
     assert model(torch.randn(2, 1, 32, 32)).shape == (2, 7)
-
-
-def test_options_reach_timm():
-    """Whatever create_model takes."""
-    assert TimmClassifier("resnet10t", options={"drop_rate": 0.25}).net.drop_rate == 0.25
 
 
 @pytest.mark.parametrize(
     ("name", "nearest"), [("resnet34dd", "resnet34d"), ("resnet34d.ra2_in2k", "resnet34d.ra2_in1k")]
 )
 def test_an_unknown_name_shows_the_nearest(name, nearest):
-    """Models and tags of weights alike."""
     with pytest.raises(UserError, match="nearest names") as caught:
         TimmClassifier(name)
     assert nearest in str(caught.value)
 
 
 def test_weights_that_cannot_be_fetched(monkeypatch, tmp_path):
-    """One sentence, and what does without a network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"model\.pretrained=true of 'resnet10t'"):
@@ -37,7 +29,6 @@ def test_weights_that_cannot_be_fetched(monkeypatch, tmp_path):
 
 
 def test_loading_a_checkpoint_fetches_nothing(monkeypatch):
-    """A model that started from published weights is not to ask for them again."""
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **rest: create(name, **rest))
     model = TimmClassifier("resnet10t", pretrained=True)
@@ -45,7 +36,6 @@ def test_loading_a_checkpoint_fetches_nothing(monkeypatch):
 
 
 def test_group_norm_is_kept_in_a_checkpoint():
-    """No layer of BatchNorm is left, and what was saved can be built again."""
     model = TimmClassifier("resnet10t", group_norm=True)
     assert not [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
     again = TimmClassifier(**model.hparams)

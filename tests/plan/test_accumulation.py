@@ -1,11 +1,11 @@
 """The plan of one window, against what the words promise: exact, near-equal, fewest."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import AccumulationPlan, cut_further, in_groups, plan_accumulation, split_evenly
+from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation, split_evenly
 
 WORLD_SIZES = st.integers(1, 9)
 LIMITS = st.integers(1, 70)
@@ -18,10 +18,8 @@ def requests(draw: st.DrawFn) -> tuple[int, int, int]:
     return draw(st.integers(world_size, 600)), draw(LIMITS), world_size
 
 
-@settings(deadline=None)
 @given(total=st.integers(0, 10_000), parts=st.integers(1, 200))
 def test_an_even_split_is_exact_and_sorted(total: int, parts: int) -> None:
-    """Sizes sum to the total, differ by one at most and fall."""
     sizes = split_evenly(total, parts)
     assert len(sizes) == parts
     assert sum(sizes) == total
@@ -29,13 +27,9 @@ def test_an_even_split_is_exact_and_sorted(total: int, parts: int) -> None:
     assert list(sizes) == sorted(sizes, reverse=True)
 
 
-@settings(deadline=None)
 @given(requests())
 def test_a_plan_is_exact_fits_and_is_the_same_on_all_ranks(request_: tuple[int, int, int]) -> None:
-    """Chunks sum to the effective batch, whatever divides; with one chunk fewer the largest share would not fit.
-
-    Shares, and chunks of a share, differ by one at most.
-    """
+    """Chunks sum to the effective batch, whatever divides; with one chunk fewer the largest share would not fit."""
     effective, limit, world_size = request_
     plan = plan_accumulation(effective, micro_batch=limit, world_size=world_size)
     shares = [sum(rank) for rank in plan.chunks]
@@ -46,51 +40,6 @@ def test_a_plan_is_exact_fits_and_is_the_same_on_all_ranks(request_: tuple[int, 
     assert {len(rank) for rank in plan.chunks} == {plan.factor}
     assert max(shares) - min(shares) <= 1
     assert all(max(rank) - min(rank) <= 1 for rank in plan.chunks)
-
-
-@pytest.mark.parametrize(
-    ("effective", "limit", "world_size", "chunks"),
-    [
-        (256, 48, 2, ((43, 43, 42), (43, 43, 42))),
-        (7, 2, 2, ((2, 2), (2, 1))),
-        (5, 100, 1, ((5,),)),
-        (3, 1, 2, ((1, 1), (1, 0))),  # no rank may skip a pass that the others wait for
-    ],
-)
-def test_plans_worked_out_by_hand(
-    effective: int, limit: int, world_size: int, chunks: tuple[tuple[int, ...], ...]
-) -> None:
-    """The example of the documentation, a ragged share, a window that fits whole, an empty chunk."""
-    assert plan_accumulation(effective, micro_batch=limit, world_size=world_size).chunks == chunks
-
-
-@settings(deadline=None)
-@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 8))
-def test_groups_are_cut_each_by_itself(windows: list[list[int]], pieces: int) -> None:
-    """No chunk reaches from one to the next, and each has as many; their sizes differ by one at most."""
-    plan = in_groups(windows, pieces=pieces)
-    (chunks,), largest = plan.chunks, max(windows, key=sum)
-    groups = [chunks[start : start + pieces] for start in range(0, len(chunks), pieces)]
-    assert [sum(group) for group in groups] == largest + [0] * (max(map(len, windows)) - len(largest))
-    assert all(max(group) - min(group) <= 1 for group in groups)
-    assert (plan.effective_batch_size, plan.world_size) == (sum(largest), 1)
-    assert plan.factor == len(chunks) == max(map(len, windows)) * pieces
-    assert plan.micro_batch_size == max(chunks)
-
-
-@settings(deadline=None)
-@given(requests(), LIMITS)
-def test_a_plan_is_cut_further(request_: tuple[int, int, int], limit: int) -> None:
-    """Each chunk by itself into the fewest near-equal ones."""
-    effective, micro_batch, world_size = request_
-    plan = plan_accumulation(effective, micro_batch=micro_batch, world_size=world_size)
-    further = cut_further(plan, micro_batch=limit)
-    assert (further.effective_batch_size, further.world_size) == (effective, world_size)
-    for chunks, parts in zip(plan.chunks, further.chunks):
-        expected = [split_evenly(chunk, max(1, -(-chunk // limit))) for chunk in chunks]
-        assert list(parts) == [part for group in expected for part in group]
-    assert further.micro_batch_size == max(max(rank) for rank in further.chunks) <= limit
-    assert further.factor == max(map(len, further.chunks))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +55,6 @@ def test_a_plan_is_cut_further(request_: tuple[int, int, int], limit: int) -> No
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_way_out(arguments: tuple[int, int, int], message: str) -> None:
-    """The message names the argument, its value and the rule."""
     effective, limit, world_size = arguments
     with pytest.raises(UserError, match=message):
         plan_accumulation(effective, micro_batch=limit, world_size=world_size)

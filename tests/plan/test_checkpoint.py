@@ -26,10 +26,8 @@ PROBES = st.builds(
 STATES = st.builds(RunState, st.builds(Position, NUMBERS, NUMBERS, NUMBERS, NUMBERS), st.text(), st.none() | PROBES)
 
 
-@settings(deadline=None)
 @given(STATES)
 def test_a_state_comes_back_as_it_was(state: RunState) -> None:
-    """Every record of it, trials included."""
     assert RunState.from_dict(state.to_dict()) == state
 
 
@@ -47,7 +45,6 @@ def test_a_state_loads_with_weights_only(tmp_path: Path) -> None:
 @settings(max_examples=20)
 @given(STATES.filter(lambda state: state.probe is not None))
 def test_a_probe_of_another_version_is_forgotten_and_the_place_kept(state: RunState) -> None:
-    """It is looked for again; losing the place would lose work."""
     kept = state.to_dict()
     kept["probe"]["method"] = "a way of looking that is unknown here"
     assert RunState.from_dict(kept) == replace(state, probe=None)

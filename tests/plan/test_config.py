@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.plan.accumulation import plan_accumulation
@@ -18,17 +18,8 @@ def request(
     return read_request(effective, accumulate, micro_batch, most)
 
 
-def test_with_no_argument_the_recipe_is_kept() -> None:
-    """Nothing is fixed: no effective batch, no factor, no micro-batch."""
-    asked = request()
-    assert asked.effective_batch(0, micro_batch=7, world_size=2) is None
-    assert (asked.factor(0), asked.micro_batch, asked.most) == (None, None, None)
-
-
-@settings(deadline=None)
 @given(STEPS, st.integers(0, 9), COUNTS, st.integers(1, 8))
 def test_a_factor_makes_the_effective_batch(steps: dict[int, int], epoch: int, limit: int, world_size: int) -> None:
-    """It is factor × micro-batch × ranks, and planning it gives the factor back; before the first entry it is 1."""
     asked = request(accumulate=steps)
     factor = next((steps[e] for e in range(epoch, -1, -1) if e in steps), 1)
     effective = asked.effective_batch(epoch, limit, world_size)
@@ -36,23 +27,12 @@ def test_a_factor_makes_the_effective_batch(steps: dict[int, int], epoch: int, l
     assert plan_accumulation(effective, micro_batch=limit, world_size=world_size).factor == factor
 
 
-@settings(deadline=None)
 @given(STEPS, st.integers(0, 9))
 def test_an_effective_batch_is_left_to_the_recipe_before_its_first_epoch(steps: dict[int, int], epoch: int) -> None:
-    """The mapping says nothing of the epochs before."""
     expected = next((steps[e] for e in range(epoch, -1, -1) if e in steps), None)
     assert request(effective=steps).effective_batch(epoch, micro_batch=4, world_size=2) == expected
 
 
-@settings(deadline=None)
-@given(COUNTS, st.none() | COUNTS, st.none() | COUNTS)
-def test_what_the_user_fixed_is_obeyed(found: int, fixed: int | None, most: int | None) -> None:
-    """A fixed micro-batch is taken whatever was found, and neither passes the most."""
-    bounds = [bound for bound in (most,) if bound is not None]
-    assert request(micro_batch=fixed or "auto", most=most).capped(found) == min([fixed or found, *bounds])
-
-
-@settings(deadline=None)
 @given(STEPS, COUNTS, st.none() | COUNTS, st.integers(1, 6), st.integers(0, 4), st.integers(1, 4))
 def test_no_larger_micro_batch_is_probed_than_an_epoch_can_use(
     steps: dict[int, int], recipe: int, total: int | None, world_size: int, first: int, epochs: int
@@ -69,21 +49,13 @@ def test_no_larger_micro_batch_is_probed_than_an_epoch_can_use(
     )
 
 
-@settings(deadline=None)
 @given(STEPS, COUNTS, st.integers(1, 2000), st.integers(1, 6))
 def test_a_fixed_factor_leaves_a_full_window_an_epoch(
     steps: dict[int, int], recipe: int, total: int, world_size: int
 ) -> None:
-    """A larger micro-batch than the useful limit would not fill one window in some epoch."""
     asked = request(accumulate=steps)
     limit = asked.useful_limit(range(8), recipe=recipe, total=total, world_size=world_size)
     largest = max(asked.effective_batch(epoch, limit, world_size) or 0 for epoch in range(8))
     one_more = max(asked.effective_batch(epoch, limit + 1, world_size) or 0 for epoch in range(8))
     assert one_more > total
     assert largest <= total or limit == 1
-
-
-def test_a_fixed_factor_on_a_stream_tries_up_to_the_recipe() -> None:
-    """Without a length there is nothing else to go by; a cap still holds."""
-    assert request(accumulate=4).useful_limit(range(1), recipe=32, total=None, world_size=2) == 32
-    assert request(accumulate=4, most=5).useful_limit(range(1), recipe=32, total=None, world_size=2) == 5

@@ -1,17 +1,10 @@
 import pytest
 
 from lightning_ga import UserError
-from lightning_ga.plan.planned_device import (
-    CONTEXT,
-    MARGIN,
-    WORKSPACE,
-    current_device,
-    planned_device,
-)
+from lightning_ga.plan.planned_device import CONTEXT, MARGIN, WORKSPACE, current_device, planned_device
 
 
 def test_a_device_is_planned_for_within_its_context_only():
-    """And the inner one where two are nested."""
     assert current_device() is None
     with planned_device("16GiB") as outer:
         with planned_device("8GiB") as inner:
@@ -32,6 +25,5 @@ def test_what_no_tensor_can_use_comes_off_its_memory():
 
 
 def test_a_device_that_leaves_nothing_is_refused():
-    """With what takes it."""
     with planned_device("300MiB") as device, pytest.raises(UserError, match=r"314,572,800 bytes leaves nothing"):
         device.budget(None)

@@ -43,6 +43,5 @@ def test_an_earlier_result_holds_while_its_limit_does(found: ProbeResult, budget
 
 
 def test_a_result_is_lowered_where_training_proved_it_wrong() -> None:
-    """It shows what the smaller limit takes."""
     lower = lowered(FOUND, 45)
     assert (lower.limit, lower.peak_bytes, lowered(lower, 20).limit) == (45, 550, 20)

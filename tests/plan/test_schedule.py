@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
@@ -12,13 +12,9 @@ COUNTS = st.integers(1, 10_000)
 STEPS = st.dictionaries(st.integers(0, 30), COUNTS, min_size=1)
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_a_mapping_holds_from_its_epoch_on(steps: dict[int, int]) -> None:
-    """The last entry that has begun counts; before the first there is none, as without a schedule.
-
-    Entries may be in any order, and epochs text, as keys of YAML and JSON are.
-    """
+    """The last entry that has begun counts; before the first there is none, as without a schedule."""
     schedule, turned = (as_schedule(each, name="n") for each in (steps, {str(e): steps[e] for e in reversed(steps)}))
     current = None
     for epoch in range(40):
@@ -28,7 +24,6 @@ def test_a_mapping_holds_from_its_epoch_on(steps: dict[int, int]) -> None:
 
 
 def test_the_callers_mapping_is_neither_changed_nor_watched() -> None:
-    """A mapping changed afterwards changes nothing."""
     steps = {0: 4}
     schedule = as_schedule(steps, name="n")
     assert schedule(9) == 4
@@ -38,14 +33,11 @@ def test_the_callers_mapping_is_neither_changed_nor_watched() -> None:
 
 
 def test_epochs_may_be_of_numpy() -> None:
-    """As counts may."""
     assert as_schedule({np.int64(0): np.int32(8)}, name="n")(3) == 8
 
 
-@settings(deadline=None)
 @given(COUNTS, st.integers(0, 1000))
 def test_a_number_holds_for_every_epoch(count: int, epoch: int) -> None:
-    """A number, a mapping that starts at 0 and a callable that returns it are the same schedule."""
     for value in (count, {0: count}, lambda _epoch: count):
         assert as_schedule(value, name="n")(epoch) == count
 
@@ -68,13 +60,11 @@ def test_a_number_holds_for_every_epoch(count: int, epoch: int) -> None:
     ],
 )
 def test_a_wrong_schedule_is_refused_at_once(value: object, message: str) -> None:
-    """The message names the argument, the epoch and the rule."""
     with pytest.raises(UserError, match=message):
         as_schedule(value, name="n")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("returned", [0, 1.5, None])
 def test_a_callable_is_checked_when_it_answers(returned: object) -> None:
-    """A wrong count is refused with the epoch it was returned for."""
     with pytest.raises(UserError, match=rf"n\(epoch=7\)={returned} must be"):
         as_schedule(lambda _epoch: returned, name="n")(7)  # type: ignore[arg-type, return-value]

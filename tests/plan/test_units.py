@@ -37,8 +37,7 @@ def test_budgets_are_read(value: int | float | str | None, expected: int | None)
 
 
 @pytest.mark.parametrize(
-    "value",
-    [0, -1, True, 0.0, -0.5, 1.5, float("nan"), "", "GiB", "ten", "10 XB", "-5GB", "0%", "120%", "0", "1 2"],
+    "value", [0, -1, True, 0.0, -0.5, 1.5, float("nan"), "", "GiB", "ten", "10 XB", "-5GB", "0%", "120%", "0", "1 2"]
 )
 def test_bad_budgets_name_the_value_the_rule_and_the_way_out(value: int | float | str) -> None:
     with pytest.raises(UserError) as caught:
@@ -51,14 +50,12 @@ def test_bad_budgets_name_the_value_the_rule_and_the_way_out(value: int | float 
 
 @pytest.mark.parametrize("wrong", ["much", "", 0, -1, 0.5, True, "80%", None, [16]])
 def test_a_memory_that_cannot_be_read_is_refused(wrong: object):
-    """A share has no meaning without a device to take it of."""
     with pytest.raises(UserError, match=r"device_memory=.+ must be a whole number of bytes .*'10GiB'"):
         require_bytes("device_memory", wrong)
 
 
 @pytest.mark.parametrize("typed", [16, "16", 999])
 def test_a_number_without_its_unit_is_told(typed: object) -> None:
-    """Nobody means 16 bytes."""
     with pytest.raises(
         UserError, match=rf"^device_memory={typed} is a number of bytes: write device_memory='{typed}GiB'"
     ):
@@ -67,5 +64,4 @@ def test_a_number_without_its_unit_is_told(typed: object) -> None:
 
 @given(st.integers(1, 10**15))
 def test_what_is_proposed_is_enough(needed: int) -> None:
-    """It can be read, and is at most one in a hundred too much."""
     assert needed <= require_bytes("memory_budget", least_budget(needed)) <= 1.01 * needed + 1

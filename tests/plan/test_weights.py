@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from window_counts import COUNTS, gradient_of, means_and_all, seen_by_the_optimizer
 
@@ -22,10 +22,8 @@ from lightning_ga.plan.weights import (
 )
 
 
-@settings(deadline=None)
 @given(COUNTS.filter(lambda counts: sum(map(sum, counts)) > 0), st.integers(0, 3))
 def test_known_weights_give_the_mean_over_the_window(counts: list[list[int]], missing: int) -> None:
-    """Whatever the counts are, empty chunks and a ragged window of fewer chunks than the factor included."""
     means, whole = means_and_all(counts)
     factor, window, world_size = len(counts[0]) + missing, sum(map(sum, counts)), len(counts)
     known = KnownWindow(world_size)
@@ -44,7 +42,6 @@ def test_a_count_that_is_no_number_is_refused(found: Any, words: str) -> None:
 
 @pytest.mark.parametrize("count", [-1, float("nan"), 0])
 def test_a_count_of_which_nothing_is_a_mean_is_refused(count: float) -> None:
-    """Below zero and no number at once; zero if that is all that a window holds, with what to check."""
     late, refusal = LateWindow(world_size=1), f"normalize counted {count} in "
     with pytest.raises(
         UserError, match=refusal + ("all micro-batches.*ignore_index" if count == 0 else "a micro-batch")
@@ -68,7 +65,6 @@ LABELS = torch.tensor([[5, 7, -100], [8, -100, -100]])
     ],
 )
 def test_counters_count_what_a_loss_is_a_mean_over(counter: Any, batch: Any, expected: int) -> None:
-    """In a mapping, a sequence or an object; a shifted loss leaves the first token of each sequence out."""
     assert counter(batch) == expected
 
 
@@ -89,19 +85,8 @@ def test_what_cannot_be_counted_is_refused_with_the_way_out(counter: Any, batch:
         counter(batch)
 
 
-def test_a_shifted_count_is_that_of_a_shifted_loss() -> None:
-    """The oracle is the loss itself: its sum is its mean times the count."""
-    labels = torch.tensor([[5, 7, -100, 1], [-100, 2, 3, -100]])
-    logits = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
-    logits, targets = logits[:, :-1].reshape(-1, 9), labels[:, 1:].reshape(-1)
-    total, mean = (torch.nn.functional.cross_entropy(logits, targets, reduction=way) for way in ("sum", "mean"))
-    assert TargetTokens(shift=True)({"labels": labels}) == round(float(total / mean))
-
-
-@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 20))
 def test_equal_micro_batches_weigh_exactly_one(micro_batch: int, factor: int, world_size: int) -> None:
-    """Where nothing is ragged nothing is done: the weight is 1.0 and not merely near."""
     plan = plan_accumulation(micro_batch * factor * world_size, micro_batch=micro_batch, world_size=world_size)
     window = KnownWindow(world_size)
     for position, count in enumerate(plan.chunks[0]):
@@ -110,7 +95,6 @@ def test_equal_micro_batches_weigh_exactly_one(micro_batch: int, factor: int, wo
     assert window.close(factor)[0] == 1.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=6), st.data())
 def test_a_skipped_micro_batch_leaves_the_mean_over_the_others(row: list[int], data: st.DataObject) -> None:
     """Steps that return ``None`` have no gradient; the window is then the rest, one window after another."""
@@ -128,7 +112,6 @@ def test_a_skipped_micro_batch_leaves_the_mean_over_the_others(row: list[int], d
         torch.testing.assert_close(seen_by_the_optimizer(means, [weights], len(row)) * scale, rest)
 
 
-@settings(deadline=None)
 @given(COUNTS.filter(lambda counts: sum(map(sum, counts)) > 0), st.sampled_from([1.0, 7.0, 64.0]), st.integers(0, 3))
 def test_late_weights_give_the_mean_once_the_window_is_over(
     counts: list[list[int]], reference: float, missing: int
@@ -155,26 +138,7 @@ def test_late_weights_give_the_mean_once_the_window_is_over(
     torch.testing.assert_close(seen_by_the_optimizer(means, weights, factor) * scales[0], whole, rtol=1e-12, atol=1e-14)
 
 
-@settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 60), min_size=4, max_size=4).filter(any), min_size=1, max_size=5))
-def test_late_weights_find_their_reference(windows: list[list[int]]) -> None:
-    """With nothing known to start from each window is right, and its weights soon stay at one or below."""
-    late, largest_mean = LateWindow(world_size=1), 0.0
-    for row in windows:
-        means, whole = means_and_all([row])
-        weights = []
-        for i, n in enumerate(row):
-            late = late.weigh(n, window=-1, factor=4, first=i == 0).trained()
-            weights.append(late.weight)
-        scale, late = late.close(4)
-        torch.testing.assert_close(seen_by_the_optimizer(means, [weights], 4) * scale, whole, rtol=1e-12, atol=1e-14)
-        if largest_mean:
-            assert max(weights) <= max(row) / (2 * largest_mean) + 1e-9
-        largest_mean = max(largest_mean, sum(row) / 4)
-
-
 def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
-    """A step that returned ``None`` does not count; a window of such steps only is left alone."""
     late = LateWindow(world_size=1, reference=4.0, fixed=True).weigh(8, window=-1, factor=2, first=True)
     assert late.weight == 2.0
     late = late.trained().weigh(100, window=-1, factor=2, first=False)
@@ -182,15 +146,6 @@ def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
     assert late.weigh(5, window=-1, factor=2, first=True).close(2)[0] == 1.0
 
 
-def test_a_micro_batch_with_two_backward_passes_counts_once() -> None:
-    """However often its loss is gone back from."""
-    late = LateWindow(1, reference=4.0, fixed=True).weigh(8, window=-1, factor=2, first=True).trained().trained()
-    assert late.close(2)[0] == 2 * 4.0 / 8
-    known = KnownWindow(world_size=1).weigh(8, window=16, factor=2, first=True).trained().trained()
-    assert known.weigh(8, window=16, factor=2, first=False).close(2)[0] == 2.0  # the second was skipped
-
-
-@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5), st.booleans())
 def test_parts_of_a_micro_batch_count_as_the_whole(parts: list[float], late: bool) -> None:
     """Each weighs its share, and what has reached a backward pass adds up to the micro-batch."""

@@ -85,7 +85,6 @@ def test_values_of_another_kind_are_no_result(folder: Path, change: dict[str, An
 
 
 def test_an_unwritable_folder_is_a_warning(folder: Path) -> None:
-    """A file stands where the folder should be: not even root can write there."""
     folder.parent.write_text("")
     with pytest.warns(UserWarning, match="cannot be written .*so the limit is not remembered"):
         remember(STEP, FOUND)

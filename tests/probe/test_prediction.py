@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, FakeDevice, Size, streams
 
@@ -11,18 +11,6 @@ from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting, paired
 
 
-def test_the_peak_may_move_between_operations() -> None:
-    """The optimizer's temporaries lead for small batches, the activations for large ones."""
-
-    def trace(b: int) -> MemoryTrace:
-        return MemoryTrace(b, (100, 10 * b, 80), (0, 1, ~1, 2, ~2))
-
-    prediction = extrapolate(trace(2), trace(4))
-    assert prediction is not None
-    assert [prediction(b) for b in (2, 4, 8, 9, 100)] == [180, 180, 180, 190, 1100]
-
-
-@settings(deadline=None)
 @given(streams(st.one_of(CONSTANT_OR_GROWING, SQUARES)), st.integers(1, 6), st.integers(1, 6), st.integers(1, 300))
 def test_prediction_is_exact_for_constant_affine_and_quadratic_storages(
     stream: tuple[list[Size], list[int]], low: int, apart: int, samples: int
@@ -46,7 +34,6 @@ def test_streams_that_differ_are_not_extrapolated() -> None:
 
 
 def test_a_third_trace_checks_the_prediction() -> None:
-    """Experts routed by a mask have the same stream, but sizes that no rule foresees."""
     traces = [MemoryTrace(b, (size,), (0,)) for b, size in ((4, 10), (8, 30), (16, 50))]
     prediction = extrapolate(traces[0], traces[1])
     assert prediction is not None
@@ -119,7 +106,6 @@ def predicted(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) ->
 
 
 def test_temporaries_of_each_sample_are_no_obstacle() -> None:
-    """As many as there are samples: the blocks do not align, and the peak is known to the byte."""
     predictor = predicted(step(4, workspaces=4), step(8, workspaces=8))
     for samples in (8, 16, 100):
         assert predictor(samples) == step(samples, workspaces=samples)[0].peak()
@@ -127,7 +113,6 @@ def test_temporaries_of_each_sample_are_no_obstacle() -> None:
 
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 300))
 def test_tensors_are_paired_whatever_is_between_them(few: int, many: int, constant: int) -> None:
-    """Their sizes at any number of samples are those of the two tensors."""
     steps = step(4, workspaces=few, constant=constant), step(8, workspaces=many, constant=constant)
     sizes = predicted(*steps).sizes(100)
     assert (sizes[1], sizes[-1]) == (1000, 2000)
@@ -142,26 +127,6 @@ def test_tensors_are_paired_whatever_is_between_them(few: int, many: int, consta
 def test_temporaries_that_are_there_in_both_steps_grow_as_they_did(before: int, after: int, at_100: int) -> None:
     small, large = step(4, workspaces=1, constant=before), step(8, workspaces=1, constant=after)
     assert predicted(small, large).sizes(100)[2] == at_100
-
-
-def test_tensors_of_any_growth_are_left_as_they_are() -> None:
-    """One with a part that does not grow is no temporary that has ended growing."""
-    steps = []
-    for samples in (4, 8):
-        record = Recorder(samples)
-        record.take(1000 + samples)
-        steps.append(record.traces())
-    assert predicted(*steps).sizes(100)[1] == 1100
-
-
-def test_a_temporary_in_the_place_of_a_tensor_is_none() -> None:
-    """The same size at the same address, but it dies before the tensor is there."""
-    blocks = MemoryTrace(4, (100, 8, 8, 5), (0, 1, ~1, 2, 3, ~2, ~3), addresses=(0, 7, 7, 9))
-    tensors = MemoryTrace(4, (100, 8, 5), (0, 1, 2, ~1, ~2), addresses=(0, 7, 9), sums=((1, 2),), handed_out=(0, 2, 3))
-    larger = replace(blocks, samples=8, sizes=(100, 8, 16, 10)), replace(tensors, samples=8, sizes=(100, 16, 10))
-    both = paired((blocks, tensors), larger)
-    assert both is not None
-    assert both[0].sizes == (100, 8, 8, 5)
 
 
 def test_what_an_operation_makes_is_found_in_any_order() -> None:

@@ -33,7 +33,6 @@ def found(seconds: Callable[[int], float], *, share: int, limit: int, step: floa
 def test_the_smallest_size_that_is_as_fast_as_the_best_is_taken(
     seconds: Callable[[int], float], share: int, limit: int, step: float, best: tuple[int, int], most_calls: int
 ) -> None:
-    """Within 3 % of the whole window, its one optimizer step included; no size is timed twice."""
     size, calls = found(seconds, share=share, limit=limit, step=step)
     assert best[0] <= size <= best[1]
     assert len(calls) == len(set(calls)) <= most_calls

@@ -126,10 +126,7 @@ BUDGET = 400 * MIB
 
 
 def same_under_pressure(programs: int, setting: str = "", others: bool = False) -> None:
-    """Where memory is short, the same blocks go back to the device, up to the first request that finds no room.
-
-    It is short as no more may be reserved, or as ``others`` have taken the rest.
-    """
+    """Where memory is short, the same blocks go back to the device, up to the first request that finds no room."""
     if others:
         rest = torch.cuda.mem_get_info()[0] - BUDGET
         take_as_others(rest - rest % SEGMENT_ROUNDING)

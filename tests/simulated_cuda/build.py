@@ -21,11 +21,7 @@ class BuildError(Exception):
 
 
 def build() -> Path:
-    """The folder of the simulated device, built if need be.
-
-    Raises:
-        BuildError: Without a compiler, or a CUDA build of PyTorch.
-    """
+    """The folder of the simulated device, built if need be."""
     import torch
 
     if sys.platform != "linux" or shutil.which("g++") is None:

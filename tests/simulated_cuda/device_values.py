@@ -23,10 +23,7 @@ def of_all_operators() -> None:
 
 
 def only_what_is_read() -> None:
-    """PyTorch's own kernels, but for what Lightning, a gradient scaler and checksums of weights read.
-
-    It would be whatever lay in memory. An operator that computes values counts as one launch.
-    """
+    """PyTorch's own kernels, but for what Lightning, a gradient scaler and checksums of weights read."""
     extension = _extension()
     extension.uninstall()
     extension.install({"fill_", "eq", "sum", "add", "cat"})

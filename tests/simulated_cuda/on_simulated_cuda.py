@@ -25,21 +25,13 @@ EXPLAINED: dict[str, str] = {
         "on a GPU the batch that the loader made lies elsewhere"
     ),
     "integration/test_survive.py::test_a_real_device_that_is_too_small[loader]": HIDDEN,
-    "integration/test_survive.py::test_gradients_that_no_module_or_hook_tells_of[Unregistered]": (
+    "integration/test_survive.py::test_gradients_that_no_module_or_hook_tells_of": (
         "its weight belongs to no module, so that no Trainer moves it to the device"
-    ),
-    "integration/test_survive_update.py::test_a_step_that_the_scaler_skips_leaves_no_gradients_behind": (
-        "its gradient scaler is one of the CPU, which does not see what overflows on the device"
     ),
     "integration/test_throughput_objective.py::test_the_smallest_of_the_fast_sizes_is_taken_and_remembered": BYTES,
     "integration/test_traceless.py::test_a_probe_leaves_no_trace[fp16]": BYTES,
     "integration/test_whole.py::test_the_probe_finds_the_chunk": BYTES,
 }
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the command line say how many programs chance writes."""
-    parser.addoption("--programs", type=int, default=12, help="random training programs (default: 12)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

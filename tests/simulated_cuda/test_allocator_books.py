@@ -26,14 +26,12 @@ if device_counters.is_loaded():
 )
 @pytest.mark.parametrize(("check", "programs"), [("same_books", 2), ("same_replay", 40)])
 def test_the_books_are_those_of_the_allocator(check: str, programs: int, setting: str, tmp_path: Path) -> None:
-    """In a process of its own: blocks of earlier tests would have holes."""
     ended = forked(getattr(books, check), programs, setting, folder=tmp_path)
     assert ended.code == 0, ended.output
 
 
 @pytest.mark.parametrize("setting", ["", "max_split_size_mb:32", "roundup_power2_divisions:4"])
 def test_a_step_is_replayed_from_other_segments_than_it_was_recorded_in(setting: str, tmp_path: Path) -> None:
-    """Byte for byte, but where segments grow: which pages were mapped before is not known there."""
     ended = forked(books.same_replay_elsewhere, 20, setting, folder=tmp_path)
     assert ended.code == 0, ended.output
 
@@ -46,7 +44,6 @@ def test_a_step_is_replayed_from_other_segments_than_it_was_recorded_in(setting:
     ],
 )
 def test_the_books_give_back_what_the_allocator_gives_back(setting: str, others: bool, tmp_path: Path) -> None:
-    """Where no more may be reserved, and where others have taken the rest of the device."""
     ended = forked(books.same_under_pressure, 12, setting, others, folder=tmp_path)
     assert ended.code == 0, ended.output
 

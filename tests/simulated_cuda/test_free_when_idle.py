@@ -57,7 +57,6 @@ def test_a_window_of_other_programs_asks_no_more_either(what: str) -> None:
 
 @pytest.mark.usefixtures("no_values")
 def test_metrics_of_batches_in_pieces_wait_for_nothing() -> None:
-    """Their states are copied and joined on the device."""
     stock = train(nn.LayerNorm, "32-true", None, kind=Metered)
     for mode in MODES[1:]:
         ours = train(nn.LayerNorm, "32-true", mode, kind=Metered)

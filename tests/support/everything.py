@@ -22,11 +22,7 @@ STEPS = 3  # of an epoch
 
 
 class Everything(pl.LightningModule):
-    """Whatever a step may change: buffers, metrics, random numbers, counters, state made on the way.
-
-    What a step does once, at its very first batch, it also does in a trial, whose batch has index 1:
-    training never begins with that one, so these changes must be gone.
-    """
+    """Whatever a step may change: buffers, metrics, random numbers, counters, state made on the way."""
 
     def __init__(self) -> None:
         super().__init__()

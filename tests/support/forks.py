@@ -31,7 +31,7 @@ import psutil
 
 SUPPORT = Path(__file__).parent
 PATHS = (SUPPORT, SUPPORT.parents[1])
-PRELOADED = ("forks", "ranks", "sharded", "survivors", "sharded_survivors", "killed", "address_space")
+PRELOADED = ("forks", "ranks", "sharded", "survivors", "sharded_survivors", "address_space")
 AT_WORK = 3.0  # seconds of CPU time that show that a process goes on; a rank that waits uses 0.3 in two minutes
 PATIENCE = 120  # seconds in which less than that is used by something that hangs
 LAST_RESORT = 600  # seconds
@@ -46,22 +46,9 @@ class Ended:
 
 
 def forked(
-    function: Callable[..., int | None],
-    *arguments: Any,
-    environment: Mapping[str, str] | None = None,
-    folder: Path,
+    function: Callable[..., int | None], *arguments: Any, environment: Mapping[str, str] | None = None, folder: Path
 ) -> Ended:
-    """Call a function in a process of its own, and wait until it and all that it has started have ended.
-
-    Args:
-        function: Importable by its name; the exit code is what it returns, 0 for ``None``, 1 after an exception.
-        arguments: Sent to the process.
-        environment: Variables that differ from those of this process.
-        folder: Where the process works, and leaves what it prints in ``output.txt``.
-
-    Raises:
-        AssertionError: If nothing goes on in it; says where each of its processes was.
-    """
+    """Call a function in a process of its own, and wait until it and all that it has started have ended."""
     output = folder / "output.txt"
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     process = server().Process(target=begin, args=(function, arguments, variables, folder, output))
@@ -90,10 +77,7 @@ def server() -> ForkServerContext:
 def begin(
     function: Callable[..., int | None], arguments: Any, variables: dict[str, str], folder: Path, output: Path
 ) -> None:
-    """The life of a fork: a session of its own, in which a signal makes every process say where it is.
-
-    Every out-of-memory error collects garbage: what is imported is not looked through, as in ``conftest.py``.
-    """
+    """The life of a fork: a session of its own, in which a signal makes every process say where it is."""
     gc.freeze()
     os.setsid()
     os.environ.clear()
@@ -199,25 +183,14 @@ def send(process: psutil.Process, number: int) -> None:
 
 
 def in_ranks(ranks: int, function: Callable[..., int | None], *arguments: Any) -> int:
-    """Call a function on several ranks, each a fork of this process, with the variables of an elastic agent.
-
-    No rank is ended by another: what waits for ever, waits for ever here. The exit code is that of the rank that
-    ended worst.
-    """
+    """Call a function on several ranks, each a fork of this process, with the variables of an elastic agent."""
     port = free_port()
     children = [fork(as_rank, rank, ranks, port, function, *arguments) for rank in range(ranks)]
     return max((exit_code(child) for child in children), key=abs)
 
 
 def in_turn(function: Callable[..., int | None], lives: Sequence[tuple[tuple[Any, ...], int]]) -> None:
-    """Call a function with several arguments, one after the other, each in a fork of this process.
-
-    What the function needs is imported once.
-
-    Args:
-        function: Importable by its name.
-        lives: Arguments, and how the fork ends: an exit code, or the negative number of a signal.
-    """
+    """Call a function with several arguments, one after the other, each in a fork of this process."""
     for arguments, expected in lives:
         code = exit_code(fork(function, *arguments))
         assert code == expected, f"{function.__name__}{arguments} ended with {code} instead of {expected}."

@@ -80,14 +80,7 @@ class Masked(Recorder):
 
 
 class Trouble(Callback):
-    """What befalls ranks: less memory on one, an error in a trial above a size, death.
-
-    Args:
-        budgets: Bytes of memory of each rank; none for as much as there is.
-        rank: The rank that the following befalls.
-        fails_above: Running out of memory in a pass of more samples.
-        dies_above: Death of the process in a pass of more samples.
-    """
+    """What befalls ranks: less memory on one, an error in a trial above a size, death."""
 
     def __init__(
         self,

@@ -25,17 +25,7 @@ Run = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Task(pl.LightningModule):
-    """A regression with parts that are hard on ranks, which runs out of memory where it is told to.
-
-    Args:
-        parts: Of ``unused`` (a layer that no sample uses, and one that some do), ``sparse`` (an embedding with sparse
-            gradients), ``buffers`` (BatchNorm, without a say in the loss, and a counter), ``twice`` (a layer whose
-            gradients a backward pass adds to twice), ``late`` (a term of the last rank that couples samples after some
-            steps), ``gathers after batches`` (a hook that asks other ranks, as those that log do).
-        faults: Epoch, index of the batch, phase (``forward``, ``backward`` or ``late``) and how often.
-        most: Samples above which validation runs out of memory.
-        gathers: Whether a step asks other ranks for their loss.
-    """
+    """A regression with parts that are hard on ranks, which runs out of memory where it is told to."""
 
     def __init__(
         self,

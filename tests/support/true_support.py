@@ -198,19 +198,22 @@ WAYS = {"loader": LOADER, "step": STEP, "oom": OOM, "oom in step mode": OOM_STEP
 
 
 def each(ways: dict[str, Way]) -> Any:
-    """One test for each way."""
-    return pytest.mark.parametrize("way", ways.values(), ids=ways.keys())
+    """One test for each way, of which one is slow."""
+    rows = [pytest.param(way, id=label, marks=[pytest.mark.slow] * (way is OOM_STEP)) for label, way in ways.items()]
+    return pytest.mark.parametrize("way", rows)
 
 
 each_way = each(WAYS)
+CUT = {"loader": LOADER, "step": STEP}
+each_cut = each(CUT)
 each_cut_in_step = each({name: way for name, way in WAYS.items() if way is not LOADER})
 each_oom = each({name: way for name, way in WAYS.items() if way.fails})
 
 
 def by_turns(values: Iterable[Any], ways: dict[str, Way] = WAYS, *, name: str = "name") -> Any:
-    """One test for each value in each way; each is quick in half of the ways, by turns, and slow in the others."""
+    """One test for each value in each way; each is quick in one of the ways, by turns, and slow in the others."""
     rows = [
-        pytest.param(value, way, id=f"{value}-{label}", marks=[pytest.mark.slow] * ((turn + place) % 2))
+        pytest.param(value, way, id=f"{value}-{label}", marks=[pytest.mark.slow] * ((turn + place) % len(ways) > 0))
         for turn, value in enumerate(values)
         for place, (label, way) in enumerate(ways.items())
     ]

@@ -45,7 +45,6 @@ def test_the_cause_is_named(
 
 
 def test_the_best_weight_of_two_parts_is_found() -> None:
-    """The whole is a quarter of the first and three quarters of the second."""
     first, second = [torch.tensor([1.0, 0.0])], [torch.tensor([0.0, 1.0])]
     differences = compare([torch.tensor([0.25, 0.75])], first, second, weight=0.5)
     assert differences.best_weight == pytest.approx(0.25)
@@ -54,7 +53,6 @@ def test_the_best_weight_of_two_parts_is_found() -> None:
 
 
 def test_sparse_gradients_are_compared_by_their_rows() -> None:
-    """With dense ones too."""
     dense = torch.tensor([[0.0], [3.0], [4.0]])
     assert norm([dense.to_sparse()]) == norm([dense]) == 5.0
     assert distance([dense.to_sparse()], [dense]) == 0.0

@@ -25,7 +25,6 @@ class Noting(Regression):
 
 
 def test_the_check_takes_as_many_samples_as_its_description_says(tmp_path: Path) -> None:
-    """Five in parts of three and two, and four of them in parts of two."""
     module, loader = Noting(tmp_path / "sizes"), DataLoader(Samples(32), batch_size=16)
     fit(loader, AutoAccumulate(micro_batch_size=16), module=module, max_epochs=1)
     assert {int(size) for size in module.path.read_text().split()} == {16, SAMPLES, 3, 2, 4}
@@ -34,7 +33,6 @@ def test_the_check_takes_as_many_samples_as_its_description_says(tmp_path: Path)
 
 
 def test_samples_that_differ_are_chosen() -> None:
-    """The largest first, then those with labels and missing values that no other has."""
     labels = [torch.tensor(label) for label in (0, 0, 0, -100, 1, 0)]
     samples = [(torch.zeros(3), label) for label in labels] + [(torch.zeros(7), labels[0])]
     chosen = telling_samples(samples, 4)
@@ -51,7 +49,6 @@ class Prepared(Regression):
 
 
 def test_batches_are_moved_with_the_weights_that_they_are_compared_with() -> None:
-    """Hooks of the transfer see the weights of the passes, whole and in parts."""
     callback = AutoAccumulate(micro_batch_size=4, micro_batching="step")
     fit(DataLoader(Samples(24), batch_size=12), callback, module=Prepared(), max_epochs=1)
     assert callback.exactness.cause == "exact"

@@ -51,7 +51,6 @@ def test_scalars_are_one():
     ],
 )
 def test_conditions_are_those_of_a_healthy_step(condition: Any, answer: bool):
-    """A step that looks for NaN finds none."""
     with answering():
         assert bool(condition(torch.randn(3))) is answer
 
@@ -68,7 +67,6 @@ def test_conditions_are_those_of_a_healthy_step(condition: Any, answer: bool):
     ],
 )
 def test_sizes_that_depend_on_values_are_the_largest(select: Any, shape: tuple[int, ...]):
-    """And that is said."""
     with answering() as doubts:
         x = torch.randn(2, 3)
         assert tuple(select(x, x > 0).shape) == shape
@@ -85,31 +83,6 @@ def test_masks_have_gradients_and_can_be_written_to():
         y = torch.zeros(4, 3)
         y[y > 0] = 1.0
         y[y > 0] = torch.ones(12)
-
-
-def test_a_size_that_nothing_bounds_stays_an_error():
-    """Rather than a guess."""
-    with answering(), pytest.raises(Exception, match="repeat_interleave"):
-        torch.repeat_interleave(torch.ones(3), torch.tensor([1, 2, 3]).float().sqrt().long())
-
-
-def test_operators_of_other_libraries_are_doubted():
-    """Only their results are seen."""
-    with torch.library._scoped_library("test_fakes", "DEF") as library:
-        library.define("twice(Tensor x) -> Tensor")
-        library.impl("twice", lambda x: torch.empty_like(x), "Meta")
-        with answering() as doubts:
-            torch.ops.test_fakes.twice(torch.ones(3))
-    assert doubts == ["test_fakes.twice: an operator whose scratch memory is not known"]
-
-
-def test_copies_are_tensors_without_values():
-    """Deep ones too, of constants and of originals, each once."""
-    original = torch.ones(3)
-    with answering():
-        pair = deepcopy([torch.tensor(2.0), original, original])
-    assert all(isinstance(copy, FakeTensor) for copy in pair)
-    assert pair[1] is pair[2]
 
 
 def test_a_module_and_its_optimizer_come_back():
@@ -146,12 +119,6 @@ def test_shared_parameters_stay_shared_and_a_choice_of_foreach_is_kept():
         assert net[0].weight is net[1].weight is fakes[id(original)]
         assert len(list(net.parameters())) == 3
         assert [optimizer.param_groups[0]["foreach"] for optimizer in chosen] == [False, None]
-
-
-def test_lazy_modules_are_refused():
-    """They have no shapes yet."""
-    with pytest.raises(UserError, match="lazy module"), without_values(nn.LazyLinear(3), [], foreach=True):
-        pass
 
 
 class Pair(NamedTuple):
@@ -195,12 +162,32 @@ def described(value: Any) -> Any:
 
 @pytest.mark.parametrize("periods", [0, 1, 7])
 def test_a_batch_grows_as_its_loader_would_make_it(periods: int):
-    """Tensors in every direction that grows, lists, counts and objects."""
     assert described(grown(batch(4), batch(6), periods)) == described(batch(4 + 2 * periods))
 
 
 def test_modules_with_hidden_workspaces_are_named():
-    """By their path and kind."""
     net = nn.ModuleDict({"rnn": nn.LSTM(2, 2), "cell": nn.GRUCell(2, 2), "linear": nn.Linear(2, 2)})
     reasons = list(hidden_workspaces(net))
     assert [reason.split(":")[0] for reason in reasons] == ["rnn (LSTM)", "cell (GRUCell)"]
+
+
+def test_a_size_that_nothing_bounds_stays_an_error():
+    """Rather than a guess."""
+    with answering(), pytest.raises(Exception, match="repeat_interleave"):
+        torch.repeat_interleave(torch.ones(3), torch.tensor([1, 2, 3]).float().sqrt().long())
+
+
+def test_operators_of_other_libraries_are_doubted():
+    """Only their results are seen."""
+    with torch.library._scoped_library("test_fakes", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: torch.empty_like(x), "Meta")
+        with answering() as doubts:
+            torch.ops.test_fakes.twice(torch.ones(3))
+    assert doubts == ["test_fakes.twice: an operator whose scratch memory is not known"]
+
+
+def test_lazy_modules_are_refused():
+    """They have no shapes yet."""
+    with pytest.raises(UserError, match="lazy module"), without_values(nn.LazyLinear(3), [], foreach=True):
+        pass

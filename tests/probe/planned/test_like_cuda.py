@@ -19,7 +19,6 @@ def saved(step: Any, *, like_cuda: bool = True) -> list[torch.Tensor]:
 
 
 def test_dropout_keeps_a_mask_of_bytes():
-    """By function, by module and by ``torch.dropout``."""
     x = torch.randn(64, requires_grad=True)
     calls = [lambda: F.dropout(x, 0.5), lambda: nn.Dropout(0.1)(x), lambda: torch.dropout(x, 0.5, train=True)]
     for call in calls:
@@ -28,7 +27,6 @@ def test_dropout_keeps_a_mask_of_bytes():
 
 
 def test_dropout_out_of_use_changes_nothing():
-    """In evaluation, and with nothing or all to drop."""
     x = torch.randn(64)
     with LikeCuda():
         assert F.dropout(x, 0.5, training=False) is x
@@ -62,7 +60,6 @@ def test_attention_with_dropout_keeps_no_matrix_of_tokens_by_tokens():
     ],
 )
 def test_under_autocast_what_cuda_computes_in_32_bits_comes_out_in_32(function: Any):
-    """Whatever the CPU's own rules say; without autocast nothing changes."""
     x = torch.randn(4, 16).bfloat16()
     with LikeCuda():
         assert function(x).dtype is torch.bfloat16
@@ -71,7 +68,6 @@ def test_under_autocast_what_cuda_computes_in_32_bits_comes_out_in_32(function: 
 
 
 def test_products_stay_in_half_precision():
-    """As on the CPU; and a dtype that is asked for is kept."""
     x = torch.randn(4, 16)
     with LikeCuda(), torch.autocast("cpu", torch.bfloat16):
         assert F.linear(x, torch.randn(3, 16)).dtype is torch.bfloat16
