@@ -1,6 +1,6 @@
 """``AutoAccumulate``: the hooks that put plan, probe, loaders and weights to work in a Trainer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import signature
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, read_request, read_whole, refuse_rescaling, require_choice
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.schedule import require_one_argument
+from lightning_ga.plan.schedule import ScheduleLike, require_one_argument
 from lightning_ga.plan.units import LEAST_BYTES, require_bytes
 
 
@@ -47,8 +47,9 @@ class AutoAccumulate(Callback):
 
     Args:
         effective_batch_size: Samples behind one optimizer step over all ranks: a number, a mapping
-            ``{epoch: number}``, or a callable of the epoch. ``None`` keeps the recipe's.
-        accumulate: Fixes the factor instead (number, mapping or callable); the micro-batch is as
+            ``{epoch: number}``, a callable of the epoch, or a schedule by optimizer step or samples
+            (``lightning_ga.schedule``). ``None`` keeps the recipe's.
+        accumulate: Fixes the factor instead (as above); the micro-batch is as
             large as fits and leaves at least one full window an epoch.
         micro_batch_size: Samples of one forward and backward pass; ``"auto"`` probes for the limit.
         max_micro_batch_size: Never probe or use more than this.
@@ -83,9 +84,9 @@ class AutoAccumulate(Callback):
 
     def __init__(
         self,
-        effective_batch_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+        effective_batch_size: ScheduleLike | None = None,
         *,
-        accumulate: int | Mapping[int, int] | Callable[[int], int] | None = None,
+        accumulate: ScheduleLike | None = None,
         micro_batch_size: int | Literal["auto"] = "auto",
         max_micro_batch_size: int | None = None,
         objective: Literal["memory", "throughput"] = "memory",
@@ -244,6 +245,7 @@ class AutoAccumulate(Callback):
         if stage == "fit" and self._fit:
             self._fit.close()  # a training that Lightning skips, such as with max_epochs=0, has no on_train_end
             loops.leave_factor(trainer, self._fit.recipe_factor)
+            loops.leave_samples(trainer, self._fit.samples_seen)
         self._take_back(trainer)
 
     def _take_back(self, trainer: Any) -> None:

@@ -15,7 +15,7 @@ from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.by_batch import ByBatch
 from lightning_ga.fit.chunks import ChunkedModules
-from lightning_ga.fit.epochs import PlannedEpoch, optimizer_steps, plan_epoch
+from lightning_ga.fit.epochs import PlannedEpoch, check_growth, optimizer_steps, plan_epoch, plan_window
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.exactness.later import LaterChecks
 from lightning_ga.fit.exactness.measure import find_independent
@@ -25,6 +25,7 @@ from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import TrainingWindow
+from lightning_ga.fit.window_factors import WindowFactors
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import BatchReader
@@ -37,6 +38,7 @@ from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.schedule import EpochSchedule
 from lightning_ga.plan.units import format_bytes, parse_budget
 from lightning_ga.probe.isolation import hooks_apart
 
@@ -58,6 +60,7 @@ class Fit:
         self.exactness = TrainingExactness(trainer, options)
         self._largest_asked = 0  # effective batch of any epoch, as the user wants it
         self._planned: PlannedEpoch | None = None  # none before the data are set up
+        self._factors = WindowFactors(trainer)
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
         self._batch: Any = None  # the current micro-batch
@@ -86,6 +89,11 @@ class Fit:
         if self._planned is None or chunked is None or most is None:
             return None if self._planned is None else self._planned.plan
         return in_chunks_of(self._planned.plan, most, chunked.names)
+
+    @property
+    def samples_seen(self) -> int:
+        """The samples that training has seen, over all ranks."""
+        return self._progress.samples_seen
 
     @property
     def source(self) -> TrainingSource:
@@ -129,6 +137,7 @@ class Fit:
             self._chunk_modules(epoch)
             self._find_limit(epoch)
         epochs, limit = loops.training_epochs(trainer), self._limit.micro_batch
+        check_growth(self.source, self.request, epoch)
         self._largest_asked = checks.check_schedule(self.request, epochs, trainer.world_size, micro_batch=limit)
         self._begin(epoch)
         if current_device() is not None:
@@ -144,7 +153,7 @@ class Fit:
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; the loop iterates it anew."""
         epoch = loops.training_epoch(self.trainer)
-        checks.check_factor(self.trainer, self._fed.factor)
+        self._factors.check()
         if self._begun != (self.source, epoch):
             self._limit.lower()
             with self._engine.suspended():
@@ -158,14 +167,18 @@ class Fit:
         if self._reporter.untold:
             self._tell_of_errors()
         self._batch = batch
-        checks.check_factor(self.trainer, self._fed.factor)
+        self._factors.check()
         source, index = self.source, loops.micro_batch_index(self.trainer)
+        if (window := self._factors.enter(index)) is not None:
+            self._planned = plan_window(source, window, micro_batch=self._limit.micro_batch)
         chunk = source.chunk(index)
         expected = source.expected(chunk)
         if self.gradients.counts_samples:
             on_host = self._engine.move is not None
             expected = samples = self._data.count(batch, chunk, self._reader, on_host=on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
+            if source.streams:
+                self._progress.note(chunk.count, samples)
         self._data.note(index, expected)
         if self._engine.chunked is not None:
             self._engine.chunked.size.window = expected
@@ -212,7 +225,7 @@ class Fit:
             self.exactness.learn_from_ranks()
         if not self.source.cut_in_step:
             self._by_batch.check_monitors()
-        checks.check_factor(self.trainer, self._fed.factor)
+        self._factors.check()
         done, planned = loops.batches_processed(self.trainer), self.source.length
         if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):
             return
@@ -229,6 +242,7 @@ class Fit:
     def close(self) -> None:
         """Give model, schedules, loops and device back what they had."""
         self._held.close()
+        self._factors.close()
         intervals.restore_frequencies(self.trainer, self._frequencies)
         loops.expect_nothing_of_positions()
         self._reporter.tell()
@@ -326,10 +340,10 @@ class Fit:
 
     def _arrange(self, epoch: int) -> None:
         """Cut an epoch; the loader yields nothing while the limit is unknown."""
-        done = self._progress.samples_done(epoch)
-        limit = self._limit.micro_batch
-        self._planned = plan_epoch(self.source, self.request, epoch, micro_batch=limit, samples_done=done)
-        self.trainer.accumulate_grad_batches = self._fed.factor
+        limit, progress = self._limit.micro_batch, self._progress
+        place, done = progress.place(epoch), progress.windows_done(epoch)
+        self._planned = plan_epoch(self.source, self.request, place, micro_batch=limit, windows_done=done)
+        self._factors.begin_epoch(self.source.epoch_plan, self._fed.factor)
 
     def _cuts(self, epoch: int) -> bool:
         """Return whether batches of the recipe have to be cut, or may have to be."""
@@ -350,9 +364,10 @@ class Fit:
     def _frequencies_in_steps(self) -> dict[int, int]:
         """Return frequencies of schedules by step, if the loop counts other batches than the recipe's."""
         found = intervals.frequencies_by_step(self.trainer)
-        as_recipe = self.trainer.accumulate_grad_batches == self.recipe_factor
+        by_epoch = self.request.by_window is None
+        as_recipe = by_epoch and self.trainer.accumulate_grad_batches == self.recipe_factor
         as_recipe &= self._fed.micro_batch_size == self.source.recipe.largest_batch(self._progress.position.epoch)
-        if not found or self.source.cut_in_step or as_recipe:
+        if not found or (self.source.cut_in_step and by_epoch) or as_recipe:
             return {}
         if not self._keeps_windows:
             rank_zero_info(
@@ -478,10 +493,20 @@ class Fit:
                 f"The effective batch of {self._largest_asked:,} samples is above the {samples:,} of an epoch: it is a "
                 "single optimizer step over all of them, and a larger batch changes nothing."
             )
+        if self._replaces_decay and samples is not None and self._largest_asked * 10 > samples:
+            yield (
+                f"from_lr_decay ends with batches of {self._largest_asked:,} samples, above a tenth of the {samples:,} "
+                "of an epoch: beyond that, a larger batch trains worse than a lower learning rate (arXiv 1711.00489)."
+            )
         probed = self.probe is not None and self.probe.source != "estimate"
         memory = total_memory(self.trainer.strategy.root_device) if probed else None
         if memory is not None and (parse_budget(budget, memory) or 0) > memory:
             yield f"memory_budget={budget!r} is above the {format_bytes(memory)} of the device: what is free counts."
+
+    @property
+    def _replaces_decay(self) -> bool:
+        schedules = self.request.effective, self.request.factor
+        return any(isinstance(each, EpochSchedule) and each.replaces_decay for each in schedules)
 
     def summary(self) -> str:
         """Return plan and probe in one line."""
@@ -495,4 +520,5 @@ class Fit:
         exactness = self.exactness.training
         silent = exactness is None or exactness.cause in ("exact", *INEXACT)
         measured = "" if silent else f"; exactness: {str(exactness).removesuffix('.')}"
-        return f"{self.plan}{found}{measured}."
+        grows = "" if self.request.by_window is None else f", the largest of {self.request.by_window!r}"
+        return f"{self.plan}{grows}{found}{measured}."

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.schedule import Schedule, ScheduleLike, as_schedule
+from lightning_ga.plan.schedule import Growth, Schedule, ScheduleLike, WindowSchedule, as_schedule
 
 Budget = int | float | str | None
 Normalize = Literal["samples"] | Callable[[Any], Any] | None
@@ -26,6 +26,17 @@ class Request:
         """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows."""
         factor = self.factor(epoch)
         return self.effective(epoch) if factor is None else factor * micro_batch * world_size
+
+    @property
+    def by_window(self) -> WindowSchedule | None:
+        """The schedule that may change the windows of an epoch; ``None`` if all are as its epoch says."""
+        return next((each for each in (self.effective, self.factor) if isinstance(each, WindowSchedule)), None)
+
+    def growth(self, micro_batch: int, world_size: int, steps: int, samples: int, windows_done: int) -> Growth | None:
+        """Return the effective batches of an epoch that begins after so many steps and samples of all ranks."""
+        schedule = self.by_window
+        times = micro_batch * world_size if schedule is self.factor else 1
+        return None if schedule is None else Growth(schedule, times, steps, samples, windows_done)
 
     def capped(self, micro_batch: int) -> int:
         """Return the micro-batch that the user's arguments allow instead of this one."""

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 from lightning_ga.fit.epochs import effective_batch, optimizer_steps, plan_epoch, recipe_micro_batch
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.training_source import MicroBatchSource
+from lightning_ga.plan.checkpoint import Position
 from lightning_ga.plan.config import Request, read_request
 
 
@@ -36,7 +37,7 @@ def test_a_window_is_cut_into_the_fewest_micro_batches(
     asked: Request, micro_batch: int, chunks: tuple[int, ...]
 ) -> None:
     """What the loader feeds is what is trained on, where the loader cuts."""
-    planned = plan_epoch(source(), asked, 0, micro_batch=micro_batch, samples_done=0)
+    planned = plan_epoch(source(), asked, Position(1, 0, 0, 0), micro_batch=micro_batch, windows_done=0)
     assert planned.plan == planned.fed
     assert planned.plan.chunks == (chunks,)
 
@@ -44,17 +45,17 @@ def test_a_window_is_cut_into_the_fewest_micro_batches(
 def test_nothing_is_yielded_while_the_limit_is_unknown() -> None:
     """Optimizer steps are counted rightly all the same: the windows are those of training."""
     data = source()
-    planned = plan_epoch(data, request(48), 0, micro_batch=None, samples_done=0)
+    planned = plan_epoch(data, request(48), Position(1, 0, 0, 0), micro_batch=None, windows_done=0)
     assert (planned.plan.effective_batch_size, planned.plan.factor) == (48, 1)
     assert list(data.loader or ()) == []
-    plan_epoch(data, request(48), 0, micro_batch=10, samples_done=0)
+    plan_epoch(data, request(48), Position(1, 0, 0, 0), micro_batch=10, windows_done=0)
     assert [len(batch) for batch in data.loader or ()] == [10, 10, 10, 9, 9] * 2 + [4]
 
 
 def test_batches_that_are_cut_in_the_step_are_fed_whole() -> None:
     """The loader yields the recipe's batches, and the plan says into what they are cut."""
     data = source(cut_in_step=True)
-    planned = plan_epoch(data, request(), 0, micro_batch=6, samples_done=0)
+    planned = plan_epoch(data, request(), Position(1, 0, 0, 0), micro_batch=6, windows_done=0)
     assert planned.fed.chunks == ((16, 16),)
     assert planned.plan.factor > planned.fed.factor
     assert [len(batch) for batch in data.loader or ()] == [16] * 6 + [4]
@@ -97,5 +98,5 @@ def test_steps_are_counted_over_a_schedule(max_steps: int, steps: int) -> None:
 def test_samples_of_an_earlier_run_are_left_out() -> None:
     """Those of all ranks are counted, also where each rank has an order of its own."""
     data = source()
-    plan_epoch(data, request(), 0, micro_batch=16, samples_done=64)
+    plan_epoch(data, request(), Position(1, 0, 64, 0), micro_batch=16, windows_done=0)
     assert [batch.tolist()[0] for batch in data.loader or ()] == [64, 80, 96]
