@@ -16,8 +16,16 @@ from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.messages import OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
-from lightning_ga.plan.config import Options, read_request, read_whole, refuse_rescaling, require_choice
+from lightning_ga.plan.config import (
+    Options,
+    read_request,
+    read_whole,
+    refuse_rescaling,
+    require_choice,
+    scales_rates,
+)
 from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.rates import RateRule, ScaleLr
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.schedule import ScheduleLike, require_one_argument
 from lightning_ga.plan.units import LEAST_BYTES, require_bytes
@@ -70,6 +78,10 @@ class AutoAccumulate(Callback):
         whole: Names of submodules, such as ``("encoder",)``, for losses that compare the samples of a batch: a window
             is one batch of the loop, and these submodules run over it in chunks that fit, each computed again in the
             backward pass. ``micro_batch_size`` is then that of a chunk. ``"auto"`` finds the submodules.
+        scale_lr: Multiplies what the scheduler sets by effective batch ÷ the recipe's (``"linear"``), or by the root
+            of that (``"sqrt"``), in every parameter group.
+        scale_beta2: Whether Adam's β₂ is raised to the power of effective batch ÷ the recipe's, which keeps its
+            half-life in samples.
         verify: Whether exactness is measured once at the start, on up to five samples.
         cache: Whether the limit is remembered between runs, for the same model, data shape, precision,
             optimizer, device and budget; one step verifies a remembered one.
@@ -96,6 +108,8 @@ class AutoAccumulate(Callback):
         on_oom: Literal["split", "raise"] = "split",
         batch_norm: Literal["warn", "ignore"] = "warn",
         whole: tuple[str, ...] | list[str] | str = (),
+        scale_lr: ScaleLr = "none",
+        scale_beta2: bool = False,
         verify: bool = True,
         cache: bool = True,
     ) -> None:
@@ -108,6 +122,8 @@ class AutoAccumulate(Callback):
             micro_batching=(micro_batching, ("loader", "step")),
             on_oom=(on_oom, ("split", "raise")),
             batch_norm=(batch_norm, ("warn", "ignore")),
+            scale_lr=(scale_lr, ("none", "linear", "sqrt")),
+            scale_beta2=(scale_beta2, (True, False)),
             verify=(verify, (True, False)),
             cache=(cache, (True, False)),
         )
@@ -118,6 +134,8 @@ class AutoAccumulate(Callback):
         if memory_budget is not None:  # refused here if it is one of no device
             require_bytes("memory_budget", memory_budget, 1 << 40, least=LEAST_BYTES)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
+        rates = RateRule(scale_lr, scale_beta2)
+        scales_rates(self._request, rates)
         names = read_whole(whole, self._request)
         self._options = Options(
             budget=memory_budget,
@@ -129,6 +147,7 @@ class AutoAccumulate(Callback):
             on_oom=on_oom,
             micro_batching=micro_batching,
             whole=names,
+            rates=rates,
         )
         self._fit: Fit | None = None
         self._evaluation: Evaluation | None = None  # of a stage on its own
@@ -187,6 +206,7 @@ class AutoAccumulate(Callback):
         rank_zero_info(f"AutoAccumulate: {self._started_fit.summary()}")
         for message in self._started_fit.warnings():
             rank_zero_warn(message, category=ExactnessWarning)
+        self._started_fit.show_next_window()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Cut the epoch as its schedule says."""

@@ -23,6 +23,7 @@ from lightning_ga.fit.exactness.training import TrainingExactness, is_inexact
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
 from lightning_ga.fit.progress import Progress
+from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import TrainingWindow
 from lightning_ga.fit.window_factors import WindowFactors
@@ -34,12 +35,13 @@ from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of
 from lightning_ga.plan.checkpoint import RunState
-from lightning_ga.plan.config import Options, Request
+from lightning_ga.plan.config import Options, Request, scales_rates
 from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.schedule import EpochSchedule
 from lightning_ga.plan.units import format_bytes, parse_budget
+from lightning_ga.plan.windows import Chunk, GrowingEpoch
 from lightning_ga.probe.isolation import hooks_apart
 
 
@@ -61,6 +63,8 @@ class Fit:
         self._largest_asked = 0  # effective batch of any epoch, as the user wants it
         self._planned: PlannedEpoch | None = None  # none before the data are set up
         self._factors = WindowFactors(trainer)
+        name = scales_rates(request, options.rates)
+        self._rates = WindowRates(trainer, options.rates, name) if name or request.by_window else None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
         self._batch: Any = None  # the current micro-batch
@@ -144,6 +148,8 @@ class Fit:
             loops.end_training(trainer)  # what fits on another device may not fit here
             return
         self._frequencies = self._frequencies_in_steps()
+        if self._rates is not None:
+            self._held.enter_context(self._rates.following())
         self._guard_training()
         self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
@@ -169,9 +175,10 @@ class Fit:
         self._batch = batch
         self._factors.check()
         source, index = self.source, loops.micro_batch_index(self.trainer)
-        if (window := self._factors.enter(index)) is not None:
-            self._planned = plan_window(source, window, micro_batch=self._limit.micro_batch)
+        self._enter_window(index)
         chunk = source.chunk(index)
+        if self._rates is not None and loops.begins_window(self.trainer):
+            self._rates.begin_window(*self._scale_of(chunk))
         expected = source.expected(chunk)
         if self.gradients.counts_samples:
             on_host = self._engine.move is not None
@@ -188,6 +195,26 @@ class Fit:
             self._by_batch.look()
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, self._batches_until(chunk.window))
+
+    def show_next_window(self) -> None:
+        """Plan the window that training goes on with."""
+        self._enter_window(self.source.epoch_plan.done)
+
+    def _enter_window(self, index: int) -> None:
+        if (window := self._factors.enter(index)) is not None:
+            self._planned = plan_window(self.source, window, micro_batch=self._limit.micro_batch)
+
+    def _scale_of(self, chunk: Chunk) -> tuple[int, int, float]:
+        """Return effective batch and recipe's batch of a window, and by what its schedule multiplies learning rates."""
+        source, plan, schedule = self.source, self.source.epoch_plan, self.request.by_window
+        batch, recipe = self._fed.effective_batch_size, source.recipe.effective(loops.training_epoch(self.trainer))
+        factor = 1.0
+        if isinstance(plan, GrowingEpoch):
+            batch = plan.nominal(chunk.window) * source.sharded_ranks
+        if schedule is not None:
+            begun = (chunk.window_end - chunk.window_samples) * source.sharded_ranks
+            factor = schedule.rate(self.trainer.global_step, self._progress.position.samples_before + begun)
+        return batch, recipe, factor
 
     def _tell_of_errors(self) -> None:
         """Say which errors were survived, once it is measured whether the result is the same."""
@@ -243,6 +270,8 @@ class Fit:
         """Give model, schedules, loops and device back what they had."""
         self._held.close()
         self._factors.close()
+        if self._rates is not None:
+            self._rates.give_back()
         intervals.restore_frequencies(self.trainer, self._frequencies)
         loops.expect_nothing_of_positions()
         self._reporter.tell()
@@ -446,6 +475,8 @@ class Fit:
         done, before = self._progress.recipe_counts()
         loop_state.count_recipe_batches(checkpoint, key, done=done, before=before)
         self._data.save_place(checkpoint)
+        if self._rates is not None:
+            self._rates.save(checkpoint)
 
     def load_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Undo ``save_loop`` in a checkpoint that is being read."""

@@ -18,16 +18,16 @@ class WindowFactors:
         self._size = 0  # samples of the last full window
 
     def begin_epoch(self, plan: EpochPlan, factor: int) -> None:
-        """Set the factor of an epoch; where windows grow, that of the last window that is done."""
+        """Set the factor of an epoch; where windows grow, that of its next window."""
         self._factor = self._trainer.accumulate_grad_batches = factor
         self._plan = plan if isinstance(plan, GrowingEpoch) else None
         self._next, self._size = None, 0
         if self._plan is not None:
-            self._set(self._plan, max(0, plan.done - 1))
-            self._next = plan.done
+            self._set(self._plan, plan.done)
+            self._next = plan.done  # to be entered
 
     def enter(self, index: int) -> int | None:
-        """Set the factor if a window begins with this micro-batch; return a full window of another size."""
+        """Set the factor if a window of its own begins with this micro-batch; return a full one of another size."""
         if self._next is None or index < self._next or loops.skips_backward(self._trainer):
             return None
         assert self._plan is not None, "it has set the next window"

@@ -1,11 +1,12 @@
 """The arguments of ``AutoAccumulate`` as records, checked before anything runs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.rates import RateRule
 from lightning_ga.plan.schedule import Growth, Schedule, ScheduleLike, WindowSchedule, as_schedule
 
 Budget = int | float | str | None
@@ -71,6 +72,7 @@ class Options:
     on_oom: str = "split"
     micro_batching: str = "loader"
     whole: Whole = ()
+    rates: RateRule = field(default_factory=RateRule)
 
 
 def read_request(
@@ -109,6 +111,18 @@ def read_whole(whole: Any, request: Request) -> Whole:
             "another: give effective_batch_size=… instead."
         )
     return names
+
+
+def scales_rates(request: Request, rule: RateRule) -> str:
+    """Return the argument that scales learning rates; empty if none does. Refuse two."""
+    schedule = request.by_window
+    names = [repr(schedule)] if schedule is not None and schedule.rates else []
+    names += [f"scale_lr={rule.scale_lr!r}"] if rule.scale_lr != "none" else []
+    if len(names) == 2:
+        raise UserError(
+            f"{names[0]} divides the learning rate, and {names[1]} multiplies it: leave one of the two out."
+        )
+    return " and ".join([*names, *(["scale_beta2=True"] if rule.scale_beta2 else [])])
 
 
 def refuse_rescaling(batch_norm: str) -> None:
