@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_ga import callbacks as callbacks
     from lightning_ga import data as data
     from lightning_ga import models as models
     from lightning_ga import report as report
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_ga import train as train
     from lightning_ga import weights as weights
     from lightning_ga.app.atomic import AtomicCheckpointIO
+    from lightning_ga.batch_size import measure_batch_size
     from lightning_ga.callback import AutoAccumulate
     from lightning_ga.compat.intervals import optimizer_steps
     from lightning_ga.errors import ExactnessWarning, UserError
@@ -46,12 +48,13 @@ __all__ = [
     "find_micro_batch",
     "in_chunks",
     "is_out_of_memory",
+    "measure_batch_size",
     "optimizer_steps",
     "plan_accumulation",
     "plan_for_device",
 ]
 
-_MODULES = ("data", "models", "report", "schedule", "split", "testing", "train", "weights")
+_MODULES = ("callbacks", "data", "models", "report", "schedule", "split", "testing", "train", "weights")
 _HOMES = {
     "AccumulationPlan": "plan.accumulation",
     "AtomicCheckpointIO": "app.atomic",
@@ -65,6 +68,7 @@ _HOMES = {
     "find_micro_batch": "probe.finder",
     "in_chunks": "fit.chunks",
     "is_out_of_memory": "memory.oom",
+    "measure_batch_size": "batch_size",
     "optimizer_steps": "compat.intervals",
     "plan_accumulation": "plan.accumulation",
     "plan_for_device": "planning",

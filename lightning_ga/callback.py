@@ -1,6 +1,6 @@
 """``AutoAccumulate``: the hooks that put plan, probe, loaders and weights to work in a Trainer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import signature
 from typing import Any, Literal
 
@@ -16,10 +16,18 @@ from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.messages import OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
-from lightning_ga.plan.config import Options, read_request, read_whole, refuse_rescaling, require_choice
+from lightning_ga.plan.config import (
+    Options,
+    read_request,
+    read_whole,
+    refuse_rescaling,
+    require_choice,
+    scales_rates,
+)
 from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.rates import RateRule, ScaleLr
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.schedule import require_one_argument
+from lightning_ga.plan.schedule import ScheduleLike, require_one_argument
 from lightning_ga.plan.units import LEAST_BYTES, require_bytes
 
 
@@ -47,8 +55,9 @@ class AutoAccumulate(Callback):
 
     Args:
         effective_batch_size: Samples behind one optimizer step over all ranks: a number, a mapping
-            ``{epoch: number}``, or a callable of the epoch. ``None`` keeps the recipe's.
-        accumulate: Fixes the factor instead (number, mapping or callable); the micro-batch is as
+            ``{epoch: number}``, a callable of the epoch, or a schedule by optimizer step or samples
+            (``lightning_ga.schedule``). ``None`` keeps the recipe's.
+        accumulate: Fixes the factor instead (as above); the micro-batch is as
             large as fits and leaves at least one full window an epoch.
         micro_batch_size: Samples of one forward and backward pass; ``"auto"`` probes for the limit.
         max_micro_batch_size: Never probe or use more than this.
@@ -69,6 +78,10 @@ class AutoAccumulate(Callback):
         whole: Names of submodules, such as ``("encoder",)``, for losses that compare the samples of a batch: a window
             is one batch of the loop, and these submodules run over it in chunks that fit, each computed again in the
             backward pass. ``micro_batch_size`` is then that of a chunk. ``"auto"`` finds the submodules.
+        scale_lr: Multiplies what the scheduler sets by effective batch ÷ the recipe's (``"linear"``), or by the root
+            of that (``"sqrt"``), in every parameter group.
+        scale_beta2: Whether Adam's β₂ is raised to the power of effective batch ÷ the recipe's, which keeps its
+            half-life in samples.
         verify: Whether exactness is measured once at the start, on up to five samples.
         cache: Whether the limit is remembered between runs, for the same model, data shape, precision,
             optimizer, device and budget; one step verifies a remembered one.
@@ -83,9 +96,9 @@ class AutoAccumulate(Callback):
 
     def __init__(
         self,
-        effective_batch_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
+        effective_batch_size: ScheduleLike | None = None,
         *,
-        accumulate: int | Mapping[int, int] | Callable[[int], int] | None = None,
+        accumulate: ScheduleLike | None = None,
         micro_batch_size: int | Literal["auto"] = "auto",
         max_micro_batch_size: int | None = None,
         objective: Literal["memory", "throughput"] = "memory",
@@ -95,6 +108,8 @@ class AutoAccumulate(Callback):
         on_oom: Literal["split", "raise"] = "split",
         batch_norm: Literal["warn", "ignore"] = "warn",
         whole: tuple[str, ...] | list[str] | str = (),
+        scale_lr: ScaleLr = "none",
+        scale_beta2: bool = False,
         verify: bool = True,
         cache: bool = True,
     ) -> None:
@@ -107,6 +122,8 @@ class AutoAccumulate(Callback):
             micro_batching=(micro_batching, ("loader", "step")),
             on_oom=(on_oom, ("split", "raise")),
             batch_norm=(batch_norm, ("warn", "ignore")),
+            scale_lr=(scale_lr, ("none", "linear", "sqrt")),
+            scale_beta2=(scale_beta2, (True, False)),
             verify=(verify, (True, False)),
             cache=(cache, (True, False)),
         )
@@ -117,6 +134,8 @@ class AutoAccumulate(Callback):
         if memory_budget is not None:  # refused here if it is one of no device
             require_bytes("memory_budget", memory_budget, 1 << 40, least=LEAST_BYTES)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
+        rates = RateRule(scale_lr, scale_beta2)
+        scales_rates(self._request, rates)
         names = read_whole(whole, self._request, objective)
         self._options = Options(
             budget=memory_budget,
@@ -128,6 +147,7 @@ class AutoAccumulate(Callback):
             on_oom=on_oom,
             micro_batching=micro_batching,
             whole=names,
+            rates=rates,
         )
         self._fit: Fit | None = None
         self._evaluation: Evaluation | None = None  # of a stage on its own
@@ -186,6 +206,7 @@ class AutoAccumulate(Callback):
         rank_zero_info(f"AutoAccumulate: {self._started_fit.summary()}")
         for message in self._started_fit.warnings():
             rank_zero_warn(message, category=ExactnessWarning)
+        self._started_fit.show_next_window()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Cut the epoch as its schedule says."""
@@ -244,6 +265,7 @@ class AutoAccumulate(Callback):
         if stage == "fit" and self._fit:
             self._fit.close()  # a training that Lightning skips, such as with max_epochs=0, has no on_train_end
             loops.leave_factor(trainer, self._fit.recipe_factor)
+            loops.leave_samples(trainer, self._fit.samples_seen)
         self._take_back(trainer)
 
     def _take_back(self, trainer: Any) -> None:

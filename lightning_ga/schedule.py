@@ -1,5 +1,29 @@
-"""Schedules of the effective batch size over epochs: the public path of ``plan.schedule``."""
+"""Schedules of the effective batch size, or of the factor, over training: the public path of ``plan.schedule``."""
 
-from lightning_ga.plan.schedule import Schedule, ScheduleLike, as_schedule
+from lightning_ga.plan.schedule import (
+    EpochSchedule,
+    Schedule,
+    ScheduleLike,
+    WindowSchedule,
+    as_schedule,
+    by_samples,
+    by_step,
+    from_lr_decay,
+    geometric,
+    linear,
+    seesaw,
+)
 
-__all__ = ["Schedule", "ScheduleLike", "as_schedule"]
+__all__ = [
+    "EpochSchedule",
+    "Schedule",
+    "ScheduleLike",
+    "WindowSchedule",
+    "as_schedule",
+    "by_samples",
+    "by_step",
+    "from_lr_decay",
+    "geometric",
+    "linear",
+    "seesaw",
+]

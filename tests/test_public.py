@@ -69,6 +69,8 @@ def test_the_signature_is_the_one_that_others_write_against() -> None:
         "on_oom": "split",
         "batch_norm": "warn",
         "whole": (),
+        "scale_lr": "none",
+        "scale_beta2": False,
         "verify": True,
         "cache": True,
     }

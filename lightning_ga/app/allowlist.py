@@ -52,6 +52,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 NAMED = (
     *("lightning_ga.models.build_timm", "lightning_ga.models.to_group_norm"),
     "lightning_ga.models.schedules.warmup_cosine",
+    *(f"lightning_ga.schedule.{name}" for name in ("by_samples", "by_step", "from_lr_decay", "geometric")),
+    *("lightning_ga.schedule.linear", "lightning_ga.schedule.seesaw"),
     *("lightning_ga.weights.AttentionMaskTokens", "lightning_ga.weights.Samples", "lightning_ga.weights.TargetTokens"),
 )
 """What is of no such kind, and may be built."""

@@ -167,6 +167,7 @@ RULES: Mapping[str, Rule] = {
     "accumulate.micro_batching": one_of("loader", "step"),
     "accumulate.on_oom": one_of("split", "raise"),
     "accumulate.batch_norm": one_of("warn", "ignore"),
+    "accumulate.scale_lr": one_of("none", "linear", "sqrt"),
     **dict.fromkeys(
         (
             *(
@@ -179,7 +180,7 @@ RULES: Mapping[str, Rule] = {
                 "model.pretrained",
             ),
             *("model.group_norm", "model.sparse", "optimizer.nesterov", "optimizer.decay_norms", "accumulate.verify"),
-            "accumulate.cache",
+            *("accumulate.cache", "accumulate.scale_beta2"),
         ),
         SWITCH,
     ),

@@ -162,6 +162,39 @@ def stage(trainer: Any) -> str:
     return "training" if running is None else _STAGES.get(running.value, "training")
 
 
+class WindowFactor(int):
+    """A factor whose remainders count micro-batches from the start of the window on.
+
+    Lightning, and callbacks, tell windows by ``batch_idx % trainer.accumulate_grad_batches``
+    (``training_epoch_loop.py:440``, ``automatic.py:220``): that is right only if all before had the same factor.
+    """
+
+    start: int  # micro-batches of the epoch before the window
+
+    def __new__(cls, factor: int, start: int) -> "WindowFactor":
+        """Return the factor of a window that starts there."""
+        found = super().__new__(cls, factor)
+        found.start = start
+        return found
+
+    def __rmod__(self, index: int) -> int:
+        return (index - self.start) % int(self)
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def leave_samples(trainer: Any, samples: int) -> None:
+    """Store the samples that trainings have seen on the trainer, whose counts a second fit goes on with."""
+    trainer.__dict__["_samples_seen"] = samples
+
+
+def take_samples_back(trainer: Any) -> int:
+    """Return the samples that trainings of the trainer have seen before."""
+    samples: int = trainer.__dict__.pop("_samples_seen", 0)
+    return samples
+
+
 def leave_factor(trainer: Any, recipe: int) -> None:
     """Store the user's factor on the trainer, beside the one that a fit leaves there."""
     trainer.__dict__["_recipe_factor"] = (trainer.accumulate_grad_batches, recipe)

@@ -15,7 +15,7 @@ from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.by_batch import ByBatch
 from lightning_ga.fit.chunks import ChunkedModules
-from lightning_ga.fit.epochs import PlannedEpoch, optimizer_steps, plan_epoch
+from lightning_ga.fit.epochs import PlannedEpoch, check_growth, optimizer_steps, plan_epoch, plan_window
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.exactness.later import LaterChecks
 from lightning_ga.fit.exactness.measure import find_independent
@@ -23,8 +23,10 @@ from lightning_ga.fit.exactness.training import TrainingExactness, is_inexact
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
 from lightning_ga.fit.progress import Progress
+from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import TrainingWindow
+from lightning_ga.fit.window_factors import WindowFactors
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import BatchReader
@@ -33,11 +35,13 @@ from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of
 from lightning_ga.plan.checkpoint import RunState
-from lightning_ga.plan.config import Options, Request
+from lightning_ga.plan.config import Options, Request, scales_rates
 from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.schedule import EpochSchedule
 from lightning_ga.plan.units import format_bytes, parse_budget
+from lightning_ga.plan.windows import Chunk, GrowingEpoch
 from lightning_ga.probe.isolation import hooks_apart
 
 
@@ -58,6 +62,9 @@ class Fit:
         self.exactness = TrainingExactness(trainer, options)
         self._largest_asked = 0  # effective batch of any epoch, as the user wants it
         self._planned: PlannedEpoch | None = None  # none before the data are set up
+        self._factors = WindowFactors(trainer)
+        name = scales_rates(request, options.rates)
+        self._rates = WindowRates(trainer, options.rates, name) if name or request.by_window else None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
         self._batch: Any = None  # the current micro-batch
@@ -86,6 +93,11 @@ class Fit:
         if self._planned is None or chunked is None or most is None:
             return None if self._planned is None else self._planned.plan
         return in_chunks_of(self._planned.plan, most, chunked.names)
+
+    @property
+    def samples_seen(self) -> int:
+        """The samples that training has seen, over all ranks."""
+        return self._progress.samples_seen
 
     @property
     def source(self) -> TrainingSource:
@@ -129,12 +141,15 @@ class Fit:
             self._chunk_modules(epoch)
             self._find_limit(epoch)
         epochs, limit = loops.training_epochs(trainer), self._limit.micro_batch
+        check_growth(self.source, self.request, epoch)
         self._largest_asked = checks.check_schedule(self.request, epochs, trainer.world_size, micro_batch=limit)
         self._begin(epoch)
         if current_device() is not None:
             loops.end_training(trainer)  # what fits on another device may not fit here
             return
         self._frequencies = self._frequencies_in_steps()
+        if self._rates is not None:
+            self._held.enter_context(self._rates.following())
         self._guard_training()
         self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
@@ -144,7 +159,7 @@ class Fit:
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; the loop iterates it anew."""
         epoch = loops.training_epoch(self.trainer)
-        checks.check_factor(self.trainer, self._fed.factor)
+        self._factors.check()
         if self._begun != (self.source, epoch):
             self._limit.lower()
             with self._engine.suspended():
@@ -158,14 +173,19 @@ class Fit:
         if self._reporter.untold:
             self._tell_of_errors()
         self._batch = batch
-        checks.check_factor(self.trainer, self._fed.factor)
+        self._factors.check()
         source, index = self.source, loops.micro_batch_index(self.trainer)
+        self._enter_window(index)
         chunk = source.chunk(index)
+        if self._rates is not None and loops.begins_window(self.trainer):
+            self._rates.begin_window(*self._scale_of(chunk))
         expected = source.expected(chunk)
         if self.gradients.counts_samples:
             on_host = self._engine.move is not None
             expected = samples = self._data.count(batch, chunk, self._reader, on_host=on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
+            if source.streams:
+                self._progress.note(chunk.count, samples)
         self._data.note(index, expected)
         if self._engine.chunked is not None:
             self._engine.chunked.size.window = expected
@@ -175,6 +195,26 @@ class Fit:
             self._by_batch.look()
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, self._batches_until(chunk.window))
+
+    def show_next_window(self) -> None:
+        """Plan the window that training goes on with."""
+        self._enter_window(self.source.epoch_plan.done)
+
+    def _enter_window(self, index: int) -> None:
+        if (window := self._factors.enter(index)) is not None:
+            self._planned = plan_window(self.source, window, micro_batch=self._limit.micro_batch)
+
+    def _scale_of(self, chunk: Chunk) -> tuple[int, int, float]:
+        """Return effective batch and recipe's batch of a window, and by what its schedule multiplies learning rates."""
+        source, plan, schedule = self.source, self.source.epoch_plan, self.request.by_window
+        batch, recipe = self._fed.effective_batch_size, source.recipe.effective(loops.training_epoch(self.trainer))
+        factor = 1.0
+        if isinstance(plan, GrowingEpoch):
+            batch = plan.nominal(chunk.window) * source.sharded_ranks
+        if schedule is not None:
+            begun = (chunk.window_end - chunk.window_samples) * source.sharded_ranks
+            factor = schedule.rate(self.trainer.global_step, self._progress.position.samples_before + begun)
+        return batch, recipe, factor
 
     def _tell_of_errors(self) -> None:
         """Say which errors were survived, once it is measured whether the result is the same."""
@@ -212,7 +252,7 @@ class Fit:
             self.exactness.learn_from_ranks()
         if not self.source.cut_in_step:
             self._by_batch.check_monitors()
-        checks.check_factor(self.trainer, self._fed.factor)
+        self._factors.check()
         done, planned = loops.batches_processed(self.trainer), self.source.length
         if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):
             return
@@ -229,6 +269,9 @@ class Fit:
     def close(self) -> None:
         """Give model, schedules, loops and device back what they had."""
         self._held.close()
+        self._factors.close()
+        if self._rates is not None:
+            self._rates.give_back()
         intervals.restore_frequencies(self.trainer, self._frequencies)
         loops.expect_nothing_of_positions()
         self._reporter.tell()
@@ -326,10 +369,10 @@ class Fit:
 
     def _arrange(self, epoch: int) -> None:
         """Cut an epoch; the loader yields nothing while the limit is unknown."""
-        done = self._progress.samples_done(epoch)
-        limit = self._limit.micro_batch
-        self._planned = plan_epoch(self.source, self.request, epoch, micro_batch=limit, samples_done=done)
-        self.trainer.accumulate_grad_batches = self._fed.factor
+        limit, progress = self._limit.micro_batch, self._progress
+        place, done = progress.place(epoch), progress.windows_done(epoch)
+        self._planned = plan_epoch(self.source, self.request, place, micro_batch=limit, windows_done=done)
+        self._factors.begin_epoch(self.source.epoch_plan, self._fed.factor)
 
     def _cuts(self, epoch: int) -> bool:
         """Return whether batches of the recipe have to be cut, or may have to be."""
@@ -350,9 +393,10 @@ class Fit:
     def _frequencies_in_steps(self) -> dict[int, int]:
         """Return frequencies of schedules by step, if the loop counts other batches than the recipe's."""
         found = intervals.frequencies_by_step(self.trainer)
-        as_recipe = self.trainer.accumulate_grad_batches == self.recipe_factor
+        by_epoch = self.request.by_window is None
+        as_recipe = by_epoch and self.trainer.accumulate_grad_batches == self.recipe_factor
         as_recipe &= self._fed.micro_batch_size == self.source.recipe.largest_batch(self._progress.position.epoch)
-        if not found or self.source.cut_in_step or as_recipe:
+        if not found or (self.source.cut_in_step and by_epoch) or as_recipe:
             return {}
         if not self._keeps_windows:
             rank_zero_info(
@@ -431,6 +475,8 @@ class Fit:
         done, before = self._progress.recipe_counts()
         loop_state.count_recipe_batches(checkpoint, key, done=done, before=before)
         self._data.save_place(checkpoint)
+        if self._rates is not None:
+            self._rates.save(checkpoint)
 
     def load_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Undo ``save_loop`` in a checkpoint that is being read."""
@@ -478,10 +524,20 @@ class Fit:
                 f"The effective batch of {self._largest_asked:,} samples is above the {samples:,} of an epoch: it is a "
                 "single optimizer step over all of them, and a larger batch changes nothing."
             )
+        if self._replaces_decay and samples is not None and self._largest_asked * 10 > samples:
+            yield (
+                f"from_lr_decay ends with batches of {self._largest_asked:,} samples, above a tenth of the {samples:,} "
+                "of an epoch: beyond that, a larger batch trains worse than a lower learning rate (arXiv 1711.00489)."
+            )
         probed = self.probe is not None and self.probe.source != "estimate"
         memory = total_memory(self.trainer.strategy.root_device) if probed else None
         if memory is not None and (parse_budget(budget, memory) or 0) > memory:
             yield f"memory_budget={budget!r} is above the {format_bytes(memory)} of the device: what is free counts."
+
+    @property
+    def _replaces_decay(self) -> bool:
+        schedules = self.request.effective, self.request.factor
+        return any(isinstance(each, EpochSchedule) and each.replaces_decay for each in schedules)
 
     def summary(self) -> str:
         """Return plan and probe in one line."""
@@ -495,4 +551,5 @@ class Fit:
         exactness = self.exactness.training
         silent = exactness is None or exactness.cause in ("exact", *INEXACT)
         measured = "" if silent else f"; exactness: {str(exactness).removesuffix('.')}"
-        return f"{self.plan}{found}{measured}."
+        grows = "" if self.request.by_window is None else f", the largest of {self.request.by_window!r}"
+        return f"{self.plan}{grows}{found}{measured}."

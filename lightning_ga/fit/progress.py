@@ -14,8 +14,10 @@ class Progress:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         seed, shuffles = agreement.shared_seed(trainer), dataloaders.shares_shuffled(trainer)
-        self.position = Position(seed, loops.training_epoch(trainer), 0, 0, shuffles)
+        steps, samples = trainer.global_step, loops.take_samples_back(trainer)
+        self.position = Position(seed, loops.training_epoch(trainer), 0, 0, shuffles, steps, samples)
         self.restored: RunState | None = None  # what was read from a checkpoint
+        self._short = 0  # samples by which this rank's micro-batches of the window held less than planned
         self._passed = 0, 0  # batches of the recipe after the last micro-batch: of its epoch, and before that
         self.within_batch = False  # whether the last micro-batch ended within a batch of the recipe
         self._validates = True  # whether the loop validates at all
@@ -24,9 +26,29 @@ class Progress:
         """Go on where a checkpoint was written."""
         self.restored, self.position = state, state.position
 
-    def samples_done(self, epoch: int) -> int:
-        """Return the samples of an epoch that optimizer steps have used, over all ranks."""
-        return self.position.samples_done if epoch == self.position.epoch else 0
+    def place(self, epoch: int) -> Position:
+        """Return the place in an epoch: at its start, if it is another than the position's."""
+        position = self.position
+        if epoch == position.epoch:
+            return position
+        return replace(
+            position,
+            epoch=epoch,
+            samples_done=0,
+            steps_before=self._trainer.global_step,
+            samples_before=self.samples_seen,
+            samples_short=0,
+        )
+
+    def windows_done(self, epoch: int) -> int:
+        """Return the optimizer steps of an epoch that an earlier run has made."""
+        steps: int = self._trainer.global_step
+        return max(0, steps - self.place(epoch).steps_before)
+
+    @property
+    def samples_seen(self) -> int:
+        """The samples that training has seen from its start on, over all ranks."""
+        return self.position.samples_before + self.position.samples_done - self.position.samples_short
 
     def take_over(self, source: TrainingSource, recipe_factor: int) -> bool:
         """Take the place over from a restored loop; return whether it is within the epoch that goes on.
@@ -40,7 +62,16 @@ class Progress:
             if self.restored is None:
                 done, before = loops.batches_done(trainer)
                 samples = source.samples_of(done - done % recipe_factor) * source.sharded_ranks
-                self.position = replace(self.position, epoch=epoch, samples_done=samples, batches_before=before)
+                each = source.recipe.total(epoch)
+                seen = source.samples_of(before) if each is None else each * epoch
+                self.position = replace(
+                    self.position,
+                    epoch=epoch,
+                    samples_done=samples,
+                    batches_before=before,
+                    steps_before=max(0, trainer.global_step - done // recipe_factor),
+                    samples_before=seen * source.sharded_ranks,
+                )
         within = self.restored is not None or self.position.samples_done > 0
         return within and self.position.epoch == epoch
 
@@ -53,7 +84,10 @@ class Progress:
         if passed is None:  # a stream: as many as it turned out to hold
             passed = source.recipe_batches(self.position.samples_done // source.sharded_ranks)
         before = self.position.batches_before + passed * (epoch - self.position.epoch)
-        self.position = replace(self.position, epoch=epoch, samples_done=0, batches_before=before)
+        if source.streams and source.sharded_ranks > 1:  # each rank knows of its own
+            short = agreement.sum_over_ranks(self._trainer, self.position.samples_short / source.sharded_ranks)
+            self.position = replace(self.position, samples_short=round(short))
+        self.position = replace(self.place(epoch), batches_before=before)
 
     def resume(self, source: TrainingSource, *, same_epoch: bool) -> None:
         """Let a restored loop go on at its sample, in this run's micro-batches."""
@@ -62,7 +96,7 @@ class Progress:
             return
         if not same_epoch:
             loops.begin_next_epoch(trainer)
-        elif source.keeps_place:
+        if source.keeps_place or not same_epoch or done == source.length:
             loops.expect_positions_to_be_kept()
         loops.move_to_micro_batch(trainer, done, same_epoch=same_epoch)
         if done:
@@ -75,13 +109,21 @@ class Progress:
         """Keep the place after a micro-batch, and let validation run when the recipe says."""
         index = loops.micro_batch_index(self._trainer)
         if window_is_over:
-            done = source.chunk(index).window_end * source.sharded_ranks
-            self.position = replace(self.position, samples_done=done)
+            chunk = source.chunk(index)
+            done, short = chunk.window_end * source.sharded_ranks, self.position.samples_short
+            if source.streams:  # whose end is not known in advance
+                self._short += chunk.window_end - chunk.done
+                short, self._short = short + self._short * source.sharded_ranks, 0
+            self.position = replace(self.position, samples_done=done, samples_short=short)
         before, after = self._passed[0] if index else 0, source.batches_after(index)
         self._passed = after, self.position.batches_before
         self.within_batch = after == before
         if self._validates:
             self._schedule_validation(source, before, after)
+
+    def note(self, planned: int, samples: int) -> None:
+        """Note how many samples a micro-batch of a stream holds."""
+        self._short += planned - samples
 
     def recipe_counts(self) -> tuple[int, int]:
         """Return the batches of the recipe that were trained on: in the loop's epoch, and before it."""

@@ -11,7 +11,8 @@ from lightning_ga.errors import UserError
 from lightning_ga.loading.rebatch import LoaderRecipe
 from lightning_ga.loading.sampler import FromBatches
 from lightning_ga.plan.accumulation import require_effective_batch
-from lightning_ga.plan.windows import GivenWindows, RegularWindows, Windows
+from lightning_ga.plan.schedule import Growth
+from lightning_ga.plan.windows import GivenWindows, GrowingWindows, RegularWindows, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,24 @@ class RecipeBatches:
         if self.batch_size is None:
             per_window = self._per_window(epoch, effective)
             return GivenWindows.of(self._sizes(epoch), per_window=per_window, samples_done=samples_done)
-        effective, world_size = effective or self.effective(epoch), self.settings.world_size
+        size, total = self._share(effective or self.effective(epoch)), self.total(epoch)
+        samples_done -= samples_done % self.order.per_item
+        return RegularWindows(total, size, self._drop_last and total == self.order.size, samples_done)
+
+    def growing_windows(self, epoch: int, growth: Growth, samples_done: int = 0) -> GrowingWindows:
+        """Return the windows of an epoch in which a schedule may change their size."""
+
+        def size_at(windows: int, samples: int) -> int:
+            return self._share(growth.at(windows, samples * self.sharded_ranks))
+
+        total = self.total(epoch)
+        drops = self._drop_last and self.batch_size is not None and total == self.order.size
+        samples_done -= samples_done % self.order.per_item
+        return GrowingWindows(total, size_at, drops, samples_done, growth.windows_done)
+
+    def _share(self, effective: int) -> int:
+        """Return the samples of a window in the order that ranks share, or else in that of one rank."""
+        world_size = self.settings.world_size
         require_effective_batch(effective, world_size)
         size, left = divmod(effective * self.ranks_per_order, world_size)
         if left:
@@ -96,9 +114,7 @@ class RecipeBatches:
                 "has an order of samples of its own, so a window cannot be shared out: use "
                 f"{effective - effective % world_size}."
             )
-        total = self.total(epoch)
-        samples_done -= samples_done % self.order.per_item
-        return RegularWindows(total, size, self._drop_last and total == self.order.size, samples_done)
+        return size
 
     def _count(self) -> int | None:
         """Return the batches of an epoch on one rank, before any limit; ``None`` for a stream of unknown length."""

@@ -249,7 +249,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
     def chunk(self, index: int) -> Chunk:
         """Return the ``index``-th micro-batch of the epoch on this rank."""
         assert self.plan is not None
-        window, position = divmod(index, self.plan.factor)
+        window, position = self.plan.place(index)
         return self._window(window)[position]
 
     def _chunks(self, plan: EpochPlan) -> Iterator[list[Any]]:

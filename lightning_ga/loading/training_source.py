@@ -16,7 +16,18 @@ from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
 from lightning_ga.loading.sampler import FromBatches, Sequential, Stream, WindowBatchSampler
 from lightning_ga.loading.samples import peekable, read_samples
 from lightning_ga.plan.accumulation import AccumulationPlan, in_groups, plan_accumulation
-from lightning_ga.plan.windows import Chunk, EpochPlan, EvenShares, FullChunks, GivenWindows, Windows, WithinBatches
+from lightning_ga.plan.schedule import Growth
+from lightning_ga.plan.windows import (
+    Chunk,
+    EpochPlan,
+    EvenShares,
+    FullChunks,
+    GivenWindows,
+    GrowingEpoch,
+    GrowingWindows,
+    Windows,
+    WithinBatches,
+)
 
 _TOGETHER = 64  # samples of the first batches, where a batch sampler decides which are together
 
@@ -88,13 +99,21 @@ class TrainingSource:
         _ = self.user_loader
 
     def arrange(
-        self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, enabled: bool = True
+        self,
+        epoch: int,
+        effective: int | Growth | None,
+        micro_batch: int,
+        *,
+        samples_done: int = 0,
+        enabled: bool = True,
     ) -> AccumulationPlan:
-        """Cut one epoch and return how its full windows are cut.
+        """Cut one epoch and return how its full windows are cut, the largest where they may grow.
 
         An ``effective`` of ``None`` keeps the recipe's windows; the loader yields nothing until it is ``enabled``.
         """
-        windows, total = self.recipe.windows(epoch, effective, samples_done), self.recipe.total(epoch)
+        windows, total = self._windows(epoch, effective, samples_done), self.recipe.total(epoch)
+        if isinstance(effective, Growth):
+            effective = self.recipe.within(effective.largest, epoch)
         if effective is not None and total and windows.count == 0 and samples_done == 0:
             raise UserError(
                 f"effective_batch_size={effective} is more than the {total * self.sharded_ranks} samples of an epoch, "
@@ -109,6 +128,18 @@ class TrainingSource:
             self.loader = rebatch(self.recipe.loader, self.sampler, sized=sized, shuffle=shuffle)
         object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
         return plan
+
+    def _windows(self, epoch: int, effective: int | Growth | None, samples_done: int = 0) -> Windows:
+        if isinstance(effective, Growth):
+            return self.recipe.growing_windows(epoch, effective, samples_done)
+        return self.recipe.windows(epoch, effective, samples_done)
+
+    def steps_of(self, epoch: int, effective: int | Growth | None) -> tuple[int, int] | None:
+        """Return optimizer steps and samples, over all ranks, of a whole epoch; ``None`` without a known end."""
+        windows = self._windows(epoch, effective)
+        if windows.count is None:
+            return None
+        return windows.count, (sum(windows.span(windows.count - 1)) if windows.count else 0) * self.sharded_ranks
 
     def _cut(
         self, windows: Windows, epoch: int, effective: int | None, micro_batch: int
@@ -133,8 +164,14 @@ class TrainingSource:
             as_recipe = (plan.factor, plan.micro_batch_size) == (recipe.settings.recipe_factor, recipe.batch_size)
             micro_batch = plan.micro_batch_size if as_recipe else micro_batch
             cut = FullChunks() if as_recipe or whole_batches else cut
+        if isinstance(windows, GrowingWindows) and self.keeps_groups:
+            largest = recipe.largest_batch(epoch)
+            pieces = 1 if whole_batches else -(-largest // micro_batch)
+            plan = in_groups([[largest] * -(-size // largest)], pieces=pieces)
+            cut = WithinBatches(recipe.ends(epoch), pieces)
         apart, ranks = self.sharded_ranks > 1, recipe.ranks_per_order
-        return plan, EpochPlan(windows, micro_batch, plan.factor, ranks, pads_last_window=apart, cut=cut)
+        kind = GrowingEpoch if isinstance(windows, GrowingWindows) else EpochPlan
+        return plan, kind(windows, micro_batch, plan.factor, ranks, pads_last_window=apart, cut=cut)
 
     def _note_end(self, windows: Windows, total: int | None) -> None:
         """Note where the arranged epoch ends: asked for at every micro-batch."""

@@ -18,6 +18,9 @@ class Position:
     samples_done: int  # of the epoch, by optimizer steps of all ranks
     batches_before: int  # of the recipe, in earlier epochs, on one rank
     shuffles: bool = False  # whether the run has begun on ranks among which the Trainer shares a shuffled order
+    steps_before: int = 0  # optimizer steps of earlier epochs
+    samples_before: int = 0  # of earlier epochs, over all ranks
+    samples_short: int = 0  # by which ``samples_done`` is more than a stream turned out to hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class RunState:
         try:
             position, limit = Position(**state["position"]), state.get("limit")
             _require_counts(position.epoch, position.samples_done, position.batches_before, least=0)
+            _require_counts(position.steps_before, position.samples_before, least=0)
             _require_counts(1 if limit is None else limit, state.get("oom_events", 0) + 1, abs(position.seed) + 1)
             probe = probe_or_none(state["probe"])
             return cls(position, str(state["hardware"]), probe, limit, state.get("oom_events", 0))

@@ -1,12 +1,13 @@
 """The arguments of ``AutoAccumulate`` as records, checked before anything runs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.schedule import Schedule, ScheduleLike, as_schedule
+from lightning_ga.plan.rates import RateRule
+from lightning_ga.plan.schedule import Growth, Schedule, ScheduleLike, WindowSchedule, as_schedule
 
 Budget = int | float | str | None
 Normalize = Literal["samples"] | Callable[[Any], Any] | None
@@ -26,6 +27,17 @@ class Request:
         """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows."""
         factor = self.factor(epoch)
         return self.effective(epoch) if factor is None else factor * micro_batch * world_size
+
+    @property
+    def by_window(self) -> WindowSchedule | None:
+        """The schedule that may change the windows of an epoch; ``None`` if all are as its epoch says."""
+        return next((each for each in (self.effective, self.factor) if isinstance(each, WindowSchedule)), None)
+
+    def growth(self, micro_batch: int, world_size: int, steps: int, samples: int, windows_done: int) -> Growth | None:
+        """Return the effective batches of an epoch that begins after so many steps and samples of all ranks."""
+        schedule = self.by_window
+        times = micro_batch * world_size if schedule is self.factor else 1
+        return None if schedule is None else Growth(schedule, times, steps, samples, windows_done)
 
     def capped(self, micro_batch: int) -> int:
         """Return the micro-batch that the user's arguments allow instead of this one."""
@@ -60,6 +72,7 @@ class Options:
     on_oom: str = "split"
     micro_batching: str = "loader"
     whole: Whole = ()
+    rates: RateRule = field(default_factory=RateRule)
 
 
 def read_request(
@@ -103,6 +116,18 @@ def read_whole(whole: Any, request: Request, objective: str) -> Whole:
             "micro_batch_size=… for the chunks."
         )
     return names
+
+
+def scales_rates(request: Request, rule: RateRule) -> str:
+    """Return the argument that scales learning rates; empty if none does. Refuse two."""
+    schedule = request.by_window
+    names = [repr(schedule)] if schedule is not None and schedule.rates else []
+    names += [f"scale_lr={rule.scale_lr!r}"] if rule.scale_lr != "none" else []
+    if len(names) == 2:
+        raise UserError(
+            f"{names[0]} divides the learning rate, and {names[1]} multiplies it: leave one of the two out."
+        )
+    return " and ".join([*names, *(["scale_beta2=True"] if rule.scale_beta2 else [])])
 
 
 def refuse_rescaling(batch_norm: str) -> None:

@@ -1,16 +1,217 @@
-"""Turn a number, a mapping from epoch or a callable into a function of the epoch."""
+"""Turn a number, a mapping from epoch, a callable or a schedule by window into a function of training's place.
 
-from collections.abc import Callable, Mapping
+Pure. Schedules by window give a count for every optimizer step (``by_step``, ``linear``, ``geometric``) or for the
+samples seen so far (``by_samples``, ``seesaw``); both count from the start of training.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import signature
+from math import acos, pi
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
 
-ScheduleLike = int | Mapping[int, int] | Callable[[int], int]
+
+@dataclass(frozen=True, slots=True, repr=False)
+class WindowSchedule:
+    """Counts that hold from an optimizer step, or a number of samples seen, on.
+
+    Called with an epoch, it returns its largest count: what a plan made in advance has to hold.
+    """
+
+    name: str  # as the user would write it
+    unit: Literal["step", "samples"]
+    starts: tuple[int, ...]  # rising, from 0 on
+    counts: tuple[int, ...]
+    rates: tuple[float, ...] = ()  # by which the learning rate is multiplied meanwhile; none: it is left alone
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __call__(self, epoch: int) -> int:
+        """Return the largest count."""
+        return max(self.counts)
+
+    def at(self, step: int, samples: int) -> int:
+        """Return the count of the window that begins after so many steps and samples."""
+        return self.counts[self._level(step, samples)]
+
+    def rate(self, step: int, samples: int) -> float:
+        """Return by what the learning rate of that window is multiplied."""
+        return self.rates[self._level(step, samples)] if self.rates else 1.0
+
+    def _level(self, step: int, samples: int) -> int:
+        return bisect_right(self.starts, step if self.unit == "step" else samples) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The effective batches of an epoch that a schedule by window gives."""
+
+    schedule: WindowSchedule
+    times: int = 1  # samples that a count stands for
+    steps_before: int = 0  # optimizer steps before the epoch
+    samples_before: int = 0  # over all ranks
+    windows_done: int = 0  # of the epoch, in an earlier run
+
+    def at(self, windows: int, samples: int) -> int:
+        """Return the effective batch after so many windows and samples of the epoch."""
+        return self.times * self.schedule.at(self.steps_before + windows, self.samples_before + samples)
+
+    @property
+    def largest(self) -> int:
+        """The largest effective batch that there may be."""
+        return self.times * max(self.schedule.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSchedule:
+    """Counts that hold from their epochs on, in rising order; none before the first."""
+
+    counts: tuple[tuple[int, int], ...]
+    replaces_decay: bool = False  # whether the batch grows instead of a learning rate that falls
+
+    def __call__(self, epoch: int) -> int | None:
+        """Return the count of an epoch."""
+        begun = [count for start, count in self.counts if start <= epoch]
+        return begun[-1] if begun else None
+
+
+ScheduleLike = int | Mapping[int, int] | Callable[[int], int] | WindowSchedule | EpochSchedule
 Schedule = Callable[[int], int | None]
+
+
+def by_step(counts: Mapping[int, int]) -> WindowSchedule:
+    """Let each count hold from its optimizer step on.
+
+    Args:
+        counts: ``{step: count}``, which begins with step 0.
+
+    Examples:
+        >>> schedule = by_step({0: 32, 100: 64})
+        >>> schedule.at(99, 0), schedule.at(100, 0)
+        (32, 64)
+    """
+    return _by("step", "by_step", counts)
+
+
+def by_samples(counts: Mapping[int, int]) -> WindowSchedule:
+    """Let each count hold from the first window on that begins after so many samples, over all ranks.
+
+    Args:
+        counts: ``{samples: count}``, which begins with 0.
+
+    Examples:
+        >>> by_samples({0: 32, 50_000: 64}).at(0, 50_016)
+        64
+    """
+    return _by("samples", "by_samples", counts)
+
+
+def linear(start: int, end: int, *, steps: int) -> WindowSchedule:
+    """Go from one count to another in equal parts, one value an optimizer step.
+
+    Args:
+        start: Count of the first step.
+        end: Count after ``steps`` steps, which stays.
+        steps: Optimizer steps until then.
+
+    Examples:
+        >>> schedule = linear(10, 30, steps=2)
+        >>> [schedule.at(step, 0) for step in range(4)]
+        [10, 20, 30, 30]
+    """
+    start, end, steps = _ramp("linear", start, end, steps)
+    values = ((step, start + (2 * (end - start) * step + steps) // (2 * steps)) for step in range(steps + 1))
+    return _made(f"linear({start}, {end}, {steps=})", "step", values)
+
+
+def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> WindowSchedule:
+    """Go from one count to another by a factor at a time, after equal numbers of optimizer steps.
+
+    Args:
+        start: Count of the first step.
+        end: Count after ``steps`` steps, which stays.
+        steps: Optimizer steps until then.
+        factor: By which a count is multiplied, or divided if ``end`` is smaller; the last change may be smaller.
+
+    Examples:
+        >>> geometric(32, 256, steps=300).starts, geometric(32, 256, steps=300).counts
+        ((0, 100, 200, 300), (32, 64, 128, 256))
+    """
+    start, end, steps = _ramp("geometric", start, end, steps)
+    if require_count("factor", factor) == 1:
+        raise UserError("geometric(factor=1) never changes: use a factor of 2 or more.")
+    counts, bound = [start], max(start, end)
+    while counts[-1] != end:
+        power = factor ** len(counts)
+        counts.append(min(start * power, bound) if end > start else max(start // power, end))
+    levels = max(1, len(counts) - 1)
+    values = ((-(-level * steps // levels), count) for level, count in enumerate(counts))
+    return _made(f"geometric({start}, {end}, {steps=}, {factor=})", "step", values)
+
+
+def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) -> EpochSchedule:
+    """Grow the batch where a recipe would lower the learning rate, which then stays (Smith et al., arXiv 1711.00489).
+
+    Where ``MultiStepLR(milestones, gamma)`` multiplies the rate by ``gamma``, the batch is divided by it. Leave that
+    scheduler out. It holds up to about a tenth of the data set, and a larger batch is warned of.
+
+    Args:
+        batch: Effective batch before the first milestone.
+        milestones: Epochs, as in ``torch.optim.lr_scheduler.MultiStepLR``.
+        gamma: By which the recipe multiplies the rate, between 0 and 1.
+
+    Examples:
+        >>> schedule = from_lr_decay(64, milestones=[4, 7], gamma=0.2)
+        >>> [schedule(epoch) for epoch in (3, 4, 7)]
+        [64, 320, 1600]
+    """
+    if not 0 < gamma < 1:
+        raise UserError(f"from_lr_decay({gamma=}) must be between 0 and 1: what the recipe multiplies its rate by.")
+    starts = [0, *sorted(require_count("milestones", epoch) for epoch in milestones)]
+    batch = require_count("batch", batch)
+    return EpochSchedule(tuple((epoch, round(batch / gamma**drops)) for drops, epoch in enumerate(starts)), True)
+
+
+Decay = Literal["cosine", "linear"]
+_HALVED: Mapping[str, Callable[[int], float]] = {
+    "cosine": lambda times: acos(2.0 ** (1 - times) - 1) / pi,  # (1 + cos πx) / 2 = 2 ** -times
+    "linear": lambda times: 1 - 2.0**-times,
+}
+
+
+def seesaw(batch: int, *, samples: int, decay: Decay = "cosine", doublings: int | None = None) -> WindowSchedule:
+    """Double the batch and divide the learning rate by √2 where a decay to zero would halve it (arXiv 2510.14717).
+
+    Training takes the samples of the recipe in fewer steps. ``AutoAccumulate`` multiplies the learning rate, so leave
+    the scheduler of that decay out; one for the warm-up may stay.
+
+    Args:
+        batch: Effective batch at the start.
+        samples: Samples of the whole training, over all epochs.
+        decay: How the recipe lowers its rate to zero over these.
+        doublings: Most doublings of the batch. ``None``: as long as a whole window is left before the next one.
+
+    Examples:
+        >>> seesaw(8, samples=8000).starts[:3], seesaw(8, samples=8000).counts[:3]
+        ((0, 4000, 5334), (8, 16, 32))
+    """
+    batch, samples = require_count("batch", batch), require_count("samples", samples)
+    if decay not in _HALVED:
+        raise UserError(f"seesaw({decay=}) must be one of {', '.join(map(repr, _HALVED))}.")
+    starts = [0]
+    while doublings is None or len(starts) <= doublings:
+        start, after = (_ceil(_HALVED[decay](times) * samples) for times in (len(starts), len(starts) + 1))
+        if after - start < batch * 2 ** len(starts):
+            break
+        starts.append(start)
+    counts, rates = zip(*((batch * 2**times, 2.0 ** (-times / 2)) for times in range(len(starts))))
+    return WindowSchedule(f"seesaw({batch}, {samples=}, {decay=})", "samples", tuple(starts), counts, rates)
 
 
 def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
@@ -20,7 +221,7 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
     copied: later changes of the caller's mapping have no effect.
 
     Args:
-        value: A count of at least one, a mapping ``{epoch: count}``, a callable, or ``None``.
+        value: A count of at least one, a mapping ``{epoch: count}``, a callable, a schedule made here, or ``None``.
         name: The argument's name, for messages.
 
     Raises:
@@ -32,24 +233,15 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
         [32, 32, 64, 64]
     """
     if value is None:
-        return _Steps(())
+        return EpochSchedule(())
+    if isinstance(value, (WindowSchedule, EpochSchedule)):
+        return value
     if isinstance(value, Mapping):
-        return _from_mapping(value, name)
+        return EpochSchedule(_counts(name, value, "epoch"))
     if callable(value):
         require_one_argument(name, value, "epoch", "32")
         return _Checked(name, value)
-    return _Steps(((0, require_count(name, value)),))
-
-
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """Counts that hold from their epochs on, in rising order; none before the first."""
-
-    counts: tuple[tuple[int, int], ...]
-
-    def __call__(self, epoch: int) -> int | None:
-        begun = [count for start, count in self.counts if start <= epoch]
-        return begun[-1] if begun else None
+    return EpochSchedule(((0, require_count(name, value)),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +255,47 @@ class _Checked:
         return require_count(f"{self.name}(epoch={epoch})", self.schedule(epoch))
 
 
-def _from_mapping(value: Mapping[int, int], name: str) -> Schedule:
+def _counts(name: str, value: Mapping[int, int], unit: str) -> tuple[tuple[int, int], ...]:
+    """Return the entries of a mapping in rising order."""
     if not value:
-        raise UserError(f"{name}={{}} is empty: give at least one epoch, for example {{0: 32}}.")
-    steps: dict[int, int] = {}
+        raise UserError(f"{name}={{}} is empty: give at least one {unit}, for example {{0: 32}}.")
+    counts: dict[int, int] = {}
     for key, count in value.items():
         try:
-            epoch = int(key) if isinstance(key, str) and key.isdecimal() else index(key)
+            start = int(key) if isinstance(key, str) and key.isdecimal() else index(key)
         except TypeError:
-            epoch = -1
-        if isinstance(key, bool) or epoch < 0:
-            raise UserError(f"{name} has the epoch {key!r}; epochs are whole numbers and start at 0.")
-        steps[epoch] = require_count(f"{name}[{epoch}]", count)
-    return _Steps(tuple(sorted(steps.items())))
+            start = -1
+        if isinstance(key, bool) or start < 0:
+            units = f"{unit.removesuffix('s')}s"
+            raise UserError(f"{name} has the {unit} {key!r}; {units} are whole numbers and start at 0.")
+        counts[start] = require_count(f"{name}[{start}]", count)
+    return tuple(sorted(counts.items()))
+
+
+def _by(unit: Literal["step", "samples"], name: str, value: Mapping[int, int]) -> WindowSchedule:
+    counts = _counts(name, value, unit)
+    if counts[0][0]:
+        raise UserError(f"{name} begins at {unit} {counts[0][0]}: say what holds before, from 0 on.")
+    return _made(f"{name}({dict(counts)})", unit, counts)
+
+
+def _made(name: str, unit: Literal["step", "samples"], values: Iterable[tuple[int, int]]) -> WindowSchedule:
+    """Make a schedule of the values that differ from the one before; of several with one start, the last holds."""
+    levels: dict[int, int] = {}
+    for start, count in dict(values).items():
+        if not levels or count != next(reversed(levels.values())):
+            levels[start] = count
+    return WindowSchedule(name, unit, tuple(levels), tuple(levels.values()))
+
+
+def _ramp(name: str, start: int, end: int, steps: int) -> tuple[int, int, int]:
+    given = {"start": start, "end": end, "steps": steps}
+    start, end, steps = (require_count(f"{name}: {key}", value) for key, value in given.items())
+    return start, end, steps
+
+
+def _ceil(number: float) -> int:
+    return -int(-number // 1)
 
 
 def require_one_argument(name: str, function: Callable[..., Any], what: str, example: str) -> None:

@@ -1,8 +1,8 @@
 """Cut one epoch into windows and micro-batches: pure arithmetic, a window at a time."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 
@@ -82,7 +82,58 @@ class GivenWindows:
         return max((self.span(window)[1] for window in range(self.count)), default=0)
 
 
-Windows = RegularWindows | GivenWindows
+@dataclass(slots=True)
+class GrowingWindows:
+    """Windows whose sizes a schedule gives one by one; the last may hold fewer samples, or is dropped."""
+
+    total: int | None  # samples of the epoch; ``None`` for a stream of unknown length
+    size_at: Callable[[int, int], int]  # samples of a full window that begins after so many windows and samples
+    drop_last: bool = False
+    samples_done: int = 0  # that an earlier run has already trained on
+    windows_done: int = 0  # in which it did so, by another schedule perhaps
+    done: int = field(init=False, default=0)  # windows that hold those samples here
+    _starts: list[int] = field(init=False)
+    _sizes: list[int] = field(init=False, default_factory=list)  # in full
+
+    def __post_init__(self) -> None:
+        self._starts = [0]
+        while self._starts[-1] < self.samples_done:
+            self._add(len(self._sizes), self.samples_done)
+        self.done = len(self._sizes)
+
+    @property
+    def count(self) -> int | None:
+        """Windows of the epoch, those already done included; ``None`` for a stream of unknown length."""
+        if self.total is None:
+            return None
+        while self._starts[-1] < self.total:
+            self._add_next()
+        count = bisect_left(self._starts, self.total)
+        is_ragged = count > self.done and self.span(count - 1)[1] < self._sizes[count - 1]
+        return count - (self.drop_last and is_ragged)
+
+    def span(self, window: int) -> tuple[int, int]:
+        """Return start and number of samples of one window, counted in the epoch's order."""
+        self.nominal(window)
+        return self._starts[window], self._starts[window + 1] - self._starts[window]
+
+    def nominal(self, window: int) -> int:
+        """Return the samples that a window holds if it is not the last."""
+        while len(self._sizes) <= window:
+            self._add_next()
+        return self._sizes[window]
+
+    def _add_next(self) -> None:
+        self._add(self.windows_done + len(self._sizes) - self.done, self.total)
+
+    def _add(self, windows: int, end: int | None) -> None:
+        start = self._starts[-1]
+        size = self.size_at(windows, start)
+        self._sizes.append(size)
+        self._starts.append(start + size if end is None else min(start + size, end))
+
+
+Windows = RegularWindows | GivenWindows | GrowingWindows
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +234,10 @@ class EpochPlan:
     pads_last_window: bool = False
     cut: EvenShares | WithinBatches = EvenShares()
 
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the window of a micro-batch of the epoch, and its position in that."""
+        return divmod(index, self.factor)
+
     @property
     def length(self) -> int | None:
         """Micro-batches of the epoch on each rank, those already done included."""
@@ -212,6 +267,38 @@ class EpochPlan:
         start, samples = self.windows.span(window)
         cut = self.cut.cut(self, window, rank)
         return tuple(Chunk(window, first, count, done, samples, start + samples) for first, count, done in cut)
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingEpoch(EpochPlan):
+    """The micro-batches of an epoch whose windows are each cut into their own number of chunks, at most ``factor``."""
+
+    _starts: list[int] = field(default_factory=lambda: [0], compare=False)  # micro-batches before each window
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the window of a micro-batch of the epoch, and its position in that."""
+        while self._starts[-1] <= index:
+            self.starts_at(len(self._starts))
+        window = bisect_right(self._starts, index) - 1
+        return window, index - self._starts[window]
+
+    def starts_at(self, window: int) -> int:
+        """Return the number of micro-batches before a window."""
+        while len(self._starts) <= window:
+            self._starts.append(self._starts[-1] + self.factor_of(len(self._starts) - 1))
+        return self._starts[window]
+
+    def nominal(self, window: int) -> int:
+        """Return the samples that a window holds if it is not the last, in the order that ranks share or each has."""
+        assert isinstance(self.windows, GrowingWindows)
+        return self.windows.nominal(window)
+
+    def factor_of(self, window: int) -> int:
+        """Return the chunks per rank of one window."""
+        start, samples = self.windows.span(window)
+        if self.pads_last_window:
+            samples = self.nominal(window)
+        return self.cut.factor_of(self, start, samples)
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:

@@ -79,5 +79,6 @@ def test_state_in_a_checkpoint_is_plain_values(tmp_path: Path) -> None:
     assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
     checkpoint = torch.load(path, weights_only=True)
     state = checkpoint["callbacks"]["AutoAccumulate"]
-    assert state["position"] == {"seed": 7, "epoch": 0, "samples_done": 20, "batches_before": 0, "shuffles": False}
+    before = {"batches_before": 0, "steps_before": 0, "samples_before": 0, "samples_short": 0}
+    assert state["position"] == {"seed": 7, "epoch": 0, "samples_done": 20, "shuffles": False, **before}
     assert state["probe"] is None

@@ -1,12 +1,21 @@
 """A number, a mapping or a callable: each becomes the same function of the epoch."""
 
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hydra.utils import instantiate
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonargparse import ArgumentParser
+from omegaconf import OmegaConf
 
+from lightning_ga import AutoAccumulate
+from lightning_ga.app.allowlist import is_allowed
 from lightning_ga.errors import UserError
-from lightning_ga.plan.schedule import as_schedule
+from lightning_ga.schedule import as_schedule, by_samples, by_step, from_lr_decay, geometric, linear, seesaw
 
 COUNTS = st.integers(1, 10_000)
 STEPS = st.dictionaries(st.integers(0, 30), COUNTS, min_size=1)
@@ -68,3 +77,78 @@ def test_a_wrong_schedule_is_refused_at_once(value: object, message: str) -> Non
 def test_a_callable_is_checked_when_it_answers(returned: object) -> None:
     with pytest.raises(UserError, match=rf"n\(epoch=7\)={returned} must be"):
         as_schedule(lambda _epoch: returned, name="n")(7)  # type: ignore[arg-type, return-value]
+
+
+@settings(deadline=None)
+@given(COUNTS, COUNTS, st.integers(1, 300), st.integers(0, 400))
+def test_a_ramp_is_the_line_between_its_ends(start: int, end: int, steps: int, step: int) -> None:
+    """Rounded to the nearest whole number, and its end from there on; a geometric one goes by whole factors."""
+    exact = start + (end - start) * min(step, steps) / steps
+    assert abs(linear(start, end, steps=steps).at(step, 0) - exact) <= 0.5
+    counts = geometric(start, end, steps=steps, factor=3)
+    assert counts.at(0, 0) == (end if len(counts.counts) == 1 else counts.counts[0])
+    assert counts.at(steps, 0) == counts.at(step + steps, 0) == end
+    assert all(max(a, b) <= 3 * min(a, b) + 2 or steps < 20 for a, b in pairwise(counts.counts))
+
+
+@settings(deadline=None)
+@given(STEPS, st.integers(0, 40), st.integers(0, 40))
+def test_counts_hold_from_their_step_or_sample_on(counts: dict[int, int], step: int, samples: int) -> None:
+    """As a mapping from epoch does, but with a beginning."""
+    counts = {**counts, 0: 5}
+    epochs = as_schedule(counts, name="n")
+    assert by_step(counts).at(step, samples) == epochs(step)
+    assert by_samples(counts).at(step, samples) == epochs(samples)
+    assert as_schedule(by_step(counts), name="n")(3) == max(counts.values())  # the largest, which a plan has to hold
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_seesaw_doubles_where_the_rate_would_be_halved(decay: str) -> None:
+    """Rate ÷ √2 and batch × 2: the rate over the root of the batch is halved, as the recipe's rate is."""
+    schedule = seesaw(8, samples=80_000, decay=decay, doublings=4)  # type: ignore[arg-type]
+    for level, (start, count) in enumerate(zip(schedule.starts, schedule.counts)):
+        place = start / 80_000
+        rate = (1 + math.cos(math.pi * place)) / 2 if decay == "cosine" else 1 - place
+        assert rate == pytest.approx(2.0**-level, abs=1e-3)
+        assert schedule.rate(0, start) / math.sqrt(count / 8) == pytest.approx(2.0**-level, rel=1e-12)
+    assert len(schedule.counts) == 5
+    steps = sum((end - start) / count for start, end, count in zip(
+        schedule.starts, (*schedule.starts[1:], 80_000), schedule.counts))  # fmt: skip
+    assert steps < 0.7 * 80_000 / 8
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: by_step({}), r"^by_step=\{\} is empty: give at least one step"),
+        (lambda: by_step({5: 8}), "^by_step begins at step 5: say what holds before, from 0 on"),
+        (lambda: by_samples({0: 8, -3: 8}), "^by_samples has the samples -3; samples are whole numbers"),
+        (lambda: linear(0, 8, steps=3), "^linear: start=0 must be at least 1"),
+        (lambda: geometric(1, 8, steps=3, factor=1), "^geometric.factor=1. never changes"),
+        (lambda: from_lr_decay(8, milestones=[4], gamma=1.0), "^from_lr_decay.gamma=1.0. must be between 0 and 1"),
+        (lambda: seesaw(8, samples=100, decay="exp"), "^seesaw.decay='exp'. must be one of 'cosine', 'linear'"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_schedule_by_window_is_refused_when_it_is_made(make: Callable[[], object], message: str) -> None:
+    """The message names the function and the rule."""
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_schedules_are_built_from_yaml() -> None:
+    """By LightningCLI's parser, as ``class_path``, and by Hydra within the list of what may be built."""
+    text = {"class_path": "lightning_ga.schedule.linear", "init_args": {"start": 3, "end": 9, "steps": 3}}
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(AutoAccumulate, "callback")
+    for name in ("effective_batch_size", "accumulate"):
+        built = parser.instantiate(parser.parse_object({"callback": {name: text}})).callback
+        assert repr(built) == f"AutoAccumulate({name}=linear(3, 9, steps=3))"
+    names = ("by_step", "by_samples", "linear", "geometric", "from_lr_decay", "seesaw")
+    assert all(is_allowed(f"lightning_ga.schedule.{name}", (), "here") for name in names)
+    content = {"_target_": "lightning_ga.schedule.by_step", "counts": {0: 32, 20: 64}}
+    assert instantiate(OmegaConf.create(content)) == by_step({0: 32, 20: 64})
+    assert instantiate(
+        OmegaConf.create(
+            {"_target_": "lightning_ga.schedule.from_lr_decay", "batch": 8, "milestones": [4], "gamma": 0.5}
+        )
+    ) == (from_lr_decay(8, milestones=[4], gamma=0.5))

@@ -1,0 +1,240 @@
+"""Measure the critical batch: branch from a checkpoint at several batches, for the same samples.
+
+``python -m lightning_ga.batch_size ckpt_path=RUN`` does so for a run of the command line.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_ga.callback import AutoAccumulate
+from lightning_ga.errors import UserError, printable
+from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.critical_batch import CriticalBatch, batches_around, critical_batch
+from lightning_ga.plan.rates import RateRule, ScaleLr
+
+Make = Callable[[], tuple[Any, Any]]
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def measure_batch_size(
+    make: Make,
+    ckpt_path: str | Path,
+    *,
+    batch: int,
+    samples: int,
+    folder: str | Path,
+    seeds: int = 3,
+    scale_lr: ScaleLr = "sqrt",
+    scale_beta2: bool = False,
+    lr: float | None = None,
+    tolerance: float = 0.01,
+    monitor: str = "val/loss",
+    tell: Callable[[str], None] = print,
+    **trainer: Any,
+) -> CriticalBatch:
+    """Measure the largest batch that trains as well on the same samples as smaller ones do.
+
+    From a checkpoint, training branches at B/2, B, 2B and 4B. Each branch takes the weights and the optimizer's state,
+    keeps its learning rate (by the rule; schedulers rest), and is validated after the same samples.
+
+    Args:
+        make: Returns a fresh module and its data (a datamodule with a validation set).
+        ckpt_path: A checkpoint of the run, with the state of its one optimizer.
+        batch: Effective batch B that the checkpoint's learning rate belongs to.
+        samples: That each branch trains on, over all ranks: rounded to whole epochs, or to steps of 4B within one.
+        folder: Where ``batch_size.json`` keeps what is measured, so that a second call goes on with it, and where
+            ``batch_size.png`` is drawn.
+        seeds: Branches of each batch, which differ in the order of samples; at least two.
+        scale_lr: How the learning rate follows the batch.
+        scale_beta2: Whether Adam's half-life stays the same in samples.
+        lr: Learning rate at B of all parameter groups, instead of the checkpoint's.
+        tolerance: By which share of the lowest loss that of a larger batch may be higher.
+        monitor: The metric of validation; lower is better.
+        tell: Is given lines of progress.
+        trainer: Arguments of each branch's Trainer, such as ``accelerator="cpu"``.
+
+    Returns:
+        Loss and standard error of each batch; ``sentence()`` is the verdict.
+
+    Raises:
+        UserError: If an argument is wrong, or the checkpoint or the metric is missing.
+    """
+    batch, seeds = require_count("batch", batch), require_count("seeds", seeds)
+    if seeds < 2:
+        raise UserError(f"{seeds=} gives no standard error: use at least 2.")
+    content, rule = torch.load(ckpt_path, map_location="cpu", weights_only=True), RateRule(scale_lr, scale_beta2)
+    samples, epochs = _whole(require_count("samples", samples), 4 * batch, make()[1])
+    setting = {"step": content["global_step"], "batch": batch, "samples": samples, "lr": lr, "monitor": monitor}
+    record = Record(Path(folder), {**setting, "scale_lr": scale_lr, "scale_beta2": scale_beta2})
+
+    def branch(size: int, seed: int, end: dict[str, int]) -> float:
+        pl.seed_everything(seed, workers=True, verbose=False)
+        module, data = make()
+        settings: dict[str, Any] = {**QUIET, "max_epochs": -1, **trainer, **end, "limit_val_batches": 0}
+        start = _Branch(content, rule, size, batch, lr)
+        pl.Trainer(**settings, callbacks=[AutoAccumulate(size, verify=False), start]).fit(module, datamodule=data)
+        judge = pl.Trainer(**{**QUIET, **trainer})
+        judge.validate(module, datamodule=data, verbose=False)
+        if monitor not in judge.callback_metrics:
+            raise UserError(f"{monitor=} is no metric of validation: {', '.join(sorted(judge.callback_metrics))}.")
+        return float(judge.callback_metrics[monitor])
+
+    def seconds(steps: int) -> float:
+        started = time.perf_counter()
+        branch(batch, 0, {"max_steps": steps})
+        return time.perf_counter() - started
+
+    sizes = [(size, seed) for seed in range(seeds) for size in batches_around(batch, samples)]
+    left = [each for each in sizes if record.get(*each) is None]
+    if left:
+        few, more = seconds(2), seconds(10)
+        each = few + max(0.0, more - few) / 8 * samples / batch
+        tell(f"{len(left)} branches of {samples:,} samples each: about {len(left) * each:.0f} s")
+    for number, (size, seed) in enumerate(left, 1):
+        loss = branch(size, seed, {"max_epochs": epochs} if epochs else {"max_steps": samples // size})
+        record.add(size, seed, loss)
+        tell(f"{number} of {len(left)}: batch {size}, seed {seed}: {monitor} {loss:.4f}")
+    found = critical_batch(record.losses(seeds), tolerance, samples)
+    draw(found, Path(folder) / "batch_size.png", monitor)
+    return found
+
+
+def _whole(samples: int, multiple: int, data: Any) -> tuple[int, int]:
+    """Return the samples that every batch can train on, and epochs: whole epochs, or whole windows of the first."""
+    data.prepare_data()
+    data.setup("fit")
+    total = len(data.train_dataloader().dataset)
+    if samples >= total:
+        return round(samples / total) * total, round(samples / total)
+    if multiple > total:
+        raise UserError(f"samples={samples} of {total} hold no window of {multiple} samples: give a smaller batch.")
+    return min(-(-samples // multiple), total // multiple) * multiple, 0
+
+
+class _Branch(pl.Callback):
+    """Starts a training with a checkpoint's weights, and its optimizer's state at a fixed learning rate."""
+
+    def __init__(self, content: Mapping[str, Any], rule: RateRule, size: int, batch: int, lr: float | None) -> None:
+        self._content, self._rule, self._size, self._batch, self._lr = content, rule, size, batch, lr
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take weights and state over before the probe."""
+        pl_module.load_state_dict(self._content["state_dict"])
+        trainer.strategy.lr_scheduler_configs = []
+        optimizer, states = trainer.optimizers[0], self._content.get("optimizer_states") or []
+        if len(states) != 1 or len(trainer.optimizers) != 1:
+            raise UserError("The checkpoint holds no state of one optimizer: give one of a fit, such as last.ckpt.")
+        optimizer.load_state_dict(deepcopy(states[0]))  # it would train on in these tensors
+        for group in optimizer.param_groups:
+            rate = group["lr"] if self._lr is None else self._lr
+            if rate < 0.01 * group.get("initial_lr", 0.0) or not rate:
+                raise UserError(
+                    f"The checkpoint's learning rate has fallen to {rate:.3g}, which shows nothing: give lr=…."
+                )
+            group["lr"] = rate * self._rule.factor(self._size, self._batch)
+            if self._rule.scale_beta2:
+                group["betas"] = (group["betas"][0], self._rule.beta2(group["betas"][1], self._size, self._batch))
+
+
+class Record:
+    """What was measured, in a file: a measurement that is interrupted goes on where it was."""
+
+    def __init__(self, folder: Path, setting: Mapping[str, Any]) -> None:
+        self._path, self._setting = folder / "batch_size.json", dict(setting)
+        folder.mkdir(parents=True, exist_ok=True)
+        known = json.loads(self._path.read_text()) if self._path.is_file() else {}
+        self._losses: dict[str, float] = known["losses"] if known.get("setting") == self._setting else {}
+
+    def get(self, batch: int, seed: int) -> float | None:
+        """Return a loss that was measured."""
+        return self._losses.get(f"{batch}/{seed}")
+
+    def add(self, batch: int, seed: int, loss: float) -> None:
+        """Keep a loss."""
+        self._losses[f"{batch}/{seed}"] = loss
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps({"setting": self._setting, "losses": self._losses}, indent=1) + "\n")
+        part.replace(self._path)
+
+    def losses(self, seeds: int) -> dict[int, dict[int, float]]:
+        """Return losses by batch and seed."""
+        found: dict[int, dict[int, float]] = {}
+        for key, loss in self._losses.items():
+            batch, seed = map(int, key.split("/"))
+            if seed < seeds:
+                found.setdefault(batch, {})[seed] = loss
+        return found
+
+
+def draw(found: CriticalBatch, path: Path, monitor: str) -> None:
+    """Draw loss against batch, with standard errors and the bound of the tolerance."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    batches, losses, errors = zip(*((point.batch, point.loss, point.error) for point in found.points))
+    axes.errorbar(batches, losses, yerr=errors, marker="o", capsize=4)
+    axes.axhline(found.bound, linestyle="--", color="gray", label=f"lowest + {found.tolerance:.0%}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set(xlabel="effective batch, samples", ylabel=f"{monitor} after {found.samples:,} samples")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure for a run of the command line: ``ckpt_path=RUN`` and arguments of ``measure_batch_size``."""
+    from omegaconf import OmegaConf
+    from rich.console import Console
+    from rich.table import Table
+
+    from lightning_ga.app import build, checkpoints
+    from lightning_ga.app.allowlist import check_targets
+    from lightning_ga.app.progress import quiet_lightning
+
+    given = dict(OmegaConf.to_container(OmegaConf.from_dotlist(list(sys.argv[1:] if arguments is None else arguments))))  # type: ignore[arg-type]
+    path = checkpoints.find_checkpoint(str(given.pop("ckpt_path", "")), {}, [Path("outputs")])
+    config = checkpoints.saved_config(path)
+    config["paths"]["output_dir"] = str(path.parent.parent)
+    check_targets({key: config[key] for key in ("data", "model", "optimizer", "lr_scheduler", "trainer")})
+    cfg = OmegaConf.create(config)
+
+    def make() -> tuple[Any, Any]:
+        data = build.make(cfg.data)
+        build.follow_classes(cfg, data)
+        return build.build_model(cfg), data
+
+    section = config.get("accumulate") or {}
+    follows = [key for key in ("effective_batch_size", "accumulate") if isinstance(section.get(key), dict)]
+    if "batch" not in given and (follows or section.get("scale_lr", "none") != "none"):
+        raise UserError(
+            "Batch or learning rate of the run followed a schedule: give batch=…, the one that the rate is for."
+        )
+    plan = json.loads((path.parent.parent / "plan.json").read_text())["plan"]
+    batch = int(given.pop("batch", plan["effective_batch_size"]))
+    asked = {"samples": 64 * batch, "folder": path.parent.parent / "batch_size", **given}
+    for key in ("accelerator", "devices", "precision", "gradient_clip_val"):
+        asked.setdefault(key, cfg.trainer[key])
+    with quiet_lightning():
+        found = measure_batch_size(make, path, batch=batch, **asked)
+    table = Table("batch", "loss", "standard error", "within tolerance")
+    for point in found.points:
+        is_within = "yes" if point.loss <= found.bound else "no"
+        table.add_row(str(point.batch), f"{point.loss:.4f}", f"{point.error:.4f}", is_within)
+    Console().print(table)
+    print(found.sentence())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"Error: {printable(str(error))}")

@@ -1,0 +1,102 @@
+"""Callbacks beside ``AutoAccumulate``."""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_ga.callback import AutoAccumulate
+from lightning_ga.compat import agreement, rates
+from lightning_ga.compat.patching import Callback
+from lightning_ga.errors import UserError
+from lightning_ga.plan.noise import NoiseScale as Estimate
+from lightning_ga.plan.noise import noise_scale, window_moments
+
+NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
+
+
+class NoiseScale(Callback):
+    """Log the gradient noise scale: well below a batch of so many samples, a batch twice as large halves the steps.
+
+    It is estimated from the gradients of normalisation layers (Gray et al., arXiv 2411.00999), of micro-batches and of
+    their mean, so windows need several micro-batches, on all ranks. Loggers get ``noise_scale``, in samples, and its
+    standard error ``noise_scale_error``, once it is known. Put it in the callbacks beside ``AutoAccumulate``.
+
+    Args:
+        windows: How many of the last windows an estimate is made of.
+
+    Raises:
+        UserError: At the start of training, under BatchNorm or sharding, without normalisation layers, or if no
+            window has several micro-batches.
+    """
+
+    def __init__(self, windows: int = 64) -> None:
+        self._moments: deque[tuple[float, float]] = deque(maxlen=windows)
+        self._passes: list[tuple[float, torch.Tensor]] = []
+        self._gradients: Any = None  # of the running fit
+        self._scale = 0.0  # of the gradients in the backward pass that runs; none outside of training's passes
+        self._norms: list[torch.nn.Parameter] = []
+        self._handles: list[Any] = []
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The noise scale and its standard error; ``None`` while the mean gradient is lost in the noise."""
+        return noise_scale(self._moments)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse what cannot be measured, and watch the gradients of normalisation layers."""
+        found = [each for each in trainer.callbacks if isinstance(each, AutoAccumulate)]
+        layers = [layer for layer in pl_module.modules() if isinstance(layer, NORMS)]
+        self._norms = [each for layer in layers for each in layer.parameters(recurse=False) if each.requires_grad]
+        fit: Any = found[0]._fit if found else None
+        plan = fit.plan if fit is not None else None
+        alone = plan is not None and plan.factor * plan.world_size < 2
+        problems = {
+            "AutoAccumulate is not among the callbacks": fit is None,
+            "BatchNorm makes the samples of a micro-batch depend on each other": any(
+                isinstance(layer, _BatchNorm) for layer in pl_module.modules()
+            ),
+            "the strategy shards gradients": agreement.is_sharded(trainer),
+            "the model has no LayerNorm, GroupNorm or RMSNorm that is trained": not self._norms,
+            "a window is one micro-batch: set micro_batch_size=…": alone and fit.request.by_window is None,
+        }
+        if problem := next((text for text, holds in problems.items() if holds), None):
+            raise UserError(f"NoiseScale cannot measure here: {problem}.")
+        self._gradients = fit.gradients
+        self._handles = [each.register_hook(self._add) for each in self._norms]  # type: ignore[no-untyped-call]
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        """Note what a micro-batch weighs: its gradient comes with that weight."""
+        weights, scaler = self._gradients.weights, getattr(trainer.precision_plugin, "scaler", None)
+        weight = weights.weight * weights.share * (scaler.get_scale() if scaler is not None else 1.0)
+        self._scale = trainer.accumulate_grad_batches / weight if weight else 0.0
+        self._passes.append((weights.count * weights.share, torch.zeros((), device=loss.device)))
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Look away between passes."""
+        self._scale = 0.0
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Estimate from the window's passes and its mean gradient; a window that was run again is left out."""
+        passes, self._passes = self._passes, []
+        known = [(count, float(norm)) for count, norm in passes if count]
+        whole = sum(float(each.grad.float().square().sum()) for each in self._norms if each.grad is not None)
+        of_ranks = [each for rank in agreement.of_all_ranks(trainer, known) for each in rank]
+        if len(of_ranks) > 1 and self._gradients.weights.reached == sum(count for count, _ in known):
+            self._moments.append(window_moments(of_ranks, whole))
+        if estimate := self.estimate:
+            rates.log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take the hooks back."""
+        for handle in self._handles:
+            handle.remove()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Take the hooks back."""
+        self.on_train_end(trainer, pl_module)
+
+    def _add(self, gradient: torch.Tensor) -> None:
+        if self._scale:
+            self._passes[-1][1].add_(gradient.detach().float().mul(self._scale).square().sum())

@@ -1,0 +1,279 @@
+"""Effective batches and factors by optimizer step and by samples: each window is the one that a plain loop cuts."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from pairing import every_pair
+from rank_records import joined, run_ranks
+from reference import Regression, Samples, SizedStreamOf, StreamOf, Validated, fit, permutation, plain_loop, worst_error
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from lightning_ga import AutoAccumulate, ExactnessWarning, UserError, optimizer_steps
+from lightning_ga.schedule import by_samples, by_step, from_lr_decay, geometric, linear, seesaw
+
+SIZE, EPOCHS, SEED = 53, 3, 7
+
+# By name: the schedule, and the count that a plain loop reads off it by hand, of (epoch, step, samples seen).
+Count = Callable[[int, int, int], int]
+SCHEDULES: dict[str, tuple[Any, Count]] = {
+    "by_step": (by_step({0: 8, 3: 12, 9: 4}), lambda e, k, n: 8 if k < 3 else 12 if k < 9 else 4),
+    "by_samples": (by_samples({0: 4, 20: 8, 70: 16}), lambda e, k, n: 4 if n < 20 else 8 if n < 70 else 16),
+    "linear": (linear(4, 24, steps=5), lambda e, k, n: min(24, 4 + 4 * k)),
+    "geometric": (geometric(4, 32, steps=9), lambda e, k, n: min(32, 4 * 2 ** (k // 3))),
+    "seesaw": (seesaw(8, samples=160), lambda e, k, n: 8 if n < 80 else 16),
+    "decay": (from_lr_decay(4, milestones=[1, 2], gamma=0.5), lambda e, k, n: 4 * 2**e),
+}
+
+
+def windows_of(count: Count, orders: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What a plain loop would cut, one epoch's order after the other."""
+    windows: list[list[int]] = []
+    seen = 0
+    for epoch, order in enumerate(orders):
+        start = 0
+        while start < len(order):
+            windows.append(list(order[start : start + count(epoch, len(windows), seen)]))
+            start, seen = start + len(windows[-1]), seen + len(windows[-1])
+    return windows
+
+
+IN_ORDER = [range(SIZE)] * EPOCHS
+SHUFFLED = [permutation(SIZE, SEED, epoch) for epoch in range(EPOCHS)]
+LOADERS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "in order": (lambda: DataLoader(Samples(SIZE), 4), IN_ORDER),
+    "shuffled": (lambda: DataLoader(Samples(SIZE), 4, shuffle=True), SHUFFLED),
+    "workers": (lambda: DataLoader(Samples(SIZE), 4, shuffle=True, num_workers=2), SHUFFLED),
+    "stream": (lambda: DataLoader(StreamOf(Samples(SIZE)), 4), IN_ORDER),
+    "sized stream": (lambda: DataLoader(SizedStreamOf(Samples(SIZE)), 4), IN_ORDER),
+    "batch sampler": (
+        lambda: DataLoader(Samples(SIZE), batch_sampler=Own(SequentialSampler(range(SIZE)), 4, False)),
+        IN_ORDER,
+    ),
+    "ready-made": (lambda: ReadyMade(), IN_ORDER),
+}
+STREAMS = (
+    "stream",
+    "sized stream",
+    "ready-made",
+)  # they begin anew: a resume in mid-epoch repeats samples, as in stock
+
+
+class Own(BatchSampler):
+    """A batch sampler of the user's own, whose batches are not mixed."""
+
+
+class ReadyMade:
+    """Batches that are no DataLoader's."""
+
+    def __iter__(self) -> Any:
+        return iter(DataLoader(Samples(SIZE), 4))
+
+
+class SaveAll(pl.Callback):
+    """A checkpoint after every optimizer step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def train(loader: Any, callback: AutoAccumulate, *callbacks: pl.Callback, **settings: Any) -> tuple[Any, pl.Trainer]:
+    return fit(loader, callback, *callbacks, **{"max_epochs": EPOCHS, "seed": SEED, **settings})
+
+
+@pytest.mark.filterwarnings("ignore:from_lr_decay ends with")
+@pytest.mark.filterwarnings("ignore:.*number of training batches")
+@pytest.mark.filterwarnings("ignore:Several data workers")
+@every_pair(name=list(SCHEDULES), loader=list(LOADERS), mode=["loader", "step"], micro_batch=[1, 3, 4, 100])
+def test_each_window_is_that_of_a_plain_loop(
+    name: str, loader: str, mode: Any, micro_batch: int, tmp_path: Path
+) -> None:
+    """In the middle of epochs too, whatever cuts the batches; and after a resume at any window.
+
+    Rows hold every pair of values, and resume at every third window, from one of the first three on, by turns. The
+    count of steps in advance is right where the data have an end that is known.
+    """
+    schedule, count = SCHEDULES[name]
+    make, orders = LOADERS[loader]
+    windows, data = windows_of(count, orders), Samples(SIZE)
+
+    def callback(micro_batch: int = micro_batch) -> AutoAccumulate:
+        return AutoAccumulate(schedule, micro_batch_size=micro_batch, micro_batching=mode, verify=False)
+
+    ours = callback()
+    module, trainer = train(make(), ours, SaveAll(tmp_path))
+    assert module.windows == windows
+    assert worst_error(module.gradients, plain_loop(data, windows)) <= 1e-12
+    assert trainer.global_step == len(windows)
+    assert ours.optimizer_steps() == (None if loader in ("stream", "ready-made") else len(windows))
+    ends = [step for step in range(1, len(windows)) if sum(map(len, windows[:step])) % SIZE == 0]
+    first = 1 + (list(SCHEDULES).index(name) + list(LOADERS).index(loader)) % 3
+    for turn, step in enumerate(ends if loader in STREAMS else range(first, len(windows), 3)):
+        resumed, _ = train(make(), callback((2, 4, 7)[turn % 3]), ckpt_path=tmp_path / f"{step}.ckpt")
+        assert resumed.windows[step:] == windows[step:]
+        assert worst_error(resumed.gradients, module.gradients[step:]) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("loader", ["in order", "shuffled", "batch sampler", "stream"])
+def test_the_factor_follows_the_schedule_too(loader: str, mode: Any, tmp_path: Path) -> None:
+    """A factor counts micro-batches of the size that fits, or the recipe's batches in step mode."""
+    make, orders = LOADERS[loader]
+    windows = windows_of(lambda e, k, n: 4 * (1 if k < 4 else 3), orders)
+
+    def callback() -> AutoAccumulate:
+        return AutoAccumulate(accumulate=by_step({0: 1, 4: 3}), micro_batch_size=4, micro_batching=mode, verify=False)
+
+    ours = callback()
+    module, _ = train(make(), ours, SaveAll(tmp_path))
+    assert module.windows == windows
+    assert ours.optimizer_steps() == (None if loader == "stream" else len(windows))
+    step = 9 if loader != "stream" else next(k for k in range(9, 99) if sum(map(len, windows[:k])) % SIZE == 0)
+    resumed, _ = train(make(), callback(), ckpt_path=tmp_path / f"{step}.ckpt")
+    assert resumed.windows[step:] == windows[step:]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["by_samples", "linear", "geometric"])
+def test_ranks_cut_the_windows_of_one(name: str, tmp_path: Path) -> None:
+    """Two ranks and three, and a resume on another number of them in mid-epoch."""
+    schedule, count = SCHEDULES[name]
+    windows = [sorted(window) for window in windows_of(count, LOADERS["shuffled"][1])]
+    settings: dict[str, Any] = {"size": SIZE, "batch_size": 2, "trainer": {"max_epochs": EPOCHS}}
+    accumulate = {"effective_batch_size": schedule, "micro_batch_size": 3, "verify": False}
+    two = run_ranks(tmp_path / "two", ranks=2, accumulate=accumulate, save=True, **settings)
+    assert joined(two) == windows
+    step = 6 if name == "geometric" else 8
+    for ranks in (1, 3):
+        settings["ckpt_path"] = str(tmp_path / "two" / f"step{step}.ckpt")
+        if ranks == 1:
+            alone, _ = train(DataLoader(Samples(SIZE), 4, shuffle=True), AutoAccumulate(**accumulate), **{
+                "ckpt_path": settings["ckpt_path"]})  # fmt: skip
+            assert [sorted(window) for window in alone.windows[step:]] == windows[step:]
+        else:
+            assert (
+                joined(run_ranks(tmp_path / str(ranks), ranks=ranks, accumulate=accumulate, **settings))[step:]
+                == (windows[step:])
+            )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_ranks_with_streams_of_their_own_see_samples_of_all(mode: str, tmp_path: Path) -> None:
+    """Each rank has its half of a window; ends of streams count what they held, on every rank."""
+    accumulate = {"effective_batch_size": by_samples({0: 4, 40: 8, 60: 12}), "micro_batch_size": 6}
+    settings = {"size": 45, "batch_size": 6, "loader": "stream", "trainer": {"max_epochs": EPOCHS}}
+    records = run_ranks(tmp_path, ranks=2, accumulate={**accumulate, "micro_batching": mode}, **settings)
+    # 23 and 22 samples an epoch: windows of 4 (2 a rank) up to 40 samples, then of 8, of which the last holds 5.
+    totals = [len(set(a) | set(b)) for a, b in zip(*(record["windows"] for record in records))]
+    assert totals == [*[4] * 10, 5, 8, 8, 12, 12, 5, 12, 12, 12, 9]
+
+
+def test_the_recipe_decides_when_validation_is_due(micro_batching: Any) -> None:
+    """``val_check_interval`` counts its batches, whatever windows have become; a window that is open ends first."""
+    callback = AutoAccumulate(by_step({0: 4, 3: 12}), micro_batch_size=2, verify=False)
+    module, _ = train(DataLoader(Samples(48), 4), callback, module=Validated(), max_epochs=1, val_check_interval=3)
+    # After 3, 6, 9 and 12 batches: 12 samples are 3 steps, then windows of 12 follow.
+    assert module.steps_at_validation == [3, 4, 5, 6]
+    assert [len(window) for window in module.windows] == [4, 4, 4, 12, 12, 12]
+
+
+def test_the_plan_is_that_of_the_current_window() -> None:
+    """``callback.plan`` and ``trainer.accumulate_grad_batches`` change at a window's border, not in a ragged one."""
+    seen: list[tuple[int, int, int]] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            factor = trainer.accumulate_grad_batches
+            seen.append((callback.plan.effective_batch_size, callback.plan.factor, batch_idx % factor))  # type: ignore[union-attr]
+
+    callback = AutoAccumulate(linear(2, 6, steps=2), micro_batch_size=2, micro_batching="loader", verify=False)
+    _, trainer = train(DataLoader(Samples(15), 4), callback, Watch(), max_epochs=1)
+    assert seen == [(2, 1, 0), (4, 2, 0), (4, 2, 1), (6, 3, 0), (6, 3, 1), (6, 3, 2), (6, 3, 0), (6, 3, 1)]
+    assert type(trainer.accumulate_grad_batches) is int
+
+
+def test_the_probe_tries_what_the_largest_window_needs() -> None:
+    """A limit that holds the first windows alone would run out of memory later."""
+    callback = AutoAccumulate(by_step({0: 4, 5: 24}), cache=False)
+    train(DataLoader(Samples(48), 4), callback, max_epochs=2)
+    assert callback.probe is not None
+    assert callback.probe.limit == (24 if callback._options.micro_batching == "loader" else 4)
+
+
+def test_schedulers_know_the_number_of_steps() -> None:
+    """``optimizer_steps`` in ``configure_optimizers`` is the number that training takes; a wrong horizon is told."""
+
+    class OneCycle(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            self.horizon = optimizer_steps(self.trainer)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(self.horizon))
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    module, trainer = train(DataLoader(Samples(SIZE), 4), AutoAccumulate(linear(4, 24, steps=5)), module=OneCycle())
+    assert module.horizon == trainer.global_step == 11
+
+
+def test_a_second_fit_goes_on_with_steps_and_samples() -> None:
+    """Both count from the start of training."""
+    callback = AutoAccumulate(by_samples({0: 4, 60: 8}), micro_batch_size=2, verify=False)
+    module, trainer = train(DataLoader(Samples(32), 4), callback, max_epochs=1)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, DataLoader(Samples(32), 4))
+    assert module.windows == windows_of(lambda e, k, n: 4 if n < 60 else 8, [range(32)] * 3)
+
+
+def test_a_checkpoint_of_stock_lightning_knows_steps_and_samples(tmp_path: Path) -> None:
+    """The loop's counts tell how many there have been."""
+    train(DataLoader(Samples(48), 4), SaveAll(tmp_path), max_epochs=2)  # type: ignore[arg-type]
+    for schedule in (by_step({0: 4, 16: 8}), by_samples({0: 4, 64: 8})):
+        for step in (12, 14):
+            module, _ = train(
+                DataLoader(Samples(48), 4),
+                AutoAccumulate(schedule, micro_batch_size=4, verify=False),
+                ckpt_path=tmp_path / f"{step}.ckpt",
+                max_epochs=2,
+            )
+            assert [len(window) for window in module.windows[step:]] == [4] * (16 - step) + [8] * 4
+
+
+def test_another_schedule_after_a_resume_holds_from_the_step_on(tmp_path: Path) -> None:
+    """The windows before are what they were: neither steps nor samples are counted by the new schedule."""
+    train(
+        DataLoader(Samples(48), 4), AutoAccumulate(4, micro_batch_size=4, verify=False), SaveAll(tmp_path), max_epochs=1
+    )
+    later = AutoAccumulate(by_step({0: 16, 6: 6, 8: 10}), micro_batch_size=3, verify=False)
+    module, _ = train(DataLoader(Samples(48), 4), later, ckpt_path=tmp_path / "5.ckpt", max_epochs=1)
+    assert module.windows[5:] == [
+        list(range(20, 36)), list(range(36, 42)), list(range(42, 48)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loader", "settings", "message"),
+    [
+        ("batch sampler", {}, "effective_batch_size=6 is no whole number of batches"),
+        ("ready-made", {}, "effective_batch_size=6 is no whole number of batches"),
+    ],
+)
+def test_a_later_window_that_cannot_be_cut_is_refused_at_the_start(loader: str, settings: Any, message: str) -> None:
+    """Before any work is lost, though the first windows could have been trained on."""
+    module = Regression()
+    with pytest.raises(UserError, match=message):
+        train(LOADERS[loader][0](), AutoAccumulate(by_step({0: 4, 9: 6}), micro_batch_size=4), module=module)
+    assert module.micro_batches == []
+
+
+def test_growth_beyond_a_tenth_of_the_data_is_warned_of() -> None:
+    """There a larger batch no longer does what a lower rate does."""
+    callback = AutoAccumulate(from_lr_decay(2, milestones=[1], gamma=0.2), micro_batch_size=2, verify=False)
+    with pytest.warns(ExactnessWarning, match="ends with batches of 10 samples, above a tenth of the 60 of an epoch"):
+        train(DataLoader(Samples(60), 2), callback, max_epochs=2)

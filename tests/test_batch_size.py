@@ -1,0 +1,152 @@
+"""The critical batch: branches are trainings from a checkpoint, and the verdict follows from their losses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
+from reference import Regression, Samples, loss, permutation, quiet_trainer
+from torch.utils.data import DataLoader
+
+from lightning_ga import UserError, measure_batch_size
+from lightning_ga.plan.critical_batch import critical_batch
+
+SIZE, QUIET = 64, {"accelerator": "cpu", "devices": 1}
+
+
+class Judged(Regression):
+    """Validated on the training samples."""
+
+    made: list["Judged"] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made.append(self)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", loss(self.net, *batch[:2]), batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(SIZE), 4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Samples(SIZE), SIZE)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one epoch, after which the schedule halves the rate."""
+    saver = ModelCheckpoint(tmp_path_factory.mktemp("run"), filename="last")
+    quiet_trainer(saver, max_epochs=1, enable_checkpointing=True).fit(Judged(), datamodule=Data())
+    return Path(saver.best_model_path)
+
+
+def by_hand(checkpoint: Path, windows: list[list[int]], lr: float) -> float:
+    """The loss after a plain loop from the checkpoint."""
+    content, module, data = torch.load(checkpoint, weights_only=True), Judged(), Samples(SIZE)
+    module.load_state_dict(content["state_dict"])
+    optimizer = torch.optim.SGD(module.net.parameters(), lr=lr)
+    optimizer.load_state_dict(content["optimizer_states"][0])
+    optimizer.param_groups[0]["lr"] = lr
+    for window in windows:
+        optimizer.zero_grad()
+        loss(module.net, data.inputs[window], data.targets[window]).backward()
+        optimizer.step()
+    return loss(module.net, data.inputs, data.targets).item()
+
+
+@pytest.mark.parametrize(("samples", "rounded"), [(40, 48), (120, 128)])
+def test_a_branch_is_a_plain_training_from_the_checkpoint(
+    samples: int, rounded: int, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The same samples for every batch, with the rate that the rule says; a second call measures nothing again."""
+    told: list[str] = []
+    settings: dict[str, Any] = {"batch": 4, "samples": samples, "folder": tmp_path, "seeds": 2, "scale_lr": "linear"}
+    found = measure_batch_size(lambda: (Judged(), Data()), checkpoint, tell=told.append, **settings, **QUIET)
+    assert found.samples == rounded
+    assert [point.batch for point in found.points] == [2, 4, 8, 16]
+    for point in found.points:
+        for seed, measured in enumerate(point.losses):
+            orders = [permutation(SIZE, seed, epoch) for epoch in range(2)]
+            order = [index for each in orders for index in each][:rounded]
+            windows = [order[start : start + point.batch] for start in range(0, rounded, point.batch)]
+            assert measured == pytest.approx(by_hand(checkpoint, windows, 0.05 * point.batch / 4), rel=1e-9)
+    assert told[0].startswith(f"8 branches of {rounded} samples each: about ")
+    assert len(told) == 9
+    assert (tmp_path / "batch_size.png").stat().st_size > 1000
+    kept = json.loads((tmp_path / "batch_size.json").read_text())
+    del kept["losses"]["8/1"]  # as if it had been interrupted before the last
+    (tmp_path / "batch_size.json").write_text(json.dumps(kept))
+    again = measure_batch_size(lambda: (Judged(), Data()), checkpoint, tell=told.append, **settings, **QUIET)
+    assert again == found
+    assert told[9].startswith("1 branches of ") or told[9].startswith("1 branch of ")
+    assert len(told) == 11
+
+
+def test_what_would_show_nothing_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """One seed, a rate that has fallen to nothing, no such metric, too few samples."""
+    settings: dict[str, Any] = {"batch": 4, "samples": 64, "folder": tmp_path, "tell": lambda _: None, **QUIET}
+    for more, message in [
+        ({"seeds": 1}, "seeds=1 gives no standard error"),
+        ({"lr": 0.0}, "learning rate has fallen to 0"),
+        ({"monitor": "val/acc"}, "monitor='val/acc' is no metric of validation: val/loss"),
+        ({"batch": 20, "samples": 30}, "hold no window of 80 samples"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            measure_batch_size(lambda: (Judged(), Data()), checkpoint, **{**settings, **more})
+
+
+def test_the_verdict_is_the_largest_batch_below_the_bound() -> None:
+    """It names what the next one costs, and what the seeds leave open."""
+    losses = {2: [1.0, 1.02], 4: [1.0, 1.0], 8: [1.004, 1.006], 16: [1.1, 1.2]}
+    found = critical_batch({batch: dict(enumerate(each)) for batch, each in losses.items()}, 0.01, 100)
+    assert found.largest == 8
+    assert found.sentence() == (
+        "8 is the largest of these batches within 1 % of the lowest loss; 16 costs 0.15 ± 0.05 of loss on the same "
+        "samples. Seeds leave open on which side of it 2 lies."
+    )
+
+
+@given(st.dictionaries(st.integers(1, 64), st.lists(st.floats(0.1, 9), min_size=2, max_size=2), min_size=1))
+def test_no_larger_batch_than_the_verdict_follows_within_the_bound(losses: dict[int, list[float]]) -> None:
+    """And all from the best one up to it are within."""
+    found = critical_batch({batch: dict(enumerate(each)) for batch, each in losses.items()}, 0.05, 100)
+    after = [point for point in found.points if point.batch > found.largest]
+    assert not after or after[0].loss > found.bound
+    between = [point for point in found.points if found.lowest.batch <= point.batch <= found.largest]
+    assert all(point.loss <= found.bound for point in between)
+
+
+def test_the_command_measures_a_run(shared_run: Path) -> None:
+    """Progress, a table and the verdict; a mistake is one sentence."""
+    command = [sys.executable, "-m", "lightning_ga.batch_size", f"ckpt_path={shared_run}", "samples=512", "seeds=2"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith("Error: The checkpoint's learning rate has fallen to 0")
+    done = subprocess.run([*command, "lr=0.001"], capture_output=True, text=True, check=True).stdout
+    assert "8 of 8: batch 128, seed 1: val/loss" in done
+    assert "within tolerance" in done
+    assert "of the lowest loss" in done
+    assert (shared_run / "batch_size" / "batch_size.png").is_file()
+
+
+@pytest.fixture
+def shared_run(tmp_path: Path) -> Path:
+    """A small run of the command line, whose schedule has ended at a rate of 0."""
+    small = ("model=mlp", "model.hidden=[8]", "trainer.max_epochs=1", "trainer.accelerator=cpu", "test=false")
+    run = [sys.executable, "-m", "lightning_ga.train", *small, f"hydra.run.dir={tmp_path / 'run'}"]
+    subprocess.run(run, capture_output=True, text=True, check=True)
+    return tmp_path / "run"
