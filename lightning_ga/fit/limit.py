@@ -137,6 +137,9 @@ class TrainingLimit:
         if source.cut_in_step or source.keeps_groups:
             high = min(high, recipe_batch)
         window = effective_batch(source, self._request, epoch, micro_batch=None) or recipe
+        if self._engine.chunked is not None:  # the chunks have to fit beside the outputs for the largest window
+            window = max(window, *(self._request.effective(each) or recipe for each in epochs))
+            window = window if total is None else min(window, total)
         return _Search(high, -(-window // world_size), total, recipe_batch)
 
     def _of_use(self, source: TrainingSource, epoch: int, search: _Search, found: ProbeResult) -> int:

@@ -73,6 +73,18 @@ def test_the_probe_finds_the_chunk(joined: bool, budget: int) -> None:
             fit(Contrastive(joined=joined), whole(**settings), memory=f"{budget}KiB")
 
 
+def test_the_largest_window_of_a_schedule_is_tried_before_training() -> None:
+    """The loss grows with the square of the window: what cannot fit in a later epoch costs no work."""
+    schedule = {"effective_batch_size": {0: 32, 1: 200}}
+    module, callback = Contrastive(), whole(**schedule)
+    fit(module, callback, memory="1500KiB", max_epochs=2)
+    assert callback.oom_events == 0
+    late = Contrastive()
+    with pytest.raises(UserError, match="smaller effective_batch_size, as whole= makes a window one pass"):
+        fit(late, whole(**schedule), memory="1350KiB", max_epochs=2)
+    assert not late.steps
+
+
 @pytest.mark.parametrize("operation", [3, 20, 60, 110, 170])
 def test_memory_that_runs_out_anywhere_halves_the_chunk(operation: int) -> None:
     """And the window runs again, with the same result."""
