@@ -63,6 +63,7 @@ class ChunkSize:
     samples: int | None = None  # ``None`` to run whole batches
     keep: int = 0  # chunks of each call that keep their activations
     window: int | None = None  # samples of the batch, if that is known: of each a module may get several views
+    on_recompute: Callable[[], object] | None = None  # called once, as the first chunk is computed again
     recomputes_all: bool = False  # also a batch of one chunk: a module may be called several times in a step
 
     def sizes(self, entries: int) -> list[int]:
@@ -141,6 +142,9 @@ class Chunks:
         @contextmanager
         def again() -> Iterator[None]:
             """Draw the same numbers, of NumPy and Python too, and update no statistics."""
+            notify, self.size.on_recompute = self.size.on_recompute, None
+            if notify is not None:
+                notify()
             now = RandomState(generators)
             before.restore()
             try:

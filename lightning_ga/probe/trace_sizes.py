@@ -49,12 +49,12 @@ def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: boo
 def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int = 0, rounding: int = 1) -> int:
     """Return the samples that fit if all that grows does so in proportion, as the recorded warm-up step bounds it.
 
-    What is allocated and released before the first mark (forward and backward passes) may grow; the rest
+    What is allocated and released before the last mark (forward and backward passes) may grow; the rest
     is added once. ``room`` are bytes that the budget leaves besides what is alive after the step, and ``taken`` those
     that it took besides these, as an allocator measured them.
     """
     marked = traces[-1]
-    passes = marked.events[: marked.marks[0]] if marked.marks else marked.events
+    passes = marked.events[: marked.marks[-1]] if marked.marks else marked.events
     once = max(taken, *(trace.transient_peak(rounding) for trace in traces))
     growing = replace(marked, events=passes).transient_peak(rounding) or once
     return (room - once) * marked.samples // max(1, growing)

@@ -60,6 +60,7 @@ class ChunkSetting(Protocol):
     samples: int | None
     window: int | None
     recomputes_all: bool
+    on_recompute: Callable[[], object] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ class ProbedTrainer(ProbedTraining):
         chunks, window = self._setup.chunks, self._setup.rank_samples
         if chunks is not None:
             chunks.samples, chunks.window, chunks.recomputes_all = samples, window, samples < window
+            chunks.on_recompute = meter.mark  # a phase ends with the loss, which may take more than a chunk
         batch = self.batch(samples if chunks is None else window)
         meter.note_batch(_tensors((self._held, batch)))
         run_pass(self.trainer, batch, LAST_OF_WINDOW if chunks is None else WHOLE_WINDOW)
