@@ -17,15 +17,14 @@ import torch
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.critical_batch import CriticalBatch, batches_around, critical_batch
-from lightning_ga.plan.rates import RateRule, ScaleLr
+from lightning_ga.plan.config import RateRule, ScaleLr
+from lightning_ga.plan.critical_batch import BatchPoint, CriticalBatch, batches_around
 
-Make = Callable[[], tuple[Any, Any]]
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+_QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def measure_batch_size(
-    make: Make,
+    make: Callable[[], tuple[Any, Any]],
     ckpt_path: str | Path,
     *,
     batch: int,
@@ -46,14 +45,13 @@ def measure_batch_size(
     keeps its learning rate (by the rule; schedulers rest), and is validated after the same samples.
 
     Args:
-        make: Returns a fresh module and its data (a datamodule with a validation set).
-        ckpt_path: A checkpoint of the run, with the state of its one optimizer.
+        make: Returns a fresh module and its datamodule, which has a validation set.
+        ckpt_path: A checkpoint of a fit with one optimizer.
         batch: Effective batch B that the checkpoint's learning rate belongs to.
         samples: That each branch trains on, over all ranks: rounded to whole epochs, or to steps of 4B within one.
-        folder: Where ``batch_size.json`` keeps what is measured, so that a second call goes on with it, and where
-            ``batch_size.png`` is drawn.
+        folder: For ``batch_size.json``, with which a second call goes on, and the picture ``batch_size.png``.
         seeds: Branches of each batch, which differ in the order of samples; at least two.
-        scale_lr: How the learning rate follows the batch.
+        scale_lr: How the learning rate follows the batch, as in ``AutoAccumulate``.
         scale_beta2: Whether Adam's half-life stays the same in samples.
         lr: Learning rate at B of all parameter groups, instead of the checkpoint's.
         tolerance: By which share of the lowest loss that of a larger batch may be higher.
@@ -61,11 +59,8 @@ def measure_batch_size(
         tell: Is given lines of progress.
         trainer: Arguments of each branch's Trainer, such as ``accelerator="cpu"``.
 
-    Returns:
-        Loss and standard error of each batch; ``sentence()`` is the verdict.
-
     Raises:
-        UserError: If an argument is wrong, or the checkpoint or the metric is missing.
+        UserError: If an argument is wrong, or the checkpoint or the metric shows nothing.
     """
     batch, seeds = require_count("batch", batch), require_count("seeds", seeds)
     if seeds < 2:
@@ -73,15 +68,16 @@ def measure_batch_size(
     content, rule = torch.load(ckpt_path, map_location="cpu", weights_only=True), RateRule(scale_lr, scale_beta2)
     samples, epochs = _whole(require_count("samples", samples), 4 * batch, make()[1])
     setting = {"step": content["global_step"], "batch": batch, "samples": samples, "lr": lr, "monitor": monitor}
-    record = Record(Path(folder), {**setting, "scale_lr": scale_lr, "scale_beta2": scale_beta2})
+    setting |= {"scale_lr": scale_lr, "scale_beta2": scale_beta2}
+    losses = _known(Path(folder), setting)
 
     def branch(size: int, seed: int, end: dict[str, int]) -> float:
         pl.seed_everything(seed, workers=True, verbose=False)
         module, data = make()
-        settings: dict[str, Any] = {**QUIET, "max_epochs": -1, **trainer, **end, "limit_val_batches": 0}
+        settings: dict[str, Any] = {**_QUIET, "max_epochs": -1, **trainer, **end, "limit_val_batches": 0}
         start = _Branch(content, rule, size, batch, lr)
         pl.Trainer(**settings, callbacks=[AutoAccumulate(size, verify=False), start]).fit(module, datamodule=data)
-        judge = pl.Trainer(**{**QUIET, **trainer})
+        judge = pl.Trainer(**{**_QUIET, **trainer})
         judge.validate(module, datamodule=data, verbose=False)
         if monitor not in judge.callback_metrics:
             raise UserError(f"{monitor=} is no metric of validation: {', '.join(sorted(judge.callback_metrics))}.")
@@ -92,18 +88,20 @@ def measure_batch_size(
         branch(batch, 0, {"max_steps": steps})
         return time.perf_counter() - started
 
-    sizes = [(size, seed) for seed in range(seeds) for size in batches_around(batch, samples)]
-    left = [each for each in sizes if record.get(*each) is None]
+    sizes = batches_around(batch, samples)
+    left = [(size, seed) for seed in range(seeds) for size in sizes if f"{size}/{seed}" not in losses]
     if left:
         few, more = seconds(2), seconds(10)
         each = few + max(0.0, more - few) / 8 * samples / batch
         tell(f"{len(left)} branches of {samples:,} samples each: about {len(left) * each:.0f} s")
     for number, (size, seed) in enumerate(left, 1):
         loss = branch(size, seed, {"max_epochs": epochs} if epochs else {"max_steps": samples // size})
-        record.add(size, seed, loss)
+        losses[f"{size}/{seed}"] = loss
+        _keep(Path(folder), {"setting": setting, "losses": losses})
         tell(f"{number} of {len(left)}: batch {size}, seed {seed}: {monitor} {loss:.4f}")
-    found = critical_batch(record.losses(seeds), tolerance, samples)
-    draw(found, Path(folder) / "batch_size.png", monitor)
+    points = (BatchPoint(size, tuple(losses[f"{size}/{seed}"] for seed in range(seeds))) for size in sizes)
+    found = CriticalBatch(tuple(points), tolerance, samples)
+    _draw(found, Path(folder) / "batch_size.png", monitor)
     return found
 
 
@@ -139,42 +137,25 @@ class _Branch(pl.Callback):
                 raise UserError(
                     f"The checkpoint's learning rate has fallen to {rate:.3g}, which shows nothing: give lr=…."
                 )
-            group["lr"] = rate * self._rule.factor(self._size, self._batch)
-            if self._rule.scale_beta2:
-                group["betas"] = (group["betas"][0], self._rule.beta2(group["betas"][1], self._size, self._batch))
+            self._rule.scale(group, rate, self._size, self._batch)
 
 
-class Record:
-    """What was measured, in a file: a measurement that is interrupted goes on where it was."""
-
-    def __init__(self, folder: Path, setting: Mapping[str, Any]) -> None:
-        self._path, self._setting = folder / "batch_size.json", dict(setting)
-        folder.mkdir(parents=True, exist_ok=True)
-        known = json.loads(self._path.read_text()) if self._path.is_file() else {}
-        self._losses: dict[str, float] = known["losses"] if known.get("setting") == self._setting else {}
-
-    def get(self, batch: int, seed: int) -> float | None:
-        """Return a loss that was measured."""
-        return self._losses.get(f"{batch}/{seed}")
-
-    def add(self, batch: int, seed: int, loss: float) -> None:
-        """Keep a loss."""
-        self._losses[f"{batch}/{seed}"] = loss
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps({"setting": self._setting, "losses": self._losses}, indent=1) + "\n")
-        part.replace(self._path)
-
-    def losses(self, seeds: int) -> dict[int, dict[int, float]]:
-        """Return losses by batch and seed."""
-        found: dict[int, dict[int, float]] = {}
-        for key, loss in self._losses.items():
-            batch, seed = map(int, key.split("/"))
-            if seed < seeds:
-                found.setdefault(batch, {})[seed] = loss
-        return found
+def _known(folder: Path, setting: Mapping[str, Any]) -> dict[str, float]:
+    """Return what an earlier call of the same setting has measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "batch_size.json"
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    losses: dict[str, float] = known["losses"] if known.get("setting") == setting else {}
+    return losses
 
 
-def draw(found: CriticalBatch, path: Path, monitor: str) -> None:
+def _keep(folder: Path, record: Mapping[str, Any]) -> None:
+    part = folder / "batch_size.part"
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(folder / "batch_size.json")
+
+
+def _draw(found: CriticalBatch, path: Path, monitor: str) -> None:
     """Draw loss against batch, with standard errors and the bound of the tolerance."""
     from matplotlib.figure import Figure
 

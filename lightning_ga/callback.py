@@ -18,6 +18,8 @@ from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import (
     Options,
+    RateRule,
+    ScaleLr,
     read_request,
     read_whole,
     refuse_rescaling,
@@ -25,7 +27,6 @@ from lightning_ga.plan.config import (
     scales_rates,
 )
 from lightning_ga.plan.exactness import Exactness
-from lightning_ga.plan.rates import RateRule, ScaleLr
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.schedule import ScheduleLike, require_one_argument
 from lightning_ga.plan.units import LEAST_BYTES, require_bytes
@@ -264,8 +265,7 @@ class AutoAccumulate(Callback):
         """Take the patches back. The factor stays until the next fit, as with Lightning's own scheduler."""
         if stage == "fit" and self._fit:
             self._fit.close()  # a training that Lightning skips, such as with max_epochs=0, has no on_train_end
-            loops.leave_factor(trainer, self._fit.recipe_factor)
-            loops.leave_samples(trainer, self._fit.samples_seen)
+            loops.leave_factor(trainer, self._fit.recipe_factor, self._fit.samples_seen)
         self._take_back(trainer)
 
     def _take_back(self, trainer: Any) -> None:

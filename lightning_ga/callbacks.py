@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ga.callback import AutoAccumulate
-from lightning_ga.compat import agreement, rates
+from lightning_ga.compat import agreement, intervals
 from lightning_ga.compat.patching import Callback
 from lightning_ga.errors import UserError
 from lightning_ga.plan.noise import NoiseScale as Estimate
@@ -86,7 +86,7 @@ class NoiseScale(Callback):
         if len(of_ranks) > 1 and self._gradients.weights.reached == sum(count for count, _ in known):
             self._moments.append(window_moments(of_ranks, whole))
         if estimate := self.estimate:
-            rates.log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
+            intervals.log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the hooks back."""

@@ -16,7 +16,7 @@ from reference import Regression, Samples, loss, permutation, quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_ga import UserError, measure_batch_size
-from lightning_ga.plan.critical_batch import critical_batch
+from lightning_ga.plan.critical_batch import BatchPoint, CriticalBatch
 
 SIZE, QUIET = 64, {"accelerator": "cpu", "devices": 1}
 
@@ -109,10 +109,14 @@ def test_what_would_show_nothing_is_refused(checkpoint: Path, tmp_path: Path) ->
             measure_batch_size(lambda: (Judged(), Data()), checkpoint, **{**settings, **more})
 
 
+def verdict(losses: dict[int, list[float]], tolerance: float) -> CriticalBatch:
+    return CriticalBatch(tuple(BatchPoint(batch, tuple(losses[batch])) for batch in sorted(losses)), tolerance, 100)
+
+
 def test_the_verdict_is_the_largest_batch_below_the_bound() -> None:
     """It names what the next one costs, and what the seeds leave open."""
     losses = {2: [1.0, 1.02], 4: [1.0, 1.0], 8: [1.004, 1.006], 16: [1.1, 1.2]}
-    found = critical_batch({batch: dict(enumerate(each)) for batch, each in losses.items()}, 0.01, 100)
+    found = verdict(losses, 0.01)
     assert found.largest == 8
     assert found.sentence() == (
         "8 is the largest of these batches within 1 % of the lowest loss; 16 costs 0.15 ± 0.05 of loss on the same "
@@ -123,7 +127,7 @@ def test_the_verdict_is_the_largest_batch_below_the_bound() -> None:
 @given(st.dictionaries(st.integers(1, 64), st.lists(st.floats(0.1, 9), min_size=2, max_size=2), min_size=1))
 def test_no_larger_batch_than_the_verdict_follows_within_the_bound(losses: dict[int, list[float]]) -> None:
     """And all from the best one up to it are within."""
-    found = critical_batch({batch: dict(enumerate(each)) for batch, each in losses.items()}, 0.05, 100)
+    found = verdict(losses, 0.05)
     after = [point for point in found.points if point.batch > found.largest]
     assert not after or after[0].loss > found.bound
     between = [point for point in found.points if found.lowest.batch <= point.batch <= found.largest]

@@ -3,14 +3,14 @@
 Lightning's ``loops/training_epoch_loop.py``.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from math import inf, isinf
 from typing import Any
 
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from lightning_ga.compat import loops
+from lightning_ga.compat import loops, patching
 from lightning_ga.errors import UserError
 
 
@@ -165,3 +165,23 @@ def plateaus_by_step(trainer: Any) -> list[str]:
     """Return the names of schedules by step that follow a monitored value."""
     configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step" and each.reduce_on_plateau]
     return [f"{type(config.scheduler).__name__} by step" for config in configs]
+
+
+def before_schedulers(trainer: Any, call: Callable[[], None]) -> AbstractContextManager[None]:
+    """Return a context in which ``call`` runs after each optimizer step, before schedules do (``:370``)."""
+    loop = trainer.fit_loop.epoch_loop
+    update = loop.update_lr_schedulers
+
+    def ours(interval: str, update_plateau_schedulers: bool) -> None:
+        if not loop._should_accumulate():
+            call()
+        update(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+    return patching.shadowed(loop, "update_lr_schedulers", ours)
+
+
+def log_step(trainer: Any, values: Mapping[str, Any]) -> None:
+    """Give loggers values of the step that is trained on, as often as ``log_every_n_steps`` says."""
+    for logger in trainer.loggers if trainer._logger_connector.should_update_logs else ():
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        logger.log_metrics(known, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -171,12 +171,6 @@ class WindowFactor(int):
 
     start: int  # micro-batches of the epoch before the window
 
-    def __new__(cls, factor: int, start: int) -> "WindowFactor":
-        """Return the factor of a window that starts there."""
-        found = super().__new__(cls, factor)
-        found.start = start
-        return found
-
     def __rmod__(self, index: int) -> int:
         return (index - self.start) % int(self)
 
@@ -184,20 +178,15 @@ class WindowFactor(int):
         return int, (int(self),)
 
 
-def leave_samples(trainer: Any, samples: int) -> None:
-    """Store the samples that trainings have seen on the trainer, whose counts a second fit goes on with."""
+def leave_factor(trainer: Any, recipe: int, samples: int) -> None:
+    """Store the user's factor on the trainer, beside the one that a fit leaves there, and the samples seen by then."""
+    trainer.__dict__["_recipe_factor"] = (trainer.accumulate_grad_batches, recipe)
     trainer.__dict__["_samples_seen"] = samples
 
 
-def take_samples_back(trainer: Any) -> int:
-    """Return the samples that trainings of the trainer have seen before."""
-    samples: int = trainer.__dict__.pop("_samples_seen", 0)
-    return samples
-
-
-def leave_factor(trainer: Any, recipe: int) -> None:
-    """Store the user's factor on the trainer, beside the one that a fit leaves there."""
-    trainer.__dict__["_recipe_factor"] = (trainer.accumulate_grad_batches, recipe)
+def samples_before(trainer: Any) -> int:
+    """Return the samples that fits of the trainer have seen before, whose counts the next one goes on with."""
+    return int(trainer.__dict__.get("_samples_seen", 0)) if trainer.global_step else 0
 
 
 def take_factor_back(trainer: Any) -> None:

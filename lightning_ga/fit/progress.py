@@ -14,7 +14,7 @@ class Progress:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         seed, shuffles = agreement.shared_seed(trainer), dataloaders.shares_shuffled(trainer)
-        steps, samples = trainer.global_step, loops.take_samples_back(trainer)
+        steps, samples = trainer.global_step, loops.samples_before(trainer)
         self.position = Position(seed, loops.training_epoch(trainer), 0, 0, shuffles, steps, samples)
         self.restored: RunState | None = None  # what was read from a checkpoint
         self._short = 0  # samples by which this rank's micro-batches of the window held less than planned

@@ -50,6 +50,7 @@ class WindowFactors:
     def _set(self, plan: GrowingEpoch, index: int) -> int:
         window, position = plan.place(index)
         start, self._factor = index - position, plan.factor_of(window)
-        self._trainer.accumulate_grad_batches = loops.WindowFactor(self._factor, start)
+        self._trainer.accumulate_grad_batches = found = loops.WindowFactor(self._factor)
+        found.start = start
         self._next = start + self._factor
         return window

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.rates import RateRule
 from lightning_ga.plan.schedule import Growth, Schedule, ScheduleLike, WindowSchedule, as_schedule
 
 Budget = int | float | str | None
+ScaleLr = Literal["none", "linear", "sqrt"]
 Normalize = Literal["samples"] | Callable[[Any], Any] | None
 Whole = tuple[str, ...] | Literal["auto"]
 
@@ -57,6 +57,25 @@ class Request:
         elif total is not None:
             share = min(share, max(1, -(-total // world_size)))
         return self.capped(share)
+
+
+@dataclass(frozen=True, slots=True)
+class RateRule:
+    """How another batch than the recipe's changes learning rate and Adam's β₂.
+
+    Linear (Goyal et al., arXiv 1706.02677) or by the root (Malladi et al., arXiv 2205.10287); with ``scale_beta2`` the
+    half-life stays the same in samples (Marek et al., arXiv 2507.07101).
+    """
+
+    scale_lr: ScaleLr = "none"
+    scale_beta2: bool = False
+
+    def scale(self, group: dict[str, Any], lr: Any, batch: int, recipe: int) -> None:
+        """Set a parameter group's values, of which the learning rate is given."""
+        ratio = batch / recipe
+        group["lr"] = lr * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scale_lr]
+        if self.scale_beta2:
+            group["betas"] = (group["betas"][0], group["betas"][1] ** ratio)
 
 
 @dataclass(frozen=True, slots=True)

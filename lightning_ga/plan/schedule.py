@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import signature
-from math import acos, pi
+from math import acos, ceil, pi
 from operator import index
 from typing import Any, Literal
 
@@ -81,15 +81,14 @@ class EpochSchedule:
         return begun[-1] if begun else None
 
 
+__all__ = ["Schedule", "ScheduleLike", "as_schedule", "by_samples", "by_step"]
+__all__ += ["from_lr_decay", "geometric", "linear", "seesaw"]
 ScheduleLike = int | Mapping[int, int] | Callable[[int], int] | WindowSchedule | EpochSchedule
 Schedule = Callable[[int], int | None]
 
 
 def by_step(counts: Mapping[int, int]) -> WindowSchedule:
-    """Let each count hold from its optimizer step on.
-
-    Args:
-        counts: ``{step: count}``, which begins with step 0.
+    """Let each count hold from its optimizer step on: ``{step: count}``, which begins with step 0.
 
     Examples:
         >>> schedule = by_step({0: 32, 100: 64})
@@ -100,10 +99,7 @@ def by_step(counts: Mapping[int, int]) -> WindowSchedule:
 
 
 def by_samples(counts: Mapping[int, int]) -> WindowSchedule:
-    """Let each count hold from the first window on that begins after so many samples, over all ranks.
-
-    Args:
-        counts: ``{samples: count}``, which begins with 0.
+    """Let each count hold from the first window after so many samples of all ranks: ``{samples: count}``, from 0 on.
 
     Examples:
         >>> by_samples({0: 32, 50_000: 64}).at(0, 50_016)
@@ -113,12 +109,7 @@ def by_samples(counts: Mapping[int, int]) -> WindowSchedule:
 
 
 def linear(start: int, end: int, *, steps: int) -> WindowSchedule:
-    """Go from one count to another in equal parts, one value an optimizer step.
-
-    Args:
-        start: Count of the first step.
-        end: Count after ``steps`` steps, which stays.
-        steps: Optimizer steps until then.
+    """Go from ``start`` to ``end`` in ``steps`` equal parts, one value an optimizer step.
 
     Examples:
         >>> schedule = linear(10, 30, steps=2)
@@ -131,13 +122,9 @@ def linear(start: int, end: int, *, steps: int) -> WindowSchedule:
 
 
 def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> WindowSchedule:
-    """Go from one count to another by a factor at a time, after equal numbers of optimizer steps.
+    """Multiply by ``factor`` at equal distances, from ``start`` to ``end`` after ``steps`` optimizer steps.
 
-    Args:
-        start: Count of the first step.
-        end: Count after ``steps`` steps, which stays.
-        steps: Optimizer steps until then.
-        factor: By which a count is multiplied, or divided if ``end`` is smaller; the last change may be smaller.
+    A smaller ``end`` divides; the last change may be smaller than the factor.
 
     Examples:
         >>> geometric(32, 256, steps=300).starts, geometric(32, 256, steps=300).counts
@@ -160,11 +147,6 @@ def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) 
 
     Where ``MultiStepLR(milestones, gamma)`` multiplies the rate by ``gamma``, the batch is divided by it. Leave that
     scheduler out. It holds up to about a tenth of the data set, and a larger batch is warned of.
-
-    Args:
-        batch: Effective batch before the first milestone.
-        milestones: Epochs, as in ``torch.optim.lr_scheduler.MultiStepLR``.
-        gamma: By which the recipe multiplies the rate, between 0 and 1.
 
     Examples:
         >>> schedule = from_lr_decay(64, milestones=[4, 7], gamma=0.2)
@@ -193,9 +175,9 @@ def seesaw(batch: int, *, samples: int, decay: Decay = "cosine", doublings: int 
 
     Args:
         batch: Effective batch at the start.
-        samples: Samples of the whole training, over all epochs.
+        samples: Of the whole training, over all epochs.
         decay: How the recipe lowers its rate to zero over these.
-        doublings: Most doublings of the batch. ``None``: as long as a whole window is left before the next one.
+        doublings: Most doublings. ``None``: as long as a whole window is left before the next one.
 
     Examples:
         >>> seesaw(8, samples=8000).starts[:3], seesaw(8, samples=8000).counts[:3]
@@ -206,7 +188,7 @@ def seesaw(batch: int, *, samples: int, decay: Decay = "cosine", doublings: int 
         raise UserError(f"seesaw({decay=}) must be one of {', '.join(map(repr, _HALVED))}.")
     starts = [0]
     while doublings is None or len(starts) <= doublings:
-        start, after = (_ceil(_HALVED[decay](times) * samples) for times in (len(starts), len(starts) + 1))
+        start, after = (ceil(_HALVED[decay](times) * samples) for times in (len(starts), len(starts) + 1))
         if after - start < batch * 2 ** len(starts):
             break
         starts.append(start)
@@ -292,10 +274,6 @@ def _ramp(name: str, start: int, end: int, steps: int) -> tuple[int, int, int]:
     given = {"start": start, "end": end, "steps": steps}
     start, end, steps = (require_count(f"{name}: {key}", value) for key, value in given.items())
     return start, end, steps
-
-
-def _ceil(number: float) -> int:
-    return -int(-number // 1)
 
 
 def require_one_argument(name: str, function: Callable[..., Any], what: str, example: str) -> None:
