@@ -19,13 +19,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         print(printable(write_page(arguments.runs, arguments.output)))
     except (UserError, OSError) as error:
-        sentence = str(error)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        sentence = f"A file of the run holds something else than a run writes ({type(error).__name__}: {error})."
-    else:
-        return
-    print(f"Error: {printable(sentence)}", file=sys.stderr)
-    raise SystemExit(1)
+        place = f"{error.filename!r} cannot be written: {error.strerror}." if isinstance(error, OSError) else error
+        print(f"Error: {printable(place)}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -20,19 +20,24 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.arguments import check_arguments, is_first_rank, options_first, rank_overrides, typed_targets
-from lightning_ga.app.completion import completed_values
-from lightning_ga.app.composed import checked_composition
+from lightning_ga.app.composed import (
+    check_arguments,
+    checked_composition,
+    completed_values,
+    is_first_rank,
+    options_first,
+    rank_overrides,
+    typed_targets,
+)
 from lightning_ga.app.errors import chain, explain, is_expected
-from lightning_ga.app.folders import own_folders, require_free_folders
-from lightning_ga.app.interrupts import Interrupted, sigterm_ends
-from lightning_ga.app.sweep import done_before, report_sweep
-from lightning_ga.app.terminal import printable_everywhere, wrapped_output
+from lightning_ga.app.folders import done_before, own_folders, report_sweep, require_free_folders
+from lightning_ga.app.terminal import Interrupted, printable_everywhere, sigterm_ends, wrapped_output
 from lightning_ga.app.values import Config, as_written, check_values, resolved
 from lightning_ga.errors import RankError, UserError, printable
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises errors instead of printing them
 TRACEBACK = "--traceback"
+MOST_SHOWN = 2000  # characters of a sentence: a value may be as long as a file
 
 
 class ReportedError(Exception):
@@ -92,7 +97,6 @@ class Jobs:
         self._allow = typed_targets(arguments)
         self._show_traceback = show_traceback
         self._sweep: tuple[Path, str] | None = None
-        self._folders: list[str] = []
 
     def run(self, cfg: DictConfig) -> float | None:
         """Check a configuration and do what it says.
@@ -102,16 +106,19 @@ class Jobs:
         """
         # Processes that the job starts must not inherit what is meant for this Hydra.
         os.environ.pop(FULL_ERROR, None)
+        multirun = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
             config = resolved(cfg)
             written = as_written(cfg, config)
-            self._enter_folder(HydraConfig.get().runtime.output_dir)
-            before = self._done_before(written) if HydraConfig.get().mode == RunMode.MULTIRUN else None
-            return self._run(config, written) if before is None else before
+            folder, before = HydraConfig.get().runtime.output_dir, None
+            if multirun:
+                self._sweep = Path(HydraConfig.get().sweep.dir), str(config["optimized_metric"])
+                before = done_before(Path(folder), written)
+            return self._run(config, written, folder) if before is None else before
         except Exception as error:
             if self._show_traceback or not is_expected(error):
                 raise
-            if HydraConfig.get().mode != RunMode.MULTIRUN:
+            if not multirun:
                 fail(error)  # within the job: Hydra would add a line of its own
             hydra_job = HydraConfig.get().job
             print_error(f"job {hydra_job.num} ({hydra_job.override_dirname}): {explain(error)}")
@@ -119,24 +126,16 @@ class Jobs:
         finally:
             os.environ[FULL_ERROR] = "1"
 
-    def _done_before(self, config: Config) -> float | None:
-        self._sweep = Path(HydraConfig.get().sweep.dir), str(config["optimized_metric"])
-        return done_before(Path(HydraConfig.get().runtime.output_dir), config)
-
-    def _enter_folder(self, folder: str) -> None:
-        if folder in self._folders:
-            raise UserError(f"hydra.sweep.subdir names {folder} for two jobs of this sweep: give each its own.")
-        self._folders.append(folder)
-
-    def _run(self, config: Config, written: Config) -> float | None:
+    def _run(self, config: Config, written: Config, folder: str) -> float | None:
         check_values(config)
-        if is_first_rank(os.environ):
-            require_free_folders(config, self._folders[-1])
-        from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
-
         hydra_config = HydraConfig.get()
         searches = hydra_config.mode == RunMode.MULTIRUN and "BasicSweeper" not in hydra_config.sweeper._target_
-        value = None if searches and config["dry_run"] else run_task(config, written, self._allow)
+        with ExitStack() as locks:
+            if is_first_rank(os.environ):
+                require_free_folders(config, folder, locks)
+            from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
+
+            value = None if searches and config["dry_run"] else run_task(config, written, self._allow)
         if searches and value is None:
             raise UserError(
                 f"A search compares jobs by optimized_metric={config['optimized_metric']}, and this one measures "
@@ -196,6 +195,8 @@ def print_error(sentence: str, *, alone: bool = False) -> None:
     rank = getattr(getattr(rank_zero, "rank_zero_only", None), "rank", None)
     if rank is None:
         rank = 0 if is_first_rank(os.environ) else 1
+    if len(sentence) > MOST_SHOWN:
+        sentence = f"{sentence[: MOST_SHOWN - 200]} […] {sentence[-200:]}"
     if rank == 0 or alone:
         print(f"Error{f' on rank {rank}' if rank else ''}: {printable(sentence)}", file=sys.stderr)
 

@@ -14,7 +14,7 @@ from typing import Any
 from hydra._internal.utils import _locate
 from hydra.utils import get_class
 
-from lightning_ga.app.walk import walk
+from lightning_ga.app.values import walk
 from lightning_ga.errors import UserError
 
 MODULE, TRANSFORM = "torch.nn.Module", "builtins.object"
@@ -67,6 +67,8 @@ def check_targets(config: Any, allow: Sequence[str] = ()) -> None:
     for key, value in walk(config):
         if key.rpartition(".")[2] == "_target_" and not is_allowed(value, allow, key):
             raise refused(value, key)
+        if key.rpartition(".")[2] in ("_recursive_", "_partial_") and not isinstance(value, bool):
+            raise UserError(f"{key}={value} must be true or false.")
         if isinstance(value, str) and "${" in value:
             raise UserError(f"{key}={value} is an interpolation that is left after resolving: write the value itself.")
 
@@ -130,8 +132,7 @@ def refused(target: Any, where: str) -> UserError:
     """The error for a target that is off the list, with the way out where there is one."""
     package = str(target).split(".")[0]
     known = {module.split(".")[0] for module in KINDS} | sys.stdlib_module_names
-    way_out = (
-        "." if not package or package in known else f"; if you trust it, add its package: allow_targets=[{package}]."
-    )
+    unknown = package.isidentifier() and package not in known
+    way_out = f"; if you trust it, add its package: allow_targets=[{package}]." if unknown else "."
     instead = f": {INSTEAD[target]}." if target in INSTEAD else way_out
     return UserError(f"{where}={target} is not on the list of what a configuration may build{instead}")

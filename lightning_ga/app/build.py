@@ -59,7 +59,11 @@ def build(content: Mapping[str, Any], allow: Sequence[str] = ()) -> Fit:
     trainer = build_trainer(cfg, folder)
     data = make(cfg.data)
     follow_classes(cfg, data)
-    return Fit(cfg, folder, build_model(cfg), data, trainer)
+    model = build_model(cfg)
+    for name, made, kind in (("model", model, LightningModule), ("data", data, LightningDataModule)):
+        if not isinstance(made, kind):
+            raise UserError(f"{name}._target_={cfg[name]._target_} builds no {kind.__name__}: choose one for {name}.")
+    return Fit(cfg, folder, model, data, trainer)
 
 
 def check_allowed(named: Sequence[str], typed: Sequence[str]) -> None:
@@ -152,7 +156,10 @@ def check_optimizer(cfg: DictConfig) -> None:
     with told_as("lr_scheduler", cfg.lr_scheduler), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer itself takes no steps
         make_scheduler = make(cfg.lr_scheduler)
-        known = inspect.signature(make_scheduler).parameters
+        try:
+            known: Any = inspect.signature(make_scheduler).parameters
+        except ValueError:  # of arguments that it does not have, which the call names
+            known = ()
         scheduler = make_scheduler(optimizer, **({"total_steps": TRIAL_STEPS} if "total_steps" in known else {}))
         if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
             for _ in range(2):  # some arguments are used in the first step only

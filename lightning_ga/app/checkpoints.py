@@ -6,6 +6,7 @@ Beside it: ``model.init_from=weights.pt``, which starts a model from bare weight
 saves its resolved configuration beside its ``checkpoints`` folder, and that is what is compared.
 """
 
+import math
 import re
 import traceback
 import zipfile
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 
 from lightning_ga.app.atomic import PART
 from lightning_ga.app.errors import is_expected, one_line
-from lightning_ga.app.reading import read_yaml
-from lightning_ga.app.walk import settings, walk
+from lightning_ga.app.run_files import read_yaml
+from lightning_ga.app.values import settings, walk
 from lightning_ga.errors import UserError, printable
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
@@ -106,12 +107,6 @@ def architecture(model: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model.items() if key not in (*BUILT_ELSEWHERE, "pretrained", "init_from")}
 
 
-def begins_as_archive(path: Path) -> bool:
-    """Whether a file begins as those of ``torch.save`` do."""
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
 def damage(path: Path) -> str | None:
     """What is wrong with an archive of ``torch.save``, by the checksums in it, which torch does not look at."""
     try:
@@ -130,28 +125,22 @@ def damage(path: Path) -> str | None:
 
 def read_safely(path: Path) -> Any:
     """What a whole file of ``torch.save`` holds, if that is tensors and plain values only: nothing is built from it."""
-    is_archive = begins_as_archive(path)
-    reason = damage(path) if is_archive else None
-    cause = None
-    if reason is None:
-        mapped = is_archive and str(path).isprintable()  # of paths that are not UTF-8 torch takes open files alone
-        try:
-            with path.open("rb") as file:
+    with path.open("rb") as file:
+        is_archive = file.read(4) == b"PK\x03\x04"
+        reason, cause = damage(path) if is_archive else None, None
+        if reason is None:
+            mapped = is_archive and str(path).isprintable()  # of paths that are not UTF-8 torch takes open files alone
+            try:
+                file.seek(0)
                 return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
-        except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
-            reason, cause = unsafe_part(error), error
+            except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
+                unsafe = re.search(r"GLOBAL (\S+)", str(error))
+                reason = str(error.strerror) if isinstance(error, OSError) else "its bytes are something else"
+                reason = f"it holds {unsafe[1]}, which loading would build" if unsafe else reason
+                cause = error
     raise UserError(
-        f"{str(path)!r} is not a checkpoint of tensors and plain values ({reason}): give ckpt_path=last, "
-        "ckpt_path=best or the path of a .ckpt file."
+        f"{str(path)!r} is no file of tensors and plain values ({reason}): give one as torch.save or a run writes it."
     ) from cause
-
-
-def unsafe_part(error: Exception) -> str:
-    """What made a file unsafe to load, without torch's advice to load it all the same."""
-    text = str(error)
-    if "GLOBAL " in text:
-        return f"it holds {text.split('GLOBAL ', 1)[1].split()[0]}, which loading would build"
-    return "its bytes are something else" if "weights_only" in text or not text else text.strip().split("\n")[0]
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -185,8 +174,9 @@ def require_checkpoint(path: Path, content: Any, *, fit: bool = False) -> None:
         texts = [text for _, text in walk(found.get("callbacks")) if isinstance(text, str)]
     except RecursionError:
         leaves, texts = [None], []
-    if not all(isinstance(leaf, bool | Mapping) or fits(leaf, int) for leaf in leaves):
-        wrong.append("loops")  # counts and flags, beside what data loaders keep
+    counts = all(isinstance(leaf, bool | Mapping) or fits(leaf, int) for leaf in leaves)  # and flags
+    if not counts or (fit and not wrong and "epoch_progress" not in found["loops"].get("fit_loop", ())):
+        wrong.append("loops")
     if any(".." in Path(text).parts for text in texts):
         wrong.append("callbacks")  # paths of files that Lightning may remove
     if wrong:
@@ -230,18 +220,34 @@ def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: to
     """Refuse the state of another kind of optimizer, or of other weights; those of this one need no values."""
     groups = [group for state in content["optimizer_states"] for group in state.get("param_groups", ())]
     missing = {name for group in groups for name in optimizer.defaults.keys() - group.keys()}
+    odd = {
+        name for group in groups for name, value in group.items() if not is_alike(value, optimizer.defaults.get(name))
+    }
     saved = Counter(
         shapes_of(state) for states in content["optimizer_states"] for state in states.get("state", {}).values()
     )
-    wanted = None if missing or not content.get("global_step") else state_after_a_step(optimizer, groups)
+    wanted = None if missing or odd or not content.get("global_step") else state_after_a_step(optimizer, groups)
     if wanted is not None and (saved - wanted or (any(wanted) and not any(saved))):
         missing = {"state that fits its weights"}
-    if missing:
-        raise UserError(
-            f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} (it has no "
-            f"{', '.join(sorted(missing))}): give the optimizer= of its run, or start from its weights with "
-            f"model.init_from={path}."
+    if missing or odd:
+        told = (
+            f"it has no {', '.join(sorted(missing))}" if missing else f"other values are its {', '.join(sorted(odd))}"
         )
+        raise UserError(
+            f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} ({told}): give the "
+            f"optimizer= of its run, or start from its weights with model.init_from={path}."
+        )
+
+
+def is_alike(value: Any, default: Any) -> bool:
+    """Whether a saved setting of an optimizer is of the kind of its default."""
+    if isinstance(default, list | tuple):
+        several = isinstance(value, list | tuple) and len(value) == len(default)
+        return several and all(map(is_alike, value, default))
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        return is_number and math.isfinite(value)
+    return default is None or isinstance(value, type(default))
 
 
 def shapes_of(state: Mapping[str, Any]) -> frozenset[tuple[str, torch.Size]]:
@@ -294,12 +300,14 @@ def load_initial_weights(model: nn.Module, name: str) -> str:
         raise UserError(f"model.init_from={name} is not a file: give the path of weights, such as weights.pt.")
     net: nn.Module = getattr(model, "net", model)
     wanted, found = net.state_dict(), read_weights(path)
+    shapes = {key: value.shape for key, value in wanted.items()}
     named = (found, {WRAPPERS.sub("", key, count=1): value for key, value in found.items()})
-    fitting = max((matching(weights, wanted) for weights in named), key=len)
+    usable = ({key: value for key, value in weights.items() if shapes.get(key) == value.shape} for weights in named)
+    fitting = max(usable, key=len)
     if not fitting:
         raise UserError(
-            f"model.init_from={name}: none of its {len(found)} weights (such as {next(iter(found), 'none')}) is one of "
-            f"this model (such as {next(iter(wanted))}): choose the model that they belong to."
+            f"model.init_from={name}: none of its {len(found)} weights ({', '.join([*found][:1])}…) is one of this "
+            f"model ({next(iter(wanted))}…): choose the model that they belong to."
         )
     try:
         net.load_state_dict(fitting, strict=False)
@@ -310,11 +318,6 @@ def load_initial_weights(model: nn.Module, name: str) -> str:
         f"; {len(left)} keep their first values: {', '.join(left[:4])}{', …' if len(left) > 4 else ''}" if left else ""
     )
     return printable(f"Weights: {len(fitting)} of {len(wanted)} from {path}{rest}")
-
-
-def matching(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those weights whose name and shape are wanted."""
-    return {key: value for key, value in weights.items() if key in wanted and wanted[key].shape == value.shape}
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

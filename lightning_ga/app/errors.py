@@ -18,11 +18,10 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped] # it ships no types
 
-from lightning_ga.app.arguments import WITHOUT
 from lightning_ga.errors import UserError
 
 EXPECTED = (UserError, HydraException, OmegaConfBaseException, YAMLError, UnicodeEncodeError)
-FULL = (errno.ENOSPC, errno.EFBIG)  # the system does not always name the file
+FULL = (errno.ENOSPC, errno.EFBIG, errno.ECONNREFUSED, errno.EHOSTUNREACH)  # the system does not always name the file
 PLACE_ERRORS = (  # of a file or folder that the user named, to write or to read
     *FULL,
     *(errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
@@ -30,6 +29,7 @@ PLACE_ERRORS = (  # of a file or folder that the user named, to write or to read
 )
 PLUGINS = {"optuna": "'lightning_ga[sweep]'", "joblib": "hydra-joblib-launcher"}
 BEFORE_DATA = {"build_model", "model_to_device"}  # functions of this package and of Lightning
+WITHOUT = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}
 LOGGERS = {  # packages whose errors are about accounts, servers and networks, and what does without them
     "wandb": "logger.wandb.offline=true logs into the output folder, without an account or a network",
     "mlflow": "logger.mlflow.tracking_uri=… names a server or a database",
@@ -47,7 +47,17 @@ def is_expected(error: BaseException) -> bool:
         or logger_error(error) is not None
         or place_error(error) is not None
         or is_refused_by_model(error)
+        or is_too_deep(error)
     )
+
+
+def is_too_deep(error: BaseException) -> bool:
+    """Whether a configuration nests deeper than its readers go."""
+    for cause in chain(error):
+        modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(cause.__traceback__))
+        if isinstance(cause, RecursionError) and any(map(re.compile(r"(omegaconf|hydra|yaml)\.").match, modules)):
+            return True
+    return "RecursionError raised while" in str(error)
 
 
 def is_refused_by_model(error: BaseException) -> bool:
@@ -73,6 +83,8 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
             return " ".join([one_line(cause), *getattr(cause, "__notes__", ())])
         if isinstance(cause, YAMLError):
             return f"A configuration file is no valid YAML: {one_line(cause)}."
+    if is_too_deep(error):
+        return "The configuration includes itself, or nests deeper than can be read: write it flatter."
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object!r} is not UTF-8, which a library that writes it needs: give it another name."
     if is_out_of_memory(error):
@@ -89,9 +101,9 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
         return explain_key(unknown[1], error, keys)
-    in_resolver = re.match(r"UserError raised while resolving interpolation: (.+)", str(error))
-    if in_resolver:
-        return in_resolver[1]
+    several = re.match(r"Ambiguous value for argument '([^=]+)=(.+)'\n", str(error))
+    if several:
+        return f"{several[1]}={several[2]} is several values: -m runs one after the other; a list is [{several[2]}]."
     place = place_error(error)
     if place is not None:
         name = f"{str(place.filename)!r}" if place.filename else "A file of this run"
@@ -110,13 +122,25 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
         )
     if isinstance(error, InterpolationKeyError):
         return explain_reference(error)
-    return one_line(error)
+    said = next((cause for cause in chain(error) if str(cause).strip()), error)
+    if isinstance(said, OmegaConfBaseException):
+        reason = str(said).split("\n")[0].rstrip(".")
+        raised = re.match(r"(\w+) raised while resolving interpolation: (.+)", reason)
+        if raised and raised[1] == "UserError":
+            return f"{raised[2]}."
+        reason = raised[2] if raised else reason
+        if not said.full_key:
+            return f"{reason}."
+        return f"{said.full_key} has no value ({reason}): --cfg job shows what it is made of, or give {said.full_key}=…"
+    return one_line(said)
 
 
 def explain_option(error: MissingConfigException) -> str:
     """``model=nope``: the options that exist, the nearest first."""
     group, _, option = str(error.missing_cfg_file).rpartition("/")
-    options = ", ".join(error.options or ())
+    options = ", ".join(name for name in error.options or () if not name.startswith("_"))
+    if not group:
+        return f"--config-name {option} does not exist{did_you_mean(option, error.options or ())} The names: {options}."
     if group.startswith("hydra/") and option in PLUGINS:
         return f"{group}={option} needs a package that is not installed: pip install {PLUGINS[option]}"
     return f"{group}={option} does not exist{did_you_mean(option, error.options or ())} The options: {options}."
@@ -161,6 +185,8 @@ def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
         owners = [each for each, node in nodes.items() if hasattr(node, "keys") and name in node]  # lr: optimizer.lr
         nearest = [f"{parent}.{match}" if parent else match for match in near(name, section or keys)]
         nearest = [f"{owner}.{name}" for owner in owners[:2]] or nearest
+    if key in nearest:
+        return f"The configuration that --config-name chose has no {first}: let its defaults begin with train."
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "."
     if section is not None and not section and section._get_full_key(None) == first:
         without = WITHOUT.get(first, "null")
@@ -217,7 +243,8 @@ def explain_out_of_memory(error: BaseException) -> str:
     way_out = "leave accumulate=auto and accumulate.on_oom=split as they are by default, or use a smaller batch"
     if frames & BEFORE_DATA:
         way_out = "the model alone does not fit; use a smaller one, precision=bf16-true or a device with more memory"
-    first = str(error).strip().partition(". ")[0].rstrip(".")
+    cause = next((cause for cause in chain(error) if not isinstance(cause, HydraException)), error)
+    first = str(cause).strip().partition(". ")[0].rstrip(".")
     return " ".join([f"Memory ran out ({first}): {way_out}.", *getattr(error, "__notes__", ())])
 
 
@@ -259,6 +286,9 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first paragraph of a message, on one line."""
-    paragraph = inspect.cleandoc(str(error)).split("\n\n")[0]
+    """The first paragraph of a message, on one line; of what a loader's process raised, its last."""
+    text = str(error)
+    if re.match(r"Caught \w+ in DataLoader worker", text):
+        text = text.rstrip().rpartition("\n")[2].partition(": ")[2]
+    paragraph = inspect.cleandoc(text).split("\n\n")[0]
     return " ".join(paragraph.split()) or type(error).__name__

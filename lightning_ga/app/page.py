@@ -1,6 +1,6 @@
 """One page for a run, or for several side by side: a single file made of ``templates``, without scripts or network."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -8,8 +8,9 @@ from jinja2 import Environment, PackageLoader, Template
 
 from lightning_ga.app.plots import as_svg, loss_figure, probe_figure
 from lightning_ga.app.run_files import RunFiles, read_run, write_text
-from lightning_ga.app.values import shown
-from lightning_ga.app.walk import settings
+from lightning_ga.app.terminal import warn
+from lightning_ga.app.values import settings, shown
+from lightning_ga.errors import UserError
 from lightning_ga.plan.units import format_bytes
 
 PAGE = "report.html"
@@ -20,10 +21,27 @@ MOST_CLASSES = 40  # of a confusion matrix that can be read
 
 def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
     """Write the page of one run, by default into its folder, or of several, by default into the current one."""
-    runs = [read_run(folder) for folder in folders]
-    page = path or (folders[0] / PAGE if len(runs) == 1 else Path(PAGE))
+    runs = [*readable(folders)]
+    page = path or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
     write_text(page, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
     return page
+
+
+def readable(folders: Sequence[Path]) -> Iterator[RunFiles]:
+    """The runs in some folders; of several, those that hold none are told and left out."""
+    found = 0
+    for folder in folders:
+        try:
+            run = read_run(folder)
+            run_page(run)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            kind = "" if isinstance(error, UserError) else f"{str(folder)!r} holds something else than a run writes: "
+            if folder == folders[-1] and not found:
+                raise UserError(f"{kind}{error}") from error
+            warn(f"{kind}{error}")
+        else:
+            found += 1
+            yield run
 
 
 @cache

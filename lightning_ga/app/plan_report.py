@@ -1,25 +1,48 @@
-"""The plan of a run: found on the callback that plans, printed and saved before the first step."""
+"""The plan of a run: found on the callback that plans, printed as a table and saved as JSON before the first step."""
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
-from lightning_ga.app.plan_table import PlanRecords, plan_table, save_plan
-from lightning_ga.app.plots import probe_figure
+from lightning_ga.app.plots import describe_search, probe_figure
+from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import columns, warn
 from lightning_ga.compat import loops
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.planned_device import current_device
+from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.planned_device import PlannedDevice, current_device
+from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.units import counted, format_bytes
+
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRecords:
+    """What is known before the first step; ``None`` for what did not run. The setting is a line on what is trained."""
+
+    plan: AccumulationPlan | None = None
+    probe: ProbeResult | None = None
+    exactness: Exactness | None = None
+    device: PlannedDevice | None = None
+    setting: str = ""
+
+    @property
+    def memory(self) -> list[str]:
+        """What holds the memory at the peak, in three lines; none where no step was recorded."""
+        return list(self.probe.holders.lines()) if self.probe is not None and self.probe.holders is not None else []
 
 
 class PlanReport(Callback):
     """Prints the plan and saves ``plan.json`` and ``probe.png`` before the first step; a dry run ends there."""
 
     def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
-        self.folder = folder
-        self.dry_run = dry_run
+        self.folder, self.dry_run = folder, dry_run
         self.started = False  # until it is known that there is anything to train
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -41,31 +64,10 @@ class PlanReport(Callback):
             loops.end_training(trainer)
 
 
-def describe_setting(trainer: Trainer, module: LightningModule) -> str:
-    """Model, parameters, precision and device, unless it is another one, in one line."""
-    name = module.hparams.get("name", type(module).__name__)
-    millions = sum(parameter.numel() for parameter in module.parameters()) / 1e6
-    device = f"{trainer.world_size} × {module.device.type}" if trainer.world_size > 1 else module.device.type
-    place = "" if current_device() is not None else f", on {device}"
-    return f"{name}, {millions:.1f} M parameters, {trainer.precision}{place}"
-
-
 def find_accumulate(trainer: Trainer) -> Any:
     """The callback that plans, known by what it offers: ``plan`` and ``probe``."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((one for one in callbacks if hasattr(one, "plan") and hasattr(one, "probe")), None)
-
-
-def read_records(trainer: Trainer, module: LightningModule) -> PlanRecords:
-    """What the callback that plans has found by now."""
-    found = find_accumulate(trainer)
-    return PlanRecords(
-        plan=current_plan(trainer),
-        probe=getattr(found, "probe", None),
-        exactness=getattr(found, "exactness", None),
-        device=current_device(),
-        setting=describe_setting(trainer, module),
-    )
 
 
 def current_plan(trainer: Trainer) -> AccumulationPlan | None:
@@ -76,3 +78,78 @@ def current_plan(trainer: Trainer) -> AccumulationPlan | None:
         return plan
     factor, ranks = trainer.accumulate_grad_batches, trainer.world_size
     return AccumulationPlan(batch * factor * ranks, ranks, batch, factor, ((batch,) * factor,) * ranks)
+
+
+def read_records(trainer: Trainer, module: LightningModule) -> PlanRecords:
+    """What the callback that plans has found by now, and model, parameters, precision and device in one line."""
+    found, elsewhere = find_accumulate(trainer), current_device()
+    millions = sum(parameter.numel() for parameter in module.parameters()) / 1e6
+    ranks = f"{trainer.world_size} × " if trainer.world_size > 1 else ""
+    place = f", on {ranks}{module.device.type}" if elsewhere is None else ""
+    name = module.hparams.get("name", type(module).__name__)
+    return PlanRecords(
+        plan=current_plan(trainer),
+        probe=getattr(found, "probe", None),
+        exactness=getattr(found, "exactness", None),
+        device=elsewhere,
+        setting=f"{name}, {millions:.1f} M parameters, {trainer.precision}{place}",
+    )
+
+
+def plan_table(records: PlanRecords) -> Table:
+    """The plan before the first step, as wide as what shows it."""
+    table = Table(title="Plan", title_justify="left", title_style="bold", show_header=False, box=SIMPLE_HEAD)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in plan_rows(records):
+        table.add_row(name, value)
+    return table
+
+
+def save_plan(path: Path, records: PlanRecords) -> None:
+    """Save the records as JSON, with what is told of them."""
+    write_json(path, {**asdict(records), "memory": records.memory, "told": dict(plan_rows(records))})
+
+
+def plan_rows(records: PlanRecords) -> Rows:
+    """The rows of the plan's table, as pairs of a name and a text."""
+    plan, probe, exactness = records.plan, records.probe, records.exactness
+    rows = []
+    if plan is not None:
+        rows.append(("effective batch", str(plan).removeprefix("effective batch ")))
+    if probe is not None:
+        rows += probe_rows(probe, plan) if records.device is None else estimate_rows(probe, plan, records.device)
+    if exactness is not None:
+        whole = plan is not None and plan.factor == 1
+        rows.append(("exactness", "whole windows: nothing is accumulated" if whole else str(exactness)))
+    setting = [("training", records.setting)] if records.setting else []
+    return [*setting, *(rows or [("effective batch", "set by the loader")])]
+
+
+def probe_rows(probe: ProbeResult, plan: AccumulationPlan | None) -> Rows:
+    """The rows of what a probe found."""
+    peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
+    more = " or more" if plan is not None and plan.factor == 1 and plan.micro_batch_size == probe.limit else ""
+    timed = f"of {len(probe.timings)} sizes that were timed (probe.png)"
+    fastest = [] if probe.fastest is None else [("fastest", f"{counted(probe.fastest, 'sample')}, {timed}")]
+    return [
+        ("memory", f"peak {peak} at the limit, of a budget of {budget}"),
+        ("limit", f"{counted(probe.limit, 'sample')} per micro-batch{more}"),
+        *fastest,
+        ("probe", describe_search(probe)),
+    ]
+
+
+def estimate_rows(probe: ProbeResult, plan: AccumulationPlan | None, device: PlannedDevice) -> Rows:
+    """The rows of what was worked out for another device, with those that say which."""
+    total, reserved = format_bytes(device.total_bytes), format_bytes(device.reserved_bytes)
+    ranks = 1 if plan is None else plan.world_size
+    buckets = ", buckets" if ranks > 1 else ""
+    memory, *others = probe_rows(probe, plan)
+    return [
+        ("estimate", f"for {f'{ranks} devices' if ranks > 1 else 'a device'} of {total}; nothing was run"),
+        memory,
+        ("set aside", f"{reserved} for context, workspaces, fragmentation{buckets}"),
+        *others,
+        *(("unreliable", reason) for reason in device.unreliable),
+    ]

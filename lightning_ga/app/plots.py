@@ -9,11 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_ga.app.plan_table import describe_search
 from lightning_ga.app.run_files import Curve
-from lightning_ga.plan.records import ProbeResult, Trial
+from lightning_ga.plan.records import Method, ProbeResult, Trial
 from lightning_ga.plan.units import counted, format_bytes
 
+METHODS: dict[Method, str] = {  # what found a limit
+    "replay": "predicted and verified",
+    "prediction": "not tried",
+    "below": "never near the budget",
+    "phases": "tried at the limit",
+    "bracket": "tried at the limit",
+}
 PREDICTED, FITS, REFUSED = "C0", "C2", "C3"
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or say what is seen
@@ -65,6 +71,24 @@ def moving_mean(curve: Curve, share: float = 0.1) -> Curve:
         values = [value for _, value in curve[place - reach : place + reach + 1]]
         smooth.append((step, sum(values) / len(values)))
     return smooth
+
+
+def describe_search(probe: ProbeResult) -> str:
+    """How a limit was found, with the method by its name and in words.
+
+    Examples:
+        >>> describe_search(ProbeResult(8, 1000, 900, (), 1, 0.42, "replay", source="cache"))
+        'remembered, verified by one step, 0.4 s (cache)'
+    """
+    seconds = f"{probe.seconds:.1f} s"
+    if probe.source == "checkpoint":
+        return "found before and kept in the checkpoint (checkpoint)"
+    if probe.source == "cache":
+        return f"remembered, verified by one step, {seconds} (cache)"
+    if probe.source == "estimate":
+        return f"{probe.steps} steps worked out, {seconds} (estimate)"
+    tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}"
+    return f"{tried}, {seconds} ({probe.method}: {METHODS[probe.method]})"
 
 
 def probe_figure(probe: ProbeResult) -> Figure:

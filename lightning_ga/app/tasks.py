@@ -4,29 +4,31 @@ import math
 import platform
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
+from sklearn.metrics import classification_report
+from torch import Tensor
 
 from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build, make
 from lightning_ga.app.errors import one_line
-from lightning_ga.app.folders import clear, is_below, require_free
-from lightning_ga.app.interrupts import interruptions_told
+from lightning_ga.app.folders import LOG, clear, is_below, require_free
 from lightning_ga.app.page import write_page
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import loss_figure
 from lightning_ga.app.progress import quiet_lightning
-from lightning_ga.app.run_files import read_run, write_json, write_text
-from lightning_ga.app.scores import class_report, save_predictions
-from lightning_ga.app.terminal import printed_to, warn
+from lightning_ga.app.run_files import CONFIG, read_run, write_json, write_table, write_text
+from lightning_ga.app.terminal import interruptions_told, printed_to, warn
 from lightning_ga.app.values import Config, hidden
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.planned_device import planned_device
@@ -34,7 +36,7 @@ from lightning_ga.plan.units import counted
 
 Metrics = dict[str, float]
 MOST_CLASSES_SHOWN = 20
-LOG = "train.log"
+MOST_COLUMNS = 100  # classes whose probabilities get a column each
 
 
 def run_task(content: Config, written: Config, allow: tuple[str, ...] = ()) -> float | None:
@@ -51,7 +53,10 @@ def run_task(content: Config, written: Config, allow: tuple[str, ...] = ()) -> f
         written = hidden(OmegaConf.to_container(run.config), written)  # by now, classes are counted
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
-            begin_folder(run, written, checkpoint)
+            if run.config.get("overwrite") and not (checkpoint and is_below(checkpoint, folder)):
+                clear(folder)
+            write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
+            write_json(folder / "versions.json", versions(run))
         with interruptions_told(lambda: outcome(run)), checkpoints.told_if_not_restored(checkpoint):
             metrics = TASKS[run.config.task](run, checkpoint)
         if run.trainer.is_global_zero and not run.config.dry_run:
@@ -59,14 +64,6 @@ def run_task(content: Config, written: Config, allow: tuple[str, ...] = ()) -> f
             with for_people("report.html"):
                 write_page([run.folder])
     return metrics.get(run.config.optimized_metric)
-
-
-def begin_folder(run: Fit, written: Config, checkpoint: Path | None) -> None:
-    """Write down what is run with; what an earlier run has left is removed first, if it may be overwritten."""
-    if run.config.get("overwrite") and not (checkpoint and is_below(checkpoint, run.folder)):
-        clear(run.folder)
-    write_text(run.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(written)))
-    write_json(run.folder / "versions.json", versions(run))
 
 
 @contextmanager
@@ -121,7 +118,8 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
         return {}
     metrics = measured(run)
     best = best_checkpoint(run)
-    if best is not None and best.save_top_k and not best.best_model_path and run.trainer.is_global_zero:
+    unmeasured = best is not None and best.save_top_k and not best.best_model_path and best.monitor not in metrics
+    if best is not None and unmeasured and run.trainer.is_global_zero:
         warn(
             f"{best.monitor} was never measured, so there is no best checkpoint, and a test is of the last weights: "
             "validation runs by trainer.limit_val_batches, check_val_every_n_epoch and val_check_interval."
@@ -129,7 +127,9 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     if best is not None and best.best_model_score is not None:
         metrics[str(best.monitor)] = float(best.best_model_score)
     with for_people("loss_curves.png"):
-        save_curves(run)
+        figure = loss_figure({"": read_run(run.folder).curves}) if run.trainer.is_global_zero else None
+        if figure is not None:
+            figure.savefig(run.folder / "loss_curves.png", dpi=150)
     if run.config.test:
         if best is not None and best.best_model_path:
             # Not by ckpt_path: there, Lightning's weight averaging takes the weights that are not averaged.
@@ -188,12 +188,8 @@ def predict(run: Fit, checkpoint: Path | None) -> Metrics:
     return {}
 
 
-TASKS: Mapping[str, Callable[[Fit, Path | None], Metrics]] = {
-    "fit": fit,
-    "validate": validate,
-    "test": test,
-    "predict": predict,
-}
+TASKS: Mapping[str, Callable[[Fit, Path | None], Metrics]]
+TASKS = {"fit": fit, "validate": validate, "test": test, "predict": predict}
 
 
 def measured(run: Fit) -> Metrics:
@@ -205,13 +201,6 @@ def best_checkpoint(run: Fit) -> ModelCheckpoint | None:
     """The callback that keeps the best weights, if the run has one."""
     kept = (callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
     return next((callback for callback in kept if callback.monitor is not None), None)
-
-
-def save_curves(run: Fit) -> None:
-    """Draw the loss curves from the CSV log."""
-    figure = loss_figure({"": read_run(run.folder).curves}) if run.trainer.is_global_zero else None
-    if figure is not None:
-        figure.savefig(run.folder / "loss_curves.png", dpi=150)
 
 
 def outcome(run: Fit) -> str:
@@ -238,9 +227,15 @@ def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:
     write_json(run.folder / "result.json", {**metrics, **events, "seconds": round(seconds, 1)})
     shown = [f"{name} {value:.4f}" for name, value in sorted(metrics.items()) if not name.startswith("train/")]
     print(f"\nResult after {seconds:.0f} s: {', '.join(shown) or run.config.task + ' done'}")
-    warn(told_if_not_finite(metrics))
+    names = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+    if names:
+        warn(
+            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite: the training diverged, or met data "
+            "that are no numbers. A lower optimizer.lr or trainer.gradient_clip_val=1 may help; "
+            "+trainer.detect_anomaly=true shows where it began."
+        )
     if survived:
-        print(f"Survived {counted(survived, 'out-of-memory error')}: run again in smaller parts, with the same result.")
+        print(f"Survived {counted(survived, 'out-of-memory error')}: what was told of it stands above.")
     print(printable(f"Files: {run.folder}"))
 
 
@@ -248,22 +243,62 @@ def versions(run: Fit) -> dict[str, str]:
     """What the run runs with."""
     packages = ("lightning_ga", "lightning", "torch", "torchvision", "torchmetrics", "timm")
     device = run.trainer.strategy.root_device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         **{package: version(package) for package in packages},
         "python": platform.python_version(),
         "device": f"{device.type}: {name}",
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.release()}",
     }
 
 
-def told_if_not_finite(metrics: Metrics) -> str | None:
-    """What to do where a result is no number; nothing where all are."""
-    names = sorted(name for name, value in metrics.items() if not math.isfinite(value))
-    if not names:
-        return None
-    return (
-        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite: the training diverged, or met data that "
-        "are no numbers. A lower optimizer.lr or trainer.gradient_clip_val=1 may help; "
-        "+trainer.detect_anomaly=true shows where it began."
+def class_report(confusion: Sequence[Sequence[int]], names: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """Scores of every class, their macro average (plain) and weighted average (by support), as text and as numbers.
+
+    Samples are counted in ``confusion[target][prediction]``. Classes without names have numbers. A ratio without a
+    denominator (a class that was never predicted, or has no samples) is 0.
+
+    Examples:
+        >>> class_report([[2, 0], [1, 1]], ["cat", "dog"])[1]["dog"]["recall"]
+        0.5
+    """
+    counts = np.asarray(confusion)
+    targets, predictions = (np.repeat(labels, counts.ravel()) for labels in np.indices(counts.shape).reshape(2, -1))
+    report = partial(
+        classification_report,
+        targets,
+        predictions,
+        labels=range(len(counts)),
+        target_names=names if len(names) == len(counts) else None,
+        digits=4,
+        zero_division=0,
     )
+    return report(), report(output_dict=True)
+
+
+def save_predictions(path: Path, batches: Sequence[Tensor], data: Any) -> None:
+    """Write one row for each sample, from probabilities ``(batch, classes)`` or classes ``(batch,)``.
+
+    A row has the sample or its file, the predicted class by number and name, and probabilities.
+    """
+    predicted = torch.cat(list(batches)).float()
+    classes = predicted.argmax(dim=1) if predicted.dim() == 2 else predicted.long()
+    names = list(getattr(data, "class_names", ()))
+    table: dict[str, list[Any]] = {"sample": list(range(len(classes)))}
+    files = getattr(getattr(getattr(data, "splits", None), "test", None), "images", None)
+    if files is not None and not isinstance(files, Tensor):
+        table["file"] = list(files)
+    table["prediction"] = classes.tolist()
+    if names:
+        table["class"] = [names[label] for label in classes.tolist()]
+    if predicted.dim() == 2:
+        table["probability"] = rounded(predicted.gather(1, classes.unsqueeze(1)).squeeze(1))
+        if predicted.shape[1] <= MOST_COLUMNS:
+            labels = names or [str(label) for label in range(predicted.shape[1])]
+            table |= {f"p({label})": rounded(column) for label, column in zip(labels, predicted.T)}
+    write_table(path, [list(table), *zip(*table.values())])
+
+
+def rounded(column: Tensor) -> list[str]:
+    """Probabilities with six digits behind the point."""
+    return [f"{value:.6f}" for value in column.tolist()]

@@ -1,9 +1,15 @@
-"""Print on any terminal, and keep what was printed."""
+"""What a process owes its terminal: signs that it can show, a log of what was printed, and an end by Ctrl-C or SIGTERM.
+
+Both signals end with the exit codes of the shell, and with one sentence on what was saved and how to go on.
+"""
 
 import codecs
+import os
 import re
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
@@ -11,11 +17,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, TextIO
 
+from lightning_ga.app.errors import chain
 from lightning_ga.errors import printable
 
 ASCII_SIGNS = {"×": "x", "–": "-", "—": "-", "…": "...", "→": "->", "−": "-", "±": "+-", "µ": "u", "‖": "|", "≤": "<="}
-_open: list["Tee"] = []  # logs of what is printed
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of a terminal's cursor
+_open: list["Tee"] = []  # logs of what is printed
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
@@ -35,13 +42,13 @@ def printable_everywhere(*streams: Any) -> None:
 
 
 def columns() -> int:
-    """Return how many columns a table may have: those of the terminal within reason, 80 where there is none."""
+    """How many columns a table may have: those of the terminal within reason, 80 where there is none."""
     return max(60, min(shutil.get_terminal_size((80, 24)).columns, 200))
 
 
 @contextmanager
 def wrapped_output(width: int = 100) -> Iterator[None]:
-    """Return a context whose output is printed at its end, lists that are longer than a line broken at commas."""
+    """A context whose output is printed at its end, lists that are longer than a line broken at commas."""
     text = StringIO()
     try:
         with redirect_stdout(text):
@@ -56,8 +63,7 @@ class Tee:
     """A stream that writes what is printed to a log as well, without what only moves a terminal's cursor."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
-        self._stream = stream
-        self._log = log
+        self._stream, self._log = stream, log
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -108,3 +114,72 @@ def warn(sentence: str | None) -> None:
     """Print a warning beside the output; nothing where there is none."""
     if sentence:
         print(f"Warning: {printable(sentence)}", file=sys.stderr)
+
+
+class Interrupted(BaseException):
+    """A signal that ended the run; its text is told to the user."""
+
+    def __init__(self, signum: signal.Signals, outcome: str = "nothing had been trained or saved.") -> None:
+        super().__init__(f"Stopped by {'Ctrl-C' if signum == signal.SIGINT else signum.name}: {outcome}")
+        self.signum, self.code = signum, 128 + signum  # as shells count: 130 for Ctrl-C, 143 for SIGTERM
+
+
+@contextmanager
+def sigterm_ends() -> Iterator[None]:
+    """A context in which SIGTERM ends the process at once, with a sentence: there is nothing to save yet.
+
+    An exception would not do: code that imports optional packages catches all that is raised there.
+    """
+
+    def end(*_: Any) -> None:
+        interrupted = Interrupted(signal.SIGTERM)
+        print(f"Error: {interrupted}", file=sys.stderr, flush=True)
+        os._exit(interrupted.code)
+
+    with sigterm_handled(end):
+        yield
+
+
+@contextmanager
+def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
+    """A context that turns the end by a signal into an ``Interrupted`` that says what became of the run.
+
+    Lightning turns Ctrl-C into ``SystemExit(1)`` and SIGTERM, once a batch is done, into one without a code.
+    """
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    try:
+        with sigterm_handled(interrupt):
+            yield
+    except (KeyboardInterrupt, Interrupted, SystemExit) as end:
+        signum = signal_behind(end)
+        if signum is None:
+            raise
+        raise Interrupted(signum, outcome()) from end
+
+
+@contextmanager
+def sigterm_handled(handler: Callable[..., None]) -> Iterator[None]:
+    """A context in which SIGTERM calls a function; threads other than the first cannot handle signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def signal_behind(end: BaseException) -> signal.Signals | None:
+    """Which signal an exception comes from, if one."""
+    for link in chain(end):
+        if isinstance(link, Interrupted):
+            return link.signum
+        if isinstance(link, KeyboardInterrupt):
+            return signal.SIGINT
+        if type(link).__name__ == "SIGTERMException":
+            return signal.SIGTERM
+    return None

@@ -7,7 +7,7 @@ a constructor refuses in a sentence are left to it, and so are keys that are not
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +20,36 @@ from lightning_ga.plan.units import LEAST_BYTES, require_bytes
 
 BUILT = ("data", "model", "optimizer", "lr_scheduler", "accumulate", "trainer")
 KNOWN = ("lightning_ga.", "lightning.pytorch.", "torch.optim.")  # classes whose keys mean what the table says
-MODELS = "lightning_ga.models."
+MODELS, TEXT_MODELS = "lightning_ga.models.", ("lightning_ga.models.GPT",)
 MONITORED = ("val/acc", "val/top5", "val/loss", "train/acc", "train/loss")  # measured before a checkpoint is kept
 MEASURED = (*MONITORED, "test/acc", "test/loss", "test/top5", "test/macro_f1", "test/weighted_f1")
-TEXT_MODELS = ("lightning_ga.models.GPT",)
 MONITORED_OF_TEXT = ("val/loss", "val/perplexity", "train/loss")
 MEASURED_OF_TEXT = (*MONITORED_OF_TEXT, "test/loss", "test/perplexity")
 SMALLER_IS_BETTER = ("loss", "perplexity")
 MOST_WORKERS = 256  # processes: some thousands would bring a machine to a stop
 LARGEST_IMAGE = 4096  # pixels a side: a single picture takes 200 MB
 Config = dict[str, Any]
+
+
+def walk(content: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every mapping, list and value, however deep, with its full key; what contains others comes before them.
+
+    Examples:
+        >>> list(walk({"a": {"b": [1]}}))[1:]
+        [('a', {'b': [1]}), ('a.b', [1]), ('a.b[0]', 1)]
+    """
+    yield where, content
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from walk(value, f"{where}.{key}".lstrip("."))
+    elif isinstance(content, list | tuple):
+        for index, value in enumerate(content):
+            yield from walk(value, f"{where}[{index}]")
+
+
+def settings(content: Any) -> Config:
+    """The values by their full keys; a list is one value."""
+    return {key: value for key, value in walk(content) if not isinstance(value, Mapping) and "[" not in key}
 
 
 class Rule(NamedTuple):
@@ -43,19 +63,15 @@ class Rule(NamedTuple):
     def sentence(self, key: str, value: Any) -> str:
         """What is told of a value that breaks the rule."""
         nearest = get_close_matches(str(value), map(str, self.choices), n=1)
-        example = nearest[0] if nearest else self.example
-        return f"{key}={shown(value)} must be {self.words}; for example {key}={example}."
+        return (
+            f"{key}={shown(value)} must be {self.words}; for example {key}={nearest[0] if nearest else self.example}."
+        )
 
 
 def number(
-    example: float,
-    least: float = -math.inf,
-    most: float = math.inf,
-    *,
-    whole: bool = False,
-    besides: tuple[Any, ...] = (),
+    example: float, least: float = -math.inf, most: float = math.inf, *, whole: bool = False, besides: Any = ()
 ) -> Rule:
-    """A finite number in a range."""
+    """A finite number in a range, or one of a few values besides."""
     words = "a whole number" if whole else "a number"
     if most < math.inf:
         words += f" from {least} to {most}"
@@ -63,12 +79,15 @@ def number(
         words += f" of at least {least}"
 
     def holds(value: Any) -> bool:
-        if value in besides:
-            return True
         is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        return is_number and least <= value <= most and abs(value) != math.inf
+        return value in besides or (is_number and least <= value <= most and abs(value) != math.inf)
 
     return Rule(" or ".join([words, *map(shown, besides)]), example, holds)
+
+
+def count(example: int, least: int = 1, most: float = math.inf, besides: Any = ()) -> Rule:
+    """A whole number."""
+    return number(example, least, most, whole=True, besides=besides)
 
 
 def one_or_more(rule: Rule) -> Rule:
@@ -101,110 +120,92 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or '""'
 
 
+NULL = (None,)
 SWITCH = Rule("true or false", "true", lambda value: isinstance(value, bool))
 TEXT = Rule("a text", "text", lambda value: isinstance(value, str) and value != "")
 FOLDER = Rule("the path of a folder", "outputs", TEXT.holds)
 FILE = Rule("a path or null", "last", lambda value: value is None or TEXT.holds(value))
+WORD = re.compile(r"\w[\w.+-]{0,63}")
+NAME = Rule(
+    "a name of letters, digits and . _ + - that begins with one of the first two, of at most 64",
+    "first",
+    lambda value: bool(WORD.fullmatch(shown(value))),
+)
 PART = number(0.1, 0, 1)
 SHARE = Rule("a number above 0 and below 1", 0.1, lambda value: PART.holds(value) and 0 < value < 1)
+AMOUNT = "a share of an epoch above 0 or a number of batches"
+LIMIT = number(1.0, 0)  # from 1 on Lightning refuses fractions
 BETAS = Rule(
     "two numbers of at least 0 and below 1",
     "[0.9,0.999]",
     lambda value: isinstance(value, list) and len(value) == 2 and all(PART.holds(beta) and beta < 1 for beta in value),
 )
-COUNT = number(32, 1, whole=True)
-CLASSES = number(10, 1, whole=True, besides=(None,))
-LIMIT = number(1.0, 0)  # from 1 on Lightning refuses fractions
+DURATION = Rule(
+    "days, hours, minutes and seconds, a mapping of those or null",
+    "00:01:30:00",
+    lambda value: value is None or isinstance(value, dict) or bool(re.fullmatch(r"(\d+:){3}\d+", str(value))),
+)
+NODES = Rule("a list of transforms", "[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]", is_list_of_nodes)
+COMPILE = one_of(True, False, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
-WORD = re.compile(r"\w[\w.+-]{0,63}")
-NAME = Rule("a name of letters, digits and . _ + -", "first", lambda value: bool(WORD.fullmatch(shown(value))))
-
-RULES: Mapping[str, Rule] = {
-    "task": one_of("fit", "validate", "test", "predict"),
-    "optimized_metric": Rule("the name of a metric", "val/acc", TEXT.holds),
-    "seed": number(0, 0, 2**32 - 1, whole=True, besides=(None,)),
-    "run.name": NAME,
-    "run.tags": list_of(NAME, "[tried,small]"),
-    "progress": one_of("auto", "bar", "rich", "plain", "none"),
-    "compile": one_of(True, False, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-    "precision.float32_matmul": one_of("highest", "high", "medium"),
-    "trainer.max_epochs": number(4, 1, whole=True, besides=(-1, None)),
-    "trainer.min_epochs": number(1, 0, whole=True, besides=(None,)),
-    "trainer.max_steps": number(1000, 1, whole=True, besides=(-1,)),
-    "trainer.gradient_clip_val": number(1.0, 0, besides=(None,)),
-    "trainer.limit_train_batches": Rule(
-        "a share of an epoch above 0 or a number of batches", 1.0, lambda value: LIMIT.holds(value) and value != 0
-    ),
-    "trainer.val_check_interval": Rule("a share of an epoch above 0 or a number of batches", 0.5, lambda v: v != 0),
-    "trainer.check_val_every_n_epoch": number(1, 1, whole=True, besides=(None,)),
-    "trainer.log_every_n_steps": number(5, 0, whole=True, besides=(None,)),
-    "trainer.num_sanity_val_steps": number(0, 0, whole=True, besides=(-1, None)),
-    "trainer.deterministic": one_of(True, False, None, "warn"),
-    "callbacks.best.save_top_k": number(1, -1, whole=True),
-    "callbacks.early_stopping.patience": number(3, 0, whole=True),
-    "data.num_workers": number(0, 0, MOST_WORKERS, whole=True),
-    "data.image_size": number(32, 1, LARGEST_IMAGE, whole=True),
-    "data.channels": one_of(1, 3),
-    "data.mean": one_or_more(number(0.5)),
-    "data.std": one_or_more(number(0.5, 1e-6)),
-    "data.augment": Rule(
-        "a list of transforms", "[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]", is_list_of_nodes
-    ),
-    "data.rand_augment": number(9, 0, 30, whole=True, besides=(None,)),
-    "data.mixup": number(0.2, 0),
-    "data.cutmix": number(1.0, 0),
-    "data.split_seed": number(0, 0, 2**32 - 1, whole=True),
-    "model.name": Rule("a name of timm.list_models()", "resnet18", TEXT.holds),
-    "model.options": Rule("a mapping", "{drop_rate:0.1}", lambda value: isinstance(value, dict)),
-    "model.vocabulary": number(256, 256, whole=True),
-    "model.hidden": list_of(COUNT, "[512,256]"),
-    "optimizer.lr": number(0.001, 0),
-    "optimizer.betas": BETAS,
-    "optimizer.weight_decay": number(0.01, 0),
-    "lr_scheduler.max_lr": number(0.001, 0),
-    "lr_scheduler.gamma": number(0.1, 0),
-    "accumulate.objective": one_of("memory", "throughput"),
-    "accumulate.micro_batching": one_of("loader", "step"),
-    "accumulate.on_oom": one_of("split", "raise"),
-    "accumulate.batch_norm": one_of("warn", "ignore"),
-    "accumulate.scale_lr": one_of("none", "linear", "sqrt"),
-    **dict.fromkeys(
-        (
-            *(
-                "dry_run",
-                "overwrite",
-                "test",
-                "data.download",
-                "data.check_pictures",
-                "data.skip_broken",
-                "model.pretrained",
-            ),
-            *("model.group_norm", "model.sparse", "optimizer.nesterov", "optimizer.decay_norms", "accumulate.verify"),
-            *("accumulate.cache", "accumulate.scale_beta2"),
-        ),
-        SWITCH,
-    ),
-    **dict.fromkeys(
-        (
-            *("trainer.accumulate_grad_batches", "data.batch_size", "data.eval_batch_size", "data.samples"),
-            *("data.max_length", "model.in_channels", "model.image_size", "model.rows", "model.features"),
-            *("model.context", "model.width", "model.depth", "model.heads", "lr_scheduler.step_size"),
-        ),
-        COUNT,
-    ),
-    **dict.fromkeys(
-        (
-            *("data.noise", "model.label_smoothing", "optimizer.momentum", "lr_scheduler.warmup", "lr_scheduler.final"),
-            "lr_scheduler.pct_start",
-        ),
-        PART,
-    ),
-    **dict.fromkeys(("paths.data_dir", "paths.output_root", "paths.output_dir", "data.root"), FOLDER),
-    **dict.fromkeys(("data.val_fraction", "data.test_fraction"), SHARE),
-    **dict.fromkeys(("ckpt_path", "model.init_from"), FILE),
-    **dict.fromkeys(("trainer.limit_val_batches", "trainer.limit_test_batches", "trainer.overfit_batches"), LIMIT),
-    **dict.fromkeys(("data.num_classes", "model.num_classes"), CLASSES),
-}
+TABLE: tuple[tuple[str, Rule], ...] = (
+    ("task", one_of("fit", "validate", "test", "predict")),
+    ("progress", one_of("auto", "bar", "rich", "plain", "none")),
+    ("optimized_metric", Rule("the name of a metric", "val/acc", TEXT.holds)),
+    ("compile", COMPILE),
+    ("seed", count(0, 0, 2**32 - 1, NULL)),
+    ("ckpt_path model.init_from", FILE),
+    ("dry_run overwrite test data.download data.check_pictures data.skip_broken", SWITCH),
+    ("model.pretrained model.group_norm model.sparse optimizer.nesterov optimizer.decay_norms", SWITCH),
+    ("accumulate.verify accumulate.cache accumulate.scale_beta2", SWITCH),
+    ("run.name", NAME),
+    ("run.tags", list_of(NAME, "[tried,small]")),
+    ("paths.data_dir paths.output_root paths.output_dir data.root", FOLDER),
+    ("precision.float32_matmul", one_of("highest", "high", "medium")),
+    ("trainer.max_epochs", count(4, besides=(-1, None))),
+    ("trainer.min_epochs trainer.log_every_n_steps", count(5, 0, besides=NULL)),
+    ("trainer.max_steps", count(1000, besides=(-1,))),
+    ("trainer.max_time", DURATION),
+    ("trainer.accumulate_grad_batches", count(4)),
+    ("trainer.gradient_clip_val", number(1.0, 0, besides=NULL)),
+    ("trainer.limit_train_batches", Rule(AMOUNT, 1.0, lambda value: LIMIT.holds(value) and value != 0)),
+    ("trainer.limit_val_batches trainer.limit_test_batches trainer.overfit_batches", LIMIT),
+    ("trainer.val_check_interval", Rule(AMOUNT, 0.5, lambda value: value != 0)),
+    ("trainer.check_val_every_n_epoch", count(1, besides=NULL)),
+    ("trainer.num_sanity_val_steps", count(0, 0, besides=(-1, None))),
+    ("trainer.deterministic", one_of(True, False, None, "warn")),
+    ("callbacks.best.save_top_k", count(1, -1)),
+    ("callbacks.early_stopping.patience", count(3, 0)),
+    ("data.num_workers", count(0, 0, MOST_WORKERS)),
+    ("data.image_size", count(32, 1, LARGEST_IMAGE)),
+    ("data.channels", one_of(1, 3)),
+    ("data.mean", one_or_more(number(0.5))),
+    ("data.std", one_or_more(number(0.5, 1e-6))),
+    ("data.augment", NODES),
+    ("data.rand_augment", count(9, 0, 30, NULL)),
+    ("data.mixup data.cutmix", number(0.2, 0)),
+    ("data.split_seed", count(0, 0, 2**32 - 1)),
+    ("data.val_fraction data.test_fraction", SHARE),
+    ("data.noise model.label_smoothing optimizer.momentum", PART),
+    ("lr_scheduler.warmup lr_scheduler.final lr_scheduler.pct_start", PART),
+    ("data.batch_size data.eval_batch_size data.samples data.max_length lr_scheduler.step_size", count(32)),
+    ("model.in_channels model.image_size model.rows model.features model.context", count(32)),
+    ("model.width model.depth model.heads", count(32)),
+    ("model.vocabulary", count(256, 256)),
+    ("model.hidden", list_of(count(32), "[512,256]")),
+    ("model.name", Rule("a name of timm.list_models()", "resnet18", TEXT.holds)),
+    ("model.options", Rule("a mapping", "{drop_rate:0.1}", lambda value: isinstance(value, dict))),
+    ("data.num_classes model.num_classes", count(10, besides=NULL)),
+    ("optimizer.lr lr_scheduler.max_lr", number(0.001, 0)),
+    ("optimizer.weight_decay lr_scheduler.gamma", number(0.01, 0)),
+    ("optimizer.betas", BETAS),
+    ("accumulate.objective", one_of("memory", "throughput")),
+    ("accumulate.micro_batching", one_of("loader", "step")),
+    ("accumulate.on_oom", one_of("split", "raise")),
+    ("accumulate.batch_norm", one_of("warn", "ignore")),
+    ("accumulate.scale_lr", one_of("none", "linear", "sqrt")),
+)
+RULES: Mapping[str, Rule] = {key: rule for keys, rule in TABLE for key in keys.split()}
 
 
 def direction(metric: str) -> str:
@@ -217,9 +218,6 @@ def direction(metric: str) -> str:
     return "min" if str(metric).endswith(SMALLER_IS_BETTER) else "max"
 
 
-OmegaConf.register_new_resolver("direction", direction, replace=True)
-
-
 def suffix(name: Any) -> str:
     """The end of a run's folder: Hydra makes that before values are checked."""
     if name is not None and not NAME.holds(name):
@@ -227,9 +225,20 @@ def suffix(name: Any) -> str:
     return "" if name is None else f"-{name}"
 
 
-OmegaConf.register_new_resolver("named", suffix, replace=True)
-OmegaConf.register_new_resolver("mlflow_tags", lambda tags: OmegaConf.create(dict.fromkeys(tags, "")), replace=True)
-OmegaConf.register_new_resolver("home", lambda path: str(Path(path).expanduser()), replace=True)
+def at_home(path: Any) -> str:
+    """The root of the folders of runs, in which Hydra takes no ``~`` for the home folder."""
+    if not FOLDER.holds(path):
+        raise UserError(FOLDER.sentence("paths.output_root", path))
+    return os.path.expanduser(str(path))  # noqa: PTH111 (that of Path fails for users that are not there)
+
+
+def as_tags(tags: Any) -> Any:
+    """The tags of a run for MLflow, which has a value for each."""
+    return OmegaConf.create(dict.fromkeys(tags, ""))
+
+
+for name, resolver in {"direction": direction, "named": suffix, "mlflow_tags": as_tags, "home": at_home}.items():
+    OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def resolved(cfg: DictConfig) -> Config:

@@ -1,12 +1,9 @@
 """Datamodules, each small enough to read: real images and texts, generated images, and your own folders."""
 
-from lightning_ga.data.cifar10 import CIFAR10
 from lightning_ga.data.definitions import Definitions
-from lightning_ga.data.digits import Digits
 from lightning_ga.data.image_folder import ImageFolder
 from lightning_ga.data.images import ImageData, QuarterTurn
-from lightning_ga.data.mnist import MNIST, FashionMNIST
-from lightning_ga.data.synthetic import Synthetic
+from lightning_ga.data.sets import CIFAR10, MNIST, Digits, FashionMNIST, Synthetic
 
 __all__ = [
     "CIFAR10",

@@ -1,14 +1,14 @@
 """21,844 English definitions of nouns, 6 to 431 characters long, that timm ships: text of very unequal length."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from lightning_ga.data.images import Loaded
 from lightning_ga.errors import UserError
 
 FILE = "_info/imagenet_synset_to_definition.txt"  # of timm.data; WordNet's names of ImageNet's 21,844 classes
@@ -18,7 +18,7 @@ IGNORED = -100  # a label that is padding, as in torch.nn.CrossEntropyLoss
 Text = dict[str, Tensor]
 
 
-class Definitions(LightningDataModule):
+class Definitions(Loaded):
     """Train, validation and test loaders over texts as bytes, each batch padded to its longest text.
 
     A batch is a mapping: ``tokens`` ``(batch, length)``, and ``labels``, the token after each, -100 where padded.
@@ -67,32 +67,13 @@ class Definitions(LightningDataModule):
             places = {"val": order[:val], "test": order[val : val + test], "train": order[val + test :]}
             self.splits = {part: [texts[place] for place in sorted(chosen)] for part, chosen in places.items()}
 
-    def train_dataloader(self) -> DataLoader[Text]:
-        """Shuffled batches of ``batch_size``."""
-        return self._loader("train", self.batch_size, shuffle=True)
+    def dataset(self, part: str) -> Dataset[Text]:
+        """The texts of a part."""
+        return TextDataset(self.splits[part], self.max_length)
 
-    def val_dataloader(self) -> DataLoader[Text]:
-        """The validation texts in order."""
-        return self._loader("val", self.eval_batch_size)
-
-    def test_dataloader(self) -> DataLoader[Text]:
-        """The test texts in order."""
-        return self._loader("test", self.eval_batch_size)
-
-    def predict_dataloader(self) -> DataLoader[Text]:
-        """The test texts in order."""
-        return self.test_dataloader()
-
-    def _loader(self, part: str, batch_size: int, shuffle: bool = False) -> DataLoader[Text]:
-        return DataLoader(
-            TextDataset(self.splits[part], self.max_length),
-            batch_size=batch_size,
-            shuffle=shuffle,
-            collate_fn=pad,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+    def collate(self, part: str) -> Callable[..., Text]:
+        """What pads texts to one length."""
+        return pad
 
 
 class TextDataset(Dataset[Text]):

@@ -94,6 +94,10 @@ class ImageFolder(ImageData):
                 f"{str(train)!r} needs one folder of pictures per class: set data.root=FOLDER so that "
                 "FOLDER/train/<class>/*.png are your pictures."
             )
+        if len(names) == 1:
+            raise UserError(
+                f"{str(train)!r} holds one class, {names[0]}: to tell classes apart, two are needed at least."
+            )
         empty = [name for name in names if not pictures_in(train / name)]
         if empty:
             raise UserError(
@@ -139,9 +143,9 @@ def why_unreadable(path: str) -> str:
             image.load()
     except FileNotFoundError:
         return "a link to nothing" if Path(path).is_symlink() else "gone"
-    except UserError:
-        return "no regular file"
-    except UnidentifiedImageError:
+    except UserError as error:
+        if not isinstance(error.__cause__, UnidentifiedImageError):
+            return "no regular file"
         return "no picture" if Path(path).stat().st_size else "empty"
     except Exception as error:  # Pillow's readers raise errors of many kinds on broken files
         return str(error).strip().split("\n")[0] or type(error).__name__

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -57,18 +57,31 @@ class ImageDataset(Dataset[Sample]):
         return len(self.samples.labels)
 
     def __getitem__(self, index: int) -> Sample:
-        image = self.samples.images[index]
-        if not isinstance(image, str):
+        image: Any = self.samples.images[index]
+        if isinstance(image, str):
+            with open_picture(image) as picture:
+                try:
+                    image = picture.convert("RGB")
+                except Exception as error:  # Pillow's readers raise errors of many kinds on broken files
+                    raise UserError(
+                        f"{image!r} cannot be read ({error}): remove it, or data.skip_broken=true."
+                    ) from error
+        try:
             return self.transform(image), int(self.samples.labels[index])
-        with open_picture(image) as picture:
-            return self.transform(picture.convert("RGB")), int(self.samples.labels[index])
+        except ValueError as error:
+            raise UserError(
+                f"A picture cannot be transformed ({str(error).rstrip('.')}): change data.augment or data.image_size."
+            ) from error
 
 
 def open_picture(path: str) -> Image.Image:
     """Open a picture by what it holds, whatever its name is; formats that Pillow gives to other programs are none."""
     if not stat.S_ISREG(Path(path).stat().st_mode):  # a pipe would be waited for
         raise UserError(f"{path!r} is no regular file: remove it from the pictures.")
-    return Image.open(path, formats=FORMATS)
+    try:
+        return Image.open(path, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise UserError(f"{path!r} is no picture: remove it, or data.skip_broken=true.") from error
 
 
 class QuarterTurn(nn.Module):
@@ -91,7 +104,50 @@ class Mixing:
         return mixed
 
 
-class ImageData(LightningDataModule):
+class Loaded(LightningDataModule):
+    """Loaders of the ``train``, ``val`` and ``test`` part of a set."""
+
+    batch_size: int
+    eval_batch_size: int
+    num_workers: int
+
+    def dataset(self, part: str) -> Dataset[Any]:
+        """The samples of a part."""
+        raise NotImplementedError
+
+    def collate(self, part: str) -> Callable[..., Any] | None:
+        """What makes batches of samples; nothing for PyTorch's own."""
+        raise NotImplementedError
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled batches of ``batch_size``."""
+        return self._loader("train", self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """The validation samples in order."""
+        return self._loader("val", self.eval_batch_size)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """The test samples in order."""
+        return self._loader("test", self.eval_batch_size)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """The test samples in order."""
+        return self.test_dataloader()
+
+    def _loader(self, part: str, batch_size: int) -> DataLoader[Any]:
+        return DataLoader(
+            self.dataset(part),
+            batch_size=batch_size,
+            shuffle=part == "train",
+            collate_fn=self.collate(part),
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+class ImageData(Loaded):
     """Train, validation and test loaders over images.
 
     Args:
@@ -171,22 +227,6 @@ class ImageData(LightningDataModule):
         chain: Transform = v2.Compose(steps)
         return chain
 
-    def train_dataloader(self) -> DataLoader[Sample]:
-        """Shuffled batches of ``batch_size``."""
-        return self._loader("train", self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Sample]:
-        """The validation samples in order."""
-        return self._loader("val", self.eval_batch_size)
-
-    def test_dataloader(self) -> DataLoader[Sample]:
-        """The test samples in order."""
-        return self._loader("test", self.eval_batch_size)
-
-    def predict_dataloader(self) -> DataLoader[Sample]:
-        """The test samples in order."""
-        return self.test_dataloader()
-
     def hold_out(self, samples: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
         """Split off a share of the samples, in the same mix of classes: what stays, what is held out."""
         places, labels = range(len(samples.labels)), samples.labels.tolist()
@@ -214,23 +254,20 @@ class ImageData(LightningDataModule):
                 f"data.num_classes={found}."
             )
 
-    def _loader(self, part: str, batch_size: int, shuffle: bool = False) -> DataLoader[Sample]:
+    def dataset(self, part: str) -> Dataset[Sample]:
+        """The samples of a part, those of training augmented."""
         assert self.splits is not None, "setup() comes first"
-        return DataLoader(
-            ImageDataset(getattr(self.splits, part), self.transform(self.augment if shuffle else ())),
-            batch_size=batch_size,
-            shuffle=shuffle,
-            collate_fn=self._mixing() if shuffle and (self.mixup or self.cutmix) else None,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+        return ImageDataset(getattr(self.splits, part), self.transform(self.augment if part == "train" else ()))
+
+    def collate(self, part: str) -> Callable[..., Any] | None:
+        """What mixes the samples of training batches, if anything does."""
+        return self._mixing() if part == "train" and (self.mixup or self.cutmix) else None
 
     def _mixing(self) -> "Mixing":
         assert self.splits is not None, "setup() comes first"
         classes = self.num_classes or int(self.splits.train.labels.max()) + 1
         kinds = ((v2.MixUp, self.mixup), (v2.CutMix, self.cutmix))
-        return Mixing([kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha])
+        return Mixing([kind(alpha=float(alpha), num_classes=classes) for kind, alpha in kinds if alpha])
 
     def _per_channel(self, value: float | Sequence[float]) -> list[float]:
         values = [value] if isinstance(value, int | float) else list(value)

@@ -3,9 +3,8 @@
 from lightning_ga.models.classifier import Classifier
 from lightning_ga.models.gpt import GPT
 from lightning_ga.models.group_norm import to_group_norm
-from lightning_ga.models.hashed_patches import HashedPatchClassifier
-from lightning_ga.models.mlp import MLPClassifier
 from lightning_ga.models.simclr import SimCLR
+from lightning_ga.models.small import HashedPatchClassifier, MLPClassifier
 from lightning_ga.models.timm import TimmClassifier, build_timm
 
 __all__ = [

@@ -75,10 +75,7 @@ class ReferenceModule(LightningModule):
     decay_norms = True
 
     def __init__(
-        self,
-        measured: Sequence[str],
-        optimizer: MakeOptimizer | None = None,
-        lr_scheduler: MakeScheduler | None = None,
+        self, measured: Sequence[str], optimizer: MakeOptimizer | None = None, lr_scheduler: MakeScheduler | None = None
     ) -> None:
         super().__init__()
         self.make_optimizer = optimizer or torch.optim.Adam

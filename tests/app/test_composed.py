@@ -7,8 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_ga import UserError
-from lightning_ga.app.arguments import typed_targets
-from lightning_ga.app.composed import check_file, check_hydra_section, check_keys
+from lightning_ga.app.composed import check_file, check_hydra_section, check_keys, completions, typed_targets
 
 PLAIN = {
     "callbacks": {},
@@ -141,6 +140,7 @@ NINE = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]" for n in 
         ("- a\n- b\n", "holds no keys"),
         (FIRST.encode() + b"x: \xff\n", "is not UTF-8"),
         (f"{FIRST}x: \x00\n", "is no valid YAML"),
+        (f"\ufeff{FIRST}seed: 1\n", "begins with a byte order mark"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
@@ -199,3 +199,88 @@ def test_only_the_command_line_names_packages_to_trust():
     for wrong in ("allow_targets=null", "allow_targets=3", "allow_targets=[1]", "allow_targets=a"):
         with pytest.raises(UserError, match="must be a list of packages"):
             typed_targets([wrong])
+
+
+@pytest.mark.parametrize(
+    ("word", "offered"),
+    [
+        ("task=", "task=fit task=predict task=test task=validate"),
+        ("task=t", "task=test"),
+        ("accumulate.on_oom=", "accumulate.on_oom=raise accumulate.on_oom=split"),
+        ("compile=ma", "compile=max-autotune compile=max-autotune-no-cudagraphs"),
+        ("seed=", ""),
+        ("tas", ""),
+    ],
+)
+def test_choices_are_offered(word: str, offered: str) -> None:
+    """Those that the table of values allows; nothing for numbers and keys."""
+    assert " ".join(completions(word)) == offered
+
+
+def test_files_are_offered_where_a_path_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside best and last; below the home folder as it was typed, which the shell compares with."""
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "my last.ckpt").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert completions("ckpt_path=") == ["ckpt_path=best", "ckpt_path=last", "ckpt_path=runs/"]
+    assert completions("ckpt_path=runs/a/m") == ["ckpt_path=runs/a/my last.ckpt"]
+    assert completions("model.init_from=~/r") == ["model.init_from=~/runs/"]
+    assert completions("paths.data_dir=./") == ["paths.data_dir=./runs/"]
+
+
+def test_the_shell_is_answered(command, monkeypatch) -> None:
+    """Through Hydra's own completion, which still answers all else."""
+    for line, answer in (
+        ("model=mlp task=v", "task=validate"),
+        ("data.batch", "data.batch_size="),
+        ("model=g", "model=gpt"),
+    ):
+        monkeypatch.setenv("COMP_LINE", f"lightning-ga {line}")
+        assert command("-sc", "query=bash").out.strip() == answer
+
+
+DOUBLED = "\n".join(f"a{n + 1}: ${{a{n}}}${{a{n}}}" for n in range(28))
+LISTED = "\n".join(f"a{n + 1}: ['${{a{n}}}', '${{a{n}}}']" for n in range(28))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (f"a0: x\n{DOUBLED}\nmodel: {{name: '${{a28}}'}}\n", "The interpolations of the configuration grow without"),
+        (f"a0: x\n{LISTED}\ndata: {{augment: '${{a28}}'}}\n", "The interpolations of the configuration grow without"),
+        (f"a0: x\n{DOUBLED}\nhydra: {{run: {{dir: '${{a28}}'}}}}\n", "The interpolations of the configuration grow"),
+        (f"a: {'${oc.decode:' * 200}1{'}' * 200}\nseed: ${{a}}\n", "nests deeper than can be read"),
+        ("a: ${b}\nb: ${a}\nseed: ${a}\n", "seed has no value (Recursive interpolation detected)"),
+        ("seed: ${oc.env:NOWHERE}\n", "seed has no value (\"Environment variable 'NOWHERE' not found\")"),
+        ("paths: {output_root: null}\n", "paths.output_root=null must be the path of a folder"),
+        ("1: 2\n", "sets 1, which nothing reads"),
+        ("null: 2\n", "Incompatible key type 'NoneType'."),
+        ("seed: abc\n", "seed=abc must be a whole number"),
+        (
+            "callbacks: {x: {_target_: 5}}\n",
+            "callbacks.x._target_=5 is not on the list of what a configuration may build.",
+        ),
+        (
+            "callbacks: {x: {_target_: torch.nn.Identity, _recursive_: x}}\n",
+            "callbacks.x._recursive_=x must be true or",
+        ),
+        ("model: {_target_: torch.nn.Identity}\n", "model._target_=torch.nn.Identity builds no LightningModule"),
+        (f"callbacks: {{x: {{_target_: {'torch.nn.' * 999}x}}}}\n", " […] "),
+        ("defaults: [bad]\n", "The configuration includes itself"),
+        ("overwrite: true\n", "overwrite=true stands in a configuration file"),
+        ("trainer: {max_time: -1}\n", "trainer.max_time=-1 must be days, hours, minutes and seconds"),
+        ("run: {name: -x}\n", "run.name=-x must be a name of letters, digits and . _ + - that begins with"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_a_mistake_in_a_file_ends_in_one_sentence_and_leaves_no_folder(command, content, words):
+    """However much the file asks for."""
+    Path("mine/experiment").mkdir(parents=True)
+    Path("mine/experiment/bad.yaml").write_text(f"{FIRST}{content}")
+    run = command("--config-dir", "mine", "experiment=bad", "model=mlp")
+    assert run.code == 1
+    assert run.err.startswith("Error: ")
+    assert len(run.err.strip().splitlines()) == 1
+    assert words in run.err
+    assert [path.name for path in Path().iterdir()] == ["mine"]

@@ -1,5 +1,6 @@
 """A run's folder is its own: two runs do not mix, and none overwrites another unasked."""
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from lightning_ga import UserError
-from lightning_ga.app.folders import clear, own, require_free
+from lightning_ga.app.folders import clear, own, read_jobs, require_free
 
 SMALL = ("model=mlp", "model.hidden=[32]", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16", "debug=default")
 
@@ -33,6 +34,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, mode):
         for _ in range(3):
             config = configuration(f"{tmp_path}/it's/${{now:%Y}}")
             own(config, mode, locks)
+            (Path(config.hydra.run.dir if mode == RunMode.RUN else config.hydra.sweep.dir) / "config.yaml").touch()
             section = config.hydra.run if mode == RunMode.RUN else config.hydra.sweep
             folders.append(Path(section.dir))
         told = [f"hydra.sweep.dir='{folders[2]}'".replace("it's", "it\\'s")] if mode == RunMode.MULTIRUN else []
@@ -63,6 +65,7 @@ def test_a_folder_that_holds_a_run_is_for_that_run(tmp_path, monkeypatch):
     """It may go on, by its checkpoint or as the same job of a scheduler; all others need ``overwrite=true``."""
     run, other = tmp_path / "run", tmp_path / "other"
     (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "best.ckpt").touch()
     other.mkdir()
     require_free(other, configuration(""))
     for keys in (
@@ -71,11 +74,11 @@ def test_a_folder_that_holds_a_run_is_for_that_run(tmp_path, monkeypatch):
         {"ckpt_path": str(tmp_path / "run2")},
         {"ckpt_path": str(run), "task": "test"},
     ):
-        with pytest.raises(UserError, match=r"holds a run already \(checkpoints\).*overwrite=true"):
+        with pytest.raises(UserError, match=r"holds what a run leaves \(best.ckpt\).*overwrite=true"):
             require_free(run, configuration("", **keys))
     for keys in ({"ckpt_path": str(run)}, {"ckpt_path": str(run / "checkpoints/x.ckpt")}, {"ckpt_path": "last"}):
         require_free(run, configuration("", **keys))
-    with pytest.raises(UserError, match="holds a run already"):  # last was that of another run
+    with pytest.raises(UserError, match="holds what a run leaves"):  # last was that of another run
         require_free(run, configuration("", ckpt_path="last"), other / "last.ckpt")
     require_free(run, configuration("", overwrite=True))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -111,7 +114,7 @@ def test_a_second_run_in_a_folder_changes_nothing_there(command, shared, key):
         place = first.folder / "checkpoints" if key.endswith("dirpath") else first.folder
         second = command(*SMALL, *arguments, f"{key}={place}", *elsewhere)
         assert second.code == 1
-        assert "holds a run already" in second.err
+        assert "holds what a run leaves" in second.err
         assert len(second.err.strip().splitlines()) == 1
     assert contents(first.folder) == before
 
@@ -155,3 +158,61 @@ def test_jobs_of_a_sweep_have_folders_of_their_own(command):
 def test_help_makes_no_folder(command, option):
     assert command(option).code == 0
     assert not Path("outputs").exists()
+
+
+def test_jobs_without_a_number_come_last(tmp_path: Path) -> None:
+    """A failed one, and one that diverged, which has no order among numbers; the best first, up or down."""
+    for name, value in {"0": 0.5, "1": float("nan"), "2": 0.75, "3": None, "4": 0.25}.items():
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / ".hydra" / "overrides.yaml").write_text(f"- seed={name}\n")
+        if value is not None:
+            (tmp_path / name / "result.json").write_text(json.dumps({"val/acc": value, "val/loss": value}))
+    assert [job.name for job in read_jobs(tmp_path, "val/acc")] == ["2", "0", "4", "1", "3"]
+    assert [job.name for job in read_jobs(tmp_path, "val/loss")] == ["4", "0", "2", "1", "3"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "callbacks.best.dirpath=link",
+        "callbacks.best.filename=../../run/checkpoints/best",
+        "callbacks.best.dirpath=outputs",
+        "logger.csv.version=../../run/csv",
+        "logger.csv.name=OWN/csv",
+    ],
+)
+def test_no_way_leads_into_the_folder_of_another_run(command, shared, setting):
+    """Links, names and parts of names that lead out of a run's own folder."""
+    first = shared(*SMALL)
+    before = contents(first.folder)
+    Path("link").symlink_to(first.folder / "checkpoints")
+    filename = ["callbacks.best.filename=run/checkpoints/best"] if setting.endswith("=outputs") else []
+    second = command(*SMALL, setting.replace("OWN", str(first.folder)), *filename, folder="second")
+    assert second.code == 1
+    assert f", where {setting.partition('=')[0].rpartition('.')[0]} writes, holds what a run leaves (" in second.err
+    assert contents(first.folder) == before
+
+
+def test_a_folder_for_checkpoints_is_one_runs(command):
+    """Beside its own folder, too: a second run would replace the first one's, in silence."""
+    shared_folder = ("callbacks.best.dirpath=kept", "callbacks.last.dirpath=kept", "paths.output_dir=out")
+    assert command(*SMALL, *shared_folder, folder="first").code == 0
+    before = contents(Path("kept"))
+    for arguments in ((*SMALL, *shared_folder[:2]), ("-m", "seed=1,2", *SMALL, *shared_folder[:2])):
+        second = command(*arguments, folder="second")
+        assert second.code == 1
+        assert "kept', where callbacks.best writes, holds what a run leaves (" in second.err
+    third = command(*SMALL, shared_folder[2], folder="third")
+    assert "holds what a run leaves" in third.err
+    assert "/out" in third.err
+    assert contents(Path("kept")) == before
+
+
+@pytest.mark.parametrize("name", ["predictions.csv", "report.html", "train.log", "versions.json"])
+def test_a_file_of_the_users_own_is_not_replaced(command, name):
+    """If a run would write one of its name; there is nothing to go on with."""
+    Path("mine").mkdir()
+    Path("mine", name).write_text("mine")
+    run = command(*SMALL, "hydra.run.dir=mine")
+    assert f"'mine' holds what a run leaves ({name}): give this one another folder, or replace" in run.err
+    assert contents(Path("mine")) == {name: b"mine"}

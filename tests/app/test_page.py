@@ -11,6 +11,7 @@ from lightning_ga.app.page import comparison_page, run_page, write_page
 from lightning_ga.app.run_files import read_run
 from lightning_ga.report import main
 
+TINY = ("model=mlp", "model.hidden=[32]", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16", "debug=default")
 PROBE = {
     "limit": 30, "budget_bytes": 90 * 2**20, "peak_bytes": 85 * 2**20, "steps": 4, "seconds": 0.5, "method": "bracket",
     "trials": [{"micro_batch_size": 4, "peak_bytes": 2**24, "fits": True, "seconds": 0.1}],
@@ -130,7 +131,7 @@ def test_the_page_of_a_killed_run_says_what_is_missing(tmp_path, capsys):
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main([str(folder)])
-    assert capsys.readouterr().err.startswith("Error: A file of the run holds something else")
+    assert capsys.readouterr().err.startswith(f"Error: {str(folder)!r} holds something else")
 
 
 NOT_UTF8 = b"caf\xe9".decode("utf-8", "surrogateescape")
@@ -144,3 +145,23 @@ def test_a_run_may_have_any_name(tmp_path, name, capsys):
     page = (tmp_path / "both.html").read_text()
     assert "\x1b" not in page + capsys.readouterr().out
     assert len(re.findall(r"one, training", page)) == 1
+
+
+def test_a_folder_without_a_run_is_told_and_the_others_are_shown(command, shared, capsys):
+    """``outputs/*/*`` may hold folders of runs that were killed, or whose files somebody changed."""
+    runs = [shared(*TINY, folder=name).folder for name in ("first", "changed", "second")]
+    Path("outputs/killed/.hydra").mkdir(parents=True)
+    (runs[1] / "epochs.json").write_text("[{}]")
+    (runs[0] / "csv" / "metrics.csv").write_text(f"step,train/loss\n1,{'9' * 200_000}")
+    main([str(path) for path in sorted(Path("outputs").iterdir())])
+    told = capsys.readouterr()
+    assert told.out == "report.html\n"
+    assert "'outputs/killed' is no folder of a run" in told.err
+    assert "'outputs/changed' holds something else than a run writes" in told.err
+    assert len(told.err.splitlines()) == 2
+    page = Path("report.html").read_text()
+    assert "first" in page
+    assert "second" in page
+    with pytest.raises(SystemExit):
+        main(["outputs/killed", "outputs/changed"])
+    assert capsys.readouterr().err.splitlines()[-1].startswith("Error: 'outputs/changed' holds something else")

@@ -2,14 +2,18 @@
 
 import csv
 import json
+import math
 import os
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from sklearn.metrics import classification_report
 
 from lightning_ga.app import tasks
+from lightning_ga.app.tasks import class_report
 from lightning_ga.app.values import as_written, resolved
 
 TINY = ("model=mlp", "model.hidden=[32]", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16", "debug=default")
@@ -56,7 +60,7 @@ def test_a_folder_that_a_library_cannot_write_is_told(command):
     assert command(*TINY, "logger=csv", f"hydra.run.dir='outputs/{CLASSES[2]}2'").code == 0
 
 
-@pytest.mark.parametrize("broken", ["write_page", "save_curves"])
+@pytest.mark.parametrize("broken", ["write_page", "loss_figure"])
 def test_what_is_written_for_people_loses_nothing(command, monkeypatch, broken):
     monkeypatch.setattr(tasks, broken, lambda *_: 1 / 0)
     run = command(*TINY)
@@ -122,7 +126,7 @@ def test_a_variable_is_written_by_its_name(monkeypatch):
     [
         (lambda content: content.pop("pytorch-lightning_version"), "pytorch-lightning_version is missing"),
         (lambda content: content.update({"pytorch-lightning_version": "2.x"}), "cannot be taken over"),
-        (lambda content: content["loops"].pop("fit_loop"), "cannot be taken over"),
+        (lambda content: content["loops"].pop("fit_loop"), "no checkpoint that Lightning wrote: loops"),
         (lambda content: content["callbacks"].update(AutoAccumulate={"position": 3}), "state of AutoAccumulate"),
         (
             lambda content: content["callbacks"]["AutoAccumulate"]["position"].update(epoch=-1),
@@ -131,6 +135,10 @@ def test_a_variable_is_written_by_its_name(monkeypatch):
         (lambda content: content["optimizer_states"][0]["state"].clear(), "no state that fits its weights"),
         (lambda content: content["optimizer_states"][0]["param_groups"].clear(), "cannot be taken over"),
         (lambda content: content.update(optimizer_states=[]), "model.init_from="),
+        (lambda content: content["optimizer_states"][0]["param_groups"][0].update(lr="x"), "other values are its lr"),
+        (lambda content: content["optimizer_states"][0]["param_groups"][0].update(lr=math.nan), "other values are its"),
+        (lambda content: content["optimizer_states"][0]["param_groups"][0].update(betas=(9.0,)), "are its betas"),
+        (lambda content: content["loops"].update(fit_loop={"state_dict": {}}), "that Lightning wrote: loops"),
         (lambda content: content.update(lr_schedulers=[{}]), "cannot be taken over"),
     ],
 )
@@ -145,3 +153,24 @@ def test_a_checkpoint_of_other_content_ends_in_one_sentence(command, shared, cha
     assert words in run.err
     assert len(run.err.strip().splitlines()) == 1
     assert "Epoch" not in run.out
+
+
+def test_scores_are_those_of_scikit_learn():
+    """Per class, macro and weighted, with a class that is never predicted and one without samples."""
+    draw = random.Random(0)
+    targets = [draw.choice([0, 1, 2]) for _ in range(200)]
+    predictions = [draw.choice([target, 1, 3]) for target in targets]
+    predictions = [3 if prediction == 2 else prediction for prediction in predictions]
+    confusion = [[0] * 4 for _ in range(4)]
+    for target, prediction in zip(targets, predictions):
+        confusion[target][prediction] += 1
+    expected = classification_report(targets, predictions, labels=[0, 1, 2, 3], output_dict=True, zero_division=0)
+    assert class_report(confusion)[1] == expected
+
+
+def test_scores_are_told_with_the_names_of_classes():
+    """In lines that a terminal holds; numbers where the names are not those of the classes."""
+    text, _ = class_report([[2, 0], [1, 1]], ["cat", "dog"])
+    assert "cat     0.6667    1.0000    0.8000         2" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "0     0.6667    1.0000    0.8000         2" in class_report([[2, 0], [1, 1]], ["cat"])[0]

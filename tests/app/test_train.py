@@ -139,7 +139,7 @@ def test_a_run_that_survived_says_so_at_its_end(command, shared, monkeypatch):
     with pytest.warns(UserWarning, match="Memory ran out in training"):
         run = command(*TINY)
     assert result(run.folder)["oom_events"] == 1
-    assert "Survived 1 out-of-memory error: run again in smaller parts, with the same result." in run.out.splitlines()
+    assert "Survived 1 out-of-memory error: what was told of it stands above." in run.out.splitlines()
     assert result(run.folder)["val/loss"] == pytest.approx(result(smooth.folder)["val/loss"], rel=1e-4)
     assert "Survived" not in smooth.out
     assert "oom_events" not in result(smooth.folder)
@@ -186,7 +186,7 @@ def test_what_recipes_of_images_set(command):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["model=nope"], ["model=nope", "mlp, resnet34d, timm"]),
+        (["model=nope"], ["model=nope", "mlp, resnet34d, simclr, timm"]),
         (["model=resnet34"], ["did you mean resnet34d?"]),
         (["trainer.max_epoch=3"], ["did you mean trainer.max_epochs"]),
         (["sed=3"], ["did you mean seed?"]),
@@ -224,7 +224,7 @@ def test_what_recipes_of_images_set(command):
         ),
         (["model=mlp", "+lr_scheduler.warmups=0"], ["lr_scheduler (lightning_ga.models.schedules.warmup_cosine)"]),
         (["model=mlp", "trainer.max_epochs=-1"], ["trainer.max_epochs=-1 has no end", "lr_scheduler=none"]),
-        (["model=mlp", "ckpt_path=/etc/passwd"], ["'/etc/passwd' is not a checkpoint"]),
+        (["model=mlp", "ckpt_path=/etc/passwd"], ["'/etc/passwd' is no file of tensors"]),
         (["model=mlp", "model.num_classes=3"], ["model.num_classes=3 is less than the 10 classes"]),
         (["model=mlp", "data.num_classes=3"], ["data.num_classes=3 is less than the 10 classes of digits"]),
         (["model=mlp", "data.val_fraction=0.001"], ["cannot be held out with each of the 10", "data.val_fraction"]),
@@ -244,7 +244,7 @@ def test_what_recipes_of_images_set(command):
         (["model = mlp"], ["model = mlp has a blank beside the =: write model=mlp."]),
         (["model=“mlp”"], ["holds quotes of a word processor", "type ' and \" instead"]),
         (["logger=[csv,nope]"], ["logger=nope does not exist", "The options: csv, default, many, mlflow, none"]),
-        (["model=mlp", "model.hidden.first=3"], ["An override does not fit what it sets (invalid literal for int()"]),
+        (["model=mlp", "model.hidden.first=3"], ["A value does not fit what it sets (invalid literal for int()"]),
         (["dry_run=true", "device_memory=16"], ["device_memory=16 is a number of bytes: write device_memory='16GiB'"]),
         (["model=mlp", "model.optimizer.lr=1"], ["no key model.optimizer.lr; did you mean optimizer.lr?"]),
         (["model=hashed_patches"], ["model.sparse=true makes sparse gradients, which torch.optim.Adam does not take"]),
@@ -277,11 +277,24 @@ def test_what_recipes_of_images_set(command):
         (["model=mlp", "model.init_from=nowhere.pt"], ["model.init_from=nowhere.pt is not a file"]),
         (["model=timm", "+model.options.checkpoint_path=x.pth"], ["use model.init_from=PATH instead"]),
         (["+hydra.job.env_set.LD_PRELOAD=x"], ["hydra.job.env_set"]),
+        (["model=mlp,gpt"], ["model=mlp,gpt is several values: -m runs one after the other; a list is [mlp,gpt]."]),
+        (["--resolve"], ["--cfg job --resolve"]),
+        (["--config-dir", ".", "--config-name", "empty", "model=mlp"], ["has no model: let its defaults begin with"]),
+        (["--config-name", "nope"], ["--config-name nope does not exist. The names: train."]),
+        (
+            ["model=mlp", "lr_scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"],
+            ["unexpected keyword argument 'warmup'"],
+        ),
+        (
+            ["model=mlp", "data.augment=[{_target_:torchvision.transforms.v2.RandomCrop,size:99}]"],
+            ["Required crop size (99, 99) is larger", "change data.augment or data.image_size"],
+        ),
     ],
     ids=lambda value: value[-1] if value and "=" in value[-1] else None,
 )
 def test_a_mistake_ends_in_one_sentence(command, arguments, parts):
     """Exit code 1 and one line on stderr that names the mistake and the way out; nothing is trained."""
+    Path("empty.yaml").write_text("seed: 1\n")
     run = command(*arguments)
     assert run.code == 1
     assert run.err.startswith("Error: ")
@@ -305,8 +318,8 @@ def test_a_search_without_a_number_is_refused(monkeypatch, measured):
         with pytest.raises(
             UserError, match="A search compares jobs by optimized_metric=val/acc, and this one measures n"
         ):
-            jobs._run(config, config)
-    assert measured is None or jobs._run(content, content) == measured
+            jobs._run(config, config, "run")
+    assert measured is None or jobs._run(content, content, "run") == measured
 
 
 @pytest.mark.skipif(find_spec("optuna") is not None, reason="the extra 'sweep' is installed")
@@ -329,7 +342,7 @@ def test_help_shows_examples_groups_and_keys(command):
     assert run.code == 0
     for part in (
         "accumulate.memory_budget=",
-        "model: gpt, hashed_patches, mlp, resnet34d, timm",
+        "model: gpt, hashed_patches, mlp, resnet34d, simclr, timm",
         "ckpt_path=last|best|FOLDER|PATH",
         "--config-dir",
     ):
@@ -424,7 +437,7 @@ def test_a_sweep_runs_every_combination(command):
 
 
 def test_a_sweep_goes_on_where_it_ended(command):
-    """Jobs that are done are not run again; those with another configuration are."""
+    """Jobs that are done are not run again; those with another configuration are refused, or replaced if typed."""
     first = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
     stamp = Path("multirun/1/result.json").stat().st_mtime_ns
     Path("multirun/0/result.json").unlink()
@@ -433,10 +446,14 @@ def test_a_sweep_goes_on_where_it_ended(command):
     assert Path("multirun/0/result.json").is_file()
     assert Path("multirun/1/result.json").stat().st_mtime_ns == stamp
     assert first.out.splitlines()[-4:-1] == again.out.splitlines()[-4:-1]
-    stamp = Path("multirun/0/result.json").stat().st_mtime_ns
-    other = command("-m", *TINY, "optimizer.lr=0.01", "seed=1", "hydra.sweep.dir=multirun")
-    assert other.code == 0
-    assert Path("multirun/0/result.json").stat().st_mtime_ns != stamp
+    before = {path: path.read_bytes() for path in Path("multirun").rglob("*") if path.is_file()}
+    other = "-m", *TINY, "optimizer.lr=0.01", "seed=1", "hydra.sweep.dir=multirun"
+    refused = command(*other)
+    assert refused.code == 1
+    assert "multirun/0' holds what a run leaves (config.yaml, result.json, plan.json)" in refused.err
+    assert {path: path.read_bytes() for path in before if path.name != "multirun.yaml"}.items() <= before.items()
+    assert command(*other, "overwrite=true").code == 0
+    assert Path("multirun/0/result.json").read_bytes() != before[Path("multirun/0/result.json")]
 
 
 def test_a_failed_job_of_a_sweep_is_named(command):

@@ -1,4 +1,5 @@
 import gzip
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -11,7 +12,7 @@ from PIL import Image
 from lightning_ga import UserError
 from lightning_ga.data import CIFAR10, MNIST, Digits, FashionMNIST, ImageFolder, QuarterTurn, Synthetic
 from lightning_ga.data.images import ImageData
-from lightning_ga.data.mnist import DEBIAN_FOLDER, FILES, read_idx
+from lightning_ga.data.sets import DEBIAN_FOLDER, FILES, read_idx
 
 
 def ready(data: ImageData) -> ImageData:
@@ -62,7 +63,7 @@ def test_images_come_in_the_size_and_channels_that_were_asked_for():
     assert torch.equal(images[:, 0], images[:, 2])
 
 
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0), (1, 1)])
 def test_training_batches_are_mixed(mixup: float, cutmix: float):
     """Targets become shares of two classes, in the mix of the images; other batches stay as they are."""
     torch.manual_seed(0)
@@ -114,7 +115,10 @@ def test_a_damaged_idx_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("kind", [MNIST, CIFAR10])
 def test_a_missing_set_tells_how_to_get_it(tmp_path, kind):
-    with pytest.raises(UserError, match=f"data={kind.name} is not in data.root=.* add data.download=true"):
+    """Nothing is fetched unasked."""
+    with pytest.raises(
+        UserError, match=f"data={kind.name} is not, or not whole, in data.root=.* add data.download=true"
+    ):
         ready(kind(root=str(tmp_path)))
 
 
@@ -187,3 +191,25 @@ def test_quarter_turns_are_all_four():
     image = torch.arange(4).reshape(1, 2, 2)
     seen = {tuple(QuarterTurn()(image).flatten().tolist()) for _ in range(50)}
     assert seen == {tuple(torch.rot90(image, k, (-2, -1)).flatten().tolist()) for k in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:4] + b"\0\0\0\5" + file.read_bytes()[8:13]), "other numbers"),
+        (lambda file: file.write_bytes(b""), "no whole idx file"),
+        (lambda file: (file.unlink(), os.mkfifo(file)), "is not, or not whole, in data.root"),
+    ],
+)
+def test_idx_files_that_do_not_fit_each_other_are_refused(tmp_path, change, words):
+    """Fewer labels than pictures, an empty file, and a pipe, which is not waited for."""
+    write_mnist(tmp_path, "")
+    change(tmp_path / FILES[1])
+    with pytest.raises(UserError, match=words):
+        ready(MNIST(root=str(tmp_path), val_fraction=0.25))
+
+
+def test_more_generated_pictures_than_memory_holds_are_refused():
+    """Before any is drawn."""
+    with pytest.raises(UserError, match=r"data\.samples=1000000000000 take [\d,]+ bytes"):
+        ready(Synthetic(samples=10**12))

@@ -3,9 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
+from torch.utils.data import DataLoader
 
 from lightning_ga import UserError
+from lightning_ga.app.errors import explain
 from lightning_ga.data import ImageFolder
 from lightning_ga.data.images import ImageDataset, Labelled, open_picture
 
@@ -31,6 +33,25 @@ def break_pictures(folder: Path) -> dict[str, str]:
     (folder / "d.png").write_bytes(b"no picture at all")
     (folder / "e.png").symlink_to("nowhere.png")
     return {"a.jpg": "truncated", "b.png": "", "c.png": "empty", "d.png": "no picture", "e.png": "a link to nothing"}
+
+
+def test_two_classes_are_needed(tmp_path):
+    """One is told before a model is built for it."""
+    write_classes(tmp_path, classes=("cat",))
+    with pytest.raises(UserError, match="holds one class, cat"):
+        ImageFolder(root=str(tmp_path))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_picture_that_breaks_training_is_named(tmp_path, workers):
+    """Unchecked ones come to light when they are read; in a process of the loader, too."""
+    write_classes(tmp_path)
+    (tmp_path / "train" / "cat" / "a.png").write_bytes((tmp_path / "train" / "cat" / "0.png").read_bytes()[:400])
+    data = ImageFolder(root=str(tmp_path), check_pictures=False, num_workers=workers)
+    data.setup("fit")
+    with pytest.raises(UserError, match=r"a\.png.* cannot be read .*data\.skip_broken=true") as told:
+        list(DataLoader(ImageDataset(data.splits.train, data.transform()), batch_size=4, num_workers=workers))
+    assert explain(told.value).startswith("'")
 
 
 def test_a_class_of_one_picture_is_named(tmp_path):
@@ -102,7 +123,7 @@ def test_a_picture_starts_no_program(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"x\.png \(no picture\)"):
         ImageFolder(root=str(tmp_path)).setup("fit")
     data = ImageFolder(root=str(tmp_path), check_pictures=False)
-    with pytest.raises(UnidentifiedImageError):
+    with pytest.raises(UserError, match="is no picture"):
         ImageDataset(Labelled([str(eps)], torch.zeros(1)), data.transform())[0]
     assert not started.exists()
 

@@ -5,7 +5,8 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from lightning_ga.app.plan_table import METHODS, PlanRecords, plan_table, save_plan
+from lightning_ga.app.plan_report import PlanRecords, plan_table, save_plan
+from lightning_ga.app.plots import METHODS
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.plan.exactness import Exactness

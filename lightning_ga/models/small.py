@@ -1,5 +1,7 @@
-"""A classifier with a large embedding: a picture is a bag of hashed patches, each a row of the table."""
+"""Small classifiers: a perceptron, exact to the last digits when accumulated, and a table of hashed patches."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,6 +12,36 @@ from lightning_ga.models.classifier import Classifier
 
 LEVELS, PATCH, STRIDE = 4, 3, 2  # grey levels; pixels of a patch, and from one patch to the next
 SPREAD = 2_654_435_761, 40_503  # odd numbers without a factor in common with usual sizes of tables
+
+
+class MLPClassifier(Classifier):
+    """Flattened pixels, ReLU layers, logits; 784-512-256-128-10 for MNIST at 28×28.
+
+    Args:
+        hidden: Width of each hidden layer.
+        num_classes: Number of classes.
+        in_channels: Channels of an image.
+        image_size: Height and width of an image, in pixels.
+        **training: ``optimizer``, ``lr_scheduler`` and ``label_smoothing`` of :class:`Classifier`.
+    """
+
+    def __init__(
+        self,
+        hidden: Sequence[int] = (512, 256, 128),
+        *,
+        num_classes: int = 10,
+        in_channels: int = 1,
+        image_size: int = 28,
+        **training: Any,
+    ) -> None:
+        hidden = list(hidden)
+        widths = [in_channels * image_size**2, *hidden]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for inputs, outputs in pairwise(widths):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        net = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
+        super().__init__(net, num_classes, **training)
+        self.save_hyperparameters("hidden", "num_classes", "in_channels", "image_size")
 
 
 class HashedPatches(nn.Module):
@@ -53,13 +85,7 @@ class HashedPatchClassifier(Classifier):
     """
 
     def __init__(
-        self,
-        rows: int = 200_000,
-        features: int = 64,
-        *,
-        sparse: bool = True,
-        num_classes: int = 10,
-        **training: Any,
+        self, rows: int = 200_000, features: int = 64, *, sparse: bool = True, num_classes: int = 10, **training: Any
     ) -> None:
         table = nn.EmbeddingBag(rows, features, mode="mean", sparse=sparse)
         net = nn.Sequential(HashedPatches(rows), table, nn.Linear(features, num_classes))
