@@ -220,7 +220,7 @@ def missed(groups: Mapping[str, Any]) -> list[str]:
 
 def table(groups: Mapping[str, Any]) -> Table:
     """Rows as they are shown."""
-    numbers = ("waste", "padded", "passes", "most", "speed", "tokens/s", "fp64")
+    numbers = ("waste", "padded", "passes", "most", "speed", "fp64")
     shown = empty_table(("texts", "cut", "steps"), numbers)
     for name, group in groups.items():
         for number, (program, row) in enumerate(group["rows"].items()):
@@ -233,7 +233,6 @@ def table(groups: Mapping[str, Any]) -> Table:
                 f"{row['passes']:.0f}",
                 f"{row['most_padded']:,}",
                 f"{1 / row['seconds']:.2f}",
-                f"{row['tokens_per_second']:.0f}",
                 error(row["fp64"]),
             )
         shown.add_section()
