@@ -20,6 +20,7 @@ from lightning_ga.plan.config import (
     Options,
     RateRule,
     ScaleLr,
+    check_size_of,
     read_request,
     read_whole,
     refuse_rescaling,
@@ -28,7 +29,7 @@ from lightning_ga.plan.config import (
 )
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.schedule import ScheduleLike, require_one_argument
+from lightning_ga.plan.schedule import ScheduleLike, require_arguments
 from lightning_ga.plan.units import LEAST_BYTES, require_bytes
 
 
@@ -79,6 +80,10 @@ class AutoAccumulate(Callback):
         whole: Names of submodules, such as ``("encoder",)``, for losses that compare the samples of a batch: a window
             is one batch of the loop, and these submodules run over it in chunks that fit, each computed again in the
             backward pass. ``micro_batch_size`` is then that of a chunk. ``"auto"`` finds the submodules.
+        size_of: For samples of unequal length: a callable ``(dataset, index) -> int``, the name of a column or
+            attribute, or ``"auto"`` for the extent that varies. A window keeps its samples; they are sorted by size
+            and cut where samples × longest reaches what ``micro_batch_size`` of the longest samples take. The sizes of
+            all samples are read once, before training.
         scale_lr: Multiplies what the scheduler sets by effective batch ÷ the recipe's (``"linear"``), or by the root
             of that (``"sqrt"``), in every parameter group.
         scale_beta2: Whether Adam's β₂ is raised to the power of effective batch ÷ the recipe's, which keeps its
@@ -109,6 +114,7 @@ class AutoAccumulate(Callback):
         on_oom: Literal["split", "raise"] = "split",
         batch_norm: Literal["warn", "ignore"] = "warn",
         whole: tuple[str, ...] | list[str] | str = (),
+        size_of: Callable[[Any, Any], int] | str | None = None,
         scale_lr: ScaleLr = "none",
         scale_beta2: bool = False,
         verify: bool = True,
@@ -129,7 +135,7 @@ class AutoAccumulate(Callback):
             cache=(cache, (True, False)),
         )
         if callable(normalize):
-            require_one_argument("normalize", normalize, "batch", "len(batch)")
+            require_arguments("normalize", normalize, "batch", "len(batch)")
         elif normalize is not None and not (isinstance(normalize, str) and normalize == "samples"):
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
         if memory_budget is not None:  # refused here if it is one of no device
@@ -138,6 +144,10 @@ class AutoAccumulate(Callback):
         rates = RateRule(scale_lr, scale_beta2)
         scales_rates(self._request, rates)
         names = read_whole(whole, self._request, objective)
+        growing = self._request.by_window and effective_batch_size
+        in_step = micro_batching if micro_batching == "step" else None
+        others = {"accumulate": accumulate, "micro_batching": in_step, "whole": names, "effective_batch_size": growing}
+        check_size_of(size_of, **others)
         self._options = Options(
             budget=memory_budget,
             normalize=None if names and normalize == "samples" else normalize,  # all ranks have the same loss
@@ -149,6 +159,7 @@ class AutoAccumulate(Callback):
             micro_batching=micro_batching,
             whole=names,
             rates=rates,
+            size_of=size_of,
         )
         self._fit: Fit | None = None
         self._evaluation: Evaluation | None = None  # of a stage on its own

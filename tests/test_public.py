@@ -69,6 +69,7 @@ def test_the_signature_is_the_one_that_others_write_against() -> None:
         "on_oom": "split",
         "batch_norm": "warn",
         "whole": (),
+        "size_of": None,
         "scale_lr": "none",
         "scale_beta2": False,
         "verify": True,

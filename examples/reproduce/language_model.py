@@ -29,8 +29,9 @@ COLUMNS = {
     "perplexity": Column("test perplexity", "{:.3f}"),
 }
 WINDOW, COMPARED, LEFT = 32, 4, 12  # texts of a window; windows whose gradients are compared; texts of the last one
-WHOLE, BY_TOKENS, NAIVE = "32 whole", "token weights", "mean of means"
-NORMALIZE = {BY_TOKENS: "{_target_: lightning_ga.weights.TargetTokens}", NAIVE: "null"}
+WHOLE, BY_TOKENS, BY_LENGTH, NAIVE = "32 whole", "token weights", "by length", "mean of means"
+COUNTED = "{_target_: lightning_ga.weights.TargetTokens}"
+NORMALIZE = {BY_TOKENS: COUNTED, BY_LENGTH: COUNTED, NAIVE: "null"}
 
 
 def data_used(setup: Setup) -> str:
@@ -46,8 +47,8 @@ def trained_windows(setup: Setup) -> int | None:
 
 
 def rows(setup: Setup) -> list[Task]:
-    """List five trainings over the same windows of texts."""
-    cuts = [(8, BY_TOKENS), (8, NAIVE), (1, BY_TOKENS), (1, NAIVE)]
+    """List trainings over the same windows of texts."""
+    cuts = [(8, BY_TOKENS), (8, NAIVE), (8, BY_LENGTH), (1, BY_TOKENS), (1, NAIVE)]
     named = {f"{micro} × {WINDOW // micro}, {kind}": (micro, kind) for micro, kind in cuts}
     return [task(name, *cut, setup) for name, cut in {WHOLE: (WINDOW, BY_TOKENS), **named}.items()]
 
@@ -55,13 +56,10 @@ def rows(setup: Setup) -> list[Task]:
 def task(name: str, micro_batch: int, kind: str, setup: Setup) -> Task:
     """Train and compare gradients with micro-batches of so many texts."""
     factor = WINDOW // micro_batch
+    fixed = ["accumulate.effective_batch_size=null", f"accumulate.accumulate={factor}", "accumulate.size_of=null"]
     overrides = [
-        *("experiment=definitions_gpt", *size(setup, factor)),
-        *(
-            f"data.batch_size={micro_batch}",
-            f"accumulate.accumulate={factor}",
-            f"accumulate.normalize={NORMALIZE[kind]}",
-        ),
+        *("experiment=definitions_gpt", *size(setup, factor), *([] if kind == BY_LENGTH else fixed)),
+        *(f"data.batch_size={micro_batch}", f"accumulate.normalize={NORMALIZE[kind]}"),
     ]
     return Task(name, {"overrides": overrides}, partial(measure, overrides=overrides, cut=(micro_batch, kind)))
 
@@ -109,13 +107,17 @@ def gradients(overrides: Sequence[str], cut: tuple[int, str]) -> list[Tensor]:
     assert isinstance(module, GPT)
     module.make_optimizer, module.make_scheduler = partial(torch.optim.SGD, lr=0.0), None
     texts = Subset(data.train_dataloader().dataset, range(COMPARED * WINDOW + LEFT))
-    normalize = TargetTokens() if kind == BY_TOKENS else None
+    normalize = None if kind == NAIVE else TargetTokens()
+    size_of = "tokens" if kind == BY_LENGTH else None
     watch = GradientWatch()
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
         accumulate_grad_batches=WINDOW // micro_batch,
-        callbacks=[AutoAccumulate(micro_batch_size=micro_batch, normalize=normalize, verify=False), watch],
+        callbacks=[
+            AutoAccumulate(micro_batch_size=micro_batch, normalize=normalize, size_of=size_of, verify=False),
+            watch,
+        ],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -132,7 +134,7 @@ def draw(result: Result) -> Figure:
     errors, losses = figure.subplots(1, 2)
     whole = dict(result.row(WHOLE).curves["train"])
     for number, row in enumerate(row for row in result.rows if row.name != WHOLE):
-        style = {"color": f"C{number // 2}", "linestyle": "-" if BY_TOKENS in row.name else "--"}
+        style = {"color": f"C{number}", "linestyle": "--" if NAIVE in row.name else "-"}
         apart = [(step, abs(loss - whole[step])) for step, loss in row.curves["train"]]
         errors.semilogy(*zip(*row.curves["error"]), marker="o", label=row.name, **style)
         losses.semilogy(*zip(*(point for point in moving_mean(apart) if point[1])), **style)

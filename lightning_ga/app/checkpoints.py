@@ -30,7 +30,7 @@ RECIPE = ("data", "model", "optimizer", "lr_scheduler", "accumulate", "precision
 NOT_RECIPE = {  # keys of these sections that change no result
     *("root", "download", "num_workers", "eval_batch_size", "check_pictures", "skip_broken"),
     *("micro_batch_size", "max_micro_batch_size", "memory_budget", "cache", "verify"),
-    *("objective", "micro_batching", "on_oom"),
+    *("objective", "micro_batching", "on_oom", "size_of"),
 }
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
 MOST_TOLD = 6

@@ -96,7 +96,8 @@ def facts(run: RunFiles) -> dict[str, str]:
     found |= {name: number(run.result[name], "not finite") for name in METRICS if name in run.result}
     if plan:
         found["effective batch"] = str(plan["effective_batch_size"])
-        found["micro-batch × factor"] = f"{plan['micro_batch_size']} × {plan['factor']}"
+        at_most = "≤ " if plan.get("size_budget") else ""
+        found["micro-batch × factor"] = f"{at_most}{plan['micro_batch_size']} × {plan['factor']}"
         found["ranks"] = str(plan["world_size"])
     if probe is not None:
         found["peak of the budget"] = f"{format_bytes(probe.peak_bytes)} of {format_bytes(probe.budget_bytes)}"

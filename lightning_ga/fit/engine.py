@@ -109,8 +109,8 @@ class Engine:
         limit = self.limits.get(stage)
         if limit is None or self.chunked_in(stage) is not None:
             return 1
-        samples = self._count(stage, part)
-        pieces = max(1, -(-samples // limit))
+        samples, (size, of) = self._count(stage, part), self.batches(stage).relative_size(part.number)
+        pieces = max(1, -(-samples // max(1, limit * of // size)))
         if stage not in self.lockstep and stage not in self.undecided:
             return pieces
         agreed = agreement.largest_over_ranks(self.trainer, pieces)

@@ -70,7 +70,7 @@ class Fit:
         self._batch: Any = None  # the current micro-batch
         self._workers_are_told = False  # that they change what windows hold
         self._progress = Progress(trainer)
-        self._data = TrainingData(trainer, self.exactness, cut_in_step=options.micro_batching == "step")
+        self._data = TrainingData(trainer, self.exactness, options)
         retries = options.on_oom == "split"
         self.evaluation = Evaluation(trainer, reporter, retries=retries, training=self._data)
         self._engine = self.evaluation.engine
@@ -543,9 +543,10 @@ class Fit:
         """Return plan and probe in one line."""
         found = ""
         if self.probe is not None:
+            of_longest = "" if self.probe.sizes is None else " of the longest"
             how = self.probe.method if self.probe.source == "probe" else self.probe.source
             found = (
-                f"; limit {self.probe.limit} within {format_bytes(self.probe.budget_bytes)}, found by "
+                f"; limit {self.probe.limit}{of_longest} within {format_bytes(self.probe.budget_bytes)}, found by "
                 f"{how} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
             )
         exactness = self.exactness.training

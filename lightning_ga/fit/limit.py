@@ -13,10 +13,12 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.epochs import effective_batch, recipe_micro_batch
 from lightning_ga.fit.window import evaluates_again
+from lightning_ga.loading.lengths import SizedSource
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
+from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult, lowered, still_holds
 from lightning_ga.probe.cache import hardware, remember
@@ -65,13 +67,25 @@ class TrainingLimit:
         if kept is not None and kept.limit is not None:  # memory ran out in that run
             found = min(found, kept.limit)
         self.most = found
+        self._keep_sizes(source)
         return found
+
+    def _keep_sizes(self, source: TrainingSource) -> None:
+        """Let windows be cut by samples × longest, as the probe found or for so many of the longest."""
+        found, most, of = self.probe, self._request.most or NO_LIMIT, self.micro_batch
+        if not isinstance(source, SizedSource) or of is None:
+            return
+        if found is None or found.sizes is None:
+            source.keep_within(SizeLimits(of * source.longest, most), of)
+        else:
+            source.keep_within(replace(found.sizes, samples=min(most, found.sizes.samples)), found.limit)
 
     def find_more(self, source: TrainingSource, epoch: int) -> None:
         """Look for the limit again if batches have grown beyond all that was of use before, and all of that has fitted.
 
         Ranks call this together.
         """
+        self._keep_sizes(source)
         found, wanted = self.probe, self._search(source, epoch).high
         if found is None or self._high is None or not wanted > self._high <= min(found.limit, self.most or 0):
             return
@@ -120,7 +134,8 @@ class TrainingLimit:
             self.probe = estimate(setup, device, high=search.high, budget=self._options.budget)
             return self.probe.limit
         known = kept.probe if kept is not None else None
-        if known is not None and still_holds(known, known.budget_bytes, search.high):
+        is_known = known is not None and (known.sizes is not None or not isinstance(source, SizedSource))
+        if is_known and known is not None and still_holds(known, known.budget_bytes, search.high):
             self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
         else:
             self._run_probe(source, epoch, search)
@@ -176,6 +191,7 @@ class TrainingLimit:
             self._engine,
             cut if chunked is None else None,
             None if chunked is None else chunked.size,
+            source if isinstance(source, SizedSource) else None,
         )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:

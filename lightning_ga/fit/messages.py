@@ -29,15 +29,17 @@ class OomEvent:
     left: tuple[str, ...] = ()  # attributes that the step changes and that are not put back
     later: str = ""  # what it changes in later epochs, as a sentence
     unit: str = "parts"  # or ``"chunks"``, in which submodules run over whole batches
+    by_size: bool = False  # whether the limit counts samples × longest
 
     def __str__(self) -> str:
         same = ", with the same result" if self.result == SAME_RESULT and not self.left else ""
+        larger = "has more samples × longest" if self.by_size else "is larger"
         result = "" if self.result == SAME_RESULT else f" {self.result}"
         of = "chunks of " if self.unit == "chunks" else ""
         return (
             f"Memory ran out in {self.stage} with {of}{self.samples} samples after {self.step} optimizer steps "
             f"({self.memory}). What failed was run again in {self.unit} of at most {self.fits} samples{same}; from now "
-            f"on none is larger.{result}{self._left()}{self.later}"
+            f"on none {larger}.{result}{self._left()}{self.later}"
         )
 
     def _left(self) -> str:

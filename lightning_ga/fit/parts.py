@@ -108,8 +108,12 @@ class StageBatches(ABC):
         """Fetch the samples of a batch again, random numbers drawn from a seed; ``None`` if that is not possible."""
 
     def samples_of_next(self, batch: Any, reader: BatchReader) -> int | None:
-        """Return how many samples the next batch should hold; ``None`` if that is not known."""
+        """Return how many samples the next batch should hold, as the limit counts; ``None`` if that is not known."""
         return None
+
+    def relative_size(self, number: int) -> tuple[int, int]:
+        """Return what a sample of a batch counts as, and what it does in the limit, if these differ."""
+        return 1, 1
 
     def verdict(self, hooked: str | None) -> str:
         """Say in sentences whether a batch in pieces gives the same result, if a hook has changed a tensor."""

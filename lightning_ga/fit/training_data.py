@@ -13,20 +13,22 @@ from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.parts import StageBatches
+from lightning_ga.loading.lengths import SizedSource
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.training_source import MicroBatchSource, TrainingSource
 from lightning_ga.plan.checkpoint import Position
+from lightning_ga.plan.config import Options
 from lightning_ga.plan.windows import Chunk
 
 
 class TrainingData(StageBatches):
     """Sets the data of the fit loop up with a loader that is cut, and knows the batches that it yields."""
 
-    def __init__(self, trainer: Any, exactness: TrainingExactness, *, cut_in_step: bool) -> None:
-        self._trainer, self.exactness = trainer, exactness
-        self._cut_in_step, self._recipe_factor = cut_in_step, int(trainer.accumulate_grad_batches)
+    def __init__(self, trainer: Any, exactness: TrainingExactness, options: Options) -> None:
+        self._trainer, self.exactness, self._size_of = trainer, exactness, options.size_of
+        self._cut_in_step, self._recipe_factor = options.micro_batching == "step", int(trainer.accumulate_grad_batches)
         self.why_in_step = ""  # why batches can be cut in the step only, in a sentence
         self._source: TrainingSource | None = None
         self._given: Any = None  # the data as the user gave them
@@ -84,6 +86,8 @@ class TrainingData(StageBatches):
             largest_over_ranks=partial(agreement.largest_over_ranks, trainer),
             cut_in_step=self._cut_in_step,
         )
+        if self._size_of is not None:
+            return SizedSource(loader, settings, self._size_of)
         try:
             source = MicroBatchSource(loader, settings)
         except UserError as why:
@@ -117,8 +121,13 @@ class TrainingData(StageBatches):
 
     def samples_of_next(self, batch: Any, reader: BatchReader) -> int:
         """Count the batch that training goes on with, before the loop counts it."""
-        chunk = self.source.chunk(loops.micro_batch_index(self._trainer) + 1)
-        return self.count(batch, chunk, reader, on_host=True)
+        number = loops.micro_batch_index(self._trainer) + 1
+        size, of = self.relative_size(number)
+        return -(-self.count(batch, self.source.chunk(number), reader, on_host=True) * size // of)
+
+    def relative_size(self, number: int) -> tuple[int, int]:
+        """Return the size of the longest sample in a batch, and that of the longest there is."""
+        return self.source.relative_size(number)
 
     def count(self, batch: Any, chunk: Chunk, reader: BatchReader, *, on_host: bool) -> int:
         """Count the samples of a batch: those planned, minus those that a collate function has dropped."""

@@ -63,7 +63,8 @@ class WindowRun:
         self._pieces = pieces  # in how many the last batch runs at first
         self._all_parts = all_parts  # whether all its batches are to run, though none has failed
         self._chunks = engine.chunked_in(window.stage)
-        self._refused: list[int] = []  # samples of the passes that ran out of memory
+        self._refused: list[tuple[int, int]] = []  # cost and samples of the passes that ran out of memory
+        self._each = self._batches.relative_size(self._last.number)[0]  # what a sample of the pass that runs costs
         self._running = 0  # samples of the pass that runs
         self._cut: Any = None  # these samples
         self._plain: PlainState | None = None  # what does not come back, before the window ran again
@@ -82,7 +83,7 @@ class WindowRun:
         while True:
             if self._failure is not None:
                 self._undo(self._failure)
-            self._running, self._cut = min(self._most, slices.samples), last.batch
+            self._running, self._cut = min(self._most(last), slices.samples), last.batch
             if self._chunks is not None:
                 self._chunks.size.samples = self._running
             outcome = engine.catch(self._stage, self._run_parts, slices)
@@ -100,7 +101,7 @@ class WindowRun:
     def _undo(self, failure: Exception) -> None:
         """Refuse so many samples, and put everything back as the window began; end with an error if that cannot be."""
         window, engine = self._window, self._engine
-        self._refused.append(self._running)
+        self._refused.append((self._running * self._each, self._running))
         cut, self._cut = self._cut, None
         if self._running == 1 and is_ambiguous_out_of_memory(failure):
             raise failure
@@ -187,20 +188,21 @@ class WindowRun:
         """Return the samples of a pass, or of a chunk of it if submodules run in chunks."""
         return samples if self._chunks is None else min(samples, self._chunks.size.samples or samples)
 
-    @property
-    def _most(self) -> int:
-        """The most samples of a pass: half of what failed."""
-        limit = self._engine.limit(self._stage)
-        return min([2**31 if limit is None else limit, *((size + 1) // 2 for size in self._refused)])
+    def _most(self, part: Part) -> int:
+        """Return the most samples of a pass: half of what failed, in samples × size."""
+        limit, (size, of) = self._engine.limit(self._stage), self._batches.relative_size(part.number)
+        costs = [2**31 * size if limit is None else limit * of, *((cost + size) // 2 for cost, _ in self._refused)]
+        return max(1, min(costs) // size)
 
     def _run_pieces(self, part: Part, slices: BatchSlices) -> BatchResult:
         """Run a batch in pieces of near-equal size, and hold back what they log."""
         engine, window, samples = self._engine, self._window, slices.samples
         pieces = self._pieces if part is self._last and not self._refused else 0
-        most = samples if self._chunks is not None else self._most
+        most = samples if self._chunks is not None else self._most(part)
         sizes: Sequence[int] = plan_accumulation(samples, micro_batch=most).chunks[0]
         sizes = split_evenly(samples, pieces) if len(sizes) <= pieces <= samples else sizes
         exchanged, logs = engine.collectives(), LogBuffer()
+        self._each = self._batches.relative_size(part.number)[0]
         results, weights = [], []
         metrics = whole_batch_metrics(window.savepoint.metrics, lambda: (self._running, samples))
         with self._tap.held(logs.note), metrics:
@@ -241,10 +243,11 @@ class WindowRun:
 
     def _report(self, result: BatchResult) -> None:
         """Lower the limit to the largest piece below all that failed, and say what it cost."""
-        engine, stage, smallest, savepoint = self._engine, self._stage, min(self._refused), self._window.savepoint
+        engine, stage, savepoint = self._engine, self._stage, self._window.savepoint
+        (cost, smallest), (size, of) = min(self._refused), self._batches.relative_size(self._last.number)
         sizes = result.sizes if self._chunks is None else [self._running]
-        fits = max((size for size in sizes if size < smallest), default=1)
-        engine.lower(stage, fits)
+        fits = max((samples for samples in sizes if samples * size < cost), default=1)
+        engine.lower(stage, max(1, fits * size // of))
         engine.allocator.begin_again()  # its counts show the error, which was no struggle
         left, hooked = () if self._plain is None else self._plain.changed(), savepoint.changed_by_hooks
         draws = self._draws or savepoint.draws_numbers()
@@ -257,7 +260,7 @@ class WindowRun:
             said = messages.SAME_BUT_RANDOM if verdict == SAME_RESULT and draws else verdict
             later = batches.later_epochs() if chunks is None else ""
             unit = "parts" if chunks is None else "chunks"
-            return messages.OomEvent(stage, step, smallest, fits, memory, said, left, later, unit)
+            return messages.OomEvent(stage, step, smallest, fits, memory, said, left, later, unit, of > 1)
 
         if stage == "training":  # told once it is measured whether the result is the same
             engine.reporter.untold.append(event)

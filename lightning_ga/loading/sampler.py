@@ -15,6 +15,7 @@ from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
 
 from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.plan.lengths import SizedShares, sample_order
 from lightning_ga.plan.windows import Chunk, EpochPlan
 from lightning_ga.snapshot import random_numbers
 from lightning_ga.snapshot.contents import ObjectState, reachable
@@ -270,8 +271,15 @@ class WindowBatchSampler(Sampler[list[Any]]):
         if drawn is None:
             return [None] * max(1, chunk.count // self.order.per_item)
         start = chunk.start if chunk.count else chunk.window_end - 1
-        found = drawn[start : start + max(1, chunk.count)]
-        return found.tolist() if isinstance(found, torch.Tensor) else list(found)
+        if self.plan is not None and isinstance(self.plan.cut, SizedShares) and chunk.count:
+            first, order = chunk.window_end - chunk.window_samples, sample_order(self.plan, chunk.window)
+            window = _listed(drawn[first : chunk.window_end])
+            return [window[place] for place in order[start - first : start - first + chunk.count]]
+        return _listed(drawn[start : start + max(1, chunk.count)])
+
+
+def _listed(indices: Any) -> list[Any]:
+    return indices.tolist() if isinstance(indices, torch.Tensor) else list(indices)
 
 
 @contextmanager

@@ -213,6 +213,10 @@ class TrainingSource:
         """Return the samples that a batch should hold; ``None`` where only the batch shows them."""
         return None if self.streams or not chunk.count else chunk.count
 
+    def relative_size(self, number: int) -> tuple[int, int]:
+        """Return what a sample of a micro-batch counts as, and the most that any does."""
+        return 1, 1
+
     def recipe_batches(self, samples: int) -> int:
         """Return the batches of the recipe, on one rank, that so many samples of the arranged epoch make up.
 

@@ -28,6 +28,8 @@ class AccumulationPlan:
         chunks: Samples of each chunk, one tuple per rank.
         chunk_size: With ``whole=``, the most samples of a chunk of its submodules; else ``None``.
         whole: With ``whole=``, the names of these submodules.
+        samples_at_most: With ``size_of``, most samples that a chunk may hold; ``None`` without.
+        size_budget: With ``size_of``, most that samples × longest may be in a chunk of several samples.
     """
 
     effective_batch_size: int
@@ -37,6 +39,8 @@ class AccumulationPlan:
     chunks: tuple[tuple[int, ...], ...]
     chunk_size: int | None = None
     whole: tuple[str, ...] = ()
+    samples_at_most: int | None = None
+    size_budget: int | None = None
 
     def __str__(self) -> str:
         if self.chunk_size is not None:

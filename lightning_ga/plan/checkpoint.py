@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.attribution import read_attribution
+from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.records import Method, ProbeResult, Source, Timing, Trial
 
 
@@ -70,6 +71,7 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
             "curve": tuple((samples, size) for samples, size in record.get("curve", ())),
             "timings": tuple(Timing(**timing) for timing in record.get("timings", ())),
             "holders": read_attribution(record.get("holders")),
+            "sizes": SizeLimits(**record["sizes"]) if record.get("sizes") else None,
         }
     )
     _require_counts(result.limit, result.budget_bytes)
@@ -78,6 +80,8 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
         _require_counts(trial.micro_batch_size, trial.peak_bytes, least=0)
     for timing in result.timings:
         _require_counts(timing.micro_batch_size, timing.factor)
+    if result.sizes is not None:
+        _require_counts(result.sizes.budget, result.sizes.samples, result.sizes.offset + 1)
     if result.fastest is not None:
         _require_counts(result.fastest, result.limit + 1 - result.fastest)
     for value, known in ((result.method, get_args(Method)), (result.source, get_args(Source))):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.schedule import Growth, Schedule, ScheduleLike, WindowSchedule, as_schedule
+from lightning_ga.plan.schedule import Growth, Schedule, ScheduleLike, WindowSchedule, as_schedule, require_arguments
 
 Budget = int | float | str | None
 ScaleLr = Literal["none", "linear", "sqrt"]
@@ -92,6 +92,7 @@ class Options:
     micro_batching: str = "loader"
     whole: Whole = ()
     rates: RateRule = field(default_factory=RateRule)
+    size_of: Callable[[Any, Any], int] | str | None = None
 
 
 def read_request(
@@ -158,6 +159,17 @@ def refuse_rescaling(batch_norm: str) -> None:
             "torch.optim.swa_utils.update_bn after training, which had the best mean in every case, or larger "
             "micro-batches, or GroupNorm (lightning_ga.models.to_group_norm)."
         )
+
+
+def check_size_of(size_of: Any, **others: Any) -> None:
+    """Refuse a ``size_of`` that is no callable or name, and others that it does not go with."""
+    if callable(size_of):
+        require_arguments("size_of", size_of, "dataset, index", "len(dataset[index])")
+    elif size_of is not None and (not isinstance(size_of, str) or not size_of):
+        raise UserError(f'{size_of=} must be a callable (dataset, index) -> int, the name of a column, or "auto".')
+    for name, value in others.items() if size_of is not None else ():
+        if value:
+            raise UserError(f"size_of= and {name}={value!r} do not go together: leave one of them out.")
 
 
 def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_ga.plan.attribution import Attribution
+from lightning_ga.plan.lengths import SizeLimits
 
 Method = Literal["replay", "prediction", "below", "phases", "bracket"]
 Source = Literal["probe", "cache", "checkpoint", "estimate"]
@@ -64,6 +65,7 @@ class ProbeResult:
         source: Where it comes from: a probe of this run, the cache of earlier ones (verified by one step), the
             checkpoint that the run resumed, or an estimate for a device that is not present.
         holders: What holds the memory at the peak; ``None`` where no step was recorded.
+        sizes: With ``size_of``, the limits of shorter samples; ``limit`` is that of the longest.
     """
 
     limit: int
@@ -78,6 +80,7 @@ class ProbeResult:
     fastest: int | None = None
     source: Source = "probe"
     holders: Attribution | None = None
+    sizes: SizeLimits | None = None
 
 
 def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
@@ -105,4 +108,5 @@ def lowered(found: ProbeResult, limit: int) -> ProbeResult:
     peak = next((peak for samples, peak in found.curve if samples >= limit), found.peak_bytes)
     curve = tuple(point for point in found.curve if point[0] <= limit)
     fastest = None if found.fastest is None else min(found.fastest, limit)
+    found = replace(found, sizes=found.sizes and found.sizes.lowered(limit, of=found.limit))
     return replace(found, limit=limit, peak_bytes=peak, trials=(*found.trials, refused), curve=curve, fastest=fastest)

@@ -221,7 +221,7 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
     if isinstance(value, Mapping):
         return EpochSchedule(_counts(name, value, "epoch"))
     if callable(value):
-        require_one_argument(name, value, "epoch", "32")
+        require_arguments(name, value, "epoch", "32")
         return _Checked(name, value)
     return EpochSchedule(((0, require_count(name, value)),))
 
@@ -276,16 +276,16 @@ def _ramp(name: str, start: int, end: int, steps: int) -> tuple[int, int, int]:
     return start, end, steps
 
 
-def require_one_argument(name: str, function: Callable[..., Any], what: str, example: str) -> None:
-    """Refuse a function that cannot be called with the epoch, or the batch, alone."""
+def require_arguments(name: str, function: Callable[..., Any], what: str, example: str) -> None:
+    """Refuse a function that cannot be called with ``what``: the epoch, the batch, or several with commas."""
     try:
         parameters = signature(function)
     except (TypeError, ValueError):  # some built-in functions show none
         return
     try:
-        parameters.bind(0)
+        parameters.bind(*what.split(", "))
     except TypeError:
         raise UserError(
-            f"{name} is a function with the arguments {parameters}, and it is called with the {what} alone: take one, "
+            f"{name} is a function with the arguments {parameters}, and it is called with the {what} alone: take that, "
             f"as in lambda {what}: {example}."
         ) from None

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
@@ -81,6 +81,16 @@ class Prober:
                 if verified is not None:
                     return verified
             return self._search(high, cautious=cautious)
+
+    def confirm(self, sizes: Sequence[int], *, predict_only: bool | None = None) -> tuple[int, int]:
+        """Return the first of these falling sizes whose step fits, or 0, and the steps run so far.
+
+        Where no step near the budget may run, what is predicted.
+        """
+        with self._running():
+            if self._is_cautious(self._prepare()[0], predict_only):
+                return self._search(sizes[0], cautious=True).limit, self._steps
+            return next((size for size in sizes if self._try(size, record=False).trial.fits), 0), self._steps
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, PassPlace, run_pass
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
+from lightning_ga.loading.lengths import SizedSource
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples
 from lightning_ga.memory.device import synchronize, total_memory
@@ -42,6 +43,7 @@ from lightning_ga.probe.meters import meter_of
 from lightning_ga.probe.prober import Budget, Prober
 from lightning_ga.probe.throughput import fastest, time_windows
 from lightning_ga.probe.training import ProbedTraining
+from lightning_ga.probe.unequal import limits_by_size, pass_cost
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step takes long
 TIMED = 3  # passes of a size, after one to warm up
@@ -82,6 +84,7 @@ class TrainingSetup:
     survival: Survival
     cut: StepCut | None = None  # ``None`` if the loader cuts batches
     chunks: ChunkSetting | None = None  # of submodules that run over whole windows: then their size is tried
+    sizes: SizedSource | None = None  # what cuts windows by the sizes of samples, if anything does
 
 
 def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
@@ -113,15 +116,20 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         whole = None if setup.cut is None else setup.cut.batch_samples
         described = trainer, loader.collate_fn, samples.by_weight, options, setup.rank_samples, whole
         kind = describe_step(*described) if options.cache else None
-        found = prober.find(
-            high,
-            known=remembered(kind) if kind else None,
-            predict_only=True if agreement.is_sharded(trainer) else None,
-        )
+        predict_only = True if agreement.is_sharded(trainer) else None
+        found = prober.find(high, known=remembered(kind) if kind else None, predict_only=predict_only)
         if found.source != "cache" and options.objective == "throughput":
             announce("Looking for the fastest micro-batch …")
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
+        if setup.sizes is not None:
+            longest, limit = setup.sizes.longest, found.limit
+            shorter, few_samples = setup.sizes.some_of(-(-limit * longest // high))
+            training.take(few_samples)
+            confirm = partial(prober.confirm, predict_only=predict_only)
+            limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
+            cost = pass_cost(found.timings, setup.rank_samples * longest)
+            found = replace(found, sizes=replace(limits, pass_cost=cost), steps=steps or found.steps)
         if found.source != "cache" and kind:
             remember(kind, found)
     return replace(found, seconds=time.perf_counter() - started), kind
@@ -176,6 +184,10 @@ class ProbedTrainer(ProbedTraining):
         self._held: Any = None  # the batch that a trial's samples are cut from
         self._gradients: WindowGradientsAlive | None = None
         self._steps = count(1)
+
+    def take(self, samples: Sequence[Any]) -> None:
+        """Make batches of other samples from here on."""
+        self._samples = LargestSamples([*samples], [*samples], len(samples), complete=True)
 
     def see_gradients(self, batches: Iterable[Any], *, batch_samples: int) -> None:
         """See which gradients small batches of so many different samples make."""

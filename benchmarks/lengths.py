@@ -1,0 +1,272 @@
+"""Texts of unequal length, cut as drawn, sorted, and by a budget: ``python -m benchmarks.lengths``.
+
+A small GPT trains on definitions, and on paragraphs of Python's standard library, in windows of 256 texts at a
+micro-batch of 8 or at as many padded tokens as 8 of the longest have. ``bucketed`` sorts mega-batches of 50
+micro-batches of the epoch's order, as Hugging Face's ``LengthGroupedSampler`` does, which changes the windows.
+Times are ratios of windows that are trained by turns; gradients are compared in fp64 with one padded pass over the
+window. Exits with 1 if a target is missed.
+"""
+
+import argparse
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from benchmarks.measure import quiet
+from benchmarks.output import as_text, empty_table, error, write_json
+from benchmarks.turns import Stopwatch, take_turns
+from lightning_ga import AutoAccumulate
+from lightning_ga.data.definitions import TextDataset, pad, read_definitions
+from lightning_ga.models.gpt import GPT
+from lightning_ga.weights import TargetTokens
+
+WINDOW, MICRO_BATCH, MEGA_BATCH = 256, 8, 50
+MOST_TOKENS, MOST_PASSES, LEAST_SPEED, MOST_ERROR = 0.6, 1 / 3, 1.6, 1e-12
+SEED = 7
+
+
+def source_texts() -> list[str]:
+    """Return the paragraphs of the modules of Python's standard library."""
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    found = (text for path in modules for text in path.read_text(encoding="utf-8", errors="replace").split("\n\n"))
+    return [text for text in found if text.strip()]
+
+
+CORPORA: dict[str, tuple[Callable[[], list[str]], int]] = {  # and the most tokens of a text
+    "definitions": (read_definitions, 512),
+    "source": (source_texts, 1024),
+}
+
+
+def length_of(data: TextDataset, index: int) -> int:
+    """Return the tokens of a text."""
+    return min(len(data.texts[index].encode()) + 1, data.max_length)
+
+
+class Bucketed(Sampler[int]):
+    """The epoch's order, each mega-batch of it sorted by length."""
+
+    def __init__(self, data: TextDataset) -> None:
+        self.lengths = [length_of(data, index) for index in range(len(data))]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        order, size = torch.randperm(len(self.lengths)).tolist(), MEGA_BATCH * MICRO_BATCH
+        for start in range(0, len(order), size):
+            yield from sorted(order[start : start + size], key=self.lengths.__getitem__, reverse=True)
+
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "as drawn": {},
+    "bucketed": {},
+    "sorted": {"size_of": length_of, "max_micro_batch_size": MICRO_BATCH},
+    "by budget": {"size_of": length_of},
+}
+
+
+class Reading(GPT):
+    """Keeps the shape of every micro-batch, which texts are in it, and the gradients of every step."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.shapes: list[tuple[int, int]] = []
+        self.steps: list[set[int]] = [set()]
+        self.tokens = 0
+        self.gradients: list[Tensor] | None = None  # kept if that is a list
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Note what the batch holds."""
+        self.shapes.append(tuple(batch["tokens"].shape))
+        self.tokens += int((batch["labels"] != -100).sum())
+        self.steps[-1].update(batch["index"].tolist())
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Note that the window is over."""
+        self.steps.append(set())
+        if self.gradients is not None:
+            self.gradients.append(
+                torch.cat([p.grad.flatten().clone() for p in self.parameters() if p.grad is not None])
+            )
+
+
+class Indexed(TextDataset):
+    """Texts that know their places."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**super().__getitem__(index), "index": torch.tensor(index)}
+
+
+def padded(texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a batch as long as its longest text."""
+    return {**pad(texts), "index": torch.stack([text["index"] for text in texts])}
+
+
+class WindowWatch(Stopwatch):
+    """Times windows of as many micro-batches as are planned."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Read how many these are."""
+        self.factor = trainer.accumulate_grad_batches
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+def train(data: TextDataset, program: str, module: Reading, windows: int, *callbacks: pl.Callback) -> AutoAccumulate:
+    """Train some windows."""
+    normalize: Any = TargetTokens()
+    callback = AutoAccumulate(
+        WINDOW, micro_batch_size=MICRO_BATCH, normalize=normalize, verify=False, **PROGRAMS[program]
+    )
+    order: dict[str, Any] = {"sampler": Bucketed(data)} if program == "bucketed" else {"shuffle": True}
+    loader = DataLoader(data, batch_size=MICRO_BATCH, collate_fn=padded, **order)
+    none = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    pl.seed_everything(SEED, verbose=False)
+    trainer = pl.Trainer(max_steps=windows, accelerator="cpu", callbacks=[callback, *callbacks], **none)
+    trainer.fit(module, loader)
+    return callback
+
+
+def model(width: int, depth: int, longest: int) -> Reading:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    return Reading(context=longest, width=width, depth=depth, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One program on one corpus."""
+
+    padding: float  # share of the padded tokens
+    padded: float  # tokens ÷ as drawn, at the same texts
+    passes: float  # of a window
+    most_padded: int  # tokens of a pass
+    seconds: float  # of a window, ÷ as drawn
+    tokens_per_second: float  # that are no padding
+    same_windows: bool  # as drawn
+    fp64: float  # error of the first window's gradient
+
+
+def fp64_error(data: TextDataset, program: str) -> float:
+    """Return the error of the gradient of the first window to that in one padded pass over it."""
+    module, oracle = (model(32, 1, data.max_length).double() for _ in range(2))
+    module.gradients = []
+    train(data, program, module, 1)
+    batch = padded([data[index] for index in sorted(module.steps[0])])
+    oracle.token_loss(batch).backward()
+    whole = torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
+    return float((module.gradients[0] - whole).norm() / whole.norm())
+
+
+def measured(texts: list[str], longest: int, windows: int, width: int, depth: int) -> dict[str, Any]:
+    """Measure all programs on a corpus."""
+    data = Indexed(texts, longest)
+    modules = {name: model(width, depth, longest) for name in PROGRAMS}
+    fits = [
+        lambda watch, name=name: train(data, name, modules[name], windows, watch)  # type: ignore[misc]
+        for name in PROGRAMS
+    ]
+    watches = dict(zip(PROGRAMS, take_turns(fits, [1] * len(fits), watch=WindowWatch, seed=0)))
+    drawn, rows = watches["as drawn"].wall, {}
+    in_drawn = padded_of(modules["as drawn"]) / modules["as drawn"].tokens
+    for name, module in modules.items():
+        wall, total = watches[name].wall, padded_of(module)
+        rows[name] = asdict(
+            Row(
+                padding=1 - module.tokens / total,
+                padded=total / module.tokens / in_drawn,
+                passes=len(module.shapes) / windows,
+                most_padded=max(rows * columns for rows, columns in module.shapes),
+                seconds=median(mine / theirs for mine, theirs in zip(wall, drawn)),
+                tokens_per_second=module.tokens / windows / median(wall),
+                same_windows=module.steps == modules["as drawn"].steps,
+                fp64=fp64_error(data, name),
+            )
+        )
+    longest = max(length_of(data, index) for index in range(len(data)))
+    return {"texts": len(texts), "longest": longest, "rows": rows}
+
+
+def padded_of(module: Reading) -> int:
+    """Return the tokens of all micro-batches with their padding."""
+    return sum(rows * columns for rows, columns in module.shapes)
+
+
+def missed(groups: Mapping[str, Any]) -> list[str]:
+    """Return the targets that cutting by budget misses."""
+    found = []
+    for name, group in groups.items():
+        row, drawn = group["rows"]["by budget"], group["rows"]["as drawn"]
+        found += [f"{name}: padded tokens"] if row["padded"] > MOST_TOKENS else []
+        found += [f"{name}: passes"] if row["passes"] > MOST_PASSES * drawn["passes"] else []
+        found += [f"{name}: speed"] if 1 / row["seconds"] < LEAST_SPEED else []
+        found += [f"{name}: windows"] if not row["same_windows"] else []
+        found += [f"{name}: memory"] if row["most_padded"] > MICRO_BATCH * group["longest"] else []
+        found += [f"{name}: {each}" for each, one in group["rows"].items() if one["fp64"] > MOST_ERROR]
+    return found
+
+
+def table(groups: Mapping[str, Any]) -> Table:
+    """Rows as they are shown."""
+    numbers = ("waste", "padded", "passes", "most", "speed", "fp64")
+    shown = empty_table(("texts", "cut", "steps"), numbers)
+    for name, group in groups.items():
+        for number, (program, row) in enumerate(group["rows"].items()):
+            shown.add_row(
+                "" if number else name,
+                program,
+                "same" if row["same_windows"] else "other",
+                f"{100 * row['padding']:.0f} %",
+                f"{row['padded']:.2f}",
+                f"{row['passes']:.0f}",
+                f"{row['most_padded']:,}",
+                f"{1 / row['seconds']:.2f}",
+                error(row["fp64"]),
+            )
+        shown.add_section()
+    return shown
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Table and legend of a record."""
+    legend = (
+        f"Windows of {WINDOW} texts, {record['windows']} of each program by turns; micro-batches of {MICRO_BATCH}, or "
+        f"of at most {MICRO_BATCH} × the longest padded tokens. other: steps do not hold the samples that they hold as "
+        "drawn. waste: share of padding. padded: tokens with padding ÷ as drawn, for the same texts. passes: of a "
+        "window. most: padded tokens of a pass. speed: windows a second ÷ as drawn, median. fp64: error of the "
+        f"gradient to that of one padded pass.\nTargets by budget: padded {MOST_TOKENS}, passes a third, speed "
+        f"{LEAST_SPEED}, fp64 1e-12."
+    )
+    return as_text(table(record["groups"]), legend)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, show, write; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths", description=__doc__)
+    parser.add_argument("--windows", type=int, default=3, help="windows of each program (default: 3)")
+    parser.add_argument("--width", type=int, default=32, help="of the model (default: 32)")
+    parser.add_argument("--depth", type=int, default=1, help="of the model (default: 1)")
+    settings = parser.parse_args(arguments)
+    quiet()
+    groups = {}
+    for name, (read, longest) in CORPORA.items():
+        groups[name] = measured(read(), longest, settings.windows, settings.width, settings.depth)
+    record = {**vars(settings), "missed": missed(groups), "groups": groups}
+    print(f"{text(record)}\n{write_json('lengths', record).name}; missed: {', '.join(record['missed']) or 'none'}")
+    return int(bool(record["missed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Read how large the samples of a map-style dataset are, and cut its windows by that (``plan/lengths.py``)."""
+
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from operator import index
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_ga.batch.sizes import Field, leaves
+from lightning_ga.errors import UserError
+from lightning_ga.loading.largest_samples import SAMPLES_KEPT, ScanOrder
+from lightning_ga.loading.recipe_batches import SourceSettings
+from lightning_ga.loading.sampler import FromBatches
+from lightning_ga.loading.samples import collect_samples, fetched, untouched
+from lightning_ga.loading.training_source import MicroBatchSource
+from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.lengths import SizedShares, SizeLimits, plan_by_size, sample_order
+from lightning_ga.plan.windows import EpochPlan, Windows
+
+Place = tuple[Field, int]  # a field and an axis of it
+SizeOf = Callable[[Any, Any], int] | str
+_AT_ONCE = 64  # samples that are read together
+
+
+class SizedSource(MicroBatchSource):
+    """A DataLoader whose windows are cut by the sizes of their samples, once their limits are known.
+
+    Sizes are read once, of all samples that an epoch may hold.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", settings: SourceSettings, size_of: SizeOf) -> None:
+        super().__init__(loader, settings)
+        if self.streams or isinstance(self.recipe.order, FromBatches):
+            why = "a stream has none to sort" if self.streams else "their batch sampler decides which are together"
+            raise UserError(f"size_of= sorts the samples of a window by index: {why}. Leave size_of= out.")
+        self._size_of, self._longest = size_of, 1
+        self._limits: tuple[int, SizeLimits] | None = None  # where so many of the longest samples fit
+
+    @cached_property
+    def _sizes(self) -> "array[int] | dict[Any, int]":
+        pool = self.recipe.order.pool(self.sampler.epoch, self.sampler.seed)
+        return self._read(pool) if isinstance(pool, range) else dict(zip(pool, self._read(pool)))
+
+    @property
+    def longest(self) -> int:
+        """Size of the largest sample that is known, at least 1."""
+        _ = self._sizes
+        return self._longest
+
+    def some_of(self, least: int) -> tuple[int, list[Any]]:
+        """Return the smallest size that is neither below the median nor ``least``, and some samples of that size."""
+        upper = self._descending[: len(self._descending) // 2 + 1]
+        size = min(self._sizes[each] for each in upper if self._sizes[each] >= min(least, self._longest))
+        same = [each for each in upper if self._sizes[each] == size][-SAMPLES_KEPT:]
+        return max(1, size), collect_samples(self.recipe.loader, same)
+
+    @cached_property
+    def _descending(self) -> list[Any]:
+        """The indices of all samples, those of the largest first."""
+        indices = range(len(self._sizes)) if isinstance(self._sizes, array) else self._sizes
+        return sorted(indices, key=self._sizes.__getitem__, reverse=True)
+
+    def _scan_order(self, epoch: int) -> ScanOrder:
+        """Look at the largest samples first."""
+        return ScanOrder(self.recipe.loader, self._descending, len(self._descending))
+
+    def keep_within(self, limits: SizeLimits, micro_batch: int) -> None:
+        """Cut by these limits, which hold if ``micro_batch`` of the longest samples fit."""
+        self._limits = micro_batch, limits
+
+    def relative_size(self, number: int) -> tuple[int, int]:
+        """Return the size of the longest sample in the ``number``-th micro-batch, and that of the longest there is."""
+        cut, chunk = self.epoch_plan.cut, self.chunk(number)
+        if not chunk.count or not isinstance(cut, SizedShares):
+            return 1, 1
+        start = chunk.window_end - chunk.window_samples
+        return max(1, cut.sizes[start + sample_order(self.epoch_plan, chunk.window)[chunk.start - start]]), self.longest
+
+    def _cut(
+        self, windows: Windows, epoch: int, effective: int | None, micro_batch: int
+    ) -> tuple[AccumulationPlan, EpochPlan]:
+        plan, epoch_plan = super()._cut(windows, epoch, effective, micro_batch)
+        if self._limits is None:
+            return plan, epoch_plan
+        of, limits = self._limits
+        drawn = self.recipe.order.draw(epoch, self.sampler.seed)[: self.recipe.total(epoch)]
+        cut = SizedShares(self._sizes_of(drawn), limits.lowered(micro_batch, of=of))
+        return plan_by_size(plan, epoch_plan, cut, largest_over_ranks=self.recipe.settings.largest_over_ranks)
+
+    def _sizes_of(self, drawn: Any) -> "array[int]":
+        """Return the sizes of samples; those that no earlier epoch could hold are read now."""
+        found = drawn.tolist() if isinstance(drawn, Tensor) else list(drawn)
+        if isinstance(self._sizes, dict) and (new := [each for each in found if each not in self._sizes]):
+            self._sizes.update(zip(new, self._read(new)))
+        return array("q", map(self._sizes.__getitem__, found))
+
+    def _read(self, indices: Sequence[Any]) -> "array[int]":
+        """Read the sizes of some samples."""
+        dataset, size_of = self.recipe.loader.dataset, self._size_of
+        if callable(size_of):
+            with untouched(dataset):
+                sizes = array("q", (_size(size_of(dataset, each), f"returned for {each!r}") for each in indices))
+        elif (column := _column(dataset, size_of)) is not None:
+            sizes = array("q", (_size(column[each], f"names for {each!r}") for each in indices))
+        else:
+            sizes = self._read_samples(indices, size_of)
+        self._longest = max([self._longest, *sizes])
+        return sizes
+
+    def _read_samples(self, indices: Sequence[Any], name: str) -> "array[int]":
+        loader, measure = self.recipe.loader, partial(_by_name, name=name)
+        if name == "auto":  # by the samples that the probe looks at, too
+            text = loader.collate_fn is not default_collate  # which leaves text as it is
+            first = super()._scan_order(self.sampler.epoch).first.read()
+            measure = partial(_by_shape, places=_varying(first, text=text), text=text)
+        lists = ([*indices[start : start + _AT_ONCE]] for start in range(0, len(indices), _AT_ONCE))
+        with fetched(loader, lists, partial(_measured, measure), workers=max(1, loader.num_workers)) as found:
+            return array("q", (size for some in found for size in some))
+
+
+def _measured(measure: Callable[[Any], int], samples: Iterable[Any]) -> list[int]:
+    return [measure(sample) for sample in samples]
+
+
+def _size(value: Any, where: str) -> int:
+    """Return a whole number as it is, and the length of anything else."""
+    size = None
+    with suppress(TypeError):  # a tensor of one number is one, too
+        size = len(value) if getattr(value, "ndim", hasattr(value, "__len__")) else index(value)
+    if size is None or size < 0:
+        raise UserError(f"What size_of= {where} is {value!r}: a size is a whole number of at least 0, or has a length.")
+    return size
+
+
+def _column(dataset: Any, name: str) -> Any:
+    """Return what holds the value of every sample, if the dataset has an attribute or a column of that name."""
+    of_hugging_face = name in (getattr(dataset, "column_names", None) or ())
+    column: Any = dataset[name] if of_hugging_face else getattr(dataset, name, None)
+    return column if hasattr(column, "__getitem__") and len(column) == len(dataset) else None
+
+
+def _by_name(sample: Any, *, name: str) -> int:
+    value: Any = sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
+    if value is None:
+        raise UserError(f"size_of={name!r} is neither an attribute of the dataset nor of a sample, nor a key of one.")
+    return _size(value, f"{name!r} names")
+
+
+def _extents(sample: Any, *, text: bool) -> dict[Place, int]:
+    return {(field, axis): extent for field, shape in leaves(sample, text=text) for axis, extent in enumerate(shape)}
+
+
+def _varying(samples: Iterable[Any], *, text: bool) -> set[Place]:
+    """Return the axes of fields along which the extent varies."""
+    seen = [_extents(sample, text=text) for sample in samples]
+    return {place for each in seen for place in each if len({other.get(place) for other in seen}) > 1}
+
+
+def _by_shape(sample: Any, *, places: Collection[Place], text: bool) -> int:
+    """Return the largest of the extents that vary; 1 if none does."""
+    return max((extent for place, extent in _extents(sample, text=text).items() if place in places), default=1)

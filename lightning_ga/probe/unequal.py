@@ -1,0 +1,46 @@
+"""Find how much micro-batches of unequal samples may hold, from the limit at the longest and trials at a shorter size.
+
+The memory of ``b`` padded samples of size ``l`` is c + b·(γ + αl + βl²): activations, and attention matrices. Along
+b·l = budget it is c + budget·(γ/l + α + βl), largest at an end: at the longest size, whose limit is known, or at a
+shorter one, where the samples that this budget allows are tried. What is shorter still holds no more of them. If fewer
+fit there, what a sample takes is bounded by the chord through both limits, as it is convex in ``l``: size + offset.
+"""
+
+from collections.abc import Callable, Sequence
+
+from lightning_ga.plan.lengths import SizeLimits
+from lightning_ga.plan.records import Timing
+
+_SHARES = (1.0, 0.75, 0.5)  # of the samples that the budget allows at the shorter size, tried in turn
+
+
+def limits_by_size(
+    confirm: Callable[[Sequence[int]], tuple[int, int]], limit: int, *, longest: int, shorter: int, high: int
+) -> tuple[SizeLimits, int]:
+    """Return the limits for micro-batches, of which ``limit`` samples fit at the longest, and the steps run so far.
+
+    ``confirm`` returns the first of some numbers of samples of the shorter size that fits, or 0, and those steps;
+    ``high`` is the most samples that are of use.
+
+    Examples:
+        >>> limits_by_size(lambda sizes: (sizes[1], 6), 8, longest=400, shorter=50, high=256)
+        (SizeLimits(budget=3360, samples=48, offset=20, pass_cost=None), 6)
+    """
+    most = min(high, -(-limit * longest // shorter))
+    fits, steps = (most, 0) if most <= limit else confirm([int(share * most) for share in _SHARES])
+    fits, offset = max(limit, fits), 0
+    if limit < fits < most:
+        offset = max(0, -(-(limit * longest - fits * shorter) // (fits - limit)))
+    return SizeLimits(limit * (longest + offset), fits, offset), steps
+
+
+def pass_cost(timings: Sequence[Timing], tokens: int) -> int | None:
+    """Return what a pass costs beside its samples, as samples × longest, from windows of so many in all.
+
+    A window takes a constant time for each of its passes, and one for each token; ``None`` if only one was timed.
+    """
+    if len(timings) < 2:
+        return None
+    most, fewest = timings[0], timings[-1]
+    each = max(0.0, (most.seconds - fewest.seconds) / (most.factor - fewest.factor))
+    return int(tokens * each / max(fewest.seconds - fewest.factor * each, each))

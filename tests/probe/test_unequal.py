@@ -1,0 +1,58 @@
+"""Limits of shorter samples, against the memory that a model of steps takes."""
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ga.plan.lengths import SizeLimits
+from lightning_ga.plan.records import Timing
+from lightning_ga.probe.unequal import limits_by_size, pass_cost
+
+WEIGHTS = st.integers(0, 50)
+
+
+@settings(deadline=None)
+@given(WEIGHTS, st.integers(1, 20), WEIGHTS, st.integers(2, 60), st.data())
+def test_whatever_the_limits_allow_fits(
+    fixed: int, by_size: int, squared: int, longest: int, data: st.DataObject
+) -> None:
+    """A sample takes memory for itself, for its size and for the square of that; each micro-batch fits in the room."""
+
+    def needs(samples: int, size: int) -> int:
+        return samples * (100 * fixed + 10 * by_size * size + squared * size * size)
+
+    room = data.draw(st.integers(needs(1, longest), needs(40, longest)))
+    limit = room // max(1, needs(1, longest))
+    high = data.draw(st.integers(limit, 5 * limit + 100))
+    shorter = data.draw(st.integers(min(longest, -(-limit * longest // high)), longest))
+
+    def confirm(sizes: Sequence[int]) -> tuple[int, int]:
+        assert list(sizes) == sorted(sizes, reverse=True)
+        return next((size for size in sizes if needs(size, shorter) <= room), 0), 1
+
+    found, _ = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
+    assert limit <= found.samples <= max(limit, high)
+    for size in range(1, longest + 1):
+        samples = min(found.samples, found.budget // (size + found.offset))
+        assert needs(samples, size) <= room
+    assert found.budget // (longest + found.offset) == limit
+
+
+def test_a_pass_costs_what_windows_of_more_passes_take_longer() -> None:
+    """Of 1000 tokens in 0.98 s and 0.02 s a pass; nothing is known from one timing, or less than nothing."""
+    timings = [Timing(4, 16, 1.30), Timing(16, 4, 1.06)]
+    assert pass_cost(timings, 1000) == 20
+    assert pass_cost(timings[1:], 1000) is None
+    assert pass_cost([Timing(4, 16, 1.0), Timing(16, 4, 1.06)], 1000) == 0
+
+
+def test_nothing_is_tried_where_all_fits_at_the_longest() -> None:
+    def confirm(sizes: Sequence[int]) -> tuple[int, int]:
+        raise AssertionError
+
+    assert limits_by_size(confirm, 64, longest=9, shorter=9, high=64) == (SizeLimits(576, 64), 0)
+
+
+def test_where_no_more_fit_than_of_the_longest_no_micro_batch_has_more() -> None:
+    assert limits_by_size(lambda sizes: (0, 7), 8, longest=90, shorter=9, high=64) == (SizeLimits(720, 8), 7)
