@@ -53,6 +53,16 @@ def test_loops_without_a_trainer_train_the_same_within_any_budget(
         assert number(r"loss of the last epoch (\S+)", small) == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.mark.slow
+def test_a_contrastive_loss_over_a_window_that_does_not_fit(tmp_path: Path) -> None:
+    """Whole batches and chunks end at the same loss."""
+    printed = run(tmp_path, "contrastive.py", "--epochs", "1", "--picture", str(tmp_path / "a.png"))
+    last = [float(row.split("│")[3]) for row in printed.splitlines() if row.startswith("│ whole")]
+    assert last[0] == pytest.approx(last[1], abs=2e-3)
+    assert "effective batch 1,024 in one loss, encoder in 12 chunks of 86; found in 5 steps" in printed
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
 def test_a_module_of_ones_own(tmp_path: Path) -> None:
     printed = run(tmp_path, "own_model.py", "--max-epochs", "2")
     assert "effective batch 256" in printed
