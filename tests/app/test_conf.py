@@ -65,7 +65,7 @@ def test_accumulate_has_the_arguments_of_the_callback(option: str):
     """Every one can be set as accumulate.<argument>, and the defaults are the callback's own."""
     section = resolved(composed(f"accumulate={option}"))["accumulate"]
     parameters = {
-        name: parameter.default
+        name: list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
         for name, parameter in inspect.signature(AutoAccumulate.__init__).parameters.items()
         if name != "self"
     }

@@ -161,3 +161,8 @@ def test_what_an_experiment_builds_is_resolved_once(command, monkeypatch):
     text = f"# @package _global_\ncallbacks:\n  x:\n    _target_: {target}\n"
     run = command(*own_experiment(text), *TINY[1:], "hydra.run.dir=run")
     assert run.code == 0, run.err
+
+
+def test_no_best_checkpoint_is_missed_that_was_not_to_be_kept(command):
+    run = command(*TINY, "trainer.fast_dev_run=true")
+    assert (run.code, run.err) == (0, "")
