@@ -183,6 +183,14 @@ def test_what_recipes_of_images_set(command):
     assert [group["weight_decay"] for group in groups] == [0.0, 0.01]
 
 
+@pytest.mark.slow
+def test_resnet34d_learns_the_digits(command):
+    """The main job reaches 95 % on the test set; by default it trains 4 epochs, and 2 are enough."""
+    run = command("model=resnet34d", "trainer.max_epochs=2")
+    assert run.code == 0, run.err
+    assert result(run.folder)["test/acc"] >= 0.95
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
