@@ -14,6 +14,7 @@ from forks import forked
 from torch import nn
 
 from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.schedule import linear
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|number of training batches).*"),
@@ -71,6 +72,17 @@ def test_the_probe_finds_the_chunk(joined: bool, budget: int) -> None:
         settings = {"micro_batch_size": math.ceil(WINDOW / fewer), "on_oom": "raise", "verify": False}
         with pytest.raises(torch.OutOfMemoryError):
             fit(Contrastive(joined=joined), whole(**settings), memory=f"{budget}KiB")
+
+
+@pytest.mark.parametrize("settings", [{"micro_batch_size": 8}, {"memory": "900KiB"}], ids=["fixed", "probed"])
+def test_windows_may_grow(settings: Any) -> None:
+    """By a schedule of steps."""
+    sizes, memory = {key: settings[key] for key in settings if key != "memory"}, settings.get("memory")
+    module, callback = Contrastive(), whole(effective_batch_size=linear(16, 48, steps=4), **sizes)
+    fit(module, callback, memory=memory)
+    windows = samples(200).split([16, 24, 32, 40, 48, 40])
+    assert worst(module.gradients, plain_loop(Contrastive(), list(windows))) <= 1e-12
+    assert callback.oom_events == 0
 
 
 def test_the_largest_window_of_a_schedule_is_tried_before_training() -> None:
