@@ -215,8 +215,8 @@ class AutoAccumulate(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the limit and begin the epoch with it; a resumed run goes on at its sample."""
         self._started_fit.start()
-        rank_zero_info(f"AutoAccumulate: {self._started_fit.summary()}")
-        for message in self._started_fit.warnings():
+        rank_zero_info(f"AutoAccumulate: {self._started_fit.told.summary()}")
+        for message in self._started_fit.told.warnings():
             rank_zero_warn(message, category=ExactnessWarning)
         self._started_fit.show_next_window()
 

@@ -1,6 +1,6 @@
 """One fit: wires loader, plan, limit, weights and survival to the hooks of a Trainer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -19,11 +19,12 @@ from lightning_ga.fit.epochs import PlannedEpoch, check_growth, optimizer_steps,
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.exactness.later import LaterChecks
 from lightning_ga.fit.exactness.measure import find_independent
-from lightning_ga.fit.exactness.training import TrainingExactness, is_inexact
+from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
+from lightning_ga.fit.told import Told
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import TrainingWindow
 from lightning_ga.fit.window_factors import WindowFactors
@@ -36,11 +37,9 @@ from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request, scales_rates
-from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.schedule import EpochSchedule
-from lightning_ga.plan.units import format_bytes, parse_budget
+from lightning_ga.plan.units import parse_budget
 from lightning_ga.plan.windows import Chunk, GrowingEpoch
 from lightning_ga.probe.isolation import hooks_apart
 
@@ -60,7 +59,7 @@ class Fit:
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self.gradients = WindowGradients(trainer, options.normalize)
         self.exactness = TrainingExactness(trainer, options)
-        self._largest_asked = 0  # effective batch of any epoch, as the user wants it
+        self.largest_asked = 0  # effective batch of any epoch, as the user wants it
         self._planned: PlannedEpoch | None = None  # none before the data are set up
         self._factors = WindowFactors(trainer)
         name = scales_rates(request, options.rates)
@@ -68,8 +67,8 @@ class Fit:
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
         self._batch: Any = None  # the current micro-batch
-        self._workers_are_told = False  # that they change what windows hold
-        self._progress = Progress(trainer)
+        self.told = Told(self)
+        self.progress = Progress(trainer)
         self._data = TrainingData(trainer, self.exactness, options)
         retries = options.on_oom == "split"
         self.evaluation = Evaluation(trainer, reporter, retries=retries, training=self._data)
@@ -97,7 +96,7 @@ class Fit:
     @property
     def samples_seen(self) -> int:
         """The samples that training has seen, over all ranks."""
-        return self._progress.samples_seen
+        return self.progress.samples_seen
 
     @property
     def source(self) -> TrainingSource:
@@ -105,7 +104,7 @@ class Fit:
         return self._data.source
 
     @property
-    def _fed(self) -> AccumulationPlan:
+    def fed(self) -> AccumulationPlan:
         """How the loader cuts a full window."""
         assert self._planned is not None, "the training data are not set up yet"
         return self._planned.fed
@@ -116,7 +115,7 @@ class Fit:
         """Cut the user's loader into micro-batches; it yields none before the limit is known."""
         if self._callback not in self.trainer.callbacks:
             return loader
-        source = self._data.cut(loader, self._progress.position)
+        source = self._data.cut(loader, self.progress.position)
         self._arrange(loops.training_epoch(self.trainer))
         return source.loader
 
@@ -132,7 +131,7 @@ class Fit:
     def start(self) -> None:
         """Find the limit and begin the epoch with it; a restored run goes on at its sample."""
         trainer = self.trainer
-        same_epoch = self._progress.take_over(self.source, self.recipe_factor)
+        same_epoch = self.progress.take_over(self.source, self.recipe_factor)
         epoch = loops.training_epoch(trainer)
         self._hold_to_budget()
         self._held.enter_context(self.gradients.summed_in_float32())
@@ -142,7 +141,7 @@ class Fit:
             self._find_limit(epoch)
         epochs, limit = loops.training_epochs(trainer), self._limit.micro_batch
         check_growth(self.source, self.request, epoch)
-        self._largest_asked = checks.check_schedule(self.request, epochs, trainer.world_size, micro_batch=limit)
+        self.largest_asked = checks.check_schedule(self.request, epochs, trainer.world_size, micro_batch=limit)
         self._begin(epoch)
         if current_device() is not None:
             loops.end_training(trainer)  # what fits on another device may not fit here
@@ -151,8 +150,8 @@ class Fit:
         if self._rates is not None:
             self._held.enter_context(self._rates.following())
         self._guard_training()
-        self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self._progress.within_batch))
-        self._progress.resume(self.source, same_epoch=same_epoch)
+        self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self.progress.within_batch))
+        self.progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
             dataloaders.iterate_again(trainer)
 
@@ -165,7 +164,7 @@ class Fit:
             with self._engine.suspended():
                 self._limit.find_more(self.source, epoch)
             self._begin(epoch)
-            for inexact in self._untold():
+            for inexact in self.told.of_gradients():
                 rank_zero_warn(inexact, category=ExactnessWarning)
 
     def prepare(self, batch: Any) -> None:
@@ -185,7 +184,7 @@ class Fit:
             expected = samples = self._data.count(batch, chunk, self._reader, on_host=on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
             if source.streams:
-                self._progress.note(chunk.count, samples)
+                self.progress.note(chunk.count, samples)
         self._data.note(index, expected)
         if self._engine.chunked is not None:
             self._engine.chunked.size.window = expected
@@ -207,13 +206,13 @@ class Fit:
     def _scale_of(self, chunk: Chunk) -> tuple[int, int, float]:
         """Return effective batch and recipe's batch of a window, and by what its schedule multiplies learning rates."""
         source, plan, schedule = self.source, self.source.epoch_plan, self.request.by_window
-        batch, recipe = self._fed.effective_batch_size, source.recipe.effective(loops.training_epoch(self.trainer))
+        batch, recipe = self.fed.effective_batch_size, source.recipe.effective(loops.training_epoch(self.trainer))
         factor = 1.0
         if isinstance(plan, GrowingEpoch):
             batch = plan.nominal(chunk.window) * source.sharded_ranks
         if schedule is not None:
             begun = (chunk.window_end - chunk.window_samples) * source.sharded_ranks
-            factor = schedule.rate(self.trainer.global_step, self._progress.position.samples_before + begun)
+            factor = schedule.rate(self.trainer.global_step, self.progress.position.samples_before + begun)
         return batch, recipe, factor
 
     def _tell_of_errors(self) -> None:
@@ -239,7 +238,7 @@ class Fit:
         self._batch = None
         if self.gradients.has_skipped and not window_is_over:
             self._later.note_left_out(batch)
-        self._progress.advance(self.source, window_is_over=window_is_over)
+        self.progress.advance(self.source, window_is_over=window_is_over)
         if window_is_over:
             self._limit.lower_if_allocator_struggles()
         if self._reporter.untold:
@@ -316,7 +315,7 @@ class Fit:
         if source.cut_in_step or chunked is not None:  # the probe needs to know how batches are cut
             limit = source.recipe.largest_batch(epoch)
             exactness.measure(source, self._reader, epoch=epoch, limit=limit, chunked=chunked)
-        limit = self._limit.find(source, epoch, self._progress.restored)
+        limit = self._limit.find(source, epoch, self.progress.restored)
         if current_device() is not None:
             return
         self._refuse_what_cannot_be_cut(epoch)
@@ -343,14 +342,14 @@ class Fit:
         """Cut an epoch for training and tell the loops."""
         source, limit = self.source, self._limit.micro_batch
         assert limit is not None
-        self._progress.enter(source, epoch)
+        self.progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
         if self._engine.chunked is not None:
             self._begin_chunks(self._engine.chunked)
         if self._window is not None:
             self._window.begin_epoch()
-        self.gradients.begin_epoch(self._fed.micro_batch_size, known=not source.counted_later)
+        self.gradients.begin_epoch(self.fed.micro_batch_size, known=not source.counted_later)
         # If one rank has a limit, ranks count their pieces together: so all have one.
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):
             self._engine.lower("training", limit)
@@ -365,14 +364,14 @@ class Fit:
                 f"whole={chunked.names!r} needs a window of one batch, and the loader's own batches make it one of "
                 f"{plan.factor}: let it yield batches of {plan.effective_batch_size // plan.world_size} samples."
             )
-        chunked.size.samples, chunked.size.recomputes_all = plan.chunk_size, self._plans_several_passes
+        chunked.size.samples, chunked.size.recomputes_all = plan.chunk_size, self.plans_several_passes
 
     def _arrange(self, epoch: int) -> None:
         """Cut an epoch; the loader yields nothing while the limit is unknown."""
-        limit, progress = self._limit.micro_batch, self._progress
+        limit, progress = self._limit.micro_batch, self.progress
         place, done = progress.place(epoch), progress.windows_done(epoch)
         self._planned = plan_epoch(self.source, self.request, place, micro_batch=limit, windows_done=done)
-        self._factors.begin_epoch(self.source.epoch_plan, self._fed.factor)
+        self._factors.begin_epoch(self.source.epoch_plan, self.fed.factor)
 
     def _cuts(self, epoch: int) -> bool:
         """Return whether batches of the recipe have to be cut, or may have to be."""
@@ -395,7 +394,7 @@ class Fit:
         found = intervals.frequencies_by_step(self.trainer)
         by_epoch = self.request.by_window is None
         as_recipe = by_epoch and self.trainer.accumulate_grad_batches == self.recipe_factor
-        as_recipe &= self._fed.micro_batch_size == self.source.recipe.largest_batch(self._progress.position.epoch)
+        as_recipe &= self.fed.micro_batch_size == self.source.recipe.largest_batch(self.progress.position.epoch)
         if not found or (self.source.cut_in_step and by_epoch) or as_recipe:
             return {}
         if not self._keeps_windows:
@@ -434,28 +433,16 @@ class Fit:
     @property
     def _accumulates(self) -> bool:
         """Whether a window takes several passes, be it after an error."""
-        samples = self._fed.micro_batch_size
-        return self._plans_several_passes or (self._engine.limit("training") or samples) < samples
+        samples = self.fed.micro_batch_size
+        return self.plans_several_passes or (self._engine.limit("training") or samples) < samples
 
     @property
-    def _plans_several_passes(self) -> bool:
+    def plans_several_passes(self) -> bool:
+        """Whether a window is planned in several passes, or chunks of one."""
         plan = self.plan
         if plan is None or plan.chunk_size is None:
             return plan is not None and plan.factor > 1
         return plan.chunk_size < plan.micro_batch_size
-
-    def _untold(self) -> list[str]:
-        """Return the sentences on windows that are not exact, if the user does not know them yet."""
-        found = [self.exactness.untold()] if self._plans_several_passes else []
-        source, loader = self.source, self.source.recipe.loader
-        is_cut = self._fed.micro_batch_size < source.recipe.largest_batch(loops.training_epoch(self.trainer))
-        if is_cut and source.streams and loader.num_workers > 1 and not self._workers_are_told:
-            self._workers_are_told = True
-            found.append(
-                "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
-                "samples than batches of the whole size would: use num_workers=1 for the same windows."
-            )
-        return [sentence for sentence in found if sentence is not None]
 
     # --- records -------------------------------------------------------------------------------
 
@@ -463,16 +450,16 @@ class Fit:
         """Return what a checkpoint keeps."""
         events = self._reporter.events
         lowest = self._engine.limit("training") if events else None
-        return RunState(self._progress.position, self._limit.hardware(), self.probe, lowest, events)
+        return RunState(self.progress.position, self._limit.hardware(), self.probe, lowest, events)
 
     def restore(self, state: RunState) -> None:
         """Go on where a checkpoint was written."""
-        self._progress.restore(state)
+        self.progress.restore(state)
         self._reporter.events = state.oom_events
 
     def save_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Let a checkpoint count the recipe's batches, and keep the place of data that have one."""
-        done, before = self._progress.recipe_counts()
+        done, before = self.progress.recipe_counts()
         loop_state.count_recipe_batches(checkpoint, key, done=done, before=before)
         self._data.save_place(checkpoint)
         if self._rates is not None:
@@ -490,67 +477,3 @@ class Fit:
             return None
         limit, most = self._limit.micro_batch, self.trainer.max_steps
         return optimizer_steps(self.source, self.request, epochs, micro_batch=limit, max_steps=most)
-
-    def warnings(self) -> list[str]:
-        """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
-        found, steps = [*self._untold(), *self._beyond()], self.optimizer_steps()
-        found += self._of_joined_batches()
-        for name, length in intervals.wrong_horizons(self.trainer, steps) if steps else []:
-            found.append(
-                f"{name} ends after {length} steps and training takes {steps}: make it with "
-                "lightning_ga.optimizer_steps(self.trainer)."
-            )
-        return found
-
-    def _of_joined_batches(self) -> list[str]:
-        """Return the sentence on batches of the recipe that are one pass here, if that gives another gradient."""
-        verdict, joined = self.exactness.training, self._fed.micro_batch_size
-        alone = self.source.recipe.largest_batch(self._progress.position.epoch)
-        is_told = verdict is not None and verdict.cause == "batch_norm" and self.options.batch_norm != "warn"
-        if self.source.cut_in_step or self._plans_several_passes or joined <= alone or is_told:
-            return []
-        if not is_inexact(verdict):
-            return []
-        return [
-            f"Up to {joined} samples are in one pass here, and {alone} in one of the recipe's, which gives another "
-            f"gradient: {str(verdict).removesuffix('.')}. micro_batch_size={alone} keeps the recipe's passes."
-        ]
-
-    def _beyond(self) -> Iterator[str]:
-        """Yield what was asked for beyond what there is: samples of an epoch, memory of the device."""
-        samples, budget = self.source.recipe.total(loops.training_epoch(self.trainer)), self.options.budget
-        if samples is not None and self._largest_asked > (samples := samples * self.source.sharded_ranks):
-            yield (
-                f"The effective batch of {self._largest_asked:,} samples is above the {samples:,} of an epoch: it is a "
-                "single optimizer step over all of them, and a larger batch changes nothing."
-            )
-        if self._replaces_decay and samples is not None and self._largest_asked * 10 > samples:
-            yield (
-                f"from_lr_decay ends with batches of {self._largest_asked:,} samples, above a tenth of the {samples:,} "
-                "of an epoch: beyond that, a larger batch trains worse than a lower learning rate (arXiv 1711.00489)."
-            )
-        probed = self.probe is not None and self.probe.source != "estimate"
-        memory = total_memory(self.trainer.strategy.root_device) if probed else None
-        if memory is not None and (parse_budget(budget, memory) or 0) > memory:
-            yield f"memory_budget={budget!r} is above the {format_bytes(memory)} of the device: what is free counts."
-
-    @property
-    def _replaces_decay(self) -> bool:
-        schedules = self.request.effective, self.request.factor
-        return any(isinstance(each, EpochSchedule) and each.replaces_decay for each in schedules)
-
-    def summary(self) -> str:
-        """Return plan and probe in one line."""
-        found = ""
-        if self.probe is not None:
-            of_longest = "" if self.probe.sizes is None else " of the longest"
-            how = self.probe.method if self.probe.source == "probe" else self.probe.source
-            found = (
-                f"; limit {self.probe.limit}{of_longest} within {format_bytes(self.probe.budget_bytes)}, found by "
-                f"{how} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
-            )
-        exactness = self.exactness.training
-        silent = exactness is None or exactness.cause in ("exact", *INEXACT)
-        measured = "" if silent else f"; exactness: {str(exactness).removesuffix('.')}"
-        grows = "" if self.request.by_window is None else f", the largest of {self.request.by_window!r}"
-        return f"{self.plan}{grows}{found}{measured}."
