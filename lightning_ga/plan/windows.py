@@ -294,11 +294,11 @@ class GrowingEpoch(EpochPlan):
         return self.windows.nominal(window)
 
     def factor_of(self, window: int) -> int:
-        """Return the chunks per rank of one window."""
+        """Return the chunks per rank of one window; one of a window that would begin after the epoch's end."""
         start, samples = self.windows.span(window)
         if self.pads_last_window:
             samples = self.nominal(window)
-        return self.cut.factor_of(self, start, samples)
+        return max(1, self.cut.factor_of(self, start, samples))
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:
