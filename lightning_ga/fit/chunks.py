@@ -8,20 +8,20 @@ one chunk, of all outputs and of the loss.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.batch.pytree import open_container, rebuild, same_values, take
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.accumulation import require_count, split_evenly
 from lightning_ga.snapshot.copies import versions
 from lightning_ga.snapshot.random_numbers import RandomState, generators_of
 
@@ -65,31 +65,48 @@ class ChunkSize:
     window: int | None = None  # samples of the batch, if that is known: of each a module may get several views
     on_recompute: Callable[[], object] | None = None  # called once, as the first chunk is computed again
     recomputes_all: bool = False  # also a batch of one chunk: a module may be called several times in a step
+    even: bool = False  # whether chunks are of near-equal size, as planned, or as large as may be
+    seen: "Seen | None" = None  # what a check wants to know of the forward passes
 
     def sizes(self, entries: int) -> list[int]:
         """Return the sizes of the chunks of a module's batch of so many entries; the last is none of a single one."""
         views = max(1, entries // (self.window or entries))
         most = entries if self.samples is None else min(entries, self.samples * views)
+        if self.even:
+            return list(split_evenly(entries, -(-entries // most)))
         sizes = [most] * (entries // most) + [entries % most] * (entries % most > 0)
         if sizes[-1] == 1 and most > 2:  # BatchNorm refuses one sample
             sizes[-2:] = [most - 1, 2]
         return sizes
 
 
+@dataclass(slots=True)
+class Seen:
+    """What is seen of forward passes that run whole."""
+
+    calls: set[str] = field(default_factory=set)  # names of the modules that are called
+    draws: bool = False  # whether they draw random numbers
+
+
 class ChunkedModules:
     """Submodules of a training that run over its batches in chunks; in evaluation they run whole."""
 
     def __init__(self, trainer: Any, names: Sequence[str]) -> None:
-        self.names, self.size = tuple(names), ChunkSize()
-        self.modules = [_submodule(trainer.lightning_module, name) for name in self.names]
-        self._trainer = trainer
+        root, self.size, self._trainer = trainer.lightning_module, ChunkSize(), trainer
+        found = {id(module): (name, module) for name in names for module in [_submodule(root, name)]}
+        self.names = tuple(name for name, _ in found.values())
+        self.modules = [module for _, module in found.values()]
+        for name, module in found.values():
+            inside = next((n for n, other in found.values() if other is not module and other in module.modules()), None)
+            if inside is not None:
+                raise UserError(f"whole={self.names!r}: {inside} lies inside {name}, which runs in chunks with it.")
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Return a context in which their forward passes run in chunks as large as ``size`` says."""
         with ExitStack() as stack:
-            for module in self.modules:
-                chunks, whole = Chunks(module, self.size), module.forward
+            for name, module in zip(self.names, self.modules):
+                chunks, whole = Chunks(module, self.size, name=name), module.forward
                 stack.enter_context(shadowed(module, "forward", self._while_training(chunks, whole)))
             yield
 
@@ -98,7 +115,7 @@ class ChunkedModules:
 
 
 def _submodule(module: Module, name: str) -> Module:
-    found: Module | None = dict(module.named_modules()).get(name)
+    found: Module | None = dict(module.named_modules(remove_duplicate=False)).get(name)
     if found is None or not name:
         children = ", ".join(child for child, _ in module.named_children()) or "none"
         raise UserError(f"whole= names {name!r}, and {type(module).__name__} has no such submodule: it has {children}.")
@@ -108,14 +125,15 @@ def _submodule(module: Module, name: str) -> Module:
 class Chunks:
     """The forward pass of a module, in chunks."""
 
-    def __init__(self, module: Module, size: ChunkSize, dim: int = 0) -> None:
-        self._module, self._whole, self._name = module, module.forward, type(module).__name__
+    def __init__(self, module: Module, size: ChunkSize, dim: int = 0, name: str = "") -> None:
+        self._module, self._whole, self._name = module, module.forward, name or type(module).__name__
         self.size, self._dim = size, dim
+        self._constant: set[str] = set()  # places of arguments that were seen to belong to no sample
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run it."""
         if self.size.samples is None:
-            return self._whole(*arguments, **named)
+            return self._whole(*arguments, **named) if self.size.seen is None else self._watched(arguments, named)
         samples = extent((arguments, named), self._dim)
         if samples is None:
             raise UserError(
@@ -130,10 +148,29 @@ class Chunks:
         for number, size in enumerate(sizes):
             given, also = self._cut((arguments, named), samples, start, start + size)
             recomputes = torch.is_grad_enabled() and number not in kept
+            tensors = list(tensors_in((given, also)))
+            before = versions(tensors)
             with _unchanged_buffers(self._module):
                 outputs.append(self._checkpointed(given, also) if recomputes else self._whole(*given, **also))
+            if recomputes and versions(tensors) != before:
+                raise UserError(
+                    f"{self._name} changes its input in place, and runs in chunks that are computed again from it: let "
+                    "it change a copy, or leave it out of those that run in chunks."
+                )
             start += size
         return self._joined(outputs, sizes)
+
+    def _watched(self, arguments: Any, named: Any) -> Any:
+        """Run it whole, and note what is seen of it."""
+        assert self.size.seen is not None, "somebody wants to know"
+        samples, before = extent((arguments, named), self._dim), RandomState(generators_of(self._module))
+        output = self._whole(*arguments, **named)
+        self.size.seen.calls.add(self._name)
+        self.size.seen.draws |= not before.is_current()
+        self._constant |= {
+            place for place, tensor in _places("", (arguments, named)) if extent(tensor, self._dim) != samples
+        }
+        return output
 
     def _checkpointed(self, arguments: Any, named: Any) -> Any:
         generators = generators_of(self._module)
@@ -154,19 +191,24 @@ class Chunks:
                 now.restore()
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), again()
+            return nullcontext(), _Repeatedly(again)
 
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         return run(self._whole, *arguments, **named)
 
-    def _cut(self, node: Any, samples: int, start: int, stop: int) -> Any:
+    def _cut(self, node: Any, samples: int, start: int, stop: int, place: str = "") -> Any:
         """Return what a value holds for the samples from ``start`` to ``stop``."""
         if isinstance(node, Tensor):
-            return take(node, self._dim % node.dim(), start, stop) if extent(node, self._dim) == samples else node
+            is_cut = extent(node, self._dim) == samples and place not in self._constant
+            return (
+                take(node, self._dim % node.dim(), start, stop) if is_cut and not isinstance(node, Parameter) else node
+            )
         children = open_container(node)
         if children is None:
             return node
-        return rebuild(node, [self._cut(child, samples, start, stop) for _, child in children])
+        if type(node) is list and len(node) == samples and next(tensors_in(node), None) is None:
+            return node[start:stop]  # texts, say
+        return rebuild(node, [self._cut(child, samples, start, stop, place + name) for name, child in children])
 
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         """Join the outputs of the chunks."""
@@ -185,6 +227,27 @@ class Chunks:
             f"{self._name} runs in chunks, and returned {shown} for a chunk of {sizes[0]}, which has no entry for each "
             f"sample along axis {self._dim}: return a value for each sample, and average outside of it."
         )
+
+
+class _Repeatedly:
+    """A context that can be entered again, as a second backward pass does."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._make())
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+
+def _places(place: str, node: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a value with their places."""
+    if isinstance(node, Tensor):
+        yield place, node
+    for name, child in open_container(node) or ():
+        yield from _places(place + name, child)
 
 
 def tensors_in(node: Any) -> Iterator[Tensor]:
@@ -224,7 +287,9 @@ def _unchanged_buffers(module: Module) -> Iterator[None]:
     buffers = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in norms}
     before = versions(buffers.values())
     yield
+    after = dict(module.named_buffers())
     changed = [name for name, was, now in zip(buffers, before, versions(buffers.values())) if was != now]
+    changed += [name for name, buffer in buffers.items() if after.get(name) is not buffer]
     if changed:
         raise UserError(
             f"{type(module).__name__} changes its buffer {changed[0]} in its forward pass, which runs twice for each "

@@ -91,7 +91,7 @@ class Fit:
         chunked, most = self._engine.chunked, self._limit.most
         if self._planned is None or chunked is None or most is None:
             return None if self._planned is None else self._planned.plan
-        return in_chunks_of(self._planned.plan, most, chunked.names)
+        return in_chunks_of(self._planned.plan, min(most, self._engine.limit("training") or most), chunked.names)
 
     @property
     def samples_seen(self) -> int:
@@ -179,10 +179,12 @@ class Fit:
         if self._rates is not None and loops.begins_window(self.trainer):
             self._rates.begin_window(*self._scale_of(chunk))
         expected = source.expected(chunk)
-        if self.gradients.counts_samples:
+        counts, grows = self.gradients.counts_samples, self.request.by_window is not None
+        if counts or (source.streams and (grows or self._engine.chunked is not None)):
             on_host = self._engine.move is not None
             expected = samples = self._data.count(batch, chunk, self._reader, on_host=on_host)
-            self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
+            if counts:
+                self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
             if source.streams:
                 self.progress.note(chunk.count, samples)
         self._data.note(index, expected)
@@ -209,7 +211,8 @@ class Fit:
         batch, recipe = self.fed.effective_batch_size, source.recipe.effective(loops.training_epoch(self.trainer))
         factor = 1.0
         if isinstance(plan, GrowingEpoch):
-            batch = plan.nominal(chunk.window) * source.sharded_ranks
+            asked = plan.nominal(chunk.window) * source.sharded_ranks
+            batch = source.recipe.within(asked, loops.training_epoch(self.trainer))
         if schedule is not None:
             begun = (chunk.window_end - chunk.window_samples) * source.sharded_ranks
             factor = schedule.rate(self.trainer.global_step, self.progress.position.samples_before + begun)
@@ -364,7 +367,8 @@ class Fit:
                 f"whole={chunked.names!r} needs a window of one batch, and the loader's own batches make it one of "
                 f"{plan.factor}: let it yield batches of {plan.effective_batch_size // plan.world_size} samples."
             )
-        chunked.size.samples, chunked.size.recomputes_all = plan.chunk_size, self.plans_several_passes
+        chunked.size.samples, chunked.size.even = self._limit.most, True
+        chunked.size.recomputes_all = self.plans_several_passes
 
     def _arrange(self, epoch: int) -> None:
         """Cut an epoch; the loader yields nothing while the limit is unknown."""

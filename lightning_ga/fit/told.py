@@ -1,7 +1,7 @@
 """What a user is told before training: the plan, gradients that are not exact, and what was asked for in vain."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning_ga.compat import intervals, loops
 from lightning_ga.fit.exactness.training import is_inexact
@@ -10,14 +10,11 @@ from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.schedule import EpochSchedule
 from lightning_ga.plan.units import format_bytes, parse_budget
 
-if TYPE_CHECKING:
-    from lightning_ga.fit.fit import Fit
-
 
 class Told:
-    """Makes the sentences on one fit."""
+    """Makes the sentences on one fit (``fit/fit.py``, which makes this)."""
 
-    def __init__(self, fit: "Fit") -> None:
+    def __init__(self, fit: Any) -> None:
         self._fit = fit
         self._workers_are_told = False  # that they change what windows hold
 

@@ -51,6 +51,10 @@ PER_CHUNK = (
     "BatchNorm layers in the submodules of whole= normalize by the statistics of each chunk, not of the whole batch; "
     "GroupNorm (lightning_ga.models.to_group_norm) makes it exact"
 )
+RANDOM_CHUNKS = (
+    "the submodules of whole= draw random numbers, and chunks draw others than the whole: whether they treat samples "
+    "by themselves was not measured"
+)
 LEFT_OUT = (
     "training_step returned None for some of a window's micro-batches: these count as nothing, and the gradient is the "
     "mean over the others, where one pass over the window would have been skipped, or trained on them too; let the "
@@ -100,7 +104,7 @@ class Exactness:
     bytes_per_sample: int = 0
 
     def __str__(self) -> str:
-        of_state = self.reason if self.cause in ("stateful", "batch_norm") else ""
+        of_state = self.reason if self.cause in ("stateful", "batch_norm", "random") else ""
         whole = (
             f": whole={self.whole!r} runs them in the memory of a chunk and {format_bytes(self.bytes_per_sample)} for "
             "each sample"

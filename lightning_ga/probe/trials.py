@@ -62,6 +62,7 @@ class ChunkSetting(Protocol):
     samples: int | None
     window: int | None
     recomputes_all: bool
+    even: bool
     on_recompute: Callable[[], object] | None
 
 
@@ -198,6 +199,7 @@ class ProbedTrainer(ProbedTraining):
         chunks, window = self._setup.chunks, self._setup.rank_samples
         if chunks is not None:
             chunks.samples, chunks.window, chunks.recomputes_all = samples, window, samples < window
+            chunks.even = False
             chunks.on_recompute = meter.mark  # a phase ends with the loss, which may take more than a chunk
         batch = self.batch(samples if chunks is None else window)
         meter.note_batch(_tensors((self._held, batch)))

@@ -123,7 +123,7 @@ class RandomState:
     def is_current(self) -> bool:
         """Return whether no random number was drawn since."""
         same = self._python == _python.state() and same_values(self._numpy, _numpy.state())
-        return same and not have_moved(self._torch)
+        return same and not have_moved((*self._torch, *self._others))
 
     def restore(self) -> None:
         """Set every generator back."""

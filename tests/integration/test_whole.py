@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from contrastive import Contrastive, fit, plain_loop, ranks, samples, whole_batches, worst
+from contrastive import Contrastive, MixesSamples, fit, plain_loop, ranks, samples, whole_batches, worst
 from faults import Arm, Faults
 from forks import forked
 from torch import nn
@@ -190,6 +190,125 @@ def test_compiled_submodules_run_in_chunks() -> None:
     module.encoder = torch.compile(module.encoder, backend="eager")
     fit(module, whole(micro_batch_size=16))
     assert worst(module.gradients, whole_batches(Contrastive(), 200, WINDOW)) <= 1e-12
+
+
+class Odd(Contrastive):
+    """A step of its own kind; what is done to the encoder is a function of it and the inputs."""
+
+    def __init__(self, kind: str, *, kind_of: str = "") -> None:
+        super().__init__(kind_of)
+        self.odd = kind
+        self.online = self.encoder
+        self.codes = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+        if kind in ENCODERS:
+            self.encoder = self.online = ENCODERS[kind]().double()
+
+    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.odd == "random views":
+            inputs = inputs + 0.3 * torch.randn_like(inputs)
+        if self.odd == "a method":
+            one, other = self.encoder.features(inputs), self.encoder.features(inputs.tanh())
+        elif self.odd == "codes":
+            one, other = (self.encoder(each, self.codes * 2) for each in (inputs, inputs.tanh()))
+        else:
+            return super().loss(inputs)
+        similarities = nn.functional.normalize(one) @ nn.functional.normalize(other).T
+        return nn.functional.cross_entropy(similarities, torch.arange(len(one), device=one.device))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.odd == "two backward passes":
+            torch.autograd.grad(loss, list(self.head.parameters()), retain_graph=True)
+        return loss
+
+
+class Counts(MixesSamples):
+    """Multiplies by a number that falls with each call."""
+
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.net(inputs) * 0.999**self.calls
+
+
+class Follows(MixesSamples):
+    """A mean that follows by ``data``, which keeps no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.net(inputs)
+        self.mean.data.mul_(0.9).add_(0.1 * outputs.detach().mean(0))
+        return outputs
+
+
+class Overwrites(MixesSamples):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs.mul_(2))
+
+
+class ByMethod(MixesSamples):
+    def features(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)
+
+
+class WithCodes(MixesSamples):
+    """Attends to a table of eight codes."""
+
+    def forward(self, inputs: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        return (self.net(inputs) @ codes).softmax(1) @ codes.T
+
+
+ENCODERS = {"counts": Counts, "follows": Follows, "overwrites": Overwrites, "a method": ByMethod, "codes": WithCodes}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "sentence"),
+    [
+        ("counts", ("encoder",), "encoder.calls changes in the forward pass, which runs for each chunk"),
+        ("follows", ("encoder",), "encoder.mean changes in the forward pass, which runs for each chunk"),
+        ("overwrites", ("encoder",), "encoder changes its input in place"),
+        ("a method", ("encoder",), "training_step never calls encoder (perhaps a method of it, such as forward_fea"),
+        ("", ("encoder", "encoder.0"), "encoder.0 lies inside encoder, which runs in chunks with it"),
+    ],
+)
+def test_encoders_that_cannot_run_in_chunks_are_refused(kind: str, names: Any, sentence: str) -> None:
+    """Before training, by name."""
+    with pytest.raises(UserError) as raised:
+        fit(Odd(kind), whole(micro_batch_size=16, whole=names))
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["random views", "two backward passes", "codes", "a second name"])
+def test_steps_that_may_run_in_chunks(kind: str) -> None:
+    """Views at random, the graph used twice, a table as long as a window of 8, a name for a shared encoder."""
+    name, window = ("online",) if kind == "a second name" else ("encoder",), 8 if kind == "codes" else WINDOW
+    settings = {"effective_batch_size": window, "whole": name}
+    module, callback, kept = Odd(kind), whole(micro_batch_size=4, **settings), Odd(kind)
+    for each, ours in ((module, callback), (kept, whole(micro_batch_size=window, **settings))):
+        torch.manual_seed(5)
+        fit(each, ours)
+    assert callback.exactness.cause == "exact"
+    assert worst(module.gradients[:4], kept.gradients[:4]) <= 1e-12
+
+
+def test_random_views_hide_no_encoder_that_mixes_samples() -> None:
+    """What the step draws is the same in both passes of the check."""
+    with pytest.raises(UserError, match="depends on the others"):
+        fit(Odd("random views", kind_of="mixes"), whole(micro_batch_size=16))
+    with pytest.warns(UserWarning, match="statistics of each chunk"):
+        fit(Odd("random views", kind_of="batch norm"), whole(micro_batch_size=16))
+
+
+def test_a_stream_survives_as_other_data_do() -> None:
+    """And its windows are counted in samples."""
+    module, callback, faults = Contrastive(joined=True), whole(micro_batch_size=32), Faults(60)
+    with faults, pytest.warns(UserWarning, match="chunks of 32 .* in chunks of at most 16 samples, with the same res"):
+        fit(module, callback, Arm(faults), stream=True)
+    assert worst(module.gradients, whole_batches(Contrastive(joined=True), 200, WINDOW)) <= 1e-12
 
 
 class DropsByFunction(Contrastive):

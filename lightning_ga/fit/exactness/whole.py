@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.errors import UserError
-from lightning_ga.fit.chunks import ChunkedModules, Chunks, ChunkSize, extent, tensors_in
+from lightning_ga.fit.chunks import ChunkedModules, Chunks, ChunkSize, Seen, extent, tensors_in
 from lightning_ga.fit.exactness.check import batch_norm_layers
 from lightning_ga.fit.exactness.differences import distance, norm
 from lightning_ga.fit.exactness.halves import SampleBatch
-from lightning_ga.fit.exactness.passes import Passes, PassRunner
+from lightning_ga.fit.exactness.passes import Passes, PassRunner, numbers_of, state_sums
 from lightning_ga.memory.oom import is_out_of_memory
-from lightning_ga.plan.exactness import NO_GRADIENT, PER_CHUNK, Exactness, unmeasured
+from lightning_ga.plan.exactness import NO_GRADIENT, PER_CHUNK, RANDOM_CHUNKS, Exactness, unmeasured
+from lightning_ga.snapshot.checksums import differ
 
 MOST = 32  # submodules that are tried
 
@@ -50,36 +51,62 @@ def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch
         UserError: If a submodule does not treat samples by themselves, but for BatchNorm.
     """
     size, run = chunked.size, _Runner(passes, batch)
-    size.window = batch.size
+    size.window, size.seen = batch.size, Seen()
     try:
-        whole = run(0)
+        whole, seen, kept = run(0), size.seen, _state_of(chunked)
+        if missing := [name for name in chunked.names if name not in seen.calls]:
+            raise _never_called(chunked, missing[0])
         if not 0 < norm(whole.gradients[0]) < float("inf"):
             return unmeasured(tolerance, NO_GRADIENT)
-        size.samples = (batch.size + 1) // 2
+        size.samples, size.seen = (batch.size + 1) // 2, None
         error = distance(whole.gradients[0], run(0).gradients[0])
-        verdict = Exactness(error, tolerance, "exact", micro_steps=passes.steps)
+        if changed := [name for name, value in _state_of(chunked).items() if differ(kept.get(name), value)]:
+            raise _changes(chunked, changed[0])
         if error <= tolerance:
-            return verdict
-        size.samples = None
-        if whole.draws and distance(whole.gradients[0], run(1).gradients[0]) > tolerance:
-            return Exactness(None, tolerance, "random", micro_steps=passes.steps)
+            return Exactness(error, tolerance, "exact", micro_steps=passes.steps)
+        layers = tuple(layer for module in chunked.modules for layer in batch_norm_layers(module))
+        if seen.draws and layers:
+            return Exactness(None, tolerance, "batch_norm", layers, PER_CHUNK, passes.steps)
+        if seen.draws:
+            return Exactness(None, tolerance, "random", reason=RANDOM_CHUNKS, micro_steps=passes.steps)
         with _fixed_statistics():
+            size.samples = None
             whole = run(0)
             size.samples = (batch.size + 1) // 2
             if not distance(whole.gradients[0], run(0).gradients[0]) <= tolerance:
                 raise _mixes_samples(chunked, error)
-        layers = tuple(layer for module in chunked.modules for layer in batch_norm_layers(module))
         return Exactness(error, tolerance, "batch_norm", layers, PER_CHUNK, passes.steps)
     finally:
-        size.samples = size.window = None
+        size.samples = size.window = size.seen = None
+
+
+def _state_of(chunked: ChunkedModules) -> dict[str, Any]:
+    """Return what the submodules keep: numbers, and sums over tensors."""
+    pairs = list(zip(chunked.names, chunked.modules))
+    kept = [{**numbers_of(module), **state_sums(module)} for _, module in pairs]
+    return {f"{name}.{key}": value for (name, _), state in zip(pairs, kept) for key, value in state.items()}
+
+
+def _never_called(chunked: ChunkedModules, name: str) -> UserError:
+    return UserError(
+        f"whole={chunked.names!r}: training_step never calls {name} (perhaps a method of it, such as "
+        "forward_features): name submodules that are called."
+    )
+
+
+def _changes(chunked: ChunkedModules, name: str) -> UserError:
+    return UserError(
+        f"whole={chunked.names!r}: {name} changes in the forward pass, which runs for each chunk, and once more in the "
+        "backward pass: change it outside, as in on_train_batch_end, or leave this submodule out."
+    )
 
 
 def _mixes_samples(chunked: ChunkedModules, error: float) -> UserError:
     names = ", ".join(chunked.names)
     return UserError(
-        f"whole={chunked.names!r}: run in chunks, {names} made a gradient that is {error:.0%} off, so what it computes "
-        "of a sample depends on the others: name submodules that treat samples by themselves (the encoder below the "
-        'loss), or let whole="auto" find them.'
+        f"whole={chunked.names!r}: run in chunks, {names} made a gradient that is off by {error:.1g} of it, so what "
+        "it computes of a sample depends on the others: name submodules that treat samples by themselves (the encoder "
+        'below the loss), or let whole="auto" find them.'
     )
 
 
