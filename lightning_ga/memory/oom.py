@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ga.memory.vendors import VENDORS, vendors_in_use
 
@@ -97,7 +98,8 @@ def _settle_backward_threads() -> None:
     (``Engine::thread_main`` in ``torch/csrc/autograd/engine.cpp``).
     """
     for device in [device for vendor in vendors_in_use() for device in vendor.devices()]:
-        with suppress(Exception), torch.inference_mode(False), torch.enable_grad():  # memory may be short even now
+        # Memory may be short even now; a budget of live tensors, which is a mode, counts what that thread still holds.
+        with suppress(Exception), _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             some = torch.zeros((), device=device, requires_grad=True)
             torch.autograd.backward(some.clone())
 

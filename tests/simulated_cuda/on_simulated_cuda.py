@@ -25,7 +25,6 @@ EXPLAINED: dict[str, str] = {
         "on a GPU the batch that the loader made lies elsewhere"
     ),
     "integration/test_survive.py::test_a_real_device_that_is_too_small[loader]": HIDDEN,
-    "integration/test_survive.py::test_a_real_device_that_is_too_small[step]": BYTES,
     "integration/test_survive.py::test_gradients_that_no_module_or_hook_tells_of": (
         "its weight belongs to no module, so that no Trainer moves it to the device"
     ),

@@ -1,6 +1,6 @@
 """What an out-of-memory error keeps alive in the thread of a device is freed too."""
 
-import sys
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_ga.memory.oom import release
+from lightning_ga.testing import limit_memory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs the simulated CUDA device: make test-cuda")
 
@@ -26,23 +27,28 @@ class Fails(torch.autograd.Function):
 
 
 @pytest.fixture
-def one_thread_at_a_time() -> Iterator[None]:
-    """Let the main thread keep the interpreter until it waits for something."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(60)
+def one_core() -> Iterator[None]:
+    """Now and then the main thread goes on before that of the device has let go: in 4 of 100 errors."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
     yield
-    sys.setswitchinterval(before)
+    os.sched_setaffinity(0, before)
 
 
-@pytest.mark.usefixtures("one_thread_at_a_time")
-def test_the_thread_of_a_backward_pass_lets_go() -> None:
-    """It holds its error, and so the frame of what failed, until it takes up other work."""
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("is_exceeded", [False, True])
+def test_the_thread_of_a_backward_pass_lets_go(is_exceeded: bool) -> None:
+    """It holds what failed until it takes up other work, even if that still exceeds a budget."""
+    inputs = torch.ones(2**14, device="cuda", requires_grad=True)
     before = torch.cuda.memory_allocated()
-    failure = None
-    try:
-        Fails.apply(torch.ones((), device="cuda", requires_grad=True)).backward()
-    except torch.OutOfMemoryError as error:
-        failure = error
-    assert failure is not None
-    release(failure)
-    assert torch.cuda.memory_allocated() <= before
+    for _ in range(300):
+        failure = None
+        with limit_memory("1GiB") as meter:
+            try:
+                Fails.apply(inputs).square().sum().backward()
+            except torch.OutOfMemoryError as error:
+                failure = error
+            assert failure is not None
+            meter.budget = 0 if is_exceeded else meter.budget
+            release(failure)
+        assert torch.cuda.memory_allocated() <= before
