@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +19,7 @@ import torch
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.config import RateRule, ScaleLr
+from lightning_ga.plan.config import RateRule, ScaleLr, require_choice
 from lightning_ga.plan.critical_batch import BatchPoint, CriticalBatch, batches_around
 
 _QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -65,37 +67,23 @@ def measure_batch_size(
     batch, seeds = require_count("batch", batch), require_count("seeds", seeds)
     if seeds < 2:
         raise UserError(f"{seeds=} gives no standard error: use at least 2.")
-    content, rule = torch.load(ckpt_path, map_location="cpu", weights_only=True), RateRule(scale_lr, scale_beta2)
+    require_choice(scale_lr=(scale_lr, get_args(ScaleLr)), scale_beta2=(scale_beta2, (True, False)))
+    for name, value in {"tolerance": tolerance, "lr": lr}.items():
+        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            raise UserError(f"{name}={value!r} must be a number above 0.")
     samples, epochs = _whole(require_count("samples", samples), 4 * batch, make()[1])
+    content = torch.load(ckpt_path, map_location="cpu", weights_only=True)
+    run = _Branches(make, content, RateRule(scale_lr, scale_beta2), batch, lr, monitor, trainer)
     setting = {"step": content["global_step"], "batch": batch, "samples": samples, "lr": lr, "monitor": monitor}
     setting |= {"scale_lr": scale_lr, "scale_beta2": scale_beta2}
-    losses = _known(Path(folder), setting)
-
-    def branch(size: int, seed: int, end: dict[str, int]) -> float:
-        pl.seed_everything(seed, workers=True, verbose=False)
-        module, data = make()
-        settings: dict[str, Any] = {**_QUIET, "max_epochs": -1, **trainer, **end, "limit_val_batches": 0}
-        start = _Branch(content, rule, size, batch, lr)
-        pl.Trainer(**settings, callbacks=[AutoAccumulate(size, verify=False), start]).fit(module, datamodule=data)
-        judge = pl.Trainer(**{**_QUIET, **trainer})
-        judge.validate(module, datamodule=data, verbose=False)
-        if monitor not in judge.callback_metrics:
-            raise UserError(f"{monitor=} is no metric of validation: {', '.join(sorted(judge.callback_metrics))}.")
-        return float(judge.callback_metrics[monitor])
-
-    def seconds(steps: int) -> float:
-        started = time.perf_counter()
-        branch(batch, 0, {"max_steps": steps})
-        return time.perf_counter() - started
-
-    sizes = batches_around(batch, samples)
+    losses, sizes = _known(Path(folder), setting), batches_around(batch, samples)
     left = [(size, seed) for seed in range(seeds) for size in sizes if f"{size}/{seed}" not in losses]
     if left:
-        few, more = seconds(2), seconds(10)
-        each = few + max(0.0, more - few) / 8 * samples / batch
-        tell(f"{len(left)} branches of {samples:,} samples each: about {len(left) * each:.0f} s")
+        tell(
+            f"{len(left)} branches of {samples:,} samples each: about {len(left) * run.seconds(samples / batch):.0f} s"
+        )
     for number, (size, seed) in enumerate(left, 1):
-        loss = branch(size, seed, {"max_epochs": epochs} if epochs else {"max_steps": samples // size})
+        loss = run.loss(size, seed, {"max_epochs": epochs} if epochs else {"max_steps": samples // size})
         losses[f"{size}/{seed}"] = loss
         _keep(Path(folder), {"setting": setting, "losses": losses})
         tell(f"{number} of {len(left)}: batch {size}, seed {seed}: {monitor} {loss:.4f}")
@@ -103,6 +91,42 @@ def measure_batch_size(
     found = CriticalBatch(tuple(points), tolerance, samples)
     _draw(found, Path(folder) / "batch_size.png", monitor)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Branches:
+    """Trainings that begin with a checkpoint."""
+
+    make: Callable[[], tuple[Any, Any]]
+    content: Mapping[str, Any]  # of the checkpoint
+    rule: RateRule
+    batch: int  # that its learning rate belongs to
+    lr: float | None  # instead of the checkpoint's
+    monitor: str
+    trainer: Mapping[str, Any]  # arguments of it
+
+    def loss(self, size: int, seed: int, end: Mapping[str, int]) -> float:
+        """Train with a batch of so many samples until the ``end``, and validate."""
+        pl.seed_everything(seed, workers=True, verbose=False)
+        module, data = self.make()
+        settings: dict[str, Any] = {**_QUIET, "max_epochs": -1, **self.trainer, **end, "limit_val_batches": 0}
+        start = _Branch(self.content, self.rule, size, self.batch, self.lr)
+        pl.Trainer(**settings, callbacks=[AutoAccumulate(size, verify=False), start]).fit(module, datamodule=data)
+        judge = pl.Trainer(**{**_QUIET, **self.trainer})
+        judge.validate(module, datamodule=data, verbose=False)
+        if self.monitor not in judge.callback_metrics:
+            known = ", ".join(sorted(judge.callback_metrics))
+            raise UserError(f"monitor={self.monitor!r} is no metric of validation: {known}.")
+        return float(judge.callback_metrics[self.monitor])
+
+    def seconds(self, steps: float) -> float:
+        """Estimate how long a branch of so many steps takes, by two short ones."""
+        taken = []
+        for few in (2, 10):
+            started = time.perf_counter()
+            self.loss(self.batch, 0, {"max_steps": few})
+            taken.append(time.perf_counter() - started)
+        return taken[0] + max(0.0, taken[1] - taken[0]) / 8 * steps
 
 
 def _whole(samples: int, multiple: int, data: Any) -> tuple[int, int]:
@@ -115,6 +139,9 @@ def _whole(samples: int, multiple: int, data: Any) -> tuple[int, int]:
     if multiple > total:
         raise UserError(f"samples={samples} of {total} hold no window of {multiple} samples: give a smaller batch.")
     return min(-(-samples // multiple), total // multiple) * multiple, 0
+
+
+_PARAMETERS = signature(measure_batch_size).parameters
 
 
 class _Branch(pl.Callback):
@@ -181,8 +208,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from lightning_ga.app.allowlist import check_targets
     from lightning_ga.app.progress import quiet_lightning
 
-    given = dict(OmegaConf.to_container(OmegaConf.from_dotlist(list(sys.argv[1:] if arguments is None else arguments))))  # type: ignore[arg-type]
-    path = checkpoints.find_checkpoint(str(given.pop("ckpt_path", "")), {}, [Path("outputs")])
+    written = list(sys.argv[1:] if arguments is None else arguments)
+    given: dict[str, Any] = dict(OmegaConf.to_container(OmegaConf.from_dotlist(written)))  # type: ignore[arg-type]
+    known = {*_PARAMETERS, *signature(pl.Trainer).parameters, "ckpt_path"} - {"make", "folder", "tell", "trainer"}
+    wrong = next((f"{key}= is no argument" for key in given if key not in known), None)
+    wrong = "ckpt_path=RUN is missing" if wrong is None and not given.get("ckpt_path") else wrong
+    if wrong is not None:
+        ours = ", ".join(f"{name}=" for name in _PARAMETERS if name in known - {"ckpt_path"})
+        raise UserError(
+            f"{wrong}: python -m lightning_ga.batch_size ckpt_path=RUN takes the folder of a run, {ours}, and "
+            "arguments of the Trainer."
+        )
+    path = checkpoints.find_checkpoint(str(given.pop("ckpt_path")), {}, [Path("outputs")])
     config = checkpoints.saved_config(path)
     config["paths"]["output_dir"] = str(path.parent.parent)
     check_targets({key: config[key] for key in ("data", "model", "optimizer", "lr_scheduler", "trainer")})
@@ -200,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "Batch or learning rate of the run followed a schedule: give batch=…, the one that the rate is for."
         )
     plan = json.loads((path.parent.parent / "plan.json").read_text())["plan"]
-    batch = int(given.pop("batch", plan["effective_batch_size"]))
+    batch = require_count("batch", given.pop("batch", plan["effective_batch_size"]))
     asked = {"samples": 64 * batch, "folder": path.parent.parent / "batch_size", **given}
     for key in ("accelerator", "devices", "precision", "gradient_clip_val"):
         asked.setdefault(key, cfg.trainer[key])

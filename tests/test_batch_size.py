@@ -16,6 +16,7 @@ from reference import Regression, Samples, loss, permutation, quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_ga import UserError, measure_batch_size
+from lightning_ga.batch_size import main
 from lightning_ga.plan.critical_batch import BatchPoint, CriticalBatch
 
 SIZE, QUIET = 64, {"accelerator": "cpu", "devices": 1}
@@ -101,7 +102,9 @@ def test_what_would_show_nothing_is_refused(checkpoint: Path, tmp_path: Path) ->
     settings: dict[str, Any] = {"batch": 4, "samples": 64, "folder": tmp_path, "tell": lambda _: None, **QUIET}
     for more, message in [
         ({"seeds": 1}, "seeds=1 gives no standard error"),
-        ({"lr": 0.0}, "learning rate has fallen to 0"),
+        ({"lr": 0.0}, "lr=0.0 must be a number above 0"),
+        ({"tolerance": "x"}, "tolerance='x' must be a number above 0"),
+        ({"scale_lr": "cubic"}, "scale_lr='cubic' must be one of 'none', 'linear', 'sqrt'"),
         ({"monitor": "val/acc"}, "monitor='val/acc' is no metric of validation: val/loss"),
         ({"batch": 20, "samples": 30}, "hold no window of 80 samples"),
     ]:
@@ -132,6 +135,26 @@ def test_no_larger_batch_than_the_verdict_follows_within_the_bound(losses: dict[
     assert not after or after[0].loss > found.bound
     between = [point for point in found.points if found.lowest.batch <= point.batch <= found.largest]
     assert all(point.loss <= found.bound for point in between)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [],
+            "ckpt_path=RUN is missing: python -m lightning_ga.batch_size ckpt_path=RUN takes the folder of a run, bat",
+        ),
+        (
+            ["ckpt_path=a", "sampels=3"],
+            "sampels= is no argument: .* batch=, samples=, seeds=, scale_lr=, scale_beta2=, ",
+        ),
+        (["--help"], "--help= is no argument: "),
+        (["ckpt_path=nowhere"], "ckpt_path=nowhere is not a file"),
+    ],
+)
+def test_what_is_typed_wrongly_is_one_sentence(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main(arguments)
 
 
 def test_the_command_measures_a_run(shared_run: Path) -> None:

@@ -105,8 +105,13 @@ def _greedy(descending: Sequence[int], budget: int, most: int) -> list[int]:
     starts, start = [], 0
     while start < len(descending):
         starts.append(start)
-        start += max(1, min(most, budget // max(1, descending[start])))
+        start += _fitting(descending[start], budget, most)
     return starts
+
+
+def _fitting(longest: int, budget: int, most: int) -> int:
+    """Return how many samples a micro-batch may hold, one at least."""
+    return max(1, min(most, budget // longest)) if longest else most
 
 
 def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[tuple[int, int]]:
@@ -127,7 +132,7 @@ def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[t
         edges.insert(edges.index(end), (start + end) // 2)
     for place in range(1, len(edges) - 1):
         start, end = edges[place - 1], edges[place + 1]
-        size, reach = descending[start], start + max(1, min(most, budget // max(1, descending[start])))
+        size, reach = descending[start], start + _fitting(descending[start], budget, most)
         rights = ((at, (end - at) * descending[at]) for at in range(start + 1, min(reach + 1, end)))
         fitting = ((at, cost) for at, cost in rights if at + 1 == end or (cost <= budget and end - at <= most))
         edges[place] = min(fitting, key=lambda each: (each[0] - start) * size + each[1])[0]

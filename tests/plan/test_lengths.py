@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.plan.accumulation import plan_accumulation
@@ -52,6 +52,7 @@ def test_every_sample_is_in_one_chunk_within_the_limits(
 
 @settings(deadline=None)
 @given(SIZES, LIMITS)
+@example([0, 0], SizeLimits(budget=1, samples=2))
 def test_no_cut_of_sorted_samples_needs_fewer_chunks(sizes: list[int], limits: SizeLimits) -> None:
     """Against the fewest of all cuts of the sorted samples, found by trying each."""
     ordered = sorted(sizes, reverse=True)
