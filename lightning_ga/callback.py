@@ -143,7 +143,7 @@ class AutoAccumulate(Callback):
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
         rates = RateRule(scale_lr, scale_beta2)
         scales_rates(self._request, rates)
-        names = read_whole(whole, self._request, objective)
+        names = read_whole(whole, self._request)
         growing = self._request.by_window and effective_batch_size
         in_step = micro_batching if micro_batching == "step" else None
         others = {"accumulate": accumulate, "micro_batching": in_step, "whole": names, "effective_batch_size": growing}

@@ -25,6 +25,8 @@ from lightning_ga.plan.accumulation import require_count, split_evenly
 from lightning_ga.snapshot.copies import versions
 from lightning_ga.snapshot.random_numbers import RandomState, generators_of
 
+_UNKNOWN = 2**31  # calls of a step: none of the first step's chunks is among the last
+
 
 @contextmanager
 def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Iterator[None]:
@@ -61,12 +63,34 @@ class ChunkSize:
     """How large the chunks of forward passes are from here on."""
 
     samples: int | None = None  # ``None`` to run whole batches
-    keep: int = 0  # chunks of each call that keep their activations
+    keep: int = 0  # chunks that keep their activations: the last of each call, or of all calls of a step if counted
+    step_calls: int | None = None  # calls that a step makes, as the step before made; ``None`` if they are not counted
+    calls: int = 0  # of this step so far
     window: int | None = None  # samples of the batch, if that is known: of each a module may get several views
     on_recompute: Callable[[], object] | None = None  # called once, as the first chunk is computed again
     recomputes_all: bool = False  # also a batch of one chunk: a module may be called several times in a step
     even: bool = False  # whether chunks are of near-equal size, as planned, or as large as may be
     seen: "Seen | None" = None  # what a check wants to know of the forward passes
+
+    def begin_step(self, window: int | None) -> None:
+        """Begin a step on a batch of so many samples, if that is known."""
+        self.window, self.calls = window, 0
+
+    def kept(self, chunks: int) -> range:
+        """Return which of a call's chunks keep their activations."""
+        if self.step_calls is None:
+            return range(chunks - self.keep, chunks)
+        self.calls += 1
+        later = self.step_calls - self.calls
+        return range(chunks if later < 0 else min(chunks, chunks * (later + 1) - self.keep), chunks)
+
+    def recomputes(self) -> None:
+        """Note that the backward pass of a step has come to a chunk: all its calls are made."""
+        if self.step_calls is not None:
+            self.step_calls = self.calls
+        notify, self.on_recompute = self.on_recompute, None
+        if notify is not None:
+            notify()
 
     def sizes(self, entries: int) -> list[int]:
         """Return the sizes of the chunks of a module's batch of so many entries; the last is none of a single one."""
@@ -92,7 +116,7 @@ class ChunkedModules:
     """Submodules of a training that run over its batches in chunks; in evaluation they run whole."""
 
     def __init__(self, trainer: Any, names: Sequence[str]) -> None:
-        root, self.size, self._trainer = trainer.lightning_module, ChunkSize(), trainer
+        root, self.size, self._trainer = trainer.lightning_module, ChunkSize(step_calls=_UNKNOWN), trainer
         found = {id(module): (name, module) for name in names for module in [_submodule(root, name)]}
         self.names = tuple(name for name, _ in found.values())
         self.modules = [module for _, module in found.values()]
@@ -143,7 +167,7 @@ class Chunks:
         sizes = self.size.sizes(samples) if samples else [0]
         if len(sizes) == 1 and not self.size.recomputes_all:
             return self._whole(*arguments, **named)
-        kept = range(len(sizes) - self.size.keep, len(sizes))
+        kept = self.size.kept(len(sizes)) if torch.is_grad_enabled() else ()
         outputs, start = [], 0
         for number, size in enumerate(sizes):
             given, also = self._cut((arguments, named), samples, start, start + size)
@@ -179,9 +203,7 @@ class Chunks:
         @contextmanager
         def again() -> Iterator[None]:
             """Draw the same numbers, of NumPy and Python too, and update no statistics."""
-            notify, self.size.on_recompute = self.size.on_recompute, None
-            if notify is not None:
-                notify()
+            self.size.recomputes()
             now = RandomState(generators)
             before.restore()
             try:

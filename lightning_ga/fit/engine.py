@@ -98,7 +98,7 @@ class Engine:
         """Run no more samples at once from here on."""
         self.limits[stage] = min(samples, self.limits.get(stage, samples))
         if (chunked := self.chunked_in(stage)) is not None:
-            chunked.size.samples = min(samples, chunked.size.samples or samples)
+            chunked.size.samples, chunked.size.keep = min(samples, chunked.size.samples or samples), 0
 
     def chunked_in(self, stage: str) -> ChunkedModules | None:
         """Return the submodules that run in chunks in a stage: its batches run whole, limits are those of chunks."""

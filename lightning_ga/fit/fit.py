@@ -91,7 +91,9 @@ class Fit:
         chunked, most = self._engine.chunked, self._limit.most
         if self._planned is None or chunked is None or most is None:
             return None if self._planned is None else self._planned.plan
-        return in_chunks_of(self._planned.plan, min(most, self._engine.limit("training") or most), chunked.names)
+        lowered, found = self._engine.limit("training"), self.probe
+        kept = found.kept_chunks if lowered is None and found is not None else 0
+        return in_chunks_of(self._planned.plan, min(most, lowered or most), chunked.names, kept)
 
     @property
     def samples_seen(self) -> int:
@@ -189,7 +191,7 @@ class Fit:
                 self.progress.note(chunk.count, samples)
         self._data.note(index, expected)
         if self._engine.chunked is not None:
-            self._engine.chunked.size.window = expected
+            self._engine.chunked.size.begin_step(expected)
         if self._later.are_made:
             self._later.look(batch, accumulates=self._accumulates)
         if not source.cut_in_step:
@@ -368,6 +370,7 @@ class Fit:
                 f"{plan.factor}: let it yield batches of {plan.effective_batch_size // plan.world_size} samples."
             )
         chunked.size.samples, chunked.size.even = self._limit.most, True
+        chunked.size.keep = plan.kept_chunks
         chunked.size.recomputes_all = self.plans_several_passes
 
     def _arrange(self, epoch: int) -> None:

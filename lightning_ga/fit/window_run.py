@@ -85,7 +85,7 @@ class WindowRun:
                 self._undo(self._failure)
             self._running, self._cut = min(self._most(last), slices.samples), last.batch
             if self._chunks is not None:
-                self._chunks.size.samples = self._running
+                self._chunks.size.samples, self._chunks.size.keep = self._running, 0
             outcome = engine.catch(self._stage, self._run_parts, slices)
             if outcome.failure is None:
                 break

@@ -28,6 +28,7 @@ class AccumulationPlan:
         chunks: Samples of each chunk, one tuple per rank.
         chunk_size: With ``whole=``, the most samples of a chunk of its submodules; else ``None``.
         whole: With ``whole=``, the names of these submodules.
+        kept_chunks: With ``whole=``, how many chunks of a step, the last ones, are not computed again.
         samples_at_most: With ``size_of``, most samples that a chunk may hold; ``None`` without.
         size_budget: With ``size_of``, most that samples × longest may be in a chunk of several samples.
     """
@@ -39,6 +40,7 @@ class AccumulationPlan:
     chunks: tuple[tuple[int, ...], ...]
     chunk_size: int | None = None
     whole: tuple[str, ...] = ()
+    kept_chunks: int = 0
     samples_at_most: int | None = None
     size_budget: int | None = None
 
@@ -47,7 +49,8 @@ class AccumulationPlan:
             chunks = -(-self.micro_batch_size // self.chunk_size)
             each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
             names = f"{' and '.join(self.whole)} in {chunks} chunk{'s' if chunks > 1 else ''} of {self.chunk_size}"
-            return f"effective batch {self.effective_batch_size:,} in one loss{each}, {names}"
+            kept = f", {self.kept_chunks} of them not computed again" if self.kept_chunks else ""
+            return f"effective batch {self.effective_batch_size:,} in one loss{each}, {names}{kept}"
         effective, micro, factor, ranks = self.effective_batch_size, self.micro_batch_size, self.factor, self.world_size
         if all(size == micro for rank in self.chunks for size in rank):
             return f"effective batch {effective} = {micro} × {factor} × {ranks} (micro-batch × factor × ranks)"
@@ -96,7 +99,7 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
     return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
 
 
-def in_chunks_of(plan: AccumulationPlan, most: int, names: tuple[str, ...]) -> AccumulationPlan:
+def in_chunks_of(plan: AccumulationPlan, most: int, names: tuple[str, ...], kept: int = 0) -> AccumulationPlan:
     """Plan windows of one pass, over which submodules run in the fewest near-equal chunks of at most ``most`` samples.
 
     Examples:
@@ -104,7 +107,7 @@ def in_chunks_of(plan: AccumulationPlan, most: int, names: tuple[str, ...]) -> A
         effective batch 1,024 in one loss, encoder in 11 chunks of 94
     """
     samples = plan.micro_batch_size
-    return replace(plan, chunk_size=-(-samples // -(-samples // most)), whole=names)
+    return replace(plan, chunk_size=-(-samples // -(-samples // most)), whole=names, kept_chunks=kept)
 
 
 def require_few_chunks(effective_batch: int, micro_batch: int, world_size: int) -> None:

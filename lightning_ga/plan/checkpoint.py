@@ -75,7 +75,13 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
         }
     )
     _require_counts(result.limit, result.budget_bytes)
-    _require_counts(result.peak_bytes, result.steps, *(number for point in result.curve for number in point), least=0)
+    _require_counts(
+        result.peak_bytes,
+        result.steps,
+        result.kept_chunks,
+        *(number for point in result.curve for number in point),
+        least=0,
+    )
     for trial in result.trials:
         _require_counts(trial.micro_batch_size, trial.peak_bytes, least=0)
     for timing in result.timings:

@@ -115,7 +115,7 @@ def read_request(
     )
 
 
-def read_whole(whole: Any, request: Request, objective: str) -> Whole:
+def read_whole(whole: Any, request: Request) -> Whole:
     """Check the names of submodules that run over whole windows; a string is one name, or ``"auto"``."""
     if whole == "auto":
         names: Whole = "auto"
@@ -129,11 +129,6 @@ def read_whole(whole: Any, request: Request, objective: str) -> Whole:
         raise UserError(
             f"{whole=} makes a window one batch, so its factor is 1, and accumulate={request.factor(0)} asks for "
             "another: give effective_batch_size=… instead."
-        )
-    if names and objective != "memory":
-        raise UserError(
-            f"{objective=} is not made for {whole=}, whose chunks are as large as fits: leave objective= out, or give "
-            "micro_batch_size=… for the chunks."
         )
     return names
 

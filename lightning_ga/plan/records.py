@@ -66,6 +66,8 @@ class ProbeResult:
             checkpoint that the run resumed, or an estimate for a device that is not present.
         holders: What holds the memory at the peak; ``None`` where no step was recorded.
         sizes: With ``size_of``, the limits of shorter samples; ``limit`` is that of the longest.
+        kept_chunks: With ``whole=`` and ``objective="throughput"``, the last chunks of a step that need not be computed
+            again, as their activations fit.
     """
 
     limit: int
@@ -81,6 +83,7 @@ class ProbeResult:
     source: Source = "probe"
     holders: Attribution | None = None
     sizes: SizeLimits | None = None
+    kept_chunks: int = 0
 
 
 def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
@@ -108,5 +111,5 @@ def lowered(found: ProbeResult, limit: int) -> ProbeResult:
     peak = next((peak for samples, peak in found.curve if samples >= limit), found.peak_bytes)
     curve = tuple(point for point in found.curve if point[0] <= limit)
     fastest = None if found.fastest is None else min(found.fastest, limit)
-    found = replace(found, sizes=found.sizes and found.sizes.lowered(limit, of=found.limit))
+    found = replace(found, sizes=found.sizes and found.sizes.lowered(limit, of=found.limit), kept_chunks=0)
     return replace(found, limit=limit, peak_bytes=peak, trials=(*found.trials, refused), curve=curve, fastest=fastest)

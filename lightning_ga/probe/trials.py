@@ -45,6 +45,7 @@ from lightning_ga.probe.throughput import fastest, time_windows
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.probe.unequal import limits_by_size, pass_cost
 
+MOST_KEPT = 3  # chunks that are tried to be kept: more would fit in larger chunks
 FIRST_CHUNKS = 16  # of a window: with more of them a step takes long
 TIMED = 3  # passes of a size, after one to warm up
 
@@ -60,10 +61,13 @@ class ChunkSetting(Protocol):
     """How large the chunks are in which submodules run."""
 
     samples: int | None
-    window: int | None
+    keep: int
     recomputes_all: bool
     even: bool
     on_recompute: Callable[[], object] | None
+
+    def begin_step(self, window: int | None) -> None:
+        """Begin a step on a batch of so many samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,9 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         kind = describe_step(*described) if options.cache else None
         predict_only = True if agreement.is_sharded(trainer) else None
         found = prober.find(high, known=remembered(kind) if kind else None, predict_only=predict_only)
-        if found.source != "cache" and options.objective == "throughput":
+        if found.source != "cache" and setup.chunks is not None and options.objective == "throughput":
+            found = _kept_chunks(found, prober, setup, predict_only)
+        elif found.source != "cache" and options.objective == "throughput":
             announce("Looking for the fastest micro-batch …")
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
@@ -134,6 +140,20 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         if found.source != "cache" and kind:
             remember(kind, found)
     return replace(found, seconds=time.perf_counter() - started), kind
+
+
+def _kept_chunks(found: ProbeResult, prober: Prober, setup: TrainingSetup, predict_only: bool | None) -> ProbeResult:
+    """Find how many chunks of a step may keep their activations beside the limit."""
+    chunks, window = setup.chunks, setup.rank_samples
+    assert chunks is not None, "submodules run in chunks"
+    size, kept, steps = -(-window // -(-window // found.limit)), 0, found.steps
+    for chunks.keep in range(1, MOST_KEPT + 1) if size < window else ():
+        fits, steps = prober.confirm([size], predict_only=predict_only)
+        if fits < size:
+            break
+        kept = chunks.keep
+    chunks.keep = 0
+    return replace(found, kept_chunks=kept, steps=steps)
 
 
 def _small_batches(trainer: Any, loader: "DataLoader[Any]", samples: list[Any], count: int) -> Iterator[Any]:
@@ -198,8 +218,9 @@ class ProbedTrainer(ProbedTraining):
         """Run forward, backward, clipping and the optimizer step on so many samples."""
         chunks, window = self._setup.chunks, self._setup.rank_samples
         if chunks is not None:
-            chunks.samples, chunks.window, chunks.recomputes_all = samples, window, samples < window
-            chunks.even = False
+            chunks.begin_step(window)
+            chunks.samples, chunks.recomputes_all = samples, samples < window
+            chunks.even = chunks.keep > 0  # as training cuts, once their number is known
             chunks.on_recompute = meter.mark  # a phase ends with the loss, which may take more than a chunk
         batch = self.batch(samples if chunks is None else window)
         meter.note_batch(_tensors((self._held, batch)))

@@ -164,7 +164,6 @@ def test_batch_norm_is_told_with_its_error() -> None:
         ({}, {"whole": ("enc",)}, "whole= names 'enc', and Contrastive has no such submodule: it has encoder, head"),
         ({}, {"whole": 3}, 'whole=3 must be a tuple of names of submodules, such as ("encoder",), or "auto"'),
         ({}, {"effective_batch_size": None, "accumulate": 2}, "makes a window one batch, so its factor is 1, and accu"),
-        ({}, {"objective": "throughput"}, "objective='throughput' is not made for whole=('encoder',)"),
         ({}, {"micro_batching": "step"}, "needs a window of one batch, and the loader's own batches make it one of 4"),
         ({"kind": "mixes"}, {}, "depends on the others: name submodules that treat samples by themselves"),
     ],
@@ -343,3 +342,46 @@ def test_losses_that_gather_the_batch_of_all_ranks(world_size: int, tmp_path: Pa
         assert record["events"] == (rank == world_size - 1)
         assert worst(record["gradients"], oracle) <= 1e-12
     assert sorted(torch.cat(windows)[:, 0].tolist()) == sorted(samples(192)[:, 0].tolist())
+
+
+class CountedRuns(pl.Callback):
+    """How often the encoder's forward pass runs."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.count = 0
+        pl_module.encoder[0].register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize(
+    ("joined", "budget", "kept"), [(True, 820, 0), (True, 900, 1), (False, 780, 2), (False, 900, 2)]
+)
+def test_throughput_keeps_the_chunks_that_fit(joined: bool, budget: int, kept: int) -> None:
+    """Their forward passes are not run again."""
+    runs = {}
+    for objective in ("memory", "throughput"):
+        module, callback, counted = Contrastive(joined=joined), whole(objective=objective), CountedRuns()
+        fit(module, callback, counted, memory=f"{budget}KiB")
+        assert worst(module.gradients, whole_batches(Contrastive(joined=joined), 200, WINDOW)) <= 1e-12
+        assert callback.oom_events == 0
+        runs[objective] = counted.count, callback.plan.chunk_size
+    assert runs["throughput"] == (runs["memory"][0] - 4 * kept, runs["memory"][1])
+    assert callback.plan.kept_chunks == callback.probe.kept_chunks == kept
+    assert (f", {kept} of them not computed again" in str(callback.plan)) == bool(kept)
+    assert callback.probe.steps <= 6 + 1 + kept
+
+
+def test_memory_that_runs_out_lets_no_chunk_be_kept(tmp_path: Path) -> None:
+    """Nor does a resume; without an error it keeps them, as the cache knows too."""
+    settings = {"objective": "throughput", "cache": True}
+    for source in ("probe", "cache"):
+        callback = whole(**settings)
+        fit(Contrastive(), callback, memory="900KiB").save_checkpoint(tmp_path / "a.ckpt")
+        assert (callback.probe.source, callback.plan.kept_chunks) == (source, 2)
+    module, again, faults = Contrastive(), whole(**settings), Faults(60)
+    with faults, pytest.warns(UserWarning, match="chunks of 32 .* in chunks of at most 16 samples, with the same res"):
+        fit(module, again, Arm(faults), memory="900KiB", ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
+    assert worst(module.gradients, whole_batches(Contrastive(), 200, WINDOW, epochs=2)[-4:]) <= 1e-12
+    assert (again.plan.chunk_size, again.plan.kept_chunks) == (16, 0)
