@@ -21,7 +21,7 @@ from examples.reproduce.tables import overview
 
 NAMES = (
     *("cifar10_resnet34d", "mnist_mlp", "custom_loop"),
-    *("fit_callbacks", "mixed_precision", "language_model"),
+    *("fit_callbacks", "mixed_precision", "language_model", "contrastive"),
 )
 
 
