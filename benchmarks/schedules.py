@@ -1,0 +1,192 @@
+"""Do batches that grow train as well in fewer steps? ``python -m benchmarks.schedules [smith] [seesaw]``.
+
+Smith et al. (arXiv 1711.00489) on Fashion-MNIST: a learning rate divided by 5 at epochs 4 and 7 against a batch times 5
+there, and a constant control. Seesaw (arXiv 2510.14717) on the definitions that timm brings: a cosine against a batch
+that doubles where the cosine would halve the rate, and a constant control. Three seeds each.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.measure import quiet
+from benchmarks.output import RESULTS, as_text, empty_table, read_json, write_json
+from benchmarks.trainers import quiet_trainer
+from lightning_ga import AutoAccumulate, optimizer_steps
+from lightning_ga.data import Definitions, FashionMNIST
+from lightning_ga.models import GPT
+from lightning_ga.schedule import from_lr_decay, seesaw
+from lightning_ga.weights import TargetTokens
+
+SEEDS = (0, 1, 2)
+BATCH, EPOCHS, MILESTONES = 64, 9, [4, 7]
+TEXTS, TEXT_EPOCHS = 8, 2
+
+
+class Network(pl.LightningModule):
+    """Three convolutions with GroupNorm, as small as one thread trains in a minute."""
+
+    def __init__(self, milestones: list[int]) -> None:
+        super().__init__()
+        self.milestones = milestones
+        layers: list[nn.Module] = []
+        for before, after in ((1, 16), (16, 32), (32, 64)):
+            layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(4, after), nn.ReLU()]
+        self.net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [MultiStepLR(optimizer, self.milestones, 0.2)]
+
+
+def fashion(folder: str) -> tuple[TensorDataset, TensorDataset]:
+    """Pictures to train on, and pictures to test."""
+    parts = FashionMNIST(root=folder, val_fraction=0.1).read()
+    train, test = ([(part.images.float() / 255 - 0.286) / 0.353, part.labels] for part in (parts.train, parts.test))
+    return TensorDataset(*train), TensorDataset(*test)
+
+
+def smith(folder: str) -> list[dict[str, Any]]:
+    """Test accuracy and steps of decay, growth and control."""
+    train, test = fashion(folder)
+    programs: Mapping[str, tuple[list[int], Any]] = {
+        "learning rate ÷ 5 at 4 and 7": (MILESTONES, BATCH),
+        "batch × 5 at 4 and 7": ([], from_lr_decay(BATCH, milestones=MILESTONES, gamma=0.2)),
+        "constant": ([], BATCH),
+    }
+    rows = []
+    for seed in SEEDS:
+        for name, (milestones, asked) in programs.items():
+            pl.seed_everything(seed, verbose=False)
+            module = Network(milestones)
+            callback = AutoAccumulate(asked, micro_batch_size=BATCH, verify=False)
+            row = trained(module, DataLoader(train, BATCH, shuffle=True), callback, EPOCHS)
+            with torch.no_grad():
+                hits = sum(int((module.net(x).argmax(1) == y).sum()) for x, y in DataLoader(test, 1000))
+            rows.append({"program": name, "seed": seed, "score": 100 * hits / len(test), **row})
+            print(rows[-1], flush=True)
+    return rows
+
+
+class Definition(GPT):
+    """The definitions' GPT with a cosine to zero, or none."""
+
+    cosine = True
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        if not self.cosine:
+            return optimizer
+        cosine = CosineAnnealingLR(optimizer, int(optimizer_steps(self.trainer)))
+        return [optimizer], [{"scheduler": cosine, "interval": "step"}]
+
+
+def trained(module: Any, data: Any, callback: AutoAccumulate, epochs: int) -> dict[str, Any]:
+    started = time.perf_counter()
+    trainer = quiet_trainer(callbacks=[callback], max_epochs=epochs, limit_val_batches=0)
+    key = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
+    trainer.fit(module, **{key: data})
+    return {"steps": trainer.global_step, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def of_definitions(_: str) -> list[dict[str, Any]]:
+    """Validation loss and steps of the cosine, Seesaw and a control."""
+    data = Definitions(batch_size=TEXTS)
+    data.prepare_data()
+    data.setup("fit")
+    samples = TEXT_EPOCHS * len(data.train_dataloader().dataset)
+    programs: Mapping[str, tuple[bool, Any]] = {
+        "cosine": (True, TEXTS),
+        "seesaw": (False, seesaw(TEXTS, samples=samples)),
+        "constant": (False, TEXTS),
+    }
+    rows = []
+    for seed in SEEDS:
+        for name, (cosine, asked) in programs.items():
+            pl.seed_everything(seed, verbose=False)
+            module = Definition(**SMALL)
+            module.cosine = cosine
+            callback = AutoAccumulate(asked, micro_batch_size=TEXTS, normalize=TargetTokens(), verify=False)
+            row = trained(module, data, callback, TEXT_EPOCHS)
+            judge = quiet_trainer()
+            (found,) = judge.validate(module, datamodule=data, verbose=False)
+            rows.append({"program": name, "seed": seed, "score": found["val/loss"], **row})
+            print(rows[-1], flush=True)
+    return rows
+
+
+SMALL: dict[str, Any] = {"width": 64, "depth": 2, "heads": 4}
+PARTS: Mapping[str, Callable[[str], list[dict[str, Any]]]] = {"smith": smith, "seesaw": of_definitions}
+NAMES = {"smith": "test accuracy, %", "seesaw": "validation loss"}
+
+
+def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean score, its standard error and the steps of each program."""
+    found = {}
+    for name in dict.fromkeys(row["program"] for row in rows):
+        scores = [row["score"] for row in rows if row["program"] == name]
+        steps = fmean(row["steps"] for row in rows if row["program"] == name)
+        found[name] = {"score": fmean(scores), "error": stdev(scores) / len(scores) ** 0.5, "steps": steps}
+    return found
+
+
+def missed(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """The targets that were missed; the first program of a part is the recipe, the second the schedule."""
+    wrong = []
+    for name, (most_steps, apart) in {"smith": (0.52, 0.3), "seesaw": (0.7, 0.005)}.items():
+        recipe, schedule, _ = means(parts[name]).values()
+        distance = abs(schedule["score"] - recipe["score"]) / (1 if name == "smith" else recipe["score"])
+        wrong += [f"{name}: steps"] if schedule["steps"] > most_steps * recipe["steps"] else []
+        wrong += [f"{name}: score"] if distance > apart else []
+    return wrong
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Table and legend of a record."""
+    table = empty_table(["part", "program"], ["score", "± error", "steps", "÷ recipe"])
+    for part, rows in record["parts"].items():
+        found = means(rows)
+        recipe = next(iter(found.values()))["steps"]
+        for number, (name, row) in enumerate(found.items()):
+            scores = f"{row['score']:.3f}", f"{row['error']:.3f}"
+            table.add_row("" if number else part, name, *scores, f"{row['steps']:,.0f}", f"{row['steps'] / recipe:.2f}")
+        table.add_section()
+    legend = (
+        f"smith: test accuracy in percent on Fashion-MNIST, {EPOCHS} epochs of 54,000 pictures, batch {BATCH} at "
+        f"first; three convolutions, SGD. seesaw: validation loss on 21,844 definitions, {TEXT_EPOCHS} epochs, batch "
+        f"{TEXTS} at first; a GPT of width {SMALL['width']} and depth {SMALL['depth']}, AdamW. Means of {len(SEEDS)} "
+        "seeds with their standard error.\n"
+        "Targets: smith within 0.3 points in 0.52 of the steps; seesaw within 0.5 % in 0.7 of them."
+    )
+    return as_text(table, legend)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, show, write; 1 if a target is missed. A part that is not run is taken from the record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedules", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{' or '.join(PARTS)} (default: both)")
+    parser.add_argument("--data", default="data", help="folder with Fashion-MNIST (default: data)")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    quiet()
+    known = read_json("schedules")["parts"] if chosen.parts and (RESULTS / "schedules.json").is_file() else {}
+    parts = {part: run(chosen.data) if part in (chosen.parts or PARTS) else known[part] for part, run in PARTS.items()}
+    record = {"missed": missed(parts), "parts": parts}
+    print(f"{text(record)}\n{write_json('schedules', record).name}; missed: {', '.join(record['missed']) or 'none'}")
+    return int(bool(record["missed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
