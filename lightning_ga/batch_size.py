@@ -107,8 +107,8 @@ class _Branches:
 
     def loss(self, size: int, seed: int, end: Mapping[str, int]) -> float:
         """Train with a batch of so many samples until the ``end``, and validate."""
-        pl.seed_everything(seed, workers=True, verbose=False)
         module, data = self.make()
+        pl.seed_everything(seed, workers=True, verbose=False)  # now, as what the user makes may be seeded
         settings: dict[str, Any] = {**_QUIET, "max_epochs": -1, **self.trainer, **end, "limit_val_batches": 0}
         start = _Branch(self.content, self.rule, size, self.batch, self.lr)
         pl.Trainer(**settings, callbacks=[AutoAccumulate(size, verify=False), start]).fit(module, datamodule=data)

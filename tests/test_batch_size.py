@@ -76,7 +76,12 @@ def test_a_branch_is_a_plain_training_from_the_checkpoint(
     """The same samples for every batch, with the rate that the rule says; a second call measures nothing again."""
     told: list[str] = []
     settings: dict[str, Any] = {"batch": 4, "samples": samples, "folder": tmp_path, "seeds": 2, "scale_lr": "linear"}
-    found = measure_batch_size(lambda: (Judged(), Data()), checkpoint, tell=told.append, **settings, **QUIET)
+
+    def make() -> tuple[Judged, Data]:
+        pl.seed_everything(7, verbose=False)  # as a script may do: the seeds of branches are others all the same
+        return Judged(), Data()
+
+    found = measure_batch_size(make, checkpoint, tell=told.append, **settings, **QUIET)
     assert found.samples == rounded
     assert [point.batch for point in found.points] == [2, 4, 8, 16]
     for point in found.points:

@@ -22,6 +22,7 @@ from examples.reproduce.tables import overview
 NAMES = (
     *("cifar10_resnet34d", "mnist_mlp", "custom_loop"),
     *("fit_callbacks", "mixed_precision", "language_model", "contrastive"),
+    *("batch_growth", "how_large"),
 )
 
 

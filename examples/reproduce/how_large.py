@@ -1,0 +1,144 @@
+"""How large a batch: branches of a short run beside full runs, on digits and on clothes."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from matplotlib.figure import Figure
+
+from examples.reproduce.command_line import built, seeds_forgotten
+from examples.reproduce.data import first_at_hand
+from examples.reproduce.recipe import Column, Measured, Result, Setup, Task
+from lightning_ga import AutoAccumulate, measure_batch_size
+from lightning_ga.plan.critical_batch import BatchPoint, CriticalBatch
+
+NAME = "how_large"
+TITLE = "How large a batch: branches beside full runs"
+BATCH, SIZES = 32, (16, 32, 64, 128)
+COLUMNS = {
+    **{str(size): Column(f"loss at {size}", "{}") for size in SIZES},
+    "largest": Column("largest within 5 %", "{:.0f}"),
+}
+TOLERANCE = 0.05
+MODEL = ["model=mlp", "model.hidden=[64]", "lr_scheduler=none", f"data.batch_size={BATCH}"]
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def data_used(setup: Setup) -> str:
+    """Name the pictures."""
+    clothes = "Fashion-MNIST (6,000 of its pictures)" if has_clothes(setup) else "no Fashion-MNIST"
+    return f"scikit-learn's digits, {clothes}"
+
+
+def has_clothes(setup: Setup) -> bool:
+    """Whether the files of Fashion-MNIST are there."""
+    return first_at_hand(setup.data, "fashion_mnist") == "fashion_mnist"
+
+
+def rows(setup: Setup) -> list[Task]:
+    """List branches and full runs of each data set."""
+    sets = {"digits": ["data=digits"]}
+    if has_clothes(setup):
+        sets["clothes"] = ["data=fashion_mnist", f"data.root={setup.data}", "data.val_fraction=0.9"]
+    length = {
+        "before": setup.pick(quick=1, medium=4, full=8),  # epochs, of full runs too
+        "epochs": setup.pick(quick=2, medium=8, full=32),  # of a branch
+        "seeds": setup.pick(quick=2, medium=5, full=5),
+    }
+    tasks = []
+    for name, overrides in sets.items():
+        settings = {"overrides": [*MODEL, *overrides], **length}
+        tasks += [Task(f"{name}, {kind}", settings, partial(run, settings)) for kind, run in KINDS.items()]
+    return tasks
+
+
+def branches(settings: dict[str, Any], folder: Path) -> Measured:
+    """Train a little, and branch from there."""
+    make = partial(fresh, settings["overrides"])
+    with seeds_forgotten():
+        module, data = make()
+        trainer = trained(module, data, BATCH, settings["before"], seed=0)
+        trainer.save_checkpoint(folder / "a.ckpt")
+        found = measure_batch_size(
+            make,
+            folder / "a.ckpt",
+            batch=BATCH,
+            samples=settings["epochs"] * len(data.train_dataloader().dataset),
+            folder=folder,
+            seeds=settings["seeds"],
+            tolerance=TOLERANCE,
+            tell=len,
+            accelerator="cpu",
+        )
+    return shown(found)
+
+
+def full_runs(settings: dict[str, Any], _: Path) -> Measured:
+    """Train from the start with each batch, on as many samples as a branch and the run before it."""
+    points = []
+    with seeds_forgotten():
+        for size in SIZES:
+            losses = []
+            for seed in range(settings["seeds"]):
+                module, data = fresh(settings["overrides"])
+                trained(module, data, size, settings["before"] + settings["epochs"], seed=seed)
+                judged = Trainer(**QUIET).validate(module, datamodule=data, verbose=False)
+                losses.append(float(judged[0]["val/loss"]))
+            points.append(BatchPoint(size, tuple(losses)))
+    return shown(CriticalBatch(tuple(points), TOLERANCE, 0))
+
+
+KINDS = {"branches": branches, "full runs": full_runs}
+
+
+def fresh(overrides: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
+    """Build a module and its data."""
+    _, module, data = built(overrides)
+    return module, data
+
+
+def trained(module: LightningModule, data: LightningDataModule, batch: int, epochs: int, *, seed: int) -> Trainer:
+    """Train with an effective batch, the learning rate scaled by its square root."""
+    seed_everything(seed, workers=True, verbose=False)
+    callback = AutoAccumulate(batch, micro_batch_size=min(batch, BATCH), scale_lr="sqrt", verify=False)
+    trainer = Trainer(**QUIET, max_epochs=epochs, limit_val_batches=0, callbacks=[callback])
+    trainer.fit(module, datamodule=data)
+    return trainer
+
+
+def shown(found: CriticalBatch) -> Measured:
+    """Return the losses of each batch and the verdict."""
+    cells = {str(point.batch): f"{point.loss:.3f} ± {point.error:.3f}" for point in found.points}
+    curves = {
+        "loss": [(float(point.batch), fmean(point.losses)) for point in found.points],
+        "error": [(float(point.batch), stdev(point.losses) / len(point.losses) ** 0.5) for point in found.points],
+        "bound": [(0.0, found.bound)],
+    }
+    return Measured({**cells, "largest": found.largest}, curves)
+
+
+def draw(result: Result) -> Figure:
+    """Draw the losses by batch, branches beside full runs, with the bound of each."""
+    names = list(dict.fromkeys(row.name.split(",")[0] for row in result.rows))
+    figure = Figure(figsize=(4.5 * len(names), 3.5), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
+        for number, kind in enumerate(KINDS):
+            row = result.row(f"{name}, {kind}")
+            batches, losses = zip(*row.curves["loss"])
+            errors = [error for _, error in row.curves["error"]]
+            axes.errorbar(batches, losses, errors, marker="o", capsize=3, color=f"C{number}", label=kind)
+            axes.axhline(row.curves["bound"][0][1], color=f"C{number}", linestyle=":", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(SIZES, [str(size) for size in SIZES])
+        axes.set(xlabel="effective batch", ylabel="validation loss", title=f"{name}; dotted: 5 % above the lowest")
+        axes.legend()
+    return figure
