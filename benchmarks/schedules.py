@@ -153,7 +153,7 @@ def missed(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         recipe, schedule, _ = means(parts[name]).values()
         lost = recipe["score"] - schedule["score"]  # of accuracy
         lost = lost if name == "smith" else -lost / recipe["score"]
-        wrong += [f"{name}: steps"] if schedule["steps"] > most_steps * recipe["steps"] else []
+        wrong += [f"{name}: steps"] if round(schedule["steps"] / recipe["steps"], 2) > most_steps else []
         wrong += [f"{name}: score"] if lost > apart else []
     return wrong
 

@@ -20,12 +20,13 @@ COLUMNS = {
 }
 EPOCHS, MILESTONES, BATCH = 9, [4, 7], 16
 DECAY = [
-    *("lr_scheduler=step", "~lr_scheduler.step_size", "+lr_scheduler.milestones=[4,7]", "lr_scheduler.gamma=0.2"),
+    *("lr_scheduler=step", "~lr_scheduler.step_size", "lr_scheduler.gamma=0.2"),
     "lr_scheduler._target_=torch.optim.lr_scheduler.MultiStepLR",
 ]
 GROWTH = "{_target_: lightning_ga.schedule.from_lr_decay, batch: 16, milestones: [4, 7], gamma: 0.2}"
+DECAYS = "learning rate ÷ 5 at epochs 4 and 7"
 PROGRAMS = {
-    "learning rate ÷ 5 at epochs 4 and 7": [*DECAY, f"accumulate.effective_batch_size={BATCH}"],
+    DECAYS: [*DECAY, f"accumulate.effective_batch_size={BATCH}"],
     "batch × 5 at epochs 4 and 7": ["lr_scheduler=none", f"accumulate.effective_batch_size={GROWTH}"],
     "constant": ["lr_scheduler=none", f"accumulate.effective_batch_size={BATCH}"],
 }
@@ -45,11 +46,14 @@ def data_used(setup: Setup) -> str:
 def rows(setup: Setup) -> list[Task]:
     """List the recipe, the schedule and a control."""
     shared = [
-        *("model=mlp", "model.hidden=[128]", "optimizer=sgd", "optimizer.lr=0.05", f"trainer.max_epochs={EPOCHS}"),
+        *("model=mlp", "model.hidden=[128]", "optimizer=sgd", "optimizer.lr=0.02", f"trainer.max_epochs={EPOCHS}"),
         *(f"data.batch_size={BATCH}", f"accumulate.micro_batch_size={BATCH}", "trainer.limit_val_batches=0"),
         *data.subset(setup.data, **pictures(setup)),
     ]
+    steps = -(-data.trained_on(setup.data, **pictures(setup)) // BATCH)  # of an epoch: schedulers count steps
+    milestones = f"+lr_scheduler.milestones=[{','.join(str(steps * epoch) for epoch in MILESTONES)}]"
     tasks = {name: [*shared, *overrides] for name, overrides in PROGRAMS.items()}
+    tasks[DECAYS].append(milestones)
     return [Task(name, {"overrides": each}, partial(measure, each)) for name, each in tasks.items()]
 
 

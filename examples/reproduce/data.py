@@ -50,8 +50,13 @@ def described(root: str, name: str, *, train: int | None) -> str:
     title, known = SETS[name][0], samples(root, name)
     if is_all(train, known):
         return title
-    left = known - math.ceil(held_out(train, known) * known)  # as scikit-learn splits
-    return f"{title} ({left:,} of {known:,} training images)"
+    return f"{title} ({trained_on(root, name, train=train):,} of {known:,} training images)"
+
+
+def trained_on(root: str, name: str, *, train: int | None) -> int:
+    """Count the images that are trained on, as scikit-learn splits them; a tenth is held out by default."""
+    known = samples(root, name)
+    return known - math.ceil((0.1 if is_all(train, known) else held_out(train, known)) * known)
 
 
 def held_out(train: int, known: int) -> float:

@@ -31,6 +31,8 @@ EXPLAINED: dict[str, str] = {
     "integration/test_throughput_objective.py::test_the_smallest_of_the_fast_sizes_is_taken_and_remembered": BYTES,
     "integration/test_traceless.py::test_a_probe_leaves_no_trace[fp16]": BYTES,
     "integration/test_whole.py::test_the_probe_finds_the_chunk": BYTES,
+    "integration/test_whole.py::test_throughput_keeps_the_chunks_that_fit": BYTES,
+    "integration/test_whole.py::test_memory_that_runs_out_lets_no_chunk_be_kept": BYTES,
 }
 
 
