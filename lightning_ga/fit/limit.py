@@ -110,9 +110,12 @@ class TrainingLimit:
         if not engine.policy.retries or samples == 1 or not engine.allocator.struggles():
             return
         engine.lower("training", max(1, samples * 15 // 16))
+        of, than = "samples", ""
+        if self._options.size_of is not None:
+            of, than = "of the longest samples", " of the longest samples, or as many padded tokens"
         warnings.warn(
-            f"The allocator had to free its cache to go on with {samples} samples, which is slow and may end in an "
-            f"out-of-memory error: from now on no pass has more than {engine.limit('training')}.",
+            f"The allocator had to free its cache to go on with {samples} {of}, which is slow and may end in an "
+            f"out-of-memory error: from now on no pass has more than {engine.limit('training')}{than}.",
             stacklevel=2,
         )
 

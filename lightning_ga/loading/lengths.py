@@ -24,6 +24,7 @@ from lightning_ga.plan.windows import EpochPlan, Windows
 Place = tuple[Field, int]  # a field and an axis of it
 SizeOf = Callable[[Any, Any], int] | str
 _AT_ONCE = 64  # samples that are read together
+_LARGEST = 2**31 - 1
 
 
 class SizedSource(MicroBatchSource):
@@ -35,8 +36,11 @@ class SizedSource(MicroBatchSource):
     def __init__(self, loader: "DataLoader[Any]", settings: SourceSettings, size_of: SizeOf) -> None:
         super().__init__(loader, settings)
         if self.streams or isinstance(self.recipe.order, FromBatches):
-            why = "a stream has none to sort" if self.streams else "their batch sampler decides which are together"
-            raise UserError(f"size_of= sorts the samples of a window by index: {why}. Leave size_of= out.")
+            sampler = type(getattr(loader, "batch_sampler", None)).__name__
+            why = "a stream has no indices" if self.streams else f"here the batch sampler {sampler} decides that"
+            raise UserError(
+                f"size_of= decides by index which samples of a window share a batch, and {why}: leave size_of= out."
+            )
         self._size_of, self._longest = size_of, 1
         self._limits: tuple[int, SizeLimits] | None = None  # where so many of the longest samples fit
 
@@ -103,7 +107,9 @@ class SizedSource(MicroBatchSource):
         dataset, size_of = self.recipe.loader.dataset, self._size_of
         if callable(size_of):
             with untouched(dataset):
-                sizes = array("q", (_size(size_of(dataset, each), f"returned for {each!r}") for each in indices))
+                sizes = array(
+                    "q", (_size(_called(size_of, dataset, each), f"returned for {each!r}") for each in indices)
+                )
         elif (column := _column(dataset, size_of)) is not None:
             sizes = array("q", (_size(column[each], f"names for {each!r}") for each in indices))
         else:
@@ -122,6 +128,14 @@ class SizedSource(MicroBatchSource):
             return array("q", (size for some in found for size in some))
 
 
+def _called(size_of: Callable[[Any, Any], int], dataset: Any, place: Any) -> int:
+    try:
+        return size_of(dataset, place)
+    except Exception as error:
+        error.add_note(f"size_of= raised this when it was called with the dataset and the index {place!r}.")
+        raise
+
+
 def _measured(measure: Callable[[Any], int], samples: Iterable[Any]) -> list[int]:
     return [measure(sample) for sample in samples]
 
@@ -131,8 +145,11 @@ def _size(value: Any, where: str) -> int:
     size = None
     with suppress(TypeError):  # a tensor of one number is one, too
         size = len(value) if getattr(value, "ndim", hasattr(value, "__len__")) else index(value)
-    if size is None or size < 0:
-        raise UserError(f"What size_of= {where} is {value!r}: a size is a whole number of at least 0, or has a length.")
+    if size is None or not 0 <= size <= _LARGEST:
+        raise UserError(
+            f"What size_of= {where} is {value!r}: a size is a whole number of at least 0 and at most {_LARGEST:,}, or "
+            "has a length."
+        )
     return size
 
 

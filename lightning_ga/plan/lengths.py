@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.units import counted
 from lightning_ga.plan.windows import Cuts, EpochPlan, EvenShares
 
 SHARE_OF_PASS = 12  # a pass counts as a twelfth of its budget if what it costs is not measured
@@ -161,10 +162,11 @@ class SizedPlan(AccumulationPlan):
 
     def __str__(self) -> str:
         few, many = self.fewest_samples, self.micro_batch_size
-        samples = f"{few} to {many} samples" if few < many else f"{many} samples"
+        samples = f"{few} to {counted(many, 'sample')}" if few < many else counted(many, "sample")
         ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
+        passes = counted(self.factor, "micro-batch", "es")
         return (
-            f"window {self.effective_batch_size} in {self.factor} micro-batches of {samples}{ranks}, at most "
+            f"window {self.effective_batch_size} in {passes} of {samples}{ranks}, at most "
             f"{self.most_padded:,} padded tokens each; padding {100 * self.padding:.0f} % "
             f"(was {100 * self.padding_as_drawn:.0f} %)"
         )

@@ -73,6 +73,6 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def counted(count: int, thing: str) -> str:
+def counted(count: int, thing: str, plural: str = "s") -> str:
     """Return a number of things."""
-    return f"{count} {thing}{'s' * (count != 1)}"
+    return f"{count} {thing}{plural * (count != 1)}"

@@ -273,7 +273,7 @@ class EpochPlan:
 class GrowingEpoch(EpochPlan):
     """The micro-batches of an epoch whose windows are each cut into their own number of chunks, at most ``factor``."""
 
-    _starts: list[int] = field(default_factory=lambda: [0], compare=False)  # micro-batches before each window
+    _starts: list[int] = field(default_factory=lambda: [0], init=False, compare=False)  # micro-batches before each
 
     def place(self, index: int) -> tuple[int, int]:
         """Return the window of a micro-batch of the epoch, and its position in that."""

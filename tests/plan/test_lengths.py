@@ -158,6 +158,11 @@ def test_the_plan_in_words() -> None:
     assert (plan.samples_at_most, plan.size_budget, plan.factor) == (6, 18, 2)
 
 
+def test_one_micro_batch_of_one_sample_in_words() -> None:
+    plan, _ = planned([9], 1, SizeLimits(budget=18, samples=6))
+    assert str(plan).startswith("window 1 in 1 micro-batch of 1 sample, at most 9 padded tokens each;")
+
+
 def test_fewer_of_the_longest_lower_both_limits() -> None:
     limits = SizeLimits(budget=800, samples=64)
     assert limits.lowered(8, of=8) == limits
