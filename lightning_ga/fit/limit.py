@@ -147,10 +147,11 @@ class TrainingLimit:
         return self._of_use(source, epoch, search, self.probe)
 
     def _search(self, source: TrainingSource, epoch: int) -> _Search:
-        total, recipe, world_size = source.recipe.total(epoch), source.recipe.effective(epoch), source.world_size
+        total, world_size = source.recipe.total(epoch), source.world_size
         total = None if total is None else total * source.sharded_ranks
         recipe_batch = source.recipe.largest_batch(epoch)
         epochs = loops.training_epochs(self._trainer)
+        recipe = max(source.largest_window(each) or 0 for each in epochs) or source.recipe.effective(epoch)
         high = self._request.useful_limit(epochs, recipe=recipe, total=total, world_size=world_size)
         if source.cut_in_step or source.keeps_groups:
             high = min(high, recipe_batch)

@@ -16,6 +16,7 @@ _UNITS = {
     **{f"{prefix}I": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.IGNORECASE)
+_TOKENS = re.compile(r"\s*(\d+(?:[_,]\d+)*)\s+tokens\s*")
 LEAST_BYTES = 1000  # that anybody means by a number without a unit
 
 
@@ -54,6 +55,18 @@ def _read_amount(value: object, total: int | None) -> int | None:
         return _read_amount(float(number) / 100, total)
     scale: int = _UNITS[(unit or "").upper()]
     return round(float(number) * scale)
+
+
+def read_tokens(name: str, value: str) -> int:
+    """Return the tokens that a text such as ``"65_536 tokens"`` asks for."""
+    found = _TOKENS.fullmatch(value)
+    tokens = int(found[1].replace(",", "").replace("_", "")) if found else 0
+    if not tokens:
+        raise UserError(
+            f"{name}={value!r} is neither a number of samples nor, as text, a whole number of tokens of at least 1: "
+            f"write {name}='65536 tokens' for so many tokens."
+        )
+    return tokens
 
 
 def least_budget(needed: int) -> str:

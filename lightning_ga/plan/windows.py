@@ -82,7 +82,7 @@ class GivenWindows:
         return max((self.span(window)[1] for window in range(self.count)), default=0)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class GrowingWindows:
     """Windows whose sizes a schedule gives one by one; the last may hold fewer samples, or is dropped."""
 
