@@ -41,8 +41,9 @@ class SizedSource(MicroBatchSource):
         if self.streams or isinstance(self.recipe.order, FromBatches):
             sampler = type(getattr(loader, "batch_sampler", None)).__name__
             why = "a stream has no indices" if self.streams else f"here the batch sampler {sampler} decides that"
+            given = "size_of=" if tokens is None else f"effective_batch_size='{tokens} tokens'"
             raise UserError(
-                f"size_of= decides by index which samples of a window share a batch, and {why}: leave size_of= out."
+                f"{given} decides by index which samples of a window share a batch, and {why}: leave {given} out."
             )
         if tokens is not None and self.sharded_ranks > 1:
             raise UserError(
@@ -155,7 +156,13 @@ class SizedSource(MicroBatchSource):
         if name == "auto":  # by the samples that the probe looks at, too
             text = loader.collate_fn is not default_collate  # which leaves text as it is
             first = super()._scan_order(self.sampler.epoch).first.read()
-            measure = partial(_by_shape, places=_varying(first, text=text), text=text)
+            places = _varying(first, text=text)
+            if self._tokens is not None and not places:
+                raise UserError(
+                    f"effective_batch_size='{self._tokens} tokens' needs sizes, and no extent varies among the samples "
+                    "that size_of='auto' looks at: name what counts as tokens, as in size_of='input_ids'."
+                )
+            measure = partial(_by_shape, places=places, text=text)
         lists = ([*indices[start : start + _AT_ONCE]] for start in range(0, len(indices), _AT_ONCE))
         with fetched(loader, lists, partial(_measured, measure), workers=max(1, loader.num_workers)) as found:
             return array("q", (size for some in found for size in some))
