@@ -91,8 +91,8 @@ def test_the_plan_says_how_windows_and_micro_batches_differ() -> None:
 def test_sizes_are_found_by_default() -> None:
     """As with ``size_of="auto"``; the number may have separators."""
     module, _ = train(4, max_epochs=1)
-    for text in ("200 tokens", "2_00 tokens", "2,00  tokens"):
-        other, _ = train(4, max_epochs=1, effective_batch_size=text, size_of=None)
+    for workers, text in enumerate(("200 tokens", "2_00 tokens", "2,00  tokens")):
+        other, _ = train(4, max_epochs=1, effective_batch_size=text, size_of=None, num_workers=workers)
         assert other.micro_batches == module.micro_batches
 
 
