@@ -1,6 +1,7 @@
 """Callbacks beside ``AutoAccumulate``."""
 
 from collections import deque
+from math import isfinite
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class NoiseScale(Callback):
         windows: How many of the last windows an estimate is made of.
 
     Raises:
-        UserError: At the start of training, under BatchNorm or sharding, without normalisation layers, or if no
-            window has several micro-batches.
+        UserError: At the start of training, under BatchNorm or sharding, with a fused optimizer and a GradScaler,
+            without normalisation layers, or if no window has several micro-batches.
     """
 
     def __init__(self, windows: int = 64) -> None:
@@ -52,12 +53,16 @@ class NoiseScale(Callback):
         fit: Any = found[0]._fit if found else None
         plan = fit.plan if fit is not None else None
         alone = plan is not None and plan.factor * plan.world_size < 2
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         problems = {
             "AutoAccumulate is not among the callbacks": fit is None,
             "BatchNorm makes the samples of a micro-batch depend on each other": any(
                 isinstance(layer, _BatchNorm) for layer in pl_module.modules()
             ),
             "the strategy shards gradients": agreement.is_sharded(trainer),
+            "a fused optimizer gets gradients that the GradScaler has scaled: set fused=False": bool(
+                getattr(trainer.precision_plugin, "scaler", None) and any(group.get("fused") for group in groups)
+            ),
             "the model has no LayerNorm, GroupNorm or RMSNorm that is trained": not self._norms,
             "a window is one micro-batch: set micro_batch_size=…": alone and fit.request.by_window is None,
         }
@@ -78,13 +83,14 @@ class NoiseScale(Callback):
         self._scale = 0.0
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Estimate from the window's passes and its mean gradient; a window that was run again is left out."""
+        """Estimate from the window's passes and mean gradient; one that was run again or overflowed is left out."""
         passes, self._passes = self._passes, []
         known = [(count, float(norm)) for count, norm in passes if count]
         whole = sum(float(each.grad.float().square().sum()) for each in self._norms if each.grad is not None)
         of_ranks = [each for rank in agreement.of_all_ranks(trainer, known) for each in rank]
         if len(of_ranks) > 1 and self._gradients.weights.reached == sum(count for count, _ in known):
-            self._moments.append(window_moments(of_ranks, whole))
+            moments = window_moments(of_ranks, whole)
+            self._moments.extend([moments] if all(map(isfinite, moments)) else [])
         if estimate := self.estimate:
             intervals.log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
 

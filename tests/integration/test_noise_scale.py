@@ -1,10 +1,14 @@
 """The gradient noise scale, against the exact one of per-sample gradients."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
+from rank_records import run_ranks
 from reference import Regression, Samples, fit, loss
 from torch.utils.data import DataLoader
 
@@ -62,6 +66,79 @@ def test_the_estimate_is_that_of_per_sample_gradients(mode: Any, micro_batch: in
     assert noise.estimate.error < 0.25 * noise.estimate.value
 
 
+class Half(Normed):
+    """The same in single precision, for autocast."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.float()
+        self.fused = fused
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch[0]).float() - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0, fused=self.fused)
+
+
+def scaled(scale: float) -> dict[str, Any]:
+    """fp16 with a GradScaler that begins at a scale; Lightning would turn 16-mixed into bf16 on the CPU."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+    return {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)}
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("scale", [None, 2.0**8, 2.0**24])
+def test_the_estimate_is_that_of_single_precision(mode: Any, scale: float | None) -> None:
+    """Under autocast and a GradScaler; windows that overflow leave no NaN behind."""
+    found = []
+    for more in ({}, {"precision": "bf16-mixed"} if scale is None else scaled(scale)):
+        noise, callback = NoiseScale(200), AutoAccumulate(60, micro_batch_size=4, micro_batching=mode, verify=False)
+        fit(DataLoader(Samples(SIZE, torch.float32), 10), callback, noise, module=Half(), max_epochs=4, **more)
+        found.append(noise.estimate)
+    assert found[1].value == pytest.approx(found[0].value, rel=0.05)
+
+
+class Written(NoiseScale):
+    """Writes its windows, and the samples of their micro-batches."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(windows=200)
+        self.folder = folder
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        record = {"moments": list(self._moments), "batches": pl_module.micro_batches}
+        torch.save(record, self.folder / f"rank{trainer.global_rank}.pt")
+
+
+def on_two_ranks(settings: dict[str, Any], folder: Path) -> None:
+    """A fit whose callback is read."""
+    strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
+    callback = AutoAccumulate(60, micro_batch_size=4, micro_batching=settings["mode"], verify=False)
+    loader = DataLoader(Samples(SIZE), 10, shuffle=True)
+    fit(loader, callback, Written(folder), module=Normed(), strategy=strategy, devices=settings["ranks"])
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_ranks_measure_the_micro_batches_of_all(mode: str, tmp_path: Path) -> None:
+    """Every rank has the moments of the gradients, taken one by one."""
+    records = run_ranks(tmp_path, program=SimpleNamespace(main=on_two_ranks), ranks=2, mode=mode)
+    module, data = Normed(), Samples(SIZE)
+    norm = list(module.net[1].parameters())
+    for window in range(10):
+        parts = [part for record in records for step, part in record["batches"] if step == window and part]
+        grads = [
+            torch.cat([*torch.autograd.grad(loss(module.net, data.inputs[part], data.targets[part]), norm)])
+            for part in parts
+        ]
+        whole = sum(len(part) * grad for part, grad in zip(parts, grads)) / sum(map(len, parts))
+        passes = [(len(part), float(grad.square().sum())) for part, grad in zip(parts, grads)]
+        wanted = window_moments(passes, float(whole.square().sum()))
+        for record in records:
+            assert record["moments"][window] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
 def test_what_is_lost_in_the_noise_is_unknown() -> None:
     """And not a number that was cut off at zero."""
     assert noise_scale([(5.0, 0.5)]) is None
@@ -113,3 +190,16 @@ def test_what_cannot_be_measured_is_refused(module: Any, callbacks: list[Any], m
     """Before the first step, with the reason."""
     with pytest.raises(UserError, match=f"NoiseScale cannot measure here: .*{message}"):
         fit(DataLoader(Samples(40), 10), *callbacks, module=module())
+
+
+def test_gradients_that_are_still_scaled_are_refused() -> None:
+    """A fused optimizer unscales them within its own step."""
+    with pytest.raises(UserError, match="a fused optimizer gets gradients that the GradScaler has scaled"):
+        callback = AutoAccumulate(60, micro_batch_size=4, verify=False)
+        fit(
+            DataLoader(Samples(SIZE, torch.float32), 10),
+            callback,
+            NoiseScale(),
+            module=Half(fused=True),
+            **scaled(256.0),
+        )
