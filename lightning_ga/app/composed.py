@@ -4,6 +4,7 @@ Hydra's own section imports, builds and writes before a job begins. What a file 
 is the user's own. And a file of the user's own is merged without a word, whatever its keys are.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,13 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
         raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
     if "--resolve" in options and not {"--cfg", "-c", "--help", "-h"} & {option.split("=")[0] for option in options}:
         raise UserError("--resolve shows a configuration with its interpolations filled in: write --cfg job --resolve.")
+    if any(option == "-sc" or option.startswith("--sh") for option in options):
+        asked = {override.partition("=")[0] for override in overrides}
+        if not asked & {"install", "uninstall"} and not ("query" in asked and "COMP_LINE" in os.environ):
+            raise UserError(
+                "-sc completes what is typed in a shell: set it up by -sc install=bash (or fish, zsh); query= is for "
+                "that shell, which gives the line in the variable COMP_LINE."
+            )
     apart = APART.search(" ".join(overrides))
     if apart and any(not override.partition("=")[2] or " =" in override or "= " in override for override in overrides):
         raise UserError(f"{apart[0].strip()} has a blank beside the =: write {apart[1]}={apart[2]}.")
@@ -121,7 +129,7 @@ def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         return []
     if any(argument.startswith(("hydra.output_subdir=", "hydra/job_logging=")) for argument in arguments):
         return []
-    told = any(argument.startswith("hydra.run.dir=") for argument in arguments)
+    told = any(argument.lstrip("+").startswith("hydra.run.dir=") for argument in arguments)
     folder = [] if told else ["hydra.run.dir=${paths.output_root}"]
     return ["hydra.output_subdir=null", "hydra/job_logging=none", *folder]
 
@@ -165,10 +173,14 @@ def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence
 
     ``+key=value`` that was typed adds a key.
     """
-    Plugins.instance()  # they register what reads files
+    Plugins.instance()  # they register what reads files, and load their modules anew
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
     files: Any = SourcesRegistry.instance().resolve("file")
     loader: Any = ConfigLoaderImpl
     container: Any = Container
+    sweeper: Any = BasicSweeper
+    split = sweeper.split_arguments
     read, embed, load = files.load_config, loader._embed_result_config, loader.load_configuration
     resolve = container._resolve_interpolation_from_parse_tree
     work = 0
@@ -208,7 +220,18 @@ def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence
             raise UserError("The interpolations of the configuration grow without bounds: write values in their place.")
         return result
 
+    def split_and_check(overrides: Sequence[Any], *args: Any) -> Any:
+        batches = split(overrides, *args)
+        if not any(batches):
+            empty = next(each for each in overrides if each.is_sweep_override() and not [*each.sweep_string_iterator()])
+            raise UserError(
+                f"{empty.input_line} stands for no value, so that the sweep has no job: write the values, such as "
+                "seed=0,1; glob(PATTERN) stands for options of a group, which --help lists."
+            )
+        return batches
+
     with replaced(
+        (sweeper, "split_arguments", staticmethod(split_and_check)),
         (files, "load_config", check_and_read),
         (loader, "load_configuration", load_and_check),
         (loader, "_embed_result_config", staticmethod(embed_and_check)),

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from lightning_ga.app.composed import is_first_rank, replaced
 from lightning_ga.app.run_files import CONFIG, CURVES, PARTS, read_json, read_yaml, write_table
 from lightning_ga.app.terminal import columns
-from lightning_ga.app.values import as_written, direction, resolved, walk
+from lightning_ga.app.values import FOLDER, as_written, direction, resolved, walk
 from lightning_ga.errors import CONTROLS, UserError, printable
 
 LOG, RESULT, TABLE = "train.log", "result.json", "sweep.csv"
@@ -73,6 +73,8 @@ def own(config: DictConfig, mode: RunMode, locks: ExitStack) -> None:
     is_run = mode == RunMode.RUN
     section = config.hydra.run if is_run else config.hydra.sweep
     by_clock = "${now:" in OmegaConf.to_container(section)["dir"]  # type: ignore[index, call-overload]
+    if not FOLDER.holds(section.dir):  # Hydra would write into the current folder
+        raise UserError(FOLDER.sentence(f"hydra.{'run' if is_run else 'sweep'}.dir", section.dir))
     wanted = Path(section.dir)
     if CONTROLS.search(str(wanted)):  # a line of a launcher's script
         raise UserError(f"{str(wanted)!r} holds control characters, which the folder of a run cannot have.")

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,11 +219,12 @@ def direction(metric: str) -> str:
     return "min" if str(metric).endswith(SMALLER_IS_BETTER) else "max"
 
 
-def suffix(name: Any) -> str:
-    """The end of a run's folder: Hydra makes that before values are checked."""
+def suffix(name: Any, *, _root_: Any) -> str:
+    """The end of a run's folder, which others see: not a variable's value. Hydra makes it before values are checked."""
     if name is not None and not NAME.holds(name):
         raise UserError(NAME.sentence("run.name", name))
-    return "" if name is None else f"-{name}"
+    with placeholders():
+        return "" if name is None or "${" in str(_root_.run.name) else f"-{name}"
 
 
 def at_home(path: Any) -> str:
@@ -237,7 +239,9 @@ def as_tags(tags: Any) -> Any:
     return OmegaConf.create(dict.fromkeys(tags, ""))
 
 
-for name, resolver in {"direction": direction, "named": suffix, "mlflow_tags": as_tags, "home": at_home}.items():
+RESOLVERS: Mapping[str, Callable[..., Any]]
+RESOLVERS = {"direction": direction, "named": suffix, "mlflow_tags": as_tags, "home": at_home}
+for name, resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
@@ -250,15 +254,23 @@ def resolved(cfg: DictConfig) -> Config:
 
 def as_written(cfg: DictConfig, config: Config) -> Config:
     """A resolved configuration as it may be read by others: ``${oc.env:NAME}`` where a value is that of a variable."""
-    OmegaConf.register_new_resolver("oc.env", placeholder, replace=True)
     try:
-        texts = OmegaConf.to_container(cfg, resolve=True)
+        with placeholders():
+            texts = OmegaConf.to_container(cfg, resolve=True)
     except Exception:  # a key or another resolver needs the value itself
         texts = OmegaConf.to_container(cfg, resolve=False)
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     written: Config = hidden(config, texts)
     return written
+
+
+@contextmanager
+def placeholders() -> Iterator[None]:
+    """A context in which what stands for a variable's value is read in place of it."""
+    OmegaConf.register_new_resolver("oc.env", placeholder, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def placeholder(name: str, *default: str | None) -> str | None:

@@ -28,6 +28,15 @@ def test_weights_that_cannot_be_fetched(monkeypatch, tmp_path):
         TimmClassifier("resnet10t", pretrained=True)
 
 
+def test_weights_are_not_tried_for_again_without_a_network(monkeypatch, tmp_path):
+    """The hub would wait between its attempts; one request tells, and its error is shown."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits to try again"))
+    with pytest.raises(UserError, match=r"could not be fetched \(.*refused.*\): .*model\.init_from=PATH"):
+        TimmClassifier("resnet10t", pretrained=True)
+
+
 def test_loading_a_checkpoint_fetches_nothing(monkeypatch):
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **rest: create(name, **rest))
