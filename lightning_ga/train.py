@@ -1,9 +1,8 @@
 """The command line: ``python -m lightning_ga.train`` and ``lightning-ga`` are the same program.
 
-Its configuration lies in ``conf/``; ``--help`` shows examples, groups and keys. This file holds the
-way in and out: a user's mistake ends in one sentence and exit code 1. What is built from a
-configuration is in ``app/build.py``, what is then done with it in ``app/tasks.py``; both are imported
-when a job starts, so that all that needs no training answers at once.
+A user's mistake ends in one sentence and exit code 1. What is built from a configuration in ``conf/`` is in
+``app/build.py``, what is then done with it in ``app/tasks.py``; both are imported when a job starts, so that all that
+needs no training answers at once.
 """
 
 import os
@@ -99,11 +98,7 @@ class Jobs:
         self._sweep: tuple[Path, str] | None = None
 
     def run(self, cfg: DictConfig) -> float | None:
-        """Check a configuration and do what it says.
-
-        Returns:
-            The optimized metric, for sweepers.
-        """
+        """Check a configuration and do what it says; return the optimized metric, for sweepers."""
         # Processes that the job starts must not inherit what is meant for this Hydra.
         os.environ.pop(FULL_ERROR, None)
         multirun = HydraConfig.get().mode == RunMode.MULTIRUN

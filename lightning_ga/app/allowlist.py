@@ -82,21 +82,16 @@ def is_allowed(target: Any, allow: Sequence[str], where: str) -> bool:
     kinds = kinds_of(target)
     if not kinds or any(part.startswith("_") for part in target.split(".")):
         return False
-    found = found_at(target, where)
+    try:
+        found = _locate(target)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise UserError(f"{where}={target} does not exist: check its spelling.") from error
     return target in NAMED or is_builder(target, found) or is_kind(found, kinds)
 
 
 def kinds_of(target: str) -> tuple[str, ...]:
     """What a class of this name must be a kind of; nothing where its package is not on the list."""
     return next((kinds for package, kinds in KINDS.items() if is_below(target, [package])), ())
-
-
-def found_at(target: str, where: str) -> Any:
-    """What Hydra will find under a name."""
-    try:
-        return _locate(target)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise UserError(f"{where}={target} does not exist: check its spelling.") from error
 
 
 def is_kind(found: Any, kinds: Sequence[str]) -> bool:

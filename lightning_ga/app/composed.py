@@ -255,12 +255,7 @@ def check_file(path: Path, config: Any) -> None:
 
 
 def may_be_set(key: str, value: Any) -> bool:
-    """Whether a file may set a key of the hydra section to a value.
-
-    Examples:
-        >>> may_be_set("launcher.timeout_min", 60), may_be_set("launcher.setup", "echo hello")
-        (True, False)
-    """
+    """Whether a file may set a key of the hydra section to a value."""
     return any(re.fullmatch(keys, key) and re.fullmatch(values, str(value)) for keys, values in BY_FILES.items())
 
 
@@ -292,19 +287,16 @@ def check_keys(content: Mapping[str, Any], known: Sequence[str], typed: Sequence
             raise UserError(f"{section}={found} replaces a whole section: set {section}.{names[0]}=… alone.")
         for name in found.keys() - names:
             raise UserError(f"A configuration file sets {section}.{name}, which nothing reads: {', '.join(names)} are.")
+    texts = [text for _, text in walk(content) if isinstance(text, str)]
     for key in map(str, content):
-        if key not in known and not is_referred_to(key, content):
+        is_referred_to = any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for text in texts)
+        if key not in known and not is_referred_to:
             added = any(re.match(rf"\++{re.escape(key)}[.=]", argument) for argument in typed)
             who = f"+{key}=…" if added else "A configuration file"
             hint = did_you_mean(key, known)
             raise UserError(f"{who} sets {key or repr(key)}, which nothing reads{hint} The keys: {', '.join(known)}.")
     if content.get("overwrite") and not any(argument.lstrip("+").startswith("overwrite=") for argument in typed):
         raise UserError("overwrite=true stands in a configuration file, and replaces a run: type it, too.")
-
-
-def is_referred_to(key: str, content: Any) -> bool:
-    """Whether an interpolation such as ``${key}`` or ``${key.part}`` reads a key."""
-    return any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for _, text in walk(content) if isinstance(text, str))
 
 
 def check_hydra_section(section: Mapping[str, Any]) -> None:
@@ -321,12 +313,7 @@ def check_hydra_section(section: Mapping[str, Any]) -> None:
 
 
 def completions(word: str) -> list[str]:
-    """How ``KEY=`` with the beginning of a value may go on; nothing for keys that take anything.
-
-    Examples:
-        >>> completions("accumulate.on_oom=")
-        ['accumulate.on_oom=raise', 'accumulate.on_oom=split']
-    """
+    """How ``KEY=`` with the beginning of a value may go on; nothing for keys that take anything."""
     key, sign, begun = word.partition("=")
     rule = RULES.get(key)
     if not sign or rule is None:

@@ -126,10 +126,8 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
     if isinstance(said, OmegaConfBaseException):
         reason = str(said).split("\n")[0].rstrip(".")
         raised = re.match(r"(\w+) raised while resolving interpolation: (.+)", reason)
-        if raised and raised[1] == "UserError":
-            return f"{raised[2]}."
         reason = raised[2] if raised else reason
-        if not said.full_key:
+        if not said.full_key or (raised and raised[1] == "UserError"):
             return f"{reason}."
         return f"{said.full_key} has no value ({reason}): --cfg job shows what it is made of, or give {said.full_key}=…"
     return one_line(said)
@@ -191,15 +189,11 @@ def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
     if section is not None and not section and section._get_full_key(None) == first:
         without = WITHOUT.get(first, "null")
         return f"{key} sets a part of {first}, which is left out (as by {first}={without}): give one of the two."
-    if section is not None and is_complete(section):
+    target = "" if section is None or "_target_" not in section else str(section._get_node("_target_"))
+    if target.startswith("lightning_ga."):  # a section of this package's own classes shows every argument
         known = ", ".join(sorted(str(name) for name in section if not str(name).startswith("_")))
         return f"There is no key {key}{hint} The keys of {parent}: {known}."
     return f"There is no key {key}{hint}" + (f" To add a key of your own, write +{key}=VALUE." if parent else "")
-
-
-def is_complete(section: Any) -> bool:
-    """Whether a section shows every argument of what it builds: those of this package's own classes do."""
-    return str(section._get_node("_target_") if "_target_" in section else "").startswith("lightning_ga.")
 
 
 def explain_constructor(error: InstantiationException) -> str:

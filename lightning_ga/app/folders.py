@@ -213,11 +213,7 @@ def read_jobs(folder: Path, metric: str) -> list[Job]:
         outcome = "planned" if planned else "failed" if result is None else "done"
         jobs.append(Job(str(job.relative_to(folder)), overrides, (result or {}).get(metric), outcome))
     sign = -1 if direction(metric) == "max" else 1
-
-    def place(job: Job) -> float:
-        return math.inf if job.value is None or math.isnan(job.value) else sign * job.value
-
-    return sorted(jobs, key=place)
+    return sorted(jobs, key=lambda job: math.inf if job.value is None or math.isnan(job.value) else sign * job.value)
 
 
 def report_sweep(folder: Path, metric: str) -> None:

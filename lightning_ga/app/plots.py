@@ -74,12 +74,7 @@ def moving_mean(curve: Curve, share: float = 0.1) -> Curve:
 
 
 def describe_search(probe: ProbeResult) -> str:
-    """How a limit was found, with the method by its name and in words.
-
-    Examples:
-        >>> describe_search(ProbeResult(8, 1000, 900, (), 1, 0.42, "replay", source="cache"))
-        'remembered, verified by one step, 0.4 s (cache)'
-    """
+    """How a limit was found, with the method by its name and in words."""
     seconds = f"{probe.seconds:.1f} s"
     if probe.source == "checkpoint":
         return "found before and kept in the checkpoint (checkpoint)"
@@ -141,18 +136,11 @@ def draw_memory(axes: Axes, probe: ProbeResult) -> None:
 def draw_budget(axes: Axes, budget: int, scale: int, *, shown: bool) -> None:
     """A line at the budget; words alone where it is far above all else."""
     text = f"budget {format_bytes(budget)}"
-    if not shown:
+    if shown:
+        axes.axhline(budget / scale, color="dimgray", linewidth=1, linestyle="--")
+        axes.text(0.01, budget / scale, text, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
+    else:
         axes.text(0.01, 0.97, f"{text}, far above", transform=axes.transAxes, va="top", color="dimgray")
-        return
-    axes.axhline(budget / scale, color="dimgray", linewidth=1, linestyle="--")
-    axes.annotate(
-        text,
-        (0.01, budget / scale),
-        (0, 4),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        color="dimgray",
-    )
 
 
 def draw_timings(axes: Axes, probe: ProbeResult) -> None:

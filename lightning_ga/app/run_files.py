@@ -199,12 +199,7 @@ def write_table(path: Path, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def as_cell(value: Any) -> Any:
-    """A cell; a text that a spreadsheet would take for a formula begins with a quote.
-
-    Examples:
-        >>> as_cell("=1+1"), as_cell("-1.5"), as_cell(-1.5), as_cell("cat")
-        ("'=1+1", '-1.5', -1.5, 'cat')
-    """
+    """A cell; a text that a spreadsheet would take for a formula begins with a quote."""
     if not isinstance(value, str):
         return value
     text = printable(value)

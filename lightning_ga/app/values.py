@@ -93,12 +93,8 @@ def count(example: int, least: int = 1, most: float = math.inf, besides: Any = (
 
 def one_or_more(rule: Rule) -> Rule:
     """A value that obeys a rule, or a list of such values."""
-
-    def all_hold(value: Any) -> bool:
-        several = value if isinstance(value, list) else [value]
-        return bool(several) and all(map(rule.holds, several))
-
-    return Rule(f"{rule.words}, or a list of such numbers", rule.example, all_hold)
+    words, several = f"{rule.words}, or a list of such numbers", list_of(rule, "").holds
+    return Rule(words, rule.example, lambda v: v != [] and several(v if isinstance(v, list) else [v]))
 
 
 def list_of(rule: Rule, example: str) -> Rule:
@@ -109,11 +105,6 @@ def list_of(rule: Rule, example: str) -> Rule:
 def one_of(*choices: Any) -> Rule:
     """One of a few values."""
     return Rule(f"one of {', '.join(map(shown, choices))}", shown(choices[0]), lambda v: v in choices, choices)
-
-
-def is_list_of_nodes(value: Any) -> bool:
-    """Whether a value is a list of things to build."""
-    return isinstance(value, list) and all(isinstance(one, dict) and "_target_" in one for one in value)
 
 
 def shown(value: Any) -> str:
@@ -146,7 +137,11 @@ DURATION = Rule(
     "00:01:30:00",
     lambda value: value is None or isinstance(value, dict) or bool(re.fullmatch(r"(\d+:){3}\d+", str(value))),
 )
-NODES = Rule("a list of transforms", "[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]", is_list_of_nodes)
+NODES = Rule(
+    "a list of transforms",
+    "[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]",
+    lambda value: isinstance(value, list) and all(isinstance(one, dict) and "_target_" in one for one in value),
+)
 COMPILE = one_of(True, False, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 TABLE: tuple[tuple[str, Rule], ...] = (
@@ -234,13 +229,13 @@ def at_home(path: Any) -> str:
     return os.path.expanduser(str(path))  # noqa: PTH111 (that of Path fails for users that are not there)
 
 
-def as_tags(tags: Any) -> Any:
-    """The tags of a run for MLflow, which has a value for each."""
-    return OmegaConf.create(dict.fromkeys(tags, ""))
-
-
 RESOLVERS: Mapping[str, Callable[..., Any]]
-RESOLVERS = {"direction": direction, "named": suffix, "mlflow_tags": as_tags, "home": at_home}
+RESOLVERS = {
+    "direction": direction,
+    "named": suffix,
+    "mlflow_tags": lambda tags: OmegaConf.create(dict.fromkeys(tags, "")),  # there each tag has a value
+    "home": at_home,
+}
 for name, resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(name, resolver, replace=True)
 
@@ -319,10 +314,6 @@ def as_typed(value: Any) -> Any:
     """A value as it was meant: a path below the home folder, and a whole number.
 
     1000.0, which is how YAML reads 1e3, as 1000, in a schedule by epochs too; not 1.0, which may be a share.
-
-    Examples:
-        >>> as_typed(1e3), as_typed(1.0), as_typed({0: 2e0, 5: 4e0}), as_typed("auto")
-        (1000, 1.0, {0: 2, 5: 4}, 'auto')
     """
     if isinstance(value, dict):
         return {key: as_typed(size) if isinstance(key, int) else size for key, size in value.items()}
