@@ -23,7 +23,7 @@ LONG = {
 }
 
 settings.register_profile("quick", deadline=None, max_examples=30)
-settings.register_profile("thorough", deadline=None)
+settings.register_profile("thorough", deadline=None, max_examples=60)
 settings.load_profile("quick")
 
 

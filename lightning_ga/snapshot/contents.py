@@ -30,7 +30,7 @@ class Contents:
 def refill(container: Any, content: Any) -> None:
     """Put content back into the container that it was copied from."""
     if isinstance(container, dict) and list(container) == list(content):
-        container.update(content)  # never empty: what belongs to the trainer may be read meanwhile
+        dict.update(container, content)  # never empty: the trainer may read it meanwhile; a Counter's own would add
         return
     container.clear()
     (container.extend if isinstance(container, (list, deque)) else container.update)(content)

@@ -196,26 +196,19 @@ def test_resnet34d_learns_the_digits(command):
     [
         (["model=nope"], ["model=nope", "mlp, resnet34d, simclr, timm"]),
         (["model=resnet34"], ["did you mean resnet34d?"]),
-        (["trainer.max_epoch=3"], ["did you mean trainer.max_epochs"]),
-        (["sed=3"], ["did you mean seed?"]),
         (["modle=mlp"], ["did you mean model?"]),
-        (["accumulate.acumulate=3"], ["did you mean accumulate.accumulate?"]),
         (["model=timm", "model.name=resnet34dd"], ["'resnet34dd'", "nearest names: resnet34d"]),
         (["model=mlp", "data=cifar10"], ["add data.download=true to the same line"]),
-        (["model=mlp", "data=image_folder"], ["data.root=FOLDER"]),
         (["model=mlp", "precision=fp16-mixed", "trainer.accelerator=cpu"], ["needs a GPU", "bf16-mixed"]),
         (["model=mlp", "accumulate.memory_budget=1MiB"], ["memory_budget"]),
         (["model=mlp", "accumulate.effective_batch_size=0"], ["effective_batch_size=0 must be at least 1"]),
-        (["model=mlp", "+trainer.epochs=1"], ["unexpected keyword argument 'epochs'"]),
         (["model=mlp", "optimizer._target_="], ["optimizer has no _target_, and builds nothing"]),
         (["model=mlp", "hydra.mode=SWEEP"], ["hydra.mode=SWEEP: Invalid value 'SWEEP'", "MULTIRUN"]),
         (["model=mlp", "optimizer=[]"], ["optimizer=[] chooses no option"]),
-        (["model={}"], ["model={} chooses no option"]),
         (["model=mlp", "~optimizer"], ["~optimizer leaves a run without optimizer"]),
         (["=5"], ["=5 is neither an option nor KEY=VALUE"]),
         (["model=mlp", "+trainer.callbacks=[]"], ["trainer.callbacks is read by nothing"]),
         (["model=mlp", "trainer.compile=true"], ["did you mean compile?"]),
-        (["model=mlp", "+optimizer.foo=1"], ["unexpected keyword argument 'foo'"]),
         (["model=mlp", "accumulate=fixed", "accumulate.effective_batch_size=64"], ["exclude each other"]),
         (["model=mlp", "task=test"], ["needs trained weights", "ckpt_path=best"]),
         (["model=mlp", "ckpt_path=last"], ["no run of this model"]),
@@ -230,26 +223,17 @@ def test_resnet34d_learns_the_digits(command):
             ["model=mlp", "lr_scheduler=onecycle", "lr_scheduler.max_lr=-1"],
             ["max_lr=-1 must be a number of at least 0"],
         ),
-        (["model=mlp", "+lr_scheduler.warmups=0"], ["lr_scheduler (lightning_ga.models.schedules.warmup_cosine)"]),
         (["model=mlp", "trainer.max_epochs=-1"], ["trainer.max_epochs=-1 has no end", "lr_scheduler=none"]),
         (["model=mlp", "ckpt_path=/etc/passwd"], ["'/etc/passwd' is no file of tensors"]),
         (["model=mlp", "model.num_classes=3"], ["model.num_classes=3 is less than the 10 classes"]),
-        (["model=mlp", "data.num_classes=3"], ["data.num_classes=3 is less than the 10 classes of digits"]),
         (["model=mlp", "data.val_fraction=0.001"], ["cannot be held out with each of the 10", "data.val_fraction"]),
-        (["model=mlp", "data.val_fraction=0"], ["data.val_fraction=0 must be a number above 0 and below 1"]),
-        (["accumulate=off", "accumulate.verify=true"], ["accumulate, which is left out (as by accumulate=off)"]),
         (["accumulate=off", "+accumulate.verify=true"], ["accumulate has no _target_"]),
         (["callbacks=none", "callbacks.best.monitor=x"], ["is left out (as by callbacks=none): give one of the two"]),
         (["model=mlp", "+callbacks.mine.x=1"], ["callbacks.mine has no _target_", "callbacks=OPTION"]),
-        (["model=mlp", "+logger.mine=1"], ["logger.mine=1 has no _target_", "logger=OPTION"]),
         (["optimizer._target_=null"], ["has no _target_, and builds nothing: choose optimizer=OPTION"]),
-        (["data=image_folder", "data.root=~/none-of-mine"], [f"'{Path.home()}/none-of-mine/train' needs one folder"]),
         (["data=image_folder", "data.root='~/none-of-mine'"], [f"'{Path.home()}/none-of-mine/train' needs one folder"]),
         (["ckpt_path=~/none.ckpt"], [f"ckpt_path={Path.home()}/none.ckpt is not a file"]),
-        (["trainer.limit_train_batches=0"], ["trainer.limit_train_batches=0 must be a share of an epoch above 0"]),
         (["model", "=", "mlp"], ["model = mlp has a blank beside the =: write model=mlp."]),
-        (["model=mlp", "seed=", "3"], ["seed= 3 has a blank beside the =: write seed=3."]),
-        (["model = mlp"], ["model = mlp has a blank beside the =: write model=mlp."]),
         (["model=“mlp”"], ["holds quotes of a word processor", "type ' and \" instead"]),
         (["logger=[csv,nope]"], ["logger=nope does not exist", "The options: csv, default, many, mlflow, none"]),
         (["model=mlp", "model.hidden.first=3"], ["A value does not fit what it sets (invalid literal for int()"]),
@@ -264,23 +248,18 @@ def test_resnet34d_learns_the_digits(command):
         (["+lr=0.1"], ["+lr=… sets lr, which nothing reads"]),
         (["run=first"], ["run=first replaces a whole section: set run.name=… alone."]),
         (["lr=0.1"], ["There is no key lr; did you mean optimizer.lr?"]),
-        (["max_epochs=3"], ["There is no key max_epochs; did you mean trainer.max_epochs?"]),
         (["model=mlp", "seed=abc"], ["seed=abc must be a whole number from 0", "seed=0"]),
         (["model=mlp", "dry_run=true", "device_memory=300MiB"], ["leaves nothing to a training"]),
         (["model=mlp", "dry_run=true", "device_memory=8GiB", "trainer.strategy=fsdp"], ["only data parallelism"]),
         (["model=mlp", "accumulate.foo=3"], ["no key accumulate.foo", "effective_batch_size"]),
-        (["model=mlp", "+accumulate.foo=3"], ["unexpected keyword argument 'foo'", "effective_batch_size"]),
         (["model=mlp", "+accumulate.acumulate=3"], ["did you mean accumulate?"]),
-        (["datas.batch_size=3"], ["did you mean data.batch_size?"]),
         (["callbacks.best.montor=x"], ["did you mean callbacks.best.monitor?"]),
         (["model=null"], ["model=null chooses no option", "a run needs one"]),
         (["accumulate=null"], ["write accumulate=off"]),
-        (["logger=null"], ["write logger=none"]),
         (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
         (["model=mlp", "model"], ["model is neither an option nor KEY=VALUE"]),
         (["model=mlp", "allow_targets=null"], ["must be a list of packages"]),
         (["model=mlp", "hydra.run.dir=/proc/no"], ["'/proc/no' cannot be written", "hydra.run.dir=FOLDER"]),
-        (["model=mlp", "hydra.run.dir=/dev/null/x"], ["'/dev/null/x' cannot be written"]),
         (["model=mlp", "logger=wandb"], ["pip install wandb"]),
         (["model=mlp", "model.init_from=nowhere.pt"], ["model.init_from=nowhere.pt is not a file"]),
         (["model=timm", "+model.options.checkpoint_path=x.pth"], ["use model.init_from=PATH instead"]),
@@ -432,8 +411,11 @@ def test_best_is_tested_validated_and_predicted_with(command, quick):
     assert len(predicted.read_text().splitlines()) == 361
 
 
-def test_a_sweep_runs_every_combination(command):
-    """Two values make two runs, each with its own folder."""
+def test_a_sweep_runs_every_combination_and_goes_on_where_it_ended(command):
+    """Two values make two runs, each with its own folder; of these, those that are done are not run again.
+
+    Those with another configuration are refused, or replaced if typed.
+    """
     run = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
     assert run.code == 0, run.err
     assert [Path(f"multirun/{job}/plan.json").is_file() for job in (0, 1)] == [True, True]
@@ -442,18 +424,13 @@ def test_a_sweep_runs_every_combination(command):
     assert sorted(line.split()[-1] for line in lines[first + 1 : first + 3]) == ["seed=1", "seed=2"]
     with Path("multirun/sweep.csv").open() as file:
         assert sorted(row["job"] for row in csv.DictReader(file)) == ["0", "1"]
-
-
-def test_a_sweep_goes_on_where_it_ended(command):
-    """Jobs that are done are not run again; those with another configuration are refused, or replaced if typed."""
-    first = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
     stamp = Path("multirun/1/result.json").stat().st_mtime_ns
     Path("multirun/0/result.json").unlink()
     again = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
-    assert (first.code, again.code) == (0, 0)
+    assert again.code == 0
     assert Path("multirun/0/result.json").is_file()
     assert Path("multirun/1/result.json").stat().st_mtime_ns == stamp
-    assert first.out.splitlines()[-4:-1] == again.out.splitlines()[-4:-1]
+    assert lines[-4:-1] == again.out.splitlines()[-4:-1]
     before = {path: path.read_bytes() for path in Path("multirun").rglob("*") if path.is_file()}
     other = "-m", *TINY, "optimizer.lr=0.01", "seed=1", "hydra.sweep.dir=multirun"
     refused = command(*other)

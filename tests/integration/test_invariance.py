@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from rank_records import joined, run_ranks
-from reference import LossBySample, Samples, cut, fit, permutation
+from reference import LossBySample, Samples, SaveAt, cut, fit, permutation
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
@@ -22,17 +22,6 @@ MID_EPOCH = 7  # steps: the second window of the second epoch is done
 ON_RANKS: dict[str, Any] = {"size": SIZE, "batch_size": 4, "dtype": "float32", "trainer": {"max_epochs": EPOCHS}}
 
 Losses = list[float]
-
-
-class SaveAt(pl.Callback):
-    """A checkpoint after a number of optimizer steps."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
 
 
 def run(micro_batch: int, *callbacks: pl.Callback, num_workers: int = 0, **settings: Any) -> LossBySample:

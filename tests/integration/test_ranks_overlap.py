@@ -49,15 +49,14 @@ def survive(mode: str, folder: Path, *operations: tuple[int, int]) -> None:
     assert [len(record["sent"]) for record in records[mode]] == [GRADIENTS * (1 + len(operations))] * 2
 
 
-@pytest.mark.parametrize(
-    "mode", ["factor 1", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("factor 2", "step"))]
-)
+@pytest.mark.parametrize("mode", ["factor 1", pytest.param("step", marks=pytest.mark.slow)])
 def test_at_every_operation_of_the_last_backward_pass(mode: str, tmp_path: Path) -> None:
     """On either rank, or on both at different operations; those that join and exchange gradients are among them."""
     most = operations_of(mode, tmp_path / "clean")
     assert most > 30
     kinds = [lambda k: (k, 0), lambda k: (0, k), lambda k: (k, 1 + 7 * k % most)]
-    survive(mode, tmp_path, *(kinds[k % 3](k) for k in range(1, most + 1)))
+    every = 4 if mode == "step" else 1  # its windows take longer
+    survive(mode, tmp_path, *(kinds[k % 3](k) for k in range(1, most + 1, every)))
 
 
 def test_messages_leave_within_the_last_backward_pass(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_memory_runs_out_all_over_a_window(mode: str) -> None:
     whole, _, counted, logs = train(mode=mode, epochs=1)
     operations = counted.count
     assert operations > 100
-    for at in [*range(1, operations // 3, 13), *range(operations // 3, operations, 131)]:
+    for at in [*range(1, operations // 3, 29), *range(operations // 3, operations, 197)]:
         module, callback, _, logged = train(at, mode=mode, epochs=1)
         assert callback.oom_events == 1, at
         assert worst_error(module.gradients, whole.gradients) <= 1e-12, at

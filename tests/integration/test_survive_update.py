@@ -126,7 +126,7 @@ def test_a_step_that_evaluates_its_closure_again_is_never_run_twice() -> None:
     settings = {"effective_batch_size": None, "micro_batching": "step", "closures": True}
     whole, _ = train(Sharpness, **settings)
     survived = []
-    for at in range(2, whole.faults.count // whole.steps, 3):  # the first one marks the step for a profiler
+    for at in range(2, whole.faults.count // whole.steps, 5):  # the first one marks the step for a profiler
         module, callback = train(Sharpness, at, **settings)
         survived.append(callback.oom_events)
         if callback.oom_events:

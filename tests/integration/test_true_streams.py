@@ -19,6 +19,7 @@ from true_support import (
     Task,
     Trained,
     Way,
+    each_cut,
     each_way,
     error,
     one_pass,
@@ -282,13 +283,13 @@ class Shared(IterableDataset[Any]):
         return islice(iter(pairs(48)), worker.id if worker else 0, None, worker.num_workers if worker else 1)
 
 
-@each_way
+@each_cut
 def test_workers_that_read_a_stream_in_turn_are_told_where_the_loader_cuts(way: Way) -> None:
     case = Case(Task, lambda: DataLoader(Shared(), batch_size=8, num_workers=2))
-    ours = run(case, way, max_epochs=2)
+    ours = run(case, way)
     assert [text for text in ours.told if "Several data workers" in text] == (ours.told if way.mode == "loader" else [])
     assert len(ours.told) == (way.mode == "loader")
-    assert (error(ours, one_pass(case, max_epochs=2)) > 1e-3) is (way.mode == "loader")
+    assert (error(ours, one_pass(case)) > 1e-3) is (way.mode == "loader")
 
 
 class Growing(Task):

@@ -15,10 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, default_collate
 from torchvision.ops import StochasticDepth
 from true_support import (
-    CUT,
     FEATURES,
-    OOM,
-    OOM_STEP,
     WAYS,
     Case,
     ClassWeighted,
@@ -31,9 +28,10 @@ from true_support import (
     Way,
     by_turns,
     cut_rightly,
-    each,
     each_cut,
+    each_cut_in_step,
     each_oom,
+    each_way,
     error,
     network,
     one_pass,
@@ -160,7 +158,7 @@ class Clamped(Task):
 INEXACT["hooks of weights that clamp"] = ("stateful", Clamped, "hooks on gradients.*on_before_optimizer_step")
 
 
-@by_turns(INEXACT, CUT)
+@by_turns(INEXACT, fails=False)
 def test_the_cause_is_named_where_accumulation_is_not_exact(name: str, way: Way) -> None:
     """Once at the start of training, with what it is about."""
     cause, module, words = INEXACT[name]
@@ -202,7 +200,7 @@ def jagged() -> DataLoader:
     return DataLoader(samples, batch_size=BATCH, collate_fn=collate)
 
 
-@each(WAYS)
+@each_way
 def test_nested_tensors_are_measured(way: Way) -> None:
     """The check runs copies of batches, which have to be such that layers can differentiate them."""
     cut_rightly(Case(Jagged, jagged, BATCH, MICRO), way)
@@ -228,7 +226,7 @@ class ScaledWhenComplete(Task):
             parameter.grad.mul_(0.1)
 
 
-@each(WAYS)
+@each_way
 @pytest.mark.parametrize(("within", "by_weight"), [(True, False), (False, False), (False, True)])
 def test_hooks_are_told_that_gradients_are_complete_after_the_last_piece(
     within: bool, by_weight: bool, way: Way
@@ -251,7 +249,7 @@ class Clipped(Task):
             nn.utils.clip_grad_norm_(self.parameters(), 0.01)
 
 
-@each(WAYS)
+@each_way
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_hook_that_clips_sees_the_gradient_of_the_batch_where_that_is_cut(every: int, way: Way) -> None:
     case = Case(lambda: Clipped(every), loader, BATCH, MICRO)
@@ -437,7 +435,7 @@ RANDOM = {
 }
 
 
-@by_turns(RANDOM, CUT)
+@by_turns(RANDOM, fails=False)
 def test_random_numbers_are_no_error(name: str, way: Way) -> None:
     module, collate = RANDOM[name]
     ours = judged(module, way, lambda: loader(collate=collate))
@@ -504,7 +502,7 @@ DROPOUTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@by_turns(DROPOUTS, CUT)
+@by_turns(DROPOUTS, fails=False)
 def test_dropout_of_any_kind_is_left_out_of_the_measurement(name: str, way: Way) -> None:
     ours = judged(lambda: Within(DROPOUTS[name]()), way)
     assert (ours.cause, ours.told) == ("exact", [])
@@ -656,7 +654,7 @@ def test_a_verdict_is_that_of_the_mode_in_use() -> None:
     assert error(ours, one_pass(WITH_SHARE)) <= 1e-12
 
 
-@each({name: way for name, way in WAYS.items() if way in (WAYS["step"], OOM, OOM_STEP)})
+@each_cut_in_step
 def test_what_is_exact_only_when_collated_is_not_cut_in_silence(way: Way) -> None:
     told_or_right(WITH_SHARE, way)
 
@@ -674,7 +672,7 @@ class Counting(Task):
         return self.loss(batch) + self.matters * self.seen * self.net(batch[0]).square().mean()
 
 
-@each(WAYS)
+@each_way
 @pytest.mark.parametrize("matters", [True, False])
 def test_a_count_of_samples_is_told_if_the_loss_reads_it(matters: bool, way: Way) -> None:
     """Parts of a window meet other counts than one pass does, and leave the same."""

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from rank_records import joined, run_ranks
-from reference import Samples, StreamOf, cut, fit, permutation, plain_loop, worst_error
+from reference import Samples, SaveAt, StreamOf, cut, fit, permutation, plain_loop, worst_error
 from texts import LONGEST, Reader, Reading, Texts, pad, plain_gradients, windows_of
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
@@ -83,17 +83,6 @@ def test_sizes_by_name(size_of: str, num_workers: int) -> None:
     """A column of the dataset, a field of its samples, or the extent that varies: the same micro-batches."""
     module, _ = train(4, size_of=size_of, num_workers=num_workers, max_epochs=1)
     assert module.micro_batches == train(4, max_epochs=1)[0].micro_batches
-
-
-class SaveAt(pl.Callback):
-    """A checkpoint after a number of optimizer steps."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize("step", range(1, 6))

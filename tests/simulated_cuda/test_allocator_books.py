@@ -44,7 +44,7 @@ def test_a_step_is_replayed_from_other_segments_than_it_was_recorded_in(setting:
     ],
 )
 def test_the_books_give_back_what_the_allocator_gives_back(setting: str, others: bool, tmp_path: Path) -> None:
-    ended = forked(books.same_under_pressure, 12, setting, others, folder=tmp_path)
+    ended = forked(books.same_under_pressure, 6, setting, others, folder=tmp_path)
     assert ended.code == 0, ended.output
 
 

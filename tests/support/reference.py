@@ -1,6 +1,7 @@
 """A small task on real Trainers, and the oracle: the same training in a plain loop, batch whole."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -98,6 +99,17 @@ class Validated(Regression):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self.steps_at_validation.append(self.global_step)
+
+
+class SaveAt(pl.Callback):
+    """A checkpoint after a number of optimizer steps."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
 
 
 def network(dtype: torch.dtype = torch.float64) -> torch.nn.Sequential:

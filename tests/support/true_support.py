@@ -4,6 +4,7 @@ The oracle of all of them is the same training in one pass: the same module and 
 callback. What decides that memory runs out lies outside of the module, so that a second attempt looks like the first.
 """
 
+import itertools
 import random
 import re
 import warnings
@@ -197,25 +198,28 @@ OOM, OOM_STEP = Way("loader", fails=True), Way("step", fails=True)
 WAYS = {"loader": LOADER, "step": STEP, "oom": OOM, "oom in step mode": OOM_STEP}
 
 
-def each(ways: dict[str, Way]) -> Any:
-    """One test for each way, of which one is slow."""
-    rows = [pytest.param(way, id=label, marks=[pytest.mark.slow] * (way is OOM_STEP)) for label, way in ways.items()]
-    return pytest.mark.parametrize("way", rows)
+def each(*labels: str) -> Any:
+    """One test for each way."""
+    return pytest.mark.parametrize("way", [WAYS[label] for label in labels], ids=labels)
 
 
-each_way = each(WAYS)
-CUT = {"loader": LOADER, "step": STEP}
-each_cut = each(CUT)
-each_cut_in_step = each({name: way for name, way in WAYS.items() if way is not LOADER})
-each_oom = each({name: way for name, way in WAYS.items() if way.fails})
+each_way = each("loader", "step", "oom")
+each_cut = each("loader", "step")
+each_cut_in_step = each("step", "oom")
+each_oom = each("oom", "oom in step mode")
 
 
-def by_turns(values: Iterable[Any], ways: dict[str, Way] = WAYS, *, name: str = "name") -> Any:
-    """One test for each value in each way; each is quick in one of the ways, by turns, and slow in the others."""
+def by_turns(values: Iterable[Any], *, fails: bool = True, name: str = "name") -> Any:
+    """Tests of each value: cut by the loader or in the step by turns, and after an error in the other mode.
+
+    Args:
+        fails: Also after an error.
+    """
+    turns = itertools.cycle([("loader", "oom in step mode"), ("step", "oom")])
     rows = [
-        pytest.param(value, way, id=f"{value}-{label}", marks=[pytest.mark.slow] * ((turn + place) % len(ways) > 0))
-        for turn, value in enumerate(values)
-        for place, (label, way) in enumerate(ways.items())
+        pytest.param(value, WAYS[label], id=f"{value}-{label}", marks=[pytest.mark.slow] * WAYS[label].fails)
+        for value, labels in zip(values, turns)
+        for label in (labels if fails else labels[:1])
     ]
     return pytest.mark.parametrize((name, "way"), rows)
 
