@@ -18,7 +18,7 @@ from lightning_ga.app.values import walk
 from lightning_ga.errors import UserError
 
 MODULE, TRANSFORM = "torch.nn.Module", "builtins.object"
-KINDS: Mapping[str, tuple[str, ...]] = {
+KINDS: Mapping[str, tuple[str, ...]] = {  # package or module: what a class from there must be a kind of
     "lightning_ga": (
         *(MODULE, "lightning.pytorch.LightningDataModule", "lightning.pytorch.Callback"),
         "lightning.fabric.plugins.CheckpointIO",
@@ -48,15 +48,13 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "torchvision.ops": (MODULE,),
     "torchvision.transforms": (TRANSFORM,),
 }
-"""Package or module: what a class from there must be a kind of."""
-NAMED = (
+NAMED = (  # what is of no such kind, and may be built
     *("lightning_ga.models.build_timm", "lightning_ga.models.to_group_norm"),
     "lightning_ga.models.schedules.warmup_cosine",
     *(f"lightning_ga.schedule.{name}" for name in ("by_samples", "by_step", "from_lr_decay", "geometric")),
     *("lightning_ga.schedule.linear", "lightning_ga.schedule.seesaw"),
     *("lightning_ga.weights.AttentionMaskTokens", "lightning_ga.weights.Samples", "lightning_ga.weights.TargetTokens"),
 )
-"""What is of no such kind, and may be built."""
 LOADERS = tuple(f"torchmetrics.{part}" for part in ("audio", "functional", "image", "multimodal", "text", "video"))
 """Metrics that load networks from files."""
 INSTEAD = {"timm.create_model": "it can unpickle files: use lightning_ga.models.build_timm, with the same arguments"}

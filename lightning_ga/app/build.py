@@ -135,8 +135,7 @@ def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
 
 
 def make(node: Any, **arguments: Any) -> Any:
-    """Build what a node names; it is given plain dicts and lists, which checkpoints can hold."""
-    # decay_norms is a setting of the model's, which gives the optimizer its groups.
+    """Build what a node names, of plain dicts and lists, which checkpoints can hold; ``decay_norms`` is the model's."""
     content = {key: value for key, value in node.items() if key != "decay_norms"}
     return instantiate(content, **arguments, _convert_="all")
 

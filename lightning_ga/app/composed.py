@@ -50,12 +50,11 @@ BY_FILES = {  # keys of the hydra section, and what a file may set them to
     r"(job|hydra)_logging\.(((root|loggers\.[\w.]+|handlers\.\w+)\.level)|disable_existing_loggers|version)": WORD,
     r"(job|hydra)_logging\.formatters\.\w+\.(format|datefmt)": r"(?!.*(://|\$\{)).*",  # logging imports ext://module
 }
-PLAIN_SECTIONS = {
+PLAIN_SECTIONS = {  # that build nothing, with all keys that are read
     "paths": ("data_dir", "output_root", "sweep_root", "output_dir"),
     "precision": ("trainer", "float32_matmul"),
     "run": ("name", "tags"),
 }
-"""Sections that build nothing, with all keys that are read."""
 GLOBAL = ("experiment", "debug")  # groups whose files are written from the top of the configuration
 
 
@@ -289,8 +288,7 @@ def check_keys(content: Mapping[str, Any], known: Sequence[str], typed: Sequence
             raise UserError(f"A configuration file sets {section}.{name}, which nothing reads: {', '.join(names)} are.")
     texts = [text for _, text in walk(content) if isinstance(text, str)]
     for key in map(str, content):
-        is_referred_to = any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for text in texts)
-        if key not in known and not is_referred_to:
+        if key not in known and not any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for text in texts):
             added = any(re.match(rf"\++{re.escape(key)}[.=]", argument) for argument in typed)
             who = f"+{key}=…" if added else "A configuration file"
             hint = did_you_mean(key, known)

@@ -148,10 +148,9 @@ def explain_reference(error: InterpolationKeyError) -> str:
     """``model=gpt`` with pictures: a value that another section should have, and what to give instead."""
     wanted = re.search(r"'([^']+)'", str(error))
     reference = wanted[1] if wanted else "another key"
-    section = reference.partition(".")[0]
     return (
-        f"{error.full_key} is read from {reference}, which the configuration does not have: choose another {section}=… "
-        f"that has it, or give {error.full_key}=…"
+        f"{error.full_key} is read from {reference}, which the configuration does not have: choose another "
+        f"{reference.partition('.')[0]}=… that has it, or give {error.full_key}=…"
     )
 
 
@@ -244,10 +243,8 @@ def explain_out_of_memory(error: BaseException) -> str:
 
 def place_error(error: BaseException) -> OSError | None:
     """The error of a disk or folder behind an error, if there is one."""
-    for cause in chain(error):
-        if isinstance(cause, OSError) and cause.errno in (FULL if cause.filename is None else PLACE_ERRORS):
-            return cause
-    return None
+    errors = (cause for cause in chain(error) if isinstance(cause, OSError))
+    return next((one for one in errors if one.errno in (FULL if one.filename is None else PLACE_ERRORS)), None)
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
@@ -263,11 +260,8 @@ def near(name: str, names: Sequence[str]) -> list[str]:
 
 def parent_section(error: BaseException) -> Any:
     """The section in which an OmegaConf error could not find a key."""
-    for cause in chain(error):
-        parent: Any = getattr(cause, "parent_node", None)
-        if parent is not None and hasattr(parent, "keys"):
-            return parent
-    return None
+    parents = (getattr(cause, "parent_node", None) for cause in chain(error))
+    return next((parent for parent in parents if hasattr(parent, "keys")), None)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,6 +1,6 @@
 """The pictures that a run leaves: its loss, and what the probe found."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from io import StringIO
 from typing import Any
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lightning_ga.app.run_files import Curve
-from lightning_ga.plan.records import Method, ProbeResult, Trial
+from lightning_ga.plan.records import Method, ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
 METHODS: dict[Method, str] = {  # what found a limit
@@ -113,17 +113,18 @@ def as_svg(figure: Figure, title: str) -> str:
 
 def draw_memory(axes: Axes, probe: ProbeResult) -> None:
     """Predicted and measured peaks, the budget and the limit."""
-    worked_out = probe.source == "estimate"
-    fitting = [trial for trial in probe.trials if trial.fits]
-    refused = [trial for trial in probe.trials if not trial.fits]
     top = max([probe.peak_bytes, *(size for _, size in probe.curve), *(trial.peak_bytes for trial in probe.trials)])
     shown = probe.budget_bytes <= WIDE * top
     scale, unit = (2**30, "GiB") if max(top, shown * probe.budget_bytes) >= 2**30 else (2**20, "MiB")
     if probe.curve:
         samples, sizes = zip(*probe.curve)
         axes.plot(samples, [size / scale for size in sizes], color=PREDICTED, linewidth=2, label="predicted peak")
-    scatter(axes, fitting, scale, color=FITS, marker="o", label="worked out" if worked_out else "measured, fits")
-    scatter(axes, refused, scale, color=REFUSED, marker="X", label="too large" if worked_out else "does not fit")
+    names = ("worked out", "too large") if probe.source == "estimate" else ("measured, fits", "does not fit")
+    for fits, color, marker, label in ((True, FITS, "o", names[0]), (False, REFUSED, "X", names[1])):
+        points = [(trial.micro_batch_size, trial.peak_bytes / scale) for trial in probe.trials if trial.fits is fits]
+        if points:
+            sizes, peaks = zip(*points)
+            axes.scatter(sizes, peaks, s=45, zorder=3, color=color, marker=marker, label=label)
     draw_budget(axes, probe.budget_bytes, scale, shown=shown)
     ring(axes, probe.limit, probe.peak_bytes / scale, f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}")
     axes.set_ylabel(f"peak memory, {unit}")
@@ -153,14 +154,6 @@ def draw_timings(axes: Axes, probe: ProbeResult) -> None:
     axes.set_ylabel("seconds per window")
     axes.set_ylim(0, 1.15 * max(seconds.values()))
     tidy(axes)
-
-
-def scatter(axes: Axes, trials: Iterable[Trial], scale: int, **style: Any) -> None:
-    """Trials as points, under one name; nothing where there are none."""
-    points = [(trial.micro_batch_size, trial.peak_bytes / scale) for trial in trials]
-    if points:
-        sizes, peaks = zip(*points)
-        axes.scatter(sizes, peaks, s=45, zorder=3, **style)
 
 
 def ring(axes: Axes, x: float, y: float, label: str) -> None:

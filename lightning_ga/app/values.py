@@ -229,8 +229,7 @@ def at_home(path: Any) -> str:
     return os.path.expanduser(str(path))  # noqa: PTH111 (that of Path fails for users that are not there)
 
 
-RESOLVERS: Mapping[str, Callable[..., Any]]
-RESOLVERS = {
+RESOLVERS: Mapping[str, Callable[..., Any]] = {
     "direction": direction,
     "named": suffix,
     "mlflow_tags": lambda tags: OmegaConf.create(dict.fromkeys(tags, "")),  # there each tag has a value
@@ -306,8 +305,10 @@ def check_values(config: Config) -> None:
             raise UserError(f"trainer.{name} is read by nothing: write {name}=OPTION or {name}.NAME._target_=CLASS.")
     check_nodes(config)
     check_planned_device(config)
-    check_agreement(config)
-    check_metrics(config)
+    model = config.get("model") or {}
+    if str(model.get("_target_")).startswith(MODELS):
+        check_agreement(config, model)
+        check_metrics(config, model)
 
 
 def as_typed(value: Any) -> Any:
@@ -356,11 +357,9 @@ def is_known(section: Config) -> bool:
     return str(section.get("_target_", KNOWN[0])).startswith(KNOWN)
 
 
-def check_agreement(config: Config) -> None:
+def check_agreement(config: Config, model: Config) -> None:
     """Refuse a model that is given other pictures than it is made for."""
-    model, data = config.get("model") or {}, config.get("data") or {}
-    if not str(model.get("_target_")).startswith(MODELS):
-        return
+    data = config.get("data") or {}
     for name in ("optimizer", "lr_scheduler"):
         if name in model and model[name] != config.get(name):
             raise UserError(f"model.{name} is read from {name}: choose {name}=OPTION, or set {name}.KEY.")
@@ -378,12 +377,10 @@ def check_agreement(config: Config) -> None:
             )
 
 
-def check_metrics(config: Config) -> None:
+def check_metrics(config: Config, model: Config) -> None:
     """Refuse a metric that the models here do not measure: it would come to light after an epoch."""
-    model = str((config.get("model") or {}).get("_target_"))
-    if not model.startswith(MODELS):
-        return
-    monitored, measured = (MONITORED_OF_TEXT, MEASURED_OF_TEXT) if model in TEXT_MODELS else (MONITORED, MEASURED)
+    is_of_text = model["_target_"] in TEXT_MODELS
+    monitored, measured = (MONITORED_OF_TEXT, MEASURED_OF_TEXT) if is_of_text else (MONITORED, MEASURED)
     if config["optimized_metric"] not in measured:
         raise UserError(
             f"optimized_metric={config['optimized_metric']} is not measured: choose one of {', '.join(measured)}."
