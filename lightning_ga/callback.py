@@ -30,7 +30,7 @@ from lightning_ga.plan.config import (
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.schedule import ScheduleLike, require_arguments
-from lightning_ga.plan.units import LEAST_BYTES, require_bytes
+from lightning_ga.plan.units import LEAST_BYTES, read_tokens, require_bytes
 
 
 class _ClassGivenError(UserError, AttributeError):
@@ -58,7 +58,8 @@ class AutoAccumulate(Callback):
     Args:
         effective_batch_size: Samples behind one optimizer step over all ranks: a number, a mapping
             ``{epoch: number}``, a callable of the epoch, or a schedule by optimizer step or samples
-            (``lightning_ga.schedule``). ``None`` keeps the recipe's.
+            (``lightning_ga.schedule``); or text such as ``"65536 tokens"``: as many samples as stay within so many
+            tokens, counted by ``size_of``, which is then ``"auto"`` by default. ``None`` keeps the recipe's.
         accumulate: Fixes the factor instead (as above); the micro-batch is as
             large as fits and leaves at least one full window an epoch.
         micro_batch_size: Samples of one forward and backward pass; ``"auto"`` probes for the limit.
@@ -102,7 +103,7 @@ class AutoAccumulate(Callback):
 
     def __init__(
         self,
-        effective_batch_size: ScheduleLike | None = None,
+        effective_batch_size: ScheduleLike | str | None = None,
         *,
         accumulate: ScheduleLike | None = None,
         micro_batch_size: int | Literal["auto"] = "auto",
@@ -140,14 +141,19 @@ class AutoAccumulate(Callback):
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
         if memory_budget is not None:  # refused here if it is one of no device
             require_bytes("memory_budget", memory_budget, 1 << 40, least=LEAST_BYTES)
-        self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
+        by_tokens = effective_batch_size if isinstance(effective_batch_size, str) else None
+        samples = None if isinstance(effective_batch_size, str) else effective_batch_size
+        tokens = None if by_tokens is None else read_tokens("effective_batch_size", by_tokens)
+        self._request = read_request(samples, accumulate, micro_batch_size, max_micro_batch_size)
         rates = RateRule(scale_lr, scale_beta2)
         scales_rates(self._request, rates)
         names = read_whole(whole, self._request)
         growing = self._request.by_window and effective_batch_size
         in_step = micro_batching if micro_batching == "step" else None
         others = {"accumulate": accumulate, "micro_batching": in_step, "whole": names, "effective_batch_size": growing}
-        check_size_of(size_of, **others)
+        if tokens is not None:
+            others |= {"scale_lr": scale_lr if scale_lr != "none" else None, "scale_beta2": scale_beta2}
+        check_size_of(size_of, by_tokens, **others)
         self._options = Options(
             budget=memory_budget,
             normalize=None if names and normalize == "samples" else normalize,  # all ranks have the same loss
@@ -159,7 +165,8 @@ class AutoAccumulate(Callback):
             micro_batching=micro_batching,
             whole=names,
             rates=rates,
-            size_of=size_of,
+            size_of="auto" if tokens is not None and size_of is None else size_of,
+            tokens=tokens,
         )
         self._fit: Fit | None = None
         self._evaluation: Evaluation | None = None  # of a stage on its own

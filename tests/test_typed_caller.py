@@ -57,13 +57,14 @@ def test_the_callback_takes_numbers_mappings_and_callables() -> None:
     effective: list[int | Mapping[int, int] | Callable[[int], int] | None] = [None, 32, mapping, doubled]
     callbacks = [AutoAccumulate(value) for value in effective]
     callbacks += [AutoAccumulate(accumulate=value, micro_batch_size=8) for value in effective]
+    callbacks.append(AutoAccumulate("65536 tokens"))
     callbacks += [AutoAccumulate(memory_budget=value) for value in (None, 0.5, 2**30, "10GiB")]
     callback = AutoAccumulate(micro_batch_size="auto", max_micro_batch_size=64, normalize=None, verify=False)
     assert_type(callback.plan, AccumulationPlan | None)
     assert_type(callback.probe, ProbeResult | None)
     assert callback.plan is None
     assert callback.probe is None
-    assert len(callbacks) == 12
+    assert len(callbacks) == 13
     with pytest.raises(UserError):
         AutoAccumulate(objective="speed")  # type: ignore[arg-type]
     with pytest.raises(UserError):

@@ -275,7 +275,10 @@ def recipe(config: Mapping[str, Any], *, fit: bool) -> dict[str, Any]:
     sections = {name: config.get(name) for name in RECIPE if fit or name not in TRAINED_WITH}
     if isinstance(sections["model"], Mapping):
         sections["model"] = architecture(sections["model"])
-    return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & NOT_RECIPE}
+    accumulate, left_out = sections.get("accumulate"), NOT_RECIPE
+    if isinstance(accumulate, Mapping) and isinstance(accumulate.get("effective_batch_size"), str):
+        left_out = left_out - {"size_of"}  # it counts the tokens at which windows end
+    return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & left_out}
 
 
 def load_initial_weights(model: nn.Module, name: str) -> str:

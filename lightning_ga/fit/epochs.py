@@ -68,6 +68,8 @@ def _growth(
 
 def effective_batch(source: TrainingSource, request: Request, epoch: int, *, micro_batch: int | None) -> int | None:
     """Return the effective batch size of an epoch, its largest; ``None`` keeps the recipe's windows."""
+    if (largest := source.largest_window(epoch)) is not None:
+        return largest
     asked = request.effective(epoch)
     if asked is not None:
         source.check_effective(asked)

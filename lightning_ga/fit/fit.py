@@ -204,7 +204,8 @@ class Fit:
         self._enter_window(self.source.epoch_plan.done)
 
     def _enter_window(self, index: int) -> None:
-        if (window := self._factors.enter(index)) is not None:
+        window = self._factors.enter(index)
+        if window is not None and self.options.tokens is None:  # the plan is of the whole epoch there
             self._planned = plan_window(self.source, window, micro_batch=self._limit.micro_batch)
 
     def _scale_of(self, chunk: Chunk) -> tuple[int, int, float]:
@@ -394,12 +395,13 @@ class Fit:
     def _keeps_windows(self) -> bool:
         """Whether windows are the recipe's, and none are asked for."""
         epoch = loops.training_epoch(self.trainer)
-        return self.request.effective(epoch) is None and self.request.factor(epoch) is None
+        asked = self.options.tokens, self.request.effective(epoch), self.request.factor(epoch)
+        return asked == (None, None, None)
 
     def _frequencies_in_steps(self) -> dict[int, int]:
         """Return frequencies of schedules by step, if the loop counts other batches than the recipe's."""
         found = intervals.frequencies_by_step(self.trainer)
-        by_epoch = self.request.by_window is None
+        by_epoch = self.request.by_window is None and self.options.tokens is None
         as_recipe = by_epoch and self.trainer.accumulate_grad_batches == self.recipe_factor
         as_recipe &= self.fed.micro_batch_size == self.source.recipe.largest_batch(self.progress.position.epoch)
         if not found or (self.source.cut_in_step and by_epoch) or as_recipe:

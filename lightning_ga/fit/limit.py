@@ -110,9 +110,12 @@ class TrainingLimit:
         if not engine.policy.retries or samples == 1 or not engine.allocator.struggles():
             return
         engine.lower("training", max(1, samples * 15 // 16))
+        of, than = "samples", ""
+        if self._options.size_of is not None:
+            of, than = "of the longest samples", " of the longest samples, or as many padded tokens"
         warnings.warn(
-            f"The allocator had to free its cache to go on with {samples} samples, which is slow and may end in an "
-            f"out-of-memory error: from now on no pass has more than {engine.limit('training')}.",
+            f"The allocator had to free its cache to go on with {samples} {of}, which is slow and may end in an "
+            f"out-of-memory error: from now on no pass has more than {engine.limit('training')}{than}.",
             stacklevel=2,
         )
 
@@ -144,10 +147,11 @@ class TrainingLimit:
         return self._of_use(source, epoch, search, self.probe)
 
     def _search(self, source: TrainingSource, epoch: int) -> _Search:
-        total, recipe, world_size = source.recipe.total(epoch), source.recipe.effective(epoch), source.world_size
+        total, world_size = source.recipe.total(epoch), source.world_size
         total = None if total is None else total * source.sharded_ranks
         recipe_batch = source.recipe.largest_batch(epoch)
         epochs = loops.training_epochs(self._trainer)
+        recipe = max(source.largest_window(each) or 0 for each in epochs) or source.recipe.effective(epoch)
         high = self._request.useful_limit(epochs, recipe=recipe, total=total, world_size=world_size)
         if source.cut_in_step or source.keeps_groups:
             high = min(high, recipe_batch)

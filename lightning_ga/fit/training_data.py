@@ -27,7 +27,8 @@ class TrainingData(StageBatches):
     """Sets the data of the fit loop up with a loader that is cut, and knows the batches that it yields."""
 
     def __init__(self, trainer: Any, exactness: TrainingExactness, options: Options) -> None:
-        self._trainer, self.exactness, self._size_of = trainer, exactness, options.size_of
+        self._trainer, self.exactness = trainer, exactness
+        self._size_of, self._tokens = options.size_of, options.tokens
         self._cut_in_step, self._recipe_factor = options.micro_batching == "step", int(trainer.accumulate_grad_batches)
         self.why_in_step = ""  # why batches can be cut in the step only, in a sentence
         self._source: TrainingSource | None = None
@@ -87,7 +88,7 @@ class TrainingData(StageBatches):
             cut_in_step=self._cut_in_step,
         )
         if self._size_of is not None:
-            return SizedSource(loader, settings, self._size_of)
+            return SizedSource(loader, settings, self._size_of, self._tokens)
         try:
             source = MicroBatchSource(loader, settings)
         except UserError as why:

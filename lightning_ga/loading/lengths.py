@@ -18,12 +18,14 @@ from lightning_ga.loading.sampler import FromBatches
 from lightning_ga.loading.samples import collect_samples, fetched, untouched
 from lightning_ga.loading.training_source import MicroBatchSource
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.lengths import SizedShares, SizeLimits, plan_by_size, sample_order
+from lightning_ga.plan.lengths import SizedShares, SizeLimits, plan_by_size, sample_order, token_windows
+from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import EpochPlan, Windows
 
 Place = tuple[Field, int]  # a field and an axis of it
 SizeOf = Callable[[Any, Any], int] | str
 _AT_ONCE = 64  # samples that are read together
+_LARGEST = 2**31 - 1
 
 
 class SizedSource(MicroBatchSource):
@@ -32,12 +34,25 @@ class SizedSource(MicroBatchSource):
     Sizes are read once, of all samples that an epoch may hold.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", settings: SourceSettings, size_of: SizeOf) -> None:
+    def __init__(
+        self, loader: "DataLoader[Any]", settings: SourceSettings, size_of: SizeOf, tokens: int | None = None
+    ) -> None:
         super().__init__(loader, settings)
         if self.streams or isinstance(self.recipe.order, FromBatches):
-            why = "a stream has none to sort" if self.streams else "their batch sampler decides which are together"
-            raise UserError(f"size_of= sorts the samples of a window by index: {why}. Leave size_of= out.")
+            sampler = type(getattr(loader, "batch_sampler", None)).__name__
+            why = "a stream has no indices" if self.streams else f"here the batch sampler {sampler} decides that"
+            given = "size_of=" if tokens is None else f"effective_batch_size='{tokens} tokens'"
+            raise UserError(
+                f"{given} decides by index which samples of a window share a batch, and {why}: leave {given} out."
+            )
+        if tokens is not None and self.sharded_ranks > 1:
+            raise UserError(
+                f"effective_batch_size='{tokens} tokens' ends windows by the order of samples, and each rank has an "
+                "order of its own: give a number of samples, or let the Trainer share one order among the ranks."
+            )
         self._size_of, self._longest = size_of, 1
+        self._tokens = tokens  # most of a window; none if it has a number of samples
+        self._largest: dict[tuple[int, int], int] = {}  # samples of a window, by epoch and seed
         self._limits: tuple[int, SizeLimits] | None = None  # where so many of the longest samples fit
 
     @cached_property
@@ -80,6 +95,28 @@ class SizedSource(MicroBatchSource):
         start = chunk.window_end - chunk.window_samples
         return max(1, cut.sizes[start + sample_order(self.epoch_plan, chunk.window)[chunk.start - start]]), self.longest
 
+    def largest_window(self, epoch: int) -> int | None:
+        """Return the samples of an epoch's largest window, if tokens decide where windows end."""
+        if self._tokens is None:
+            return None
+        key = epoch, self.sampler.seed
+        if key not in self._largest:
+            windows, total = self._windows(epoch, None), self.recipe.total(epoch)
+            if not windows.count and total:
+                raise UserError(
+                    f"effective_batch_size='{self._tokens} tokens' is more than an epoch holds, and drop_last=True "
+                    "drops the only window: use drop_last=False or fewer tokens."
+                )
+            counts = (windows.span(window)[1] for window in range(windows.count or 0))
+            self._largest[key] = max((self.world_size, *counts))
+        return self._largest[key]
+
+    def _windows(self, epoch: int, effective: int | Growth | None, samples_done: int = 0) -> Windows:
+        if self._tokens is None:
+            return super()._windows(epoch, effective, samples_done)
+        drops = self.recipe.drops_last(epoch)
+        return token_windows(self._drawn(epoch), self._tokens, drop_last=drops, samples_done=samples_done)
+
     def _cut(
         self, windows: Windows, epoch: int, effective: int | None, micro_batch: int
     ) -> tuple[AccumulationPlan, EpochPlan]:
@@ -87,12 +124,13 @@ class SizedSource(MicroBatchSource):
         if self._limits is None:
             return plan, epoch_plan
         of, limits = self._limits
-        drawn = self.recipe.order.draw(epoch, self.sampler.seed)[: self.recipe.total(epoch)]
-        cut = SizedShares(self._sizes_of(drawn), limits.lowered(micro_batch, of=of))
-        return plan_by_size(plan, epoch_plan, cut, largest_over_ranks=self.recipe.settings.largest_over_ranks)
+        cut = SizedShares(self._drawn(epoch), limits.lowered(micro_batch, of=of))
+        over_ranks = self.recipe.settings.largest_over_ranks
+        return plan_by_size(plan, epoch_plan, cut, tokens=self._tokens, largest_over_ranks=over_ranks)
 
-    def _sizes_of(self, drawn: Any) -> "array[int]":
-        """Return the sizes of samples; those that no earlier epoch could hold are read now."""
+    def _drawn(self, epoch: int) -> "array[int]":
+        """Return the sizes of an epoch's samples in their order; those that no earlier one could hold are read now."""
+        drawn = self.recipe.order.draw(epoch, self.sampler.seed)[: self.recipe.total(epoch)]
         found = drawn.tolist() if isinstance(drawn, Tensor) else list(drawn)
         if isinstance(self._sizes, dict) and (new := [each for each in found if each not in self._sizes]):
             self._sizes.update(zip(new, self._read(new)))
@@ -103,7 +141,9 @@ class SizedSource(MicroBatchSource):
         dataset, size_of = self.recipe.loader.dataset, self._size_of
         if callable(size_of):
             with untouched(dataset):
-                sizes = array("q", (_size(size_of(dataset, each), f"returned for {each!r}") for each in indices))
+                sizes = array(
+                    "q", (_size(_called(size_of, dataset, each), f"returned for {each!r}") for each in indices)
+                )
         elif (column := _column(dataset, size_of)) is not None:
             sizes = array("q", (_size(column[each], f"names for {each!r}") for each in indices))
         else:
@@ -116,10 +156,24 @@ class SizedSource(MicroBatchSource):
         if name == "auto":  # by the samples that the probe looks at, too
             text = loader.collate_fn is not default_collate  # which leaves text as it is
             first = super()._scan_order(self.sampler.epoch).first.read()
-            measure = partial(_by_shape, places=_varying(first, text=text), text=text)
+            places = _varying(first, text=text)
+            if self._tokens is not None and not places:
+                raise UserError(
+                    f"effective_batch_size='{self._tokens} tokens' needs sizes, and no extent varies among the samples "
+                    "that size_of='auto' looks at: name what counts as tokens, as in size_of='input_ids'."
+                )
+            measure = partial(_by_shape, places=places, text=text)
         lists = ([*indices[start : start + _AT_ONCE]] for start in range(0, len(indices), _AT_ONCE))
         with fetched(loader, lists, partial(_measured, measure), workers=max(1, loader.num_workers)) as found:
             return array("q", (size for some in found for size in some))
+
+
+def _called(size_of: Callable[[Any, Any], int], dataset: Any, place: Any) -> int:
+    try:
+        return size_of(dataset, place)
+    except Exception as error:
+        error.add_note(f"size_of= raised this when it was called with the dataset and the index {place!r}.")
+        raise
 
 
 def _measured(measure: Callable[[Any], int], samples: Iterable[Any]) -> list[int]:
@@ -131,8 +185,11 @@ def _size(value: Any, where: str) -> int:
     size = None
     with suppress(TypeError):  # a tensor of one number is one, too
         size = len(value) if getattr(value, "ndim", hasattr(value, "__len__")) else index(value)
-    if size is None or size < 0:
-        raise UserError(f"What size_of= {where} is {value!r}: a size is a whole number of at least 0, or has a length.")
+    if size is None or not 0 <= size <= _LARGEST:
+        raise UserError(
+            f"What size_of= {where} is {value!r}: a size is a whole number of at least 0 and at most {_LARGEST:,}, or "
+            "has a length."
+        )
     return size
 
 

@@ -90,7 +90,11 @@ class RecipeBatches:
             return GivenWindows.of(self._sizes(epoch), per_window=per_window, samples_done=samples_done)
         size, total = self._share(effective or self.effective(epoch)), self.total(epoch)
         samples_done -= samples_done % self.order.per_item
-        return RegularWindows(total, size, self._drop_last and total == self.order.size, samples_done)
+        return RegularWindows(total, size, self.drops_last(epoch), samples_done)
+
+    def drops_last(self, epoch: int) -> bool:
+        """Return whether the last window of an epoch is dropped if it is ragged."""
+        return self._drop_last and self.batch_size is not None and self.total(epoch) == self.order.size
 
     def growing_windows(self, epoch: int, growth: Growth, samples_done: int = 0) -> GrowingWindows:
         """Return the windows of an epoch in which a schedule may change their size."""
@@ -99,9 +103,8 @@ class RecipeBatches:
             return self._share(growth.at(windows, samples * self.sharded_ranks))
 
         total = self.total(epoch)
-        drops = self._drop_last and self.batch_size is not None and total == self.order.size
         samples_done -= samples_done % self.order.per_item
-        return GrowingWindows(total, size_at, drops, samples_done, growth.windows_done)
+        return GrowingWindows(total, size_at, self.drops_last(epoch), samples_done, growth.windows_done)
 
     def _share(self, effective: int) -> int:
         """Return the samples of a window in the order that ranks share, or else in that of one rank."""

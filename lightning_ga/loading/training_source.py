@@ -91,6 +91,10 @@ class TrainingSource:
         """Return the most samples that a batch may hold."""
         return self.recipe.largest_batch(epoch)
 
+    def largest_window(self, epoch: int) -> int | None:
+        """Return the samples of the largest window of an epoch if the samples themselves decide; else ``None``."""
+        return None
+
     def check_effective(self, effective: int) -> None:
         """Refuse an effective batch that cannot be counted in samples."""
 

@@ -93,6 +93,7 @@ class Options:
     whole: Whole = ()
     rates: RateRule = field(default_factory=RateRule)
     size_of: Callable[[Any, Any], int] | str | None = None
+    tokens: int | None = None  # most of a window, if these decide where it ends
 
 
 def read_request(
@@ -156,15 +157,16 @@ def refuse_rescaling(batch_norm: str) -> None:
         )
 
 
-def check_size_of(size_of: Any, **others: Any) -> None:
-    """Refuse a ``size_of`` that is no callable or name, and others that it does not go with."""
+def check_size_of(size_of: Any, by_tokens: str | None, **others: Any) -> None:
+    """Refuse a ``size_of`` that is no callable or name, and others that it, or windows by tokens, do not go with."""
     if callable(size_of):
         require_arguments("size_of", size_of, "dataset, index", "len(dataset[index])")
     elif size_of is not None and (not isinstance(size_of, str) or not size_of):
         raise UserError(f'{size_of=} must be a callable (dataset, index) -> int, the name of a column, or "auto".')
-    for name, value in others.items() if size_of is not None else ():
+    given = "size_of=" if by_tokens is None else f"effective_batch_size={by_tokens!r}"
+    for name, value in others.items() if size_of is not None or by_tokens is not None else ():
         if value:
-            raise UserError(f"size_of= and {name}={value!r} do not go together: leave one of them out.")
+            raise UserError(f"{given} and {name}={value!r} do not go together: leave one of them out.")
 
 
 def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:

@@ -6,13 +6,16 @@ windows of an epoch are cut into as many micro-batches: as the one that needs mo
 padding that a pass costs.
 """
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.windows import Cuts, EpochPlan, EvenShares
+from lightning_ga.plan.units import counted
+from lightning_ga.plan.windows import Cuts, EpochPlan, EvenShares, GrowingEpoch, GrowingWindows
 
 SHARE_OF_PASS = 12  # a pass counts as a twelfth of its budget if what it costs is not measured
 _LOOKED_AT = 16  # windows
@@ -42,12 +45,13 @@ class SizedShares(EvenShares):
 
     sizes: Sequence[int]  # of the samples in the epoch's order
     limits: SizeLimits
+    more: int = 0  # micro-batches on each rank beyond those needed, where each window has its own number
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     def factor_of(self, plan: EpochPlan, start: int, samples: int) -> int:
         """Return the micro-batches per rank that some samples need."""
-        needed = chunks_needed(self.sizes[start : start + samples], self.limits)
-        return max(1, -(-needed // plan.world_size))
+        needed = -(-chunks_needed(self.sizes[start : start + samples], self.limits) // plan.world_size)
+        return max(1, needed, min(needed + self.more, samples // plan.world_size))
 
     def cut(self, plan: EpochPlan, window: int, rank: int) -> Cuts:
         """Cut a window; the starts are places in ``sample_order``."""
@@ -57,6 +61,28 @@ class SizedShares(EvenShares):
         for chunk, (_, after) in zip(ranks[rank], pairwise(done)):
             yield first, len(chunk), after
             first += len(chunk)
+
+
+def token_windows(
+    sizes: Sequence[int], tokens: int, *, drop_last: bool = False, samples_done: int = 0
+) -> GrowingWindows:
+    """Cut an epoch into windows of as many samples as stay within ``tokens``, one at least.
+
+    The last is ragged if the samples end before the tokens do. ``samples_done`` ends a window.
+
+    Examples:
+        >>> windows = token_windows([3, 4, 2, 9, 1], tokens=8)
+        >>> [windows.span(window) for window in range(windows.count)]
+        [(0, 2), (2, 1), (3, 1), (4, 1)]
+    """
+    before = array("q", accumulate(sizes, initial=0))
+
+    def size_at(_: int, start: int) -> int:
+        end = max(start + 1, bisect_right(before, before[start] + tokens) - 1)
+        is_ragged = end == len(sizes) and before[end] - before[start] < tokens
+        return end - start + is_ragged
+
+    return GrowingWindows(len(sizes), size_at, drop_last, samples_done)
 
 
 @lru_cache(maxsize=8)  # windows: the chunks and the order of each are asked for
@@ -152,54 +178,91 @@ class SizedPlan(AccumulationPlan):
         most_padded: Most that samples × longest are in a micro-batch.
         padding: Share of the padded batches that is padding.
         padding_as_drawn: The same if windows were cut in the order of the samples.
+        window_tokens: Most tokens of a window, if these decide where it ends; ``effective_batch_size`` and ``factor``
+            are then the largest of the epoch.
+        smallest_window: Samples of the smallest window but the last.
+        fewest_chunks: Chunks per rank of the window that has fewest.
     """
 
     fewest_samples: int = 0
     most_padded: int = 0
     padding: float = 0.0
     padding_as_drawn: float = 0.0
+    window_tokens: int | None = None
+    smallest_window: int = 0
+    fewest_chunks: int = 0
 
     def __str__(self) -> str:
-        few, many = self.fewest_samples, self.micro_batch_size
-        samples = f"{few} to {many} samples" if few < many else f"{many} samples"
+        samples = _between(self.fewest_samples, self.micro_batch_size, "sample")
         ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
+        window, passes = f"window {self.effective_batch_size}", counted(self.factor, "micro-batch", "es")
+        if self.window_tokens is not None:
+            held = _between(self.smallest_window, self.effective_batch_size, "sample")
+            window = f"windows of {self.window_tokens:,} tokens ({held})"
+            passes = _between(self.fewest_chunks, self.factor, "micro-batch", "es")
         return (
-            f"window {self.effective_batch_size} in {self.factor} micro-batches of {samples}{ranks}, at most "
+            f"{window} in {passes} of {samples}{ranks}, at most "
             f"{self.most_padded:,} padded tokens each; padding {100 * self.padding:.0f} % "
             f"(was {100 * self.padding_as_drawn:.0f} %)"
         )
 
 
+def _between(few: int, many: int, thing: str, plural: str = "s") -> str:
+    return f"{few} to {counted(many, thing, plural)}" if few < many else counted(many, thing, plural)
+
+
 def plan_by_size(
-    plan: AccumulationPlan, epoch: EpochPlan, cut: SizedShares, *, largest_over_ranks: Callable[[int], int] = int
+    plan: AccumulationPlan,
+    epoch: EpochPlan,
+    cut: SizedShares,
+    *,
+    tokens: int | None = None,
+    largest_over_ranks: Callable[[int], int] = int,
 ) -> tuple[SizedPlan, EpochPlan]:
-    """Cut an epoch by sizes that was planned without, for as many samples at once as the longest allow."""
+    """Cut an epoch by sizes that was planned without, for as many samples at once as the longest allow.
+
+    If ``tokens`` decide where windows end, each has as many micro-batches as it needs itself.
+    """
     windows, limits = range(epoch.windows.done, epoch.windows.count or 0), cut.limits
     some = windows[:: len(windows) // _LOOKED_AT + 1]
     each = limits.budget // SHARE_OF_PASS if limits.pass_cost is None else limits.pass_cost
 
-    def cost(factor: int) -> int:
-        sized = replace(epoch, factor=factor, cut=cut)
-        return sum(_chunks(sized, cut.sizes, some)[1]) + each * factor * epoch.world_size * len(some)
+    needed = [cut.factor_of(epoch, *epoch.windows.span(window)) for window in windows]
+    least, more = max(needed, default=1), 0
 
-    factor = max((cut.factor_of(epoch, *epoch.windows.span(window)) for window in windows), default=1)
-    while cost(factor + 1) < cost(factor):
-        factor += 1
-    sized = replace(epoch, factor=largest_over_ranks(factor), cut=cut)
+    def with_more(more: int) -> EpochPlan:
+        own = replace(cut, more=more) if isinstance(epoch, GrowingEpoch) else cut
+        return replace(epoch, factor=least + more, cut=own)
+
+    def cost(more: int) -> int:
+        sized = with_more(more)
+        passes = sum(map(sized.factor_of, some)) if isinstance(sized, GrowingEpoch) else sized.factor * len(some)
+        return sum(_chunks(sized, cut.sizes, some)[1]) + each * passes * epoch.world_size
+
+    while cost(more + 1) < cost(more):
+        more += 1
+    sized = with_more(largest_over_ranks(least + more) - least)
+    factors = [sized.factor_of(window) for window in windows]
     (counts, padded), (_, drawn) = _chunks(sized, cut.sizes, windows), _chunks(epoch, cut.sizes, windows)
-    held = sum(sum(cut.sizes[start : start + samples]) for start, samples in map(epoch.windows.span, windows))
+    ranks, held = (
+        range(epoch.world_size),
+        sum(sum(cut.sizes[start : start + samples]) for start, samples in map(epoch.windows.span, windows)),
+    )
     return SizedPlan(
         plan.effective_batch_size,
         plan.world_size,
         max(counts, default=1),
-        sized.factor,
-        tuple(tuple(map(len, rank)) for window in windows[:1] for rank in _ranks(sized, cut, window)),
+        sized.factor if tokens is None else max(factors, default=1),
+        tuple(tuple(chunk.count for chunk in sized.chunks(windows[0], rank)) for rank in ranks if windows),
         samples_at_most=min(limits.samples, -(-plan.effective_batch_size // plan.world_size)),
         size_budget=limits.budget,
         fewest_samples=min(counts, default=0),
         most_padded=max(padded, default=0),
         padding=1 - held / (sum(padded) or 1) if held else 0.0,
         padding_as_drawn=1 - held / (sum(drawn) or 1) if held else 0.0,
+        window_tokens=tokens,
+        smallest_window=min((epoch.windows.span(window)[1] for window in windows[:-1] or windows), default=0),
+        fewest_chunks=min(factors, default=1),
     ), sized
 
 

@@ -16,6 +16,7 @@ _UNITS = {
     **{f"{prefix}I": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.IGNORECASE)
+_TOKENS = re.compile(r"\s*(\d+(?:[_,]\d+)*)\s+tokens\s*")
 LEAST_BYTES = 1000  # that anybody means by a number without a unit
 
 
@@ -56,6 +57,18 @@ def _read_amount(value: object, total: int | None) -> int | None:
     return round(float(number) * scale)
 
 
+def read_tokens(name: str, value: str) -> int:
+    """Return the tokens that a text such as ``"65_536 tokens"`` asks for."""
+    found = _TOKENS.fullmatch(value)
+    tokens = int(found[1].replace(",", "").replace("_", "")) if found else 0
+    if not tokens:
+        raise UserError(
+            f"{name}={value!r} is neither a number of samples nor, as text, a whole number of tokens of at least 1: "
+            f"write {name}='65536 tokens' for so many tokens."
+        )
+    return tokens
+
+
 def least_budget(needed: int) -> str:
     """Return the least budget that leaves so many bytes, rounded up to three digits, as text that is read here."""
     power = min(max(1, needed).bit_length() - 1, 49) // 10
@@ -73,6 +86,6 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def counted(count: int, thing: str) -> str:
+def counted(count: int, thing: str, plural: str = "s") -> str:
     """Return a number of things."""
-    return f"{count} {thing}{'s' * (count != 1)}"
+    return f"{count} {thing}{plural * (count != 1)}"

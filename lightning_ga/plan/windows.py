@@ -82,7 +82,7 @@ class GivenWindows:
         return max((self.span(window)[1] for window in range(self.count)), default=0)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class GrowingWindows:
     """Windows whose sizes a schedule gives one by one; the last may hold fewer samples, or is dropped."""
 
@@ -273,7 +273,7 @@ class EpochPlan:
 class GrowingEpoch(EpochPlan):
     """The micro-batches of an epoch whose windows are each cut into their own number of chunks, at most ``factor``."""
 
-    _starts: list[int] = field(default_factory=lambda: [0], compare=False)  # micro-batches before each window
+    _starts: list[int] = field(default_factory=lambda: [0], init=False, compare=False)  # micro-batches before each
 
     def place(self, index: int) -> tuple[int, int]:
         """Return the window of a micro-batch of the epoch, and its position in that."""

@@ -125,6 +125,27 @@ def test_an_event_says_what_the_limit_counts() -> None:
         train(8, module=Cramped(5 * LONGEST), verify=False)
 
 
+class Struggling:
+    """An allocator that has to free its cache once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.calls = 0
+
+    def struggles(self) -> bool:
+        self.calls += 1
+        return self.calls == 1
+
+    def begin_again(self) -> None:
+        pass
+
+
+def test_a_struggle_of_the_allocator_says_what_the_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ga.fit.engine.RetryWatch", Struggling)
+    told = "with 8 of the longest samples, .* no pass has more than 7 of the longest samples, or as many padded tokens"
+    with pytest.warns(UserWarning, match=told):
+        train(8, max_epochs=1)
+
+
 def ramp(data: Any, index: int) -> int:
     return 1 + index % 13
 
@@ -187,11 +208,22 @@ class Nameless(Dataset):
         ("tokens", "size_of='tokens' is neither an attribute of the dataset nor of a sample"),
         (lambda data, i: -1, "a size is a whole number of at least 0"),
         (lambda data, i: 0.5, "a size is a whole number of at least 0"),
+        (lambda data, i: 2**31 - 1 + (i == 3), "returned for 3 is 2147483648: .* at most 2,147,483,647"),
+        (lambda data, i: 2**63, "returned for 0 is 9223372036854775808: .* at most 2,147,483,647"),
     ],
 )
 def test_what_is_no_size_is_refused(size_of: Any, told: str) -> None:
     with pytest.raises(UserError, match=told):
         fit(DataLoader(Nameless(), 2), AutoAccumulate(micro_batch_size=1, size_of=size_of))
+
+
+def test_an_error_of_size_of_names_it_and_the_index() -> None:
+    def size_of(data: Any, index: int) -> int:
+        return {0: 1, 1: 1}[index]
+
+    with pytest.raises(KeyError) as caught:
+        fit(DataLoader(Nameless(), 2), AutoAccumulate(micro_batch_size=1, size_of=size_of))
+    assert any("size_of= raised this" in note and "the index 2" in note for note in caught.value.__notes__)
 
 
 def test_data_without_indices_to_sort_are_refused() -> None:
@@ -200,10 +232,10 @@ def test_data_without_indices_to_sort_are_refused() -> None:
         pass
 
     for loader, told in (
-        (DataLoader(StreamOf(Nameless()), 2), "size_of= sorts .*: a stream has none to sort"),
+        (DataLoader(StreamOf(Nameless()), 2), "share a batch, and a stream has no indices: leave size_of= out"),
         (
             DataLoader(Nameless(), batch_sampler=Own(range(8), 2, False)),
-            "their batch sampler decides which are together",
+            "size_of= decides by index which .* share a batch, and here the batch sampler Own decides that: leave",
         ),
         ([1, 2, 3], "The training data is a list"),
     ):

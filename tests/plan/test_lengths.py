@@ -9,9 +9,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.plan.accumulation import plan_accumulation
-from lightning_ga.plan.lengths import SizedPlan, SizedShares, SizeLimits, chunks_needed, cut_by_size, plan_by_size
+from lightning_ga.plan.lengths import (
+    SizedPlan,
+    SizedShares,
+    SizeLimits,
+    chunks_needed,
+    cut_by_size,
+    plan_by_size,
+    token_windows,
+)
 from lightning_ga.plan.lengths import sample_order as order_of
-from lightning_ga.plan.windows import EpochPlan, RegularWindows
+from lightning_ga.plan.windows import EpochPlan, GrowingEpoch, RegularWindows
 
 SIZES = st.lists(st.integers(0, 60), min_size=1, max_size=80)
 LIMITS = st.builds(SizeLimits, budget=st.integers(1, 300), samples=st.integers(1, 30))
@@ -158,6 +166,11 @@ def test_the_plan_in_words() -> None:
     assert (plan.samples_at_most, plan.size_budget, plan.factor) == (6, 18, 2)
 
 
+def test_one_micro_batch_of_one_sample_in_words() -> None:
+    plan, _ = planned([9], 1, SizeLimits(budget=18, samples=6))
+    assert str(plan).startswith("window 1 in 1 micro-batch of 1 sample, at most 9 padded tokens each;")
+
+
 def test_fewer_of_the_longest_lower_both_limits() -> None:
     limits = SizeLimits(budget=800, samples=64)
     assert limits.lowered(8, of=8) == limits
@@ -179,3 +192,75 @@ def test_more_micro_batches_than_needed_are_worth_the_padding_that_they_save(
     assert free.factor >= dear.factor
     if len(windows) <= 16:
         assert free.padding <= dear.padding + 1e-12
+
+
+def plain_cut(sizes: list[int], tokens: int) -> list[list[int]]:
+    """Sample by sample, a new window where the next does not fit."""
+    windows: list[list[int]] = []
+    for place, size in enumerate(sizes):
+        if not windows or sum(sizes[each] for each in windows[-1]) + size > tokens:
+            windows.append([])
+        windows[-1].append(place)
+    return windows
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(1, 200), LIMITS, WORLD_SIZES, st.data())
+def test_windows_by_tokens_are_the_same_on_any_hardware_and_after_a_resume(
+    sizes: list[int], tokens: int, limits: SizeLimits, world_size: int, data: st.DataObject
+) -> None:
+    """Those of the plain way; each is cut into as many micro-batches on every rank, within the limits."""
+    expected = plain_cut(sizes, tokens)
+    done = data.draw(st.integers(0, len(expected)))
+    windows = token_windows(array("q", sizes), tokens, samples_done=sum(map(len, expected[:done])))
+    largest = max(world_size, *map(len, expected))
+    whole = plan_accumulation(largest, micro_batch=largest, world_size=world_size)
+    epoch = GrowingEpoch(windows, largest, whole.factor, world_size)
+    plan, epoch = plan_by_size(whole, epoch, SizedShares(array("q", sizes), limits), tokens=tokens)
+    assert (windows.done, windows.count) == (done, len(expected))
+    assert [list(range(start, start + count)) for start, count in map(windows.span, range(len(expected)))] == expected
+    factors = [epoch.factor_of(window) for window in range(len(expected))]
+    assert (epoch.done, epoch.length) == (sum(factors[:done]), sum(factors))
+    for window in range(done, len(expected)):
+        order, start = order_of(epoch, window), expected[window][0]
+        ranks = [epoch.chunks(window, rank) for rank in range(world_size)]
+        assert {len(chunks) for chunks in ranks} == {factors[window]}
+        assert plan.fewest_chunks <= factors[window] <= plan.factor
+        held = [
+            [start + place for place in order[chunk.start - start :][: chunk.count]]
+            for chunks in ranks
+            for chunk in chunks
+        ]
+        assert sorted(place for chunk in held for place in chunk) == expected[window]
+        for chunk in held:
+            assert len(chunk) <= min(limits.samples, plan.micro_batch_size) or len(chunk) == 1
+            assert len(chunk) <= 1 or len(chunk) * max(sizes[place] for place in chunk) <= limits.budget
+
+
+@given(SIZES, st.integers(1, 200))
+def test_only_a_last_window_with_room_left_is_dropped(sizes: list[int], tokens: int) -> None:
+    expected = plain_cut(sizes, tokens)
+    is_ragged = sum(sizes[place] for place in expected[-1]) < tokens
+    assert token_windows(sizes, tokens, drop_last=True).count == len(expected) - is_ragged
+
+
+def test_windows_with_their_own_numbers_save_padding_with_more_micro_batches() -> None:
+    """Where a pass costs nothing they have more than they need, and never as many as to leave one without a sample."""
+    generator = Random(0)
+    sizes = array("q", [1 + int(40 * generator.random() ** 3) for _ in range(200)])
+    windows = token_windows(sizes, 150)
+    epoch = GrowingEpoch(windows, 200, 1, 1)
+    limits = SizeLimits(budget=120, samples=200)
+    dear, free = (
+        plan_by_size(
+            plan_accumulation(200, micro_batch=200),
+            epoch,
+            SizedShares(sizes, replace(limits, pass_cost=cost)),
+            tokens=150,
+        )
+        for cost in (10**9, 0)
+    )
+    assert free[0].padding < dear[0].padding
+    assert free[0].factor > dear[0].factor
+    for window in range(windows.count or 0):
+        assert all(chunk.count for chunk in free[1].chunks(window, 0))

@@ -143,6 +143,10 @@ def test_schedules_are_built_from_yaml() -> None:
     for name in ("effective_batch_size", "accumulate"):
         built = parser.instantiate(parser.parse_object({"callback": {name: text}})).callback
         assert repr(built) == f"AutoAccumulate({name}=linear(3, 9, steps=3))"
+    tokens = parser.instantiate(parser.parse_args(["--callback.effective_batch_size", "65,536 tokens"])).callback
+    assert repr(tokens) == "AutoAccumulate(effective_batch_size='65,536 tokens')"
+    as_yaml = OmegaConf.create("_target_: lightning_ga.AutoAccumulate\neffective_batch_size: 65_536 tokens")
+    assert repr(instantiate(as_yaml)) == "AutoAccumulate(effective_batch_size='65_536 tokens')"
     names = ("by_step", "by_samples", "linear", "geometric", "from_lr_decay", "seesaw")
     assert all(is_allowed(f"lightning_ga.schedule.{name}", (), "here") for name in names)
     content = {"_target_": "lightning_ga.schedule.by_step", "counts": {0: 32, 20: 64}}

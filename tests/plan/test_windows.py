@@ -1,5 +1,6 @@
 """The micro-batches of an epoch, against the list of samples that they must make up."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 from epoch_chunks import chunk_of, samples_after
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.plan.accumulation import split_evenly
-from lightning_ga.plan.windows import EpochPlan, GivenWindows, WithinBatches
+from lightning_ga.plan.windows import EpochPlan, GivenWindows, GrowingEpoch, GrowingWindows, WithinBatches
 
 SIZES = st.integers(1, 40)
 
@@ -36,3 +37,12 @@ def test_batches_that_are_not_to_be_mixed_are_cut_each_by_itself(
     for index, (chunk, more) in enumerate(zip(chunks, waits), start=plan.done):
         assert samples_after(plan, index) == chunk.start + chunk.count - more
         assert windows.span(chunk.window)[0] <= chunk.start <= chunk.start + chunk.count <= chunk.window_end
+
+
+def test_another_cut_of_growing_windows_counts_its_own_micro_batches() -> None:
+    """A copy shares no count with the plan that it is made of."""
+    plan = GrowingEpoch(GrowingWindows(20, lambda window, start: 8), micro_batch=4, factor=2, world_size=1)
+    assert [plan.starts_at(window) for window in range(4)] == [0, 2, 4, 5]
+    other = replace(plan, micro_batch=2, factor=4)
+    assert [other.starts_at(window) for window in range(4)] == [0, 4, 8, 10]
+    assert [plan.starts_at(window) for window in range(4)] == [0, 2, 4, 5]
