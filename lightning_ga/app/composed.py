@@ -168,10 +168,7 @@ def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
 
 @contextmanager
 def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence[str]) -> Iterator[None]:
-    """A context in which what Hydra reads, but for the folder of its ``own`` files, and what it composes are checked.
-
-    ``+key=value`` that was typed adds a key.
-    """
+    """A context that checks what Hydra reads, its ``own`` folder aside, and composes; ``typed`` keys may be added."""
     Plugins.instance()  # they register what reads files, and load their modules anew
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
