@@ -207,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from lightning_ga.app import build, checkpoints
     from lightning_ga.app.allowlist import check_targets
     from lightning_ga.app.progress import quiet_lightning
+    from lightning_ga.app.run_files import read_config
 
     written = list(sys.argv[1:] if arguments is None else arguments)
     given: dict[str, Any] = dict(OmegaConf.to_container(OmegaConf.from_dotlist(written)))  # type: ignore[arg-type]
@@ -220,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "arguments of the Trainer."
         )
     path = checkpoints.find_checkpoint(str(given.pop("ckpt_path")), {}, [Path("outputs")])
-    config = checkpoints.saved_config(path)
+    config = read_config(path.parent.parent)
     config["paths"]["output_dir"] = str(path.parent.parent)
     check_targets({key: config[key] for key in ("data", "model", "optimizer", "lr_scheduler", "trainer")})
     cfg = OmegaConf.create(config)

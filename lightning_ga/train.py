@@ -1,9 +1,8 @@
 """The command line: ``python -m lightning_ga.train`` and ``lightning-ga`` are the same program.
 
-Its configuration lies in ``conf/``; ``--help`` shows examples, groups and keys. This file holds the
-way in and out: a user's mistake ends in one sentence and exit code 1. What is built from a
-configuration is in ``app/build.py``, what is then done with it in ``app/tasks.py``; both are imported
-when a job starts, so that all that needs no training answers at once.
+A user's mistake ends in one sentence and exit code 1. What is built from a configuration in ``conf/`` is in
+``app/build.py``, what is then done with it in ``app/tasks.py``; both are imported when a job starts, so that all that
+needs no training answers at once.
 """
 
 import os
@@ -87,23 +86,20 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         try:
             program(jobs.run)()
         finally:
-            jobs.report()
+            if jobs.sweep is not None:
+                report_sweep(*jobs.sweep)
 
 
 class Jobs:
-    """What Hydra calls with each configuration."""
+    """What Hydra calls with each configuration; the folder and the metric of a sweep, once a job of one ran."""
 
     def __init__(self, arguments: Sequence[str], *, show_traceback: bool) -> None:
         self._allow = typed_targets(arguments)
         self._show_traceback = show_traceback
-        self._sweep: tuple[Path, str] | None = None
+        self.sweep: tuple[Path, str] | None = None
 
     def run(self, cfg: DictConfig) -> float | None:
-        """Check a configuration and do what it says.
-
-        Returns:
-            The optimized metric, for sweepers.
-        """
+        """Check a configuration and do what it says; return the optimized metric, for sweepers."""
         # Processes that the job starts must not inherit what is meant for this Hydra.
         os.environ.pop(FULL_ERROR, None)
         multirun = HydraConfig.get().mode == RunMode.MULTIRUN
@@ -112,7 +108,7 @@ class Jobs:
             written = as_written(cfg, config)
             folder, before = HydraConfig.get().runtime.output_dir, None
             if multirun:
-                self._sweep = Path(HydraConfig.get().sweep.dir), str(config["optimized_metric"])
+                self.sweep = Path(HydraConfig.get().sweep.dir), str(config["optimized_metric"])
                 before = done_before(Path(folder), written)
             return self._run(config, written, folder) if before is None else before
         except Exception as error:
@@ -142,11 +138,6 @@ class Jobs:
                 "none: use task=fit without dry_run=true, and leave validation on."
             )
         return value
-
-    def report(self) -> None:
-        """Print the table of a sweep."""
-        if self._sweep is not None:
-            report_sweep(*self._sweep)
 
 
 def config_folder() -> Path:

@@ -18,7 +18,7 @@ from lightning_ga.app.values import walk
 from lightning_ga.errors import UserError
 
 MODULE, TRANSFORM = "torch.nn.Module", "builtins.object"
-KINDS: Mapping[str, tuple[str, ...]] = {
+KINDS: Mapping[str, tuple[str, ...]] = {  # package or module: what a class from there must be a kind of
     "lightning_ga": (
         *(MODULE, "lightning.pytorch.LightningDataModule", "lightning.pytorch.Callback"),
         "lightning.fabric.plugins.CheckpointIO",
@@ -48,15 +48,13 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "torchvision.ops": (MODULE,),
     "torchvision.transforms": (TRANSFORM,),
 }
-"""Package or module: what a class from there must be a kind of."""
-NAMED = (
+NAMED = (  # what is of no such kind, and may be built
     *("lightning_ga.models.build_timm", "lightning_ga.models.to_group_norm"),
     "lightning_ga.models.schedules.warmup_cosine",
     *(f"lightning_ga.schedule.{name}" for name in ("by_samples", "by_step", "from_lr_decay", "geometric")),
     *("lightning_ga.schedule.linear", "lightning_ga.schedule.seesaw"),
     *("lightning_ga.weights.AttentionMaskTokens", "lightning_ga.weights.Samples", "lightning_ga.weights.TargetTokens"),
 )
-"""What is of no such kind, and may be built."""
 LOADERS = tuple(f"torchmetrics.{part}" for part in ("audio", "functional", "image", "multimodal", "text", "video"))
 """Metrics that load networks from files."""
 INSTEAD = {"timm.create_model": "it can unpickle files: use lightning_ga.models.build_timm, with the same arguments"}
@@ -82,21 +80,16 @@ def is_allowed(target: Any, allow: Sequence[str], where: str) -> bool:
     kinds = kinds_of(target)
     if not kinds or any(part.startswith("_") for part in target.split(".")):
         return False
-    found = found_at(target, where)
+    try:
+        found = _locate(target)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise UserError(f"{where}={target} does not exist: check its spelling.") from error
     return target in NAMED or is_builder(target, found) or is_kind(found, kinds)
 
 
 def kinds_of(target: str) -> tuple[str, ...]:
     """What a class of this name must be a kind of; nothing where its package is not on the list."""
     return next((kinds for package, kinds in KINDS.items() if is_below(target, [package])), ())
-
-
-def found_at(target: str, where: str) -> Any:
-    """What Hydra will find under a name."""
-    try:
-        return _locate(target)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise UserError(f"{where}={target} does not exist: check its spelling.") from error
 
 
 def is_kind(found: Any, kinds: Sequence[str]) -> bool:

@@ -31,13 +31,7 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint; an existing file is replaced once the new one is complete.
-
-        Args:
-            checkpoint: The checkpoint.
-            path: Where to write it.
-            storage_options: Options of a remote file system; with any, Lightning writes the file.
-        """
+        """Write a checkpoint, which replaces a file there once it is complete; Lightning writes with options."""
         place = local_path(path)
         if place is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)

@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -129,13 +130,12 @@ def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
         check_cpu(trainer, str(cfg.trainer.precision))
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # one of the user's own stays
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
-    check_sweep(trainer)
+    check_launcher(trainer)
     return trainer
 
 
 def make(node: Any, **arguments: Any) -> Any:
-    """Build what a node names; it is given plain dicts and lists, which checkpoints can hold."""
-    # decay_norms is a setting of the model's, which gives the optimizer its groups.
+    """Build what a node names, of plain dicts and lists, which checkpoints can hold; ``decay_norms`` is the model's."""
     content = {key: value for key, value in node.items() if key != "decay_norms"}
     return instantiate(content, **arguments, _convert_="all")
 
@@ -199,7 +199,13 @@ def check_cpu(trainer: Trainer, precision: str) -> None:
         )
 
 
-def check_sweep(trainer: Trainer) -> None:
-    """Refuse a sweep whose jobs start processes of their own: each would make its own output folder."""
+def check_launcher(trainer: Trainer) -> None:
+    """Refuse nodes that nothing starts, and a sweep whose jobs start processes: each would make its own folder."""
+    alone = isinstance(getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment)
+    if trainer.num_nodes > 1 and alone and not {"MASTER_ADDR", "NODE_RANK", "GROUP_RANK"} & os.environ.keys():
+        raise UserError(
+            f"trainer.num_nodes={trainer.num_nodes} would wait for nodes that nothing starts: start this on each by "
+            "torchrun or srun, set MASTER_ADDR, MASTER_PORT and NODE_RANK there, or use trainer.num_nodes=1."
+        )
     if HydraConfig.get().mode == RunMode.MULTIRUN and isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
         raise UserError("A sweep (-m) cannot start several processes per job: use one device, or start each run alone.")

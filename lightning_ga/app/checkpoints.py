@@ -1,9 +1,7 @@
 """Which checkpoint ``ckpt_path=last|best|FOLDER|PATH`` means, and whether this run can take it.
 
-Beside it: ``model.init_from=weights.pt``, which starts a model from bare weights.
-
-``last`` and ``best`` belong to the latest run of the same model on the same classes: each run
-saves its resolved configuration beside its ``checkpoints`` folder, and that is what is compared.
+``last`` and ``best`` belong to the latest run of the same model on the same classes, by the resolved configurations
+that runs save. Beside it: ``model.init_from=weights.pt``, which starts a model from bare weights.
 """
 
 import math
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_ga.app.atomic import PART
 from lightning_ga.app.errors import is_expected, one_line
-from lightning_ga.app.run_files import read_yaml
+from lightning_ga.app.run_files import read_config
 from lightning_ga.app.values import settings, walk
 from lightning_ga.errors import UserError, printable
 
@@ -34,7 +32,7 @@ NOT_RECIPE = {  # keys of these sections that change no result
 }
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
 MOST_TOLD = 6
-OF_ALL: dict[str, Any] = {
+OF_ALL: dict[str, Any] = {  # what Lightning takes from a checkpoint without looking at it
     "state_dict": {str: Tensor},
     "global_step": int,
     "epoch": int,
@@ -46,7 +44,6 @@ OF_A_FIT = OF_ALL | {
     "lr_schedulers": [dict],
     "optimizer_states": [dict],
 }
-"""What Lightning takes from a checkpoint without looking at it."""
 RESTORING = ("_restore_modules_and_callbacks", "restore_training_state")  # of Lightning's checkpoint connector
 WRAPPERS = re.compile(r"((module|model|net|_orig_mod)\.)*")  # what they put before the names of weights
 
@@ -80,7 +77,7 @@ def written(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Itera
     """Files of a name that runs of a model have written, the latest first."""
     files = [path for root in roots for path in root.glob(f"**/checkpoints/{name}")]
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
-        if architecture(saved_config(path).get("model") or {}) == architecture(model):
+        if architecture(read_config(path.parent.parent).get("model") or {}) == architecture(model):
             yield path
 
 
@@ -91,15 +88,6 @@ def of_run(folder: Path, kind: str) -> Path:
             if (place / f"{name}.ckpt").is_file():
                 return place / f"{name}.ckpt"
     raise UserError(f"ckpt_path={folder} is a folder without checkpoints/last.ckpt and best.ckpt: give that of a run.")
-
-
-def saved_config(checkpoint: Path) -> dict[str, Any]:
-    """The configuration of the run that wrote a checkpoint; empty if it is gone or cannot be read."""
-    try:
-        content = read_yaml(checkpoint.parent.parent / "config.yaml")
-    except UserError:
-        content = {}
-    return content if isinstance(content, dict) else {}
 
 
 def architecture(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,7 +258,7 @@ def state_after_a_step(optimizer: torch.optim.Optimizer, saved: Sequence[Any]) -
 
 def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | None:
     """What of data, model and recipe is not as in the run that wrote a checkpoint, in one sentence."""
-    saved = saved_config(path)
+    saved = read_config(path.parent.parent)
     if not saved:
         return None
     then, now = recipe(saved, fit=fit), recipe(config, fit=fit)

@@ -4,6 +4,7 @@ Hydra's own section imports, builds and writes before a job begins. What a file 
 is the user's own. And a file of the user's own is merged without a word, whatever its keys are.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,12 +50,11 @@ BY_FILES = {  # keys of the hydra section, and what a file may set them to
     r"(job|hydra)_logging\.(((root|loggers\.[\w.]+|handlers\.\w+)\.level)|disable_existing_loggers|version)": WORD,
     r"(job|hydra)_logging\.formatters\.\w+\.(format|datefmt)": r"(?!.*(://|\$\{)).*",  # logging imports ext://module
 }
-PLAIN_SECTIONS = {
+PLAIN_SECTIONS = {  # that build nothing, with all keys that are read
     "paths": ("data_dir", "output_root", "sweep_root", "output_dir"),
     "precision": ("trainer", "float32_matmul"),
     "run": ("name", "tags"),
 }
-"""Sections that build nothing, with all keys that are read."""
 GLOBAL = ("experiment", "debug")  # groups whose files are written from the top of the configuration
 
 
@@ -65,6 +65,13 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
         raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
     if "--resolve" in options and not {"--cfg", "-c", "--help", "-h"} & {option.split("=")[0] for option in options}:
         raise UserError("--resolve shows a configuration with its interpolations filled in: write --cfg job --resolve.")
+    if any(option == "-sc" or option.startswith("--sh") for option in options):
+        asked = {override.partition("=")[0] for override in overrides}
+        if not asked & {"install", "uninstall"} and not ("query" in asked and "COMP_LINE" in os.environ):
+            raise UserError(
+                "-sc completes what is typed in a shell: set it up by -sc install=bash (or fish, zsh); query= is for "
+                "that shell, which gives the line in the variable COMP_LINE."
+            )
     apart = APART.search(" ".join(overrides))
     if apart and any(not override.partition("=")[2] or " =" in override or "= " in override for override in overrides):
         raise UserError(f"{apart[0].strip()} has a blank beside the =: write {apart[1]}={apart[2]}.")
@@ -121,7 +128,7 @@ def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         return []
     if any(argument.startswith(("hydra.output_subdir=", "hydra/job_logging=")) for argument in arguments):
         return []
-    told = any(argument.startswith("hydra.run.dir=") for argument in arguments)
+    told = any(argument.lstrip("+").startswith("hydra.run.dir=") for argument in arguments)
     folder = [] if told else ["hydra.run.dir=${paths.output_root}"]
     return ["hydra.output_subdir=null", "hydra/job_logging=none", *folder]
 
@@ -161,14 +168,15 @@ def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
 
 @contextmanager
 def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence[str]) -> Iterator[None]:
-    """A context in which what Hydra reads, but for the folder of its ``own`` files, and what it composes are checked.
+    """A context that checks what Hydra reads, its ``own`` folder aside, and composes; ``typed`` keys may be added."""
+    Plugins.instance()  # they register what reads files, and load their modules anew
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-    ``+key=value`` that was typed adds a key.
-    """
-    Plugins.instance()  # they register what reads files
     files: Any = SourcesRegistry.instance().resolve("file")
     loader: Any = ConfigLoaderImpl
     container: Any = Container
+    sweeper: Any = BasicSweeper
+    split = sweeper.split_arguments
     read, embed, load = files.load_config, loader._embed_result_config, loader.load_configuration
     resolve = container._resolve_interpolation_from_parse_tree
     work = 0
@@ -208,7 +216,18 @@ def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence
             raise UserError("The interpolations of the configuration grow without bounds: write values in their place.")
         return result
 
+    def split_and_check(overrides: Sequence[Any], *args: Any) -> Any:
+        batches = split(overrides, *args)
+        if not any(batches):
+            empty = next(each for each in overrides if each.is_sweep_override() and not [*each.sweep_string_iterator()])
+            raise UserError(
+                f"{empty.input_line} stands for no value, so that the sweep has no job: write the values, such as "
+                "seed=0,1; glob(PATTERN) stands for options of a group, which --help lists."
+            )
+        return batches
+
     with replaced(
+        (sweeper, "split_arguments", staticmethod(split_and_check)),
         (files, "load_config", check_and_read),
         (loader, "load_configuration", load_and_check),
         (loader, "_embed_result_config", staticmethod(embed_and_check)),
@@ -232,12 +251,7 @@ def check_file(path: Path, config: Any) -> None:
 
 
 def may_be_set(key: str, value: Any) -> bool:
-    """Whether a file may set a key of the hydra section to a value.
-
-    Examples:
-        >>> may_be_set("launcher.timeout_min", 60), may_be_set("launcher.setup", "echo hello")
-        (True, False)
-    """
+    """Whether a file may set a key of the hydra section to a value."""
     return any(re.fullmatch(keys, key) and re.fullmatch(values, str(value)) for keys, values in BY_FILES.items())
 
 
@@ -269,19 +283,15 @@ def check_keys(content: Mapping[str, Any], known: Sequence[str], typed: Sequence
             raise UserError(f"{section}={found} replaces a whole section: set {section}.{names[0]}=… alone.")
         for name in found.keys() - names:
             raise UserError(f"A configuration file sets {section}.{name}, which nothing reads: {', '.join(names)} are.")
+    texts = [text for _, text in walk(content) if isinstance(text, str)]
     for key in map(str, content):
-        if key not in known and not is_referred_to(key, content):
+        if key not in known and not any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for text in texts):
             added = any(re.match(rf"\++{re.escape(key)}[.=]", argument) for argument in typed)
             who = f"+{key}=…" if added else "A configuration file"
             hint = did_you_mean(key, known)
             raise UserError(f"{who} sets {key or repr(key)}, which nothing reads{hint} The keys: {', '.join(known)}.")
     if content.get("overwrite") and not any(argument.lstrip("+").startswith("overwrite=") for argument in typed):
         raise UserError("overwrite=true stands in a configuration file, and replaces a run: type it, too.")
-
-
-def is_referred_to(key: str, content: Any) -> bool:
-    """Whether an interpolation such as ``${key}`` or ``${key.part}`` reads a key."""
-    return any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for _, text in walk(content) if isinstance(text, str))
 
 
 def check_hydra_section(section: Mapping[str, Any]) -> None:
@@ -298,12 +308,7 @@ def check_hydra_section(section: Mapping[str, Any]) -> None:
 
 
 def completions(word: str) -> list[str]:
-    """How ``KEY=`` with the beginning of a value may go on; nothing for keys that take anything.
-
-    Examples:
-        >>> completions("accumulate.on_oom=")
-        ['accumulate.on_oom=raise', 'accumulate.on_oom=split']
-    """
+    """How ``KEY=`` with the beginning of a value may go on; nothing for keys that take anything."""
     key, sign, begun = word.partition("=")
     rule = RULES.get(key)
     if not sign or rule is None:

@@ -126,10 +126,8 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
     if isinstance(said, OmegaConfBaseException):
         reason = str(said).split("\n")[0].rstrip(".")
         raised = re.match(r"(\w+) raised while resolving interpolation: (.+)", reason)
-        if raised and raised[1] == "UserError":
-            return f"{raised[2]}."
         reason = raised[2] if raised else reason
-        if not said.full_key:
+        if not said.full_key or (raised and raised[1] == "UserError"):
             return f"{reason}."
         return f"{said.full_key} has no value ({reason}): --cfg job shows what it is made of, or give {said.full_key}=…"
     return one_line(said)
@@ -150,10 +148,9 @@ def explain_reference(error: InterpolationKeyError) -> str:
     """``model=gpt`` with pictures: a value that another section should have, and what to give instead."""
     wanted = re.search(r"'([^']+)'", str(error))
     reference = wanted[1] if wanted else "another key"
-    section = reference.partition(".")[0]
     return (
-        f"{error.full_key} is read from {reference}, which the configuration does not have: choose another {section}=… "
-        f"that has it, or give {error.full_key}=…"
+        f"{error.full_key} is read from {reference}, which the configuration does not have: choose another "
+        f"{reference.partition('.')[0]}=… that has it, or give {error.full_key}=…"
     )
 
 
@@ -191,15 +188,11 @@ def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
     if section is not None and not section and section._get_full_key(None) == first:
         without = WITHOUT.get(first, "null")
         return f"{key} sets a part of {first}, which is left out (as by {first}={without}): give one of the two."
-    if section is not None and is_complete(section):
+    target = "" if section is None or "_target_" not in section else str(section._get_node("_target_"))
+    if target.startswith("lightning_ga."):  # a section of this package's own classes shows every argument
         known = ", ".join(sorted(str(name) for name in section if not str(name).startswith("_")))
         return f"There is no key {key}{hint} The keys of {parent}: {known}."
     return f"There is no key {key}{hint}" + (f" To add a key of your own, write +{key}=VALUE." if parent else "")
-
-
-def is_complete(section: Any) -> bool:
-    """Whether a section shows every argument of what it builds: those of this package's own classes do."""
-    return str(section._get_node("_target_") if "_target_" in section else "").startswith("lightning_ga.")
 
 
 def explain_constructor(error: InstantiationException) -> str:
@@ -250,10 +243,8 @@ def explain_out_of_memory(error: BaseException) -> str:
 
 def place_error(error: BaseException) -> OSError | None:
     """The error of a disk or folder behind an error, if there is one."""
-    for cause in chain(error):
-        if isinstance(cause, OSError) and cause.errno in (FULL if cause.filename is None else PLACE_ERRORS):
-            return cause
-    return None
+    errors = (cause for cause in chain(error) if isinstance(cause, OSError))
+    return next((one for one in errors if one.errno in (FULL if one.filename is None else PLACE_ERRORS)), None)
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
@@ -269,11 +260,8 @@ def near(name: str, names: Sequence[str]) -> list[str]:
 
 def parent_section(error: BaseException) -> Any:
     """The section in which an OmegaConf error could not find a key."""
-    for cause in chain(error):
-        parent: Any = getattr(cause, "parent_node", None)
-        if parent is not None and hasattr(parent, "keys"):
-            return parent
-    return None
+    parents = (getattr(cause, "parent_node", None) for cause in chain(error))
+    return next((parent for parent in parents if hasattr(parent, "keys")), None)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -22,9 +22,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from lightning_ga.app.composed import is_first_rank, replaced
-from lightning_ga.app.run_files import CONFIG, CURVES, PARTS, read_json, read_yaml, write_table
+from lightning_ga.app.run_files import CONFIG, CURVES, PARTS, read_config, read_json, read_yaml, write_table
 from lightning_ga.app.terminal import columns
-from lightning_ga.app.values import as_written, direction, resolved, walk
+from lightning_ga.app.values import FOLDER, as_written, direction, resolved, walk
 from lightning_ga.errors import CONTROLS, UserError, printable
 
 LOG, RESULT, TABLE = "train.log", "result.json", "sweep.csv"
@@ -73,6 +73,8 @@ def own(config: DictConfig, mode: RunMode, locks: ExitStack) -> None:
     is_run = mode == RunMode.RUN
     section = config.hydra.run if is_run else config.hydra.sweep
     by_clock = "${now:" in OmegaConf.to_container(section)["dir"]  # type: ignore[index, call-overload]
+    if not FOLDER.holds(section.dir):  # Hydra would write into the current folder
+        raise UserError(FOLDER.sentence(f"hydra.{'run' if is_run else 'sweep'}.dir", section.dir))
     wanted = Path(section.dir)
     if CONTROLS.search(str(wanted)):  # a line of a launcher's script
         raise UserError(f"{str(wanted)!r} holds control characters, which the folder of a run cannot have.")
@@ -184,7 +186,7 @@ def done_before(folder: Path, config: Mapping[str, Any]) -> float | None:
 
     The folder of a job with another configuration is refused.
     """
-    if not (folder / CONFIG).is_file() or not agrees(read_yaml(folder / CONFIG), config):
+    if not agrees(read_config(folder), config):
         require_free(folder, config)
         return None
     result = read_json(folder / RESULT, None)
@@ -207,15 +209,11 @@ def read_jobs(folder: Path, metric: str) -> list[Job]:
         job = path.parent.parent
         result = read_json(job / RESULT, None)
         overrides = [str(override) for override in read_yaml(path)]
-        planned = result is None and (job / CONFIG).is_file() and read_yaml(job / CONFIG).get("dry_run")
+        planned = result is None and read_config(job).get("dry_run")
         outcome = "planned" if planned else "failed" if result is None else "done"
         jobs.append(Job(str(job.relative_to(folder)), overrides, (result or {}).get(metric), outcome))
     sign = -1 if direction(metric) == "max" else 1
-
-    def place(job: Job) -> float:
-        return math.inf if job.value is None or math.isnan(job.value) else sign * job.value
-
-    return sorted(jobs, key=place)
+    return sorted(jobs, key=lambda job: math.inf if job.value is None or math.isnan(job.value) else sign * job.value)
 
 
 def report_sweep(folder: Path, metric: str) -> None:

@@ -1,6 +1,6 @@
 """The pictures that a run leaves: its loss, and what the probe found."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from io import StringIO
 from typing import Any
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lightning_ga.app.run_files import Curve
-from lightning_ga.plan.records import Method, ProbeResult, Trial
+from lightning_ga.plan.records import Method, ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
 METHODS: dict[Method, str] = {  # what found a limit
@@ -74,12 +74,7 @@ def moving_mean(curve: Curve, share: float = 0.1) -> Curve:
 
 
 def describe_search(probe: ProbeResult) -> str:
-    """How a limit was found, with the method by its name and in words.
-
-    Examples:
-        >>> describe_search(ProbeResult(8, 1000, 900, (), 1, 0.42, "replay", source="cache"))
-        'remembered, verified by one step, 0.4 s (cache)'
-    """
+    """How a limit was found, with the method by its name and in words."""
     seconds = f"{probe.seconds:.1f} s"
     if probe.source == "checkpoint":
         return "found before and kept in the checkpoint (checkpoint)"
@@ -118,17 +113,18 @@ def as_svg(figure: Figure, title: str) -> str:
 
 def draw_memory(axes: Axes, probe: ProbeResult) -> None:
     """Predicted and measured peaks, the budget and the limit."""
-    worked_out = probe.source == "estimate"
-    fitting = [trial for trial in probe.trials if trial.fits]
-    refused = [trial for trial in probe.trials if not trial.fits]
     top = max([probe.peak_bytes, *(size for _, size in probe.curve), *(trial.peak_bytes for trial in probe.trials)])
     shown = probe.budget_bytes <= WIDE * top
     scale, unit = (2**30, "GiB") if max(top, shown * probe.budget_bytes) >= 2**30 else (2**20, "MiB")
     if probe.curve:
         samples, sizes = zip(*probe.curve)
         axes.plot(samples, [size / scale for size in sizes], color=PREDICTED, linewidth=2, label="predicted peak")
-    scatter(axes, fitting, scale, color=FITS, marker="o", label="worked out" if worked_out else "measured, fits")
-    scatter(axes, refused, scale, color=REFUSED, marker="X", label="too large" if worked_out else "does not fit")
+    names = ("worked out", "too large") if probe.source == "estimate" else ("measured, fits", "does not fit")
+    for fits, color, marker, label in ((True, FITS, "o", names[0]), (False, REFUSED, "X", names[1])):
+        points = [(trial.micro_batch_size, trial.peak_bytes / scale) for trial in probe.trials if trial.fits is fits]
+        if points:
+            sizes, peaks = zip(*points)
+            axes.scatter(sizes, peaks, s=45, zorder=3, color=color, marker=marker, label=label)
     draw_budget(axes, probe.budget_bytes, scale, shown=shown)
     ring(axes, probe.limit, probe.peak_bytes / scale, f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}")
     axes.set_ylabel(f"peak memory, {unit}")
@@ -141,18 +137,11 @@ def draw_memory(axes: Axes, probe: ProbeResult) -> None:
 def draw_budget(axes: Axes, budget: int, scale: int, *, shown: bool) -> None:
     """A line at the budget; words alone where it is far above all else."""
     text = f"budget {format_bytes(budget)}"
-    if not shown:
+    if shown:
+        axes.axhline(budget / scale, color="dimgray", linewidth=1, linestyle="--")
+        axes.text(0.01, budget / scale, text, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
+    else:
         axes.text(0.01, 0.97, f"{text}, far above", transform=axes.transAxes, va="top", color="dimgray")
-        return
-    axes.axhline(budget / scale, color="dimgray", linewidth=1, linestyle="--")
-    axes.annotate(
-        text,
-        (0.01, budget / scale),
-        (0, 4),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        color="dimgray",
-    )
 
 
 def draw_timings(axes: Axes, probe: ProbeResult) -> None:
@@ -165,14 +154,6 @@ def draw_timings(axes: Axes, probe: ProbeResult) -> None:
     axes.set_ylabel("seconds per window")
     axes.set_ylim(0, 1.15 * max(seconds.values()))
     tidy(axes)
-
-
-def scatter(axes: Axes, trials: Iterable[Trial], scale: int, **style: Any) -> None:
-    """Trials as points, under one name; nothing where there are none."""
-    points = [(trial.micro_batch_size, trial.peak_bytes / scale) for trial in trials]
-    if points:
-        sizes, peaks = zip(*points)
-        axes.scatter(sizes, peaks, s=45, zorder=3, **style)
 
 
 def ring(axes: Axes, x: float, y: float, label: str) -> None:

@@ -79,13 +79,9 @@ def read_run(folder: Path) -> RunFiles:
     result, plan, epochs, versions, scores, confusion = (
         read_json(folder / name, [] if name == EPOCHS else {}, missing) for name in PARTS
     )
-    try:
-        content = {} if CONFIG in missing else read_yaml(folder / CONFIG)
-    except UserError:
-        missing, content = [*missing, CONFIG], {}
     return RunFiles(
         folder=folder,
-        config=content if isinstance(content, dict) else {},
+        config=read_config(folder, missing),
         config_text=FROM_ENVIRONMENT.sub("***", text_of(folder / CONFIG)),
         plan=plan,
         result=result,
@@ -126,6 +122,17 @@ def read_curves(path: Path) -> dict[str, Curve]:
                         point = int(row["step"]), float(value)
                         curves.setdefault(name, []).append(point)
     return curves
+
+
+def read_config(folder: Path, missing: list[str] | None = None) -> dict[str, Any]:
+    """The configuration of a run; one that cannot be read is empty, and one that is there then ``missing``."""
+    try:
+        content = read_yaml(folder / CONFIG)
+    except UserError:
+        content = {}
+        if missing is not None and CONFIG not in missing:
+            missing.append(CONFIG)
+    return content if isinstance(content, dict) else {}
 
 
 def read_yaml(path: Path) -> Any:
@@ -199,12 +206,7 @@ def write_table(path: Path, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def as_cell(value: Any) -> Any:
-    """A cell; a text that a spreadsheet would take for a formula begins with a quote.
-
-    Examples:
-        >>> as_cell("=1+1"), as_cell("-1.5"), as_cell(-1.5), as_cell("cat")
-        ("'=1+1", '-1.5', -1.5, 'cat')
-    """
+    """A cell; a text that a spreadsheet would take for a formula begins with a quote."""
     if not isinstance(value, str):
         return value
     text = printable(value)

@@ -257,10 +257,6 @@ def class_report(confusion: Sequence[Sequence[int]], names: Sequence[str] = ()) 
 
     Samples are counted in ``confusion[target][prediction]``. Classes without names have numbers. A ratio without a
     denominator (a class that was never predicted, or has no samples) is 0.
-
-    Examples:
-        >>> class_report([[2, 0], [1, 1]], ["cat", "dog"])[1]["dog"]["recall"]
-        0.5
     """
     counts = np.asarray(confusion)
     targets, predictions = (np.repeat(labels, counts.ravel()) for labels in np.indices(counts.shape).reshape(2, -1))

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,12 +93,8 @@ def count(example: int, least: int = 1, most: float = math.inf, besides: Any = (
 
 def one_or_more(rule: Rule) -> Rule:
     """A value that obeys a rule, or a list of such values."""
-
-    def all_hold(value: Any) -> bool:
-        several = value if isinstance(value, list) else [value]
-        return bool(several) and all(map(rule.holds, several))
-
-    return Rule(f"{rule.words}, or a list of such numbers", rule.example, all_hold)
+    words, several = f"{rule.words}, or a list of such numbers", list_of(rule, "").holds
+    return Rule(words, rule.example, lambda v: v != [] and several(v if isinstance(v, list) else [v]))
 
 
 def list_of(rule: Rule, example: str) -> Rule:
@@ -108,11 +105,6 @@ def list_of(rule: Rule, example: str) -> Rule:
 def one_of(*choices: Any) -> Rule:
     """One of a few values."""
     return Rule(f"one of {', '.join(map(shown, choices))}", shown(choices[0]), lambda v: v in choices, choices)
-
-
-def is_list_of_nodes(value: Any) -> bool:
-    """Whether a value is a list of things to build."""
-    return isinstance(value, list) and all(isinstance(one, dict) and "_target_" in one for one in value)
 
 
 def shown(value: Any) -> str:
@@ -145,7 +137,11 @@ DURATION = Rule(
     "00:01:30:00",
     lambda value: value is None or isinstance(value, dict) or bool(re.fullmatch(r"(\d+:){3}\d+", str(value))),
 )
-NODES = Rule("a list of transforms", "[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]", is_list_of_nodes)
+NODES = Rule(
+    "a list of transforms",
+    "[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]",
+    lambda value: isinstance(value, list) and all(isinstance(one, dict) and "_target_" in one for one in value),
+)
 COMPILE = one_of(True, False, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 TABLE: tuple[tuple[str, Rule], ...] = (
@@ -218,11 +214,12 @@ def direction(metric: str) -> str:
     return "min" if str(metric).endswith(SMALLER_IS_BETTER) else "max"
 
 
-def suffix(name: Any) -> str:
-    """The end of a run's folder: Hydra makes that before values are checked."""
+def suffix(name: Any, *, _root_: Any) -> str:
+    """The end of a run's folder, which others see: not a variable's value. Hydra makes it before values are checked."""
     if name is not None and not NAME.holds(name):
         raise UserError(NAME.sentence("run.name", name))
-    return "" if name is None else f"-{name}"
+    with placeholders():
+        return "" if name is None or "${" in str(_root_.run.name) else f"-{name}"
 
 
 def at_home(path: Any) -> str:
@@ -232,12 +229,13 @@ def at_home(path: Any) -> str:
     return os.path.expanduser(str(path))  # noqa: PTH111 (that of Path fails for users that are not there)
 
 
-def as_tags(tags: Any) -> Any:
-    """The tags of a run for MLflow, which has a value for each."""
-    return OmegaConf.create(dict.fromkeys(tags, ""))
-
-
-for name, resolver in {"direction": direction, "named": suffix, "mlflow_tags": as_tags, "home": at_home}.items():
+RESOLVERS: Mapping[str, Callable[..., Any]] = {
+    "direction": direction,
+    "named": suffix,
+    "mlflow_tags": lambda tags: OmegaConf.create(dict.fromkeys(tags, "")),  # there each tag has a value
+    "home": at_home,
+}
+for name, resolver in RESOLVERS.items():
     OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
@@ -250,15 +248,23 @@ def resolved(cfg: DictConfig) -> Config:
 
 def as_written(cfg: DictConfig, config: Config) -> Config:
     """A resolved configuration as it may be read by others: ``${oc.env:NAME}`` where a value is that of a variable."""
-    OmegaConf.register_new_resolver("oc.env", placeholder, replace=True)
     try:
-        texts = OmegaConf.to_container(cfg, resolve=True)
+        with placeholders():
+            texts = OmegaConf.to_container(cfg, resolve=True)
     except Exception:  # a key or another resolver needs the value itself
         texts = OmegaConf.to_container(cfg, resolve=False)
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     written: Config = hidden(config, texts)
     return written
+
+
+@contextmanager
+def placeholders() -> Iterator[None]:
+    """A context in which what stands for a variable's value is read in place of it."""
+    OmegaConf.register_new_resolver("oc.env", placeholder, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def placeholder(name: str, *default: str | None) -> str | None:
@@ -299,18 +305,16 @@ def check_values(config: Config) -> None:
             raise UserError(f"trainer.{name} is read by nothing: write {name}=OPTION or {name}.NAME._target_=CLASS.")
     check_nodes(config)
     check_planned_device(config)
-    check_agreement(config)
-    check_metrics(config)
+    model = config.get("model") or {}
+    if str(model.get("_target_")).startswith(MODELS):
+        check_agreement(config, model)
+        check_metrics(config, model)
 
 
 def as_typed(value: Any) -> Any:
     """A value as it was meant: a path below the home folder, and a whole number.
 
     1000.0, which is how YAML reads 1e3, as 1000, in a schedule by epochs too; not 1.0, which may be a share.
-
-    Examples:
-        >>> as_typed(1e3), as_typed(1.0), as_typed({0: 2e0, 5: 4e0}), as_typed("auto")
-        (1000, 1.0, {0: 2, 5: 4}, 'auto')
     """
     if isinstance(value, dict):
         return {key: as_typed(size) if isinstance(key, int) else size for key, size in value.items()}
@@ -353,11 +357,9 @@ def is_known(section: Config) -> bool:
     return str(section.get("_target_", KNOWN[0])).startswith(KNOWN)
 
 
-def check_agreement(config: Config) -> None:
+def check_agreement(config: Config, model: Config) -> None:
     """Refuse a model that is given other pictures than it is made for."""
-    model, data = config.get("model") or {}, config.get("data") or {}
-    if not str(model.get("_target_")).startswith(MODELS):
-        return
+    data = config.get("data") or {}
     for name in ("optimizer", "lr_scheduler"):
         if name in model and model[name] != config.get(name):
             raise UserError(f"model.{name} is read from {name}: choose {name}=OPTION, or set {name}.KEY.")
@@ -375,12 +377,10 @@ def check_agreement(config: Config) -> None:
             )
 
 
-def check_metrics(config: Config) -> None:
+def check_metrics(config: Config, model: Config) -> None:
     """Refuse a metric that the models here do not measure: it would come to light after an epoch."""
-    model = str((config.get("model") or {}).get("_target_"))
-    if not model.startswith(MODELS):
-        return
-    monitored, measured = (MONITORED_OF_TEXT, MEASURED_OF_TEXT) if model in TEXT_MODELS else (MONITORED, MEASURED)
+    is_of_text = model["_target_"] in TEXT_MODELS
+    monitored, measured = (MONITORED_OF_TEXT, MEASURED_OF_TEXT) if is_of_text else (MONITORED, MEASURED)
     if config["optimized_metric"] not in measured:
         raise UserError(
             f"optimized_metric={config['optimized_metric']} is not measured: choose one of {', '.join(measured)}."

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import timm
+from huggingface_hub import constants, get_session
 from torch import nn
 
 from lightning_ga.errors import UserError
@@ -71,14 +72,28 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
         arguments.setdefault("img_size", image_size)
     if not pretrained:
         return timm.create_model(name, **arguments)
+    unreached, offline = hub_error(), constants.HF_HUB_OFFLINE
     try:
+        constants.HF_HUB_OFFLINE = unreached is not None  # only its cache is looked into
         return timm.create_model(name, pretrained=True, **arguments)
     except Exception as error:  # the hub raises errors of several HTTP libraries
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = str(unreached or error).strip().split("\n")[0] or type(unreached or error).__name__
         raise UserError(
             f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): check the network, "
-            "set HF_HUB_OFFLINE=1 where the cache has them, or train from scratch with model.pretrained=false."
+            "set HF_HUB_OFFLINE=1 where the cache has them, give a file of weights by model.init_from=PATH, or train "
+            "from scratch with model.pretrained=false."
         ) from error
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+
+
+def hub_error() -> Exception | None:
+    """Why the hub cannot be reached, if so: the hub itself tries for a minute before it looks into its cache."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:
+        return error
+    return None
 
 
 def require_timm_name(name: str) -> None:

@@ -133,7 +133,7 @@ def test_the_command_line_uses_it_unless_a_plugin_of_the_users_own_does(monkeypa
     from lightning_ga.app import build
     from lightning_ga.train import config_folder
 
-    monkeypatch.setattr(build, "check_sweep", lambda trainer: None)
+    monkeypatch.setattr(build, "check_launcher", lambda trainer: None)
     own = "+trainer.plugins=[{_target_: lightning.pytorch.plugins.io.AsyncCheckpointIO}]"
     for plugins, atomic in (([], True), ([own], False)):
         with initialize_config_dir(str(config_folder()), version_base="1.3"):

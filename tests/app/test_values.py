@@ -169,6 +169,18 @@ def test_keys_that_contradict_each_other(overrides: list[str], words: str):
         check(*overrides)
 
 
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("first", "-first"), ("null", ""), ("${oc.env:TOKEN}", ""), ("a-${oc.env:TOKEN}", ""), ("${oc.env:X,b}", "-b")],
+)
+def test_the_value_of_a_variable_is_in_no_folders_name(monkeypatch, name: str, end: str):
+    """It may be a secret, and names of folders are seen by others."""
+    monkeypatch.setenv("TOKEN", "hidden")
+    monkeypatch.delenv("X", raising=False)
+    config = OmegaConf.create({"run": {"name": yaml.safe_load(name)}, "dir": "runs${named:${run.name}}"})
+    assert config.dir == f"runs{end}"
+
+
 def test_a_class_of_the_users_own_may_use_the_keys_otherwise():
     """The table is about the classes that it was written for."""
     for key, others, words in (

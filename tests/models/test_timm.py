@@ -21,10 +21,16 @@ def test_an_unknown_name_shows_the_nearest(name, nearest):
     assert nearest in str(caught.value)
 
 
-def test_weights_that_cannot_be_fetched(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"), [("HF_HUB_OFFLINE", True, "offline"), ("ENDPOINT", "http://127.0.0.1:9", "refused")]
+)
+def test_weights_that_cannot_be_fetched(monkeypatch, tmp_path, setting, value, reason):
+    """One request tells why; the hub itself would wait, and try again."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"model\.pretrained=true of 'resnet10t'"):
+    monkeypatch.setattr(f"huggingface_hub.constants.{setting}", value)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits to try again"))
+    sentence = rf"model\.pretrained=true of 'resnet10t' could not be fetched \(.*{reason}.*\): .*model\.init_from=PATH"
+    with pytest.raises(UserError, match=sentence):
         TimmClassifier("resnet10t", pretrained=True)
 
 
