@@ -48,7 +48,7 @@ def rows(setup: Setup) -> list[Task]:
     """List branches and full runs of each data set."""
     sets = {"digits": ["data=digits"]}
     if has_clothes(setup):
-        sets["clothes"] = ["data=fashion_mnist", f"data.root={setup.data}", "data.val_fraction=0.9"]
+        sets["clothes"] = ["data=fashion_mnist", "data.val_fraction=0.9"]
     length = {
         "before": setup.pick(quick=1, medium=4, full=8),  # epochs, of full runs too
         "epochs": setup.pick(quick=2, medium=8, full=32),  # of a branch
