@@ -22,7 +22,8 @@ class NoiseScale(Callback):
 
     It is estimated from the gradients of normalisation layers (Gray et al., arXiv 2411.00999), of micro-batches and of
     their mean, so windows need several micro-batches, on all ranks. Loggers get ``noise_scale``, in samples, and its
-    standard error ``noise_scale_error``, once it is known. Put it in the callbacks beside ``AutoAccumulate``.
+    standard error ``noise_scale_error``, once it is known; that the scale itself changes meanwhile is not in it.
+    Put it in the callbacks beside ``AutoAccumulate``.
 
     Args:
         windows: How many of the last windows an estimate is made of.

@@ -18,6 +18,7 @@ COLUMNS = {
     "loss": Column("test loss", "{:.4f}"),
     "accuracy": Column("test accuracy", "{:.3f}"),
 }
+DRAWN = "the same samples; means of 200 steps"
 EPOCHS, MILESTONES, BATCH = 9, [4, 7], 16
 DECAY = [
     *("lr_scheduler=step", "~lr_scheduler.step_size", "lr_scheduler.gamma=0.2"),
@@ -62,14 +63,16 @@ def measure(overrides: list[str], folder: Path) -> Measured:
     run = trained(folder, overrides)
     losses = curve(run, "train/loss")
     values = {"steps": losses[-1][0], "loss": run.result["test/loss"], "accuracy": run.result["test/acc"]}
-    return Measured(values, {"train": losses[:: len(losses) // 500 + 1]})
+    return Measured(values, {"train": moving_mean(losses, share=200 / len(losses))[:: len(losses) // 500 + 1]})
 
 
 def draw(result: Result) -> Figure:
     """Draw the training losses by optimizer step."""
     figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="optimizer step", ylabel="training loss", yscale="log", title="the same samples")
+    axes = figure.add_subplot(
+        xlabel="optimizer step", ylabel="training loss", yscale="log", title="the same samples; means of 200 steps"
+    )
     for row in result.rows:
-        axes.plot(*zip(*moving_mean(row.curves["train"], share=0.04)), label=row.name)
+        axes.plot(*zip(*row.curves["train"]), label=row.name)
     axes.legend()
     return figure

@@ -20,7 +20,7 @@ TITLE = "How large a batch: branches beside full runs"
 BATCH, SIZES = 32, (16, 32, 64, 128)
 COLUMNS = {
     **{str(size): Column(f"loss at {size}", "{}") for size in SIZES},
-    "largest": Column("largest within 5 %", "{:.0f}"),
+    "largest": Column("verdict", "{:.0f}"),
 }
 TOLERANCE = 0.05
 MODEL = ["model=mlp", "model.hidden=[64]", "lr_scheduler=none", f"data.batch_size={BATCH}"]
