@@ -18,7 +18,6 @@ COLUMNS = {
     "loss": Column("test loss", "{:.4f}"),
     "accuracy": Column("test accuracy", "{:.3f}"),
 }
-DRAWN = "the same samples; means of 200 steps"
 EPOCHS, MILESTONES, BATCH = 9, [4, 7], 16
 DECAY = [
     *("lr_scheduler=step", "~lr_scheduler.step_size", "lr_scheduler.gamma=0.2"),
