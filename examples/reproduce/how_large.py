@@ -10,7 +10,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer, see
 from matplotlib.figure import Figure
 
 from examples.reproduce.command_line import built, seeds_forgotten
-from examples.reproduce.data import first_at_hand
 from examples.reproduce.recipe import Column, Measured, Result, Setup, Task
 from lightning_ga import AutoAccumulate, measure_batch_size
 from lightning_ga.plan.critical_batch import BatchPoint, CriticalBatch
@@ -23,6 +22,7 @@ COLUMNS = {
     "largest": Column("verdict", "{:.0f}"),
 }
 TOLERANCE = 0.05
+DIGITS, CLOTHES = "scikit-learn's digits", "Fashion-MNIST (6,000 of its pictures)"
 MODEL = ["model=mlp", "model.hidden=[64]", "lr_scheduler=none", f"data.batch_size={BATCH}"]
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -35,19 +35,13 @@ QUIET: dict[str, Any] = {
 
 def data_used(setup: Setup) -> str:
     """Name the pictures."""
-    clothes = "Fashion-MNIST (6,000 of its pictures)" if has_clothes(setup) else "no Fashion-MNIST"
-    return f"scikit-learn's digits, {clothes}"
-
-
-def has_clothes(setup: Setup) -> bool:
-    """Whether the files of Fashion-MNIST are there."""
-    return first_at_hand(setup.data, "fashion_mnist") == "fashion_mnist"
+    return setup.pick(quick=DIGITS, medium=f"{DIGITS}, {CLOTHES}", full=f"{DIGITS}, {CLOTHES}")
 
 
 def rows(setup: Setup) -> list[Task]:
     """List branches and full runs of each data set."""
     sets = {"digits": ["data=digits"]}
-    if has_clothes(setup):
+    if setup.scale != "quick":
         sets["clothes"] = ["data=fashion_mnist", "data.val_fraction=0.9"]
     length = {
         "before": setup.pick(quick=1, medium=4, full=8),  # epochs, of full runs too
