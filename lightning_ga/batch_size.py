@@ -79,9 +79,8 @@ def measure_batch_size(
     losses, sizes = _known(Path(folder), setting), batches_around(batch, samples)
     left = [(size, seed) for seed in range(seeds) for size in sizes if f"{size}/{seed}" not in losses]
     if left:
-        tell(
-            f"{len(left)} branches of {samples:,} samples each: about {len(left) * run.seconds(samples / batch):.0f} s"
-        )
+        seconds = len(left) * run.seconds(samples / batch)
+        tell(f"{len(left)} branches of {samples:,} samples each: about {seconds:.0f} s")
     for number, (size, seed) in enumerate(left, 1):
         loss = run.loss(size, seed, {"max_epochs": epochs} if epochs else {"max_steps": samples // size})
         losses[f"{size}/{seed}"] = loss

@@ -91,7 +91,8 @@ class NoiseScale(Callback):
         of_ranks = [each for rank in agreement.of_all_ranks(trainer, known) for each in rank]
         if len(of_ranks) > 1 and self._gradients.weights.reached == sum(count for count, _ in known):
             moments = window_moments(of_ranks, whole)
-            self._moments.extend([moments] if all(map(isfinite, moments)) else [])
+            if all(map(isfinite, moments)):
+                self._moments.append(moments)
         if estimate := self.estimate:
             intervals.log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
 

@@ -89,7 +89,10 @@ class Prober:
         """
         with self._running():
             if self._is_cautious(self._prepare()[0], predict_only):
-                return self._search(sizes[0], cautious=True).limit, self._steps
+                try:
+                    return self._search(sizes[0], cautious=True).limit, self._steps
+                except UserError:  # not one sample fits
+                    return 0, self._steps
             return next((size for size in sizes if self._try(size, record=False).trial.fits), 0), self._steps
 
     @contextmanager

@@ -147,11 +147,12 @@ def _kept_chunks(found: ProbeResult, prober: Prober, setup: TrainingSetup, predi
     chunks, window = setup.chunks, setup.rank_samples
     assert chunks is not None, "submodules run in chunks"
     size, kept, steps = -(-window // -(-window // found.limit)), 0, found.steps
-    for chunks.keep in range(1, MOST_KEPT + 1) if size < window else ():
-        fits, steps = prober.confirm([size], predict_only=predict_only)
-        if fits < size:
-            break
-        kept = chunks.keep
+    fits = size < window  # a window of one chunk is not computed again
+    while fits and kept < MOST_KEPT:
+        chunks.keep = kept + 1
+        limit, steps = prober.confirm([size], predict_only=predict_only)
+        fits = limit >= size
+        kept += fits
     chunks.keep = 0
     return replace(found, kept_chunks=kept, steps=steps)
 

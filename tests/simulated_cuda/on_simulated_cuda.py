@@ -32,6 +32,7 @@ EXPLAINED: dict[str, str] = {
     "integration/test_traceless.py::test_a_probe_leaves_no_trace[fp16]": BYTES,
     "integration/test_whole.py::test_the_probe_finds_the_chunk": BYTES,
     "integration/test_whole.py::test_throughput_keeps_the_chunks_that_fit": BYTES,
+    "integration/test_whole.py::test_throughput_refuses_no_budget_that_is_enough": BYTES,
     "integration/test_whole.py::test_memory_that_runs_out_lets_no_chunk_be_kept": BYTES,
 }
 
