@@ -1,6 +1,7 @@
 """``AutoAccumulate``: the hooks that put plan, probe, loaders and weights to work in a Trainer."""
 
 from collections.abc import Callable
+from functools import cached_property
 from inspect import signature
 from typing import Any, Literal
 
@@ -37,8 +38,8 @@ class _ClassGivenError(UserError, AttributeError):
     """A class stands where an object should; to those who look classes through, an attribute that is not there."""
 
 
-class _OfObjects(property):
-    """A property that the class itself does not have: ``Trainer(callbacks=[AutoAccumulate])`` reads it there."""
+class _OfObjects(cached_property[str]):
+    """An attribute that the class itself does not have: ``Trainer(callbacks=[AutoAccumulate])`` reads it there."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is not None:

@@ -63,7 +63,8 @@ class Fit:
         self._planned: PlannedEpoch | None = None  # none before the data are set up
         self._factors = WindowFactors(trainer)
         name = scales_rates(request, options.rates)
-        self._rates = WindowRates(trainer, options.rates, name) if name or request.by_window else None
+        self._grows = request.by_window is not None  # whether windows may grow within an epoch
+        self._rates = WindowRates(trainer, options.rates, name) if name or self._grows else None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
         self._batch: Any = None  # the current micro-batch
@@ -181,8 +182,8 @@ class Fit:
         if self._rates is not None and loops.begins_window(self.trainer):
             self._rates.begin_window(*self._scale_of(chunk))
         expected = source.expected(chunk)
-        counts, grows = self.gradients.counts_samples, self.request.by_window is not None
-        if counts or (source.streams and (grows or self._engine.chunked is not None)):
+        counts = self.gradients.counts_samples
+        if counts or (source.streams and (self._grows or self._engine.chunked is not None)):
             on_host = self._engine.move is not None
             expected = samples = self._data.count(batch, chunk, self._reader, on_host=on_host)
             if counts:
@@ -228,7 +229,8 @@ class Fit:
 
     def begin_backward(self, loss: torch.Tensor) -> None:
         """Let the backward pass weigh what its samples weigh in the window."""
-        self._later.compare_numbers()
+        if self._later.are_made:
+            self._later.compare_numbers()
         self.gradients.apply_weight(loss)
 
     def close_window(self, optimizer: Any) -> None:
@@ -401,7 +403,7 @@ class Fit:
     def _frequencies_in_steps(self) -> dict[int, int]:
         """Return frequencies of schedules by step, if the loop counts other batches than the recipe's."""
         found = intervals.frequencies_by_step(self.trainer)
-        by_epoch = self.request.by_window is None and self.options.tokens is None
+        by_epoch = not self._grows and self.options.tokens is None
         as_recipe = by_epoch and self.trainer.accumulate_grad_batches == self.recipe_factor
         as_recipe &= self.fed.micro_batch_size == self.source.recipe.largest_batch(self.progress.position.epoch)
         if not found or (self.source.cut_in_step and by_epoch) or as_recipe:

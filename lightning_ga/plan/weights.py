@@ -68,6 +68,11 @@ class KnownWindow(WindowWeights):
         # ``replace`` takes twice as long.
         return type(self)(self.world_size, weight, 1.0, count, count, reached, window, seen)
 
+    def trained(self) -> Self:
+        """Note that the backward pass has been reached."""
+        reached = self.reached + self.pending
+        return type(self)(self.world_size, self.weight, self.share, self.count, 0.0, reached, self.window, self.seen)
+
     def close(self, factor: int) -> tuple[float, Self]:
         """Return a scale above one if micro-batches were skipped or samples dropped.
 

@@ -56,13 +56,13 @@ def reseed(seed: int, generators: Iterable[Any] = ()) -> None:
 
     Unlike ``torch.manual_seed``, leave no seed behind for a device that is used only later.
     """
-    for generator in (*_torch_generators(), *generators):
+    for generator in (*torch_generators(), *generators):
         seed_generator(generator, seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
-def _torch_generators() -> list[torch.Generator]:
+def torch_generators() -> list[torch.Generator]:
     """Return the default generators of the host and of every device in use."""
     return [torch.default_generator, *(each for vendor in vendors_in_use() for each in vendor.generators())]
 
@@ -112,11 +112,15 @@ _python = _Twister(lambda: PYTHONS_ADDRESS, random.getstate, lambda state: state
 
 
 class RandomState:
-    """Random numbers of torch (the host and every device in use), NumPy and Python, and others, as they are now."""
+    """Random numbers of torch, NumPy and Python, and others, as they are now.
 
-    def __init__(self, others: Iterable[Any] = ()) -> None:
+    Those of torch are of the host and of every device in use, unless they are given: looking for them takes time.
+    """
+
+    def __init__(self, others: Iterable[Any] = (), *, torchs: Iterable[torch.Generator] | None = None) -> None:
         self._others = [(generator, generator_state(generator)) for generator in others]
-        self._torch = [(generator, generator.get_state()) for generator in _torch_generators()]
+        torchs = torch_generators() if torchs is None else torchs
+        self._torch = [(generator, generator.get_state()) for generator in torchs]
         self._numpy = _numpy.state()
         self._python = _python.state()
 

@@ -29,6 +29,7 @@ from lightning_ga.snapshot.random_numbers import (
     generators_of,
     have_moved,
     restore_generator,
+    torch_generators,
 )
 
 _CONTAINERS = (deque, dict, set)
@@ -56,7 +57,7 @@ class Savepoint:
         """See which tensors there are."""
         self._parts = [*self._module.modules()]
         self.metrics = [part for part in self._parts if isinstance(part, Metric)]
-        self._generators = generators_of(self._module)
+        self._generators, self._torchs = generators_of(self._module), torch_generators()
         tables = [part._buffers for part in self._parts]
         self._tables, self._empty = [table for table in tables if table], [table for table in tables if not table]
         self._had = [dict(table) for table in self._tables]
@@ -86,6 +87,7 @@ class Savepoint:
         """Look at the module anew if parts have been added to it."""
         if [*map(id, self._module.modules())] != [*map(id, self._parts)]:
             self._look()
+        self._torchs = torch_generators()  # a device may have been started
         self._read_flags()
 
     def take(self) -> None:
@@ -189,7 +191,7 @@ class Savepoint:
     def _read(self, copies: SmallCopies, start: "_Values | None" = None) -> "_Values":
         if self._some_flags != self._flags_of_some():
             self._read_flags()
-        values = _Values(self._module, copies, start)
+        values = _Values(self._module, copies, start, RandomState(torchs=self._torchs))
         values.generators = [(each, generator_state(each)) for each in self._generators]
         values.numbers = [(part, _numbers(vars(part))) for part in self._layers]
         values.metrics = [(metric, metric_state(metric, whole=True)) for metric in self.metrics]
@@ -228,8 +230,8 @@ class _Values:
     numbers: list[tuple[Module, dict[str, Any]]]
     metrics: list[tuple[Metric, dict[str, Any]]]
 
-    def __init__(self, module: Module, copies: SmallCopies, start: "_Values | None") -> None:
-        self.random = RandomState()  # first: numbers drawn are told even if there is no memory for copies
+    def __init__(self, module: Module, copies: SmallCopies, start: "_Values | None", random: RandomState) -> None:
+        self.random = random
         self.copies = copies
         self.copies.take()
         self._begins: dict[int, int] = {} if start is None else start._begins  # of lists, by id: their lengths

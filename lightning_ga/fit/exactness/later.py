@@ -242,7 +242,7 @@ class LaterChecks:
         """
         index = loops.micro_batch_index(self._trainer)
         is_new, self._compared = index != self._compared, index
-        if is_new and not (self.are_made and self._looks > 0 and self._trainer.accumulate_grad_batches > 1):
+        if is_new and not (self._looks > 0 and self._trainer.accumulate_grad_batches > 1):
             self._numbers = {}
             return
         if not is_new:
