@@ -1,0 +1,55 @@
+"""Habits of users' programs: datasets that read batches or ask the model, late buffers, second derivatives."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+from true_support import (
+    FEATURES,
+    Case,
+    Memory,
+    Task,
+    Trained,
+    Way,
+    cut_rightly,
+    each_oom,
+    error,
+    pairs,
+    train,
+)
+
+from lightning_ga import AutoAccumulate
+
+
+def whole_batches() -> DataLoader[Any]:
+    return DataLoader(pairs(16), batch_size=8)
+
+
+class Centered(Task):
+    """Its first buffer comes when training starts."""
+
+    def on_train_start(self) -> None:
+        self.register_buffer("middle", torch.linspace(-1, 1, FEATURES, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self.predict(batch[0] - self.middle), batch[1])
+
+
+@each_oom
+def test_a_first_buffer_that_comes_at_the_start_is_there_after_an_error(way: Way) -> None:
+    cut_rightly(Case(Centered, whole_batches), way)
+
+
+def test_buffers_of_layers_that_had_none_are_there_after_an_error() -> None:
+    """Pruning puts masks into layers at the end of an epoch."""
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+
+    def pruned(*ours: Any, memory: Memory | None = None) -> Trained:
+        masks = callbacks.ModelPruning("l1_unstructured", amount=0.2)
+        return train(Task(), whole_batches(), *ours, masks, memory=memory, max_epochs=2)
+
+    ours = pruned(AutoAccumulate(micro_batch_size=8, micro_batching="step"), memory=Memory(3, place="backward"))
+    assert ours.callback.oom_events == 1
+    assert error(ours, pruned()) <= 1e-12
