@@ -36,7 +36,7 @@ from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of
 from lightning_ga.plan.checkpoint import RunState
-from lightning_ga.plan.config import Options, Request, scales_rates
+from lightning_ga.plan.config import Options, Request, read_request, scales_rates
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import parse_budget
@@ -479,10 +479,11 @@ class Fit:
         loop_state.count_micro_batches(checkpoint, key)
         self._data.load_place(checkpoint)
 
-    def optimizer_steps(self) -> int | None:
+    def optimizer_steps(self, *, of_recipe: bool = False) -> int | None:
         """Count the optimizer steps of the whole training; ``None`` if the data or the epochs have no end."""
         epochs = loops.all_epochs(self.trainer)
         if epochs is None or self._planned is None:
             return None
         limit, most = self._limit.micro_batch, self.trainer.max_steps
-        return optimizer_steps(self.source, self.request, epochs, micro_batch=limit, max_steps=most)
+        request = read_request(None, None, "auto", None) if of_recipe else self.request
+        return optimizer_steps(self.source, request, epochs, micro_batch=limit, max_steps=most)

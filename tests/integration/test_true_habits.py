@@ -79,3 +79,16 @@ def test_gradients_keep_their_graph_over_a_window(way: Way) -> None:
         train(Curved(), DataLoader(pairs(48), batch_size=8), *callbacks) for callbacks in ([way.callback(8, 3)], [])
     )
     assert error(ours, stock) <= 1e-12
+
+
+def test_a_horizon_that_is_the_users_own_says_nothing() -> None:
+    """As stock Lightning takes as many steps, whatever the horizon."""
+
+    class Cycled(Task):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [
+                {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 50), "interval": "step"}
+            ]
+
+    assert train(Cycled(), whole_batches(), AutoAccumulate(micro_batch_size=3)).told == []
