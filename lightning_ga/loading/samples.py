@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from math import gcd
 from typing import Any
 
@@ -44,6 +45,17 @@ def read_samples(loader: "DataLoader[Any]", indices: list[Any], *, seed: int = 0
     with fetched(loader, [indices], list, seed=seed) as found:
         before = RandomState()
         return list(next(found, [])), not before.is_current()
+
+
+def are_made_by(model: torch.nn.Module, loader: Any) -> bool:
+    """Return whether a dataset holds a part of a model, or a method of it: samples may depend on when they are read."""
+    if getattr(loader, "num_workers", 0):
+        return False  # workers have a copy of it
+    held = [*reachable(getattr(loader, "dataset", None))]
+    behind = [getattr(each, "__self__", None) for each in held]
+    behind += [cell.cell_contents for each in held for cell in getattr(each, "__closure__", None) or ()]
+    parts = set(map(id, model.modules()))
+    return any(id(each) in parts for each in chain(held, *map(reachable, behind)))
 
 
 class FirstSamples:

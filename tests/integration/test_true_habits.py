@@ -1,11 +1,12 @@
 """Habits of users' programs: datasets that read batches or ask the model, late buffers, second derivatives."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from true_support import (
     FEATURES,
     Case,
@@ -16,8 +17,10 @@ from true_support import (
     cut_rightly,
     each_cut,
     each_oom,
+    each_way,
     error,
     pairs,
+    run,
     train,
 )
 
@@ -54,6 +57,46 @@ def test_buffers_of_layers_that_had_none_are_there_after_an_error() -> None:
     ours = pruned(AutoAccumulate(micro_batch_size=8, micro_batching="step"), memory=Memory(3, place="backward"))
     assert ours.callback.oom_events == 1
     assert error(ours, pruned()) <= 1e-12
+
+
+class Rollouts(IterableDataset):
+    """What a policy does, drawn while it learns."""
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+    def __iter__(self) -> Iterator[Any]:
+        state = torch.linspace(-1, 1, FEATURES, dtype=torch.float64)
+        for number in range(40):
+            with torch.no_grad():
+                state = torch.sin(state + number + self.act(state))
+            yield state, state[:1]
+
+
+class Policy(Task):
+    """It is reached by the dataset itself, by one of its methods, or by a function around it."""
+
+    def __init__(self, how: str = "net") -> None:
+        super().__init__()
+        self.how = how
+
+    def act(self, state: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.net(state)
+        return result
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        net = self.net
+        acts = {"net": self.net, "method": self.act, "function": lambda state: net(state)}
+        return DataLoader(Rollouts(acts[self.how]), batch_size=8)
+
+
+@each_way
+@pytest.mark.parametrize("how", ["net", "method", "function"])
+def test_samples_that_the_model_makes_are_those_of_whole_batches(how: str, way: Way) -> None:
+    """Micro-batches of a loader would be read later, when the model has learned: they are cut in the step."""
+    ours, stock = run(Case(lambda: Policy(how), lambda: None), way), train(Policy(how), None)
+    assert error(ours, stock) <= 1e-12
+    assert ours.told == []
 
 
 class Curved(Task):
