@@ -2,16 +2,17 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from math import gcd
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
+from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
 from lightning_ga.loading.rebatch import copy_loader
 from lightning_ga.loading.sampler import seeded
@@ -76,6 +77,20 @@ class FirstSamples:
             self._read_on(least, most, seconds)
         return self._found[:most]
 
+    def as_fetched(self, samples: list[Any]) -> Sequence[Any]:
+        """Return some of these samples; slices hold what the dataset reads for them, if that depends on which they are.
+
+        Batched transforms pad to the longest of those that are read at once (``__getitems__``).
+        """
+        dataset: Any = self._loader.dataset
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        if not hasattr(dataset, "__getitems__") or isinstance(dataset, (StackDataset, IterableDataset)):
+            return samples
+        places = {id(sample): index for index, sample in zip(self._indices, self._found)}
+        together = Together(self._loader, [places[id(sample)] for sample in samples])
+        return samples if all(map(same_values, together, samples)) else together
+
     @uncounted()  # samples lie on the host
     def _read_on(self, least: int, most: int, seconds: float) -> None:
         started = time.monotonic()
@@ -89,6 +104,23 @@ class FirstSamples:
                 self._found += samples
                 if len(self._found) >= least and time.monotonic() - started > seconds:
                     break
+
+
+class Together(Sequence[Any]):
+    """Samples that are read together, and a slice of them once more by itself."""
+
+    def __init__(self, loader: "DataLoader[Any]", indices: list[Any]) -> None:
+        self._loader, self._indices = loader, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, place: Any) -> Any:
+        return Together(self._loader, self._indices[place]) if isinstance(place, slice) else self._samples[place]
+
+    @cached_property
+    def _samples(self) -> list[Any]:
+        return collect_samples(self._loader, self._indices)
 
 
 @contextmanager
@@ -114,7 +146,7 @@ def fetched(
         yield DataLoader.__iter__(_reading_copy(loader, batches, dataset=dataset, **settings))
 
 
-def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int, *, seed: int = 0) -> Any:
+def collate_samples(loader: "DataLoader[Any]", samples: Sequence[Any], count: int, *, seed: int = 0) -> Any:
     """Return a batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
     with uncounted():  # copies, as a collate_fn may change its input; they lie on the host
         copies = [copied(samples[position % len(samples)]) for position in range(count)]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, IterableDataset
+from torch.nn.functional import mse_loss, pad
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from true_support import (
     FEATURES,
     Case,
@@ -19,6 +19,7 @@ from true_support import (
     each_oom,
     each_way,
     error,
+    one_pass,
     pairs,
     run,
     train,
@@ -97,6 +98,60 @@ def test_samples_that_the_model_makes_are_those_of_whole_batches(how: str, way: 
     ours, stock = run(Case(lambda: Policy(how), lambda: None), way), train(Policy(how), None)
     assert error(ours, stock) <= 1e-12
     assert ours.told == []
+
+
+class Padded(Dataset):
+    """A batched transform pads to the longest sample that is read."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        samples = [torch.full((1 + number % 5, FEATURES), number / 24, dtype=torch.float64) for number in indices]
+        longest = max(map(len, samples))
+        return [(pad(each, (0, 0, 0, longest - len(each))), len(each), each[0, :1]) for each in samples]
+
+
+class OfTokens(Task):
+    """A mean over tokens, or over padding too."""
+
+    masks = True
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        tokens, lengths, targets = batch
+        hidden = self.predict(tokens.flatten(0, 1)).view(*tokens.shape[:2])
+        if self.masks:
+            hidden = hidden * (torch.arange(hidden.shape[1]) < lengths[:, None])
+        return mse_loss(hidden.sum(1, keepdim=True), targets)
+
+
+class OverPadding(OfTokens):
+    masks = False
+
+
+def padded() -> DataLoader[Any]:
+    return DataLoader(Padded(), batch_size=8)
+
+
+@each_way
+def test_datasets_that_pad_what_they_read_at_once_are_measured(way: Way) -> None:
+    cut_rightly(Case(OfTokens, padded), way)
+
+
+@each_cut
+def test_padding_that_depends_on_what_is_read_at_once_is_told(way: Way) -> None:
+    """In step mode, parts have the padding of their batch."""
+    case = Case(OverPadding, padded)
+    if way.mode == "step":
+        cut_rightly(case, way)
+        return
+    ours = run(case, way)
+    assert error(ours, one_pass(case)) > 0.01
+    assert ours.cause == "coupled"
+    assert len(ours.told) == 1
 
 
 class Curved(Task):

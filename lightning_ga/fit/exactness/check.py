@@ -75,7 +75,7 @@ class ExactnessCheck:
         """Names of state that changes and is the same however batches are cut: tables, memories of samples."""
         return self._alike - self._unlike
 
-    def run(self, samples: list[Any]) -> Verdicts:
+    def run(self, samples: Sequence[Any]) -> Verdicts:
         """Compare a batch of samples with its parts, as the loader makes them and as the step cuts them."""
         batch = SampleBatch(samples, self._loader, self._reader, self._passes)
         if batch.size < 2:

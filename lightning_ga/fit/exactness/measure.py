@@ -57,9 +57,10 @@ def measure_exactness(
                 batch = SampleBatch(samples, source.user_loader, reader, passes)
                 return both(judge_chunks(passes, chunked, batch, tolerance))
             checking = ExactnessCheck(source, reader, passes, count, tolerance, micro_batches=micro_batches)
-            verdicts = checking.run(samples)
+            fetched = available.as_fetched(samples)
+            verdicts = checking.run(fetched)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
-                verdicts = verdicts.unless(checking.run(samples[-4:]))
+                verdicts = verdicts.unless(checking.run(fetched[-4:]))
             changing, tables = tuple(checking.changing), tuple(checking.tables)
             return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
 
