@@ -336,7 +336,13 @@ class Fit:
         fills_up = source.keeps_groups and not source.cut_in_step
         if self.options.on_oom == "split" or source.cut_in_step or fills_up or engine.reducer is not None:
             self._window = TrainingWindow(self.trainer, engine, self.gradients, self._data, fills_up=fills_up)
-            self._held.enter_context(closures.intercepted_closures(self.trainer, self._window.closure))
+            self._held.enter_context(closures.intercepted_closures(self.trainer, self._closure))
+
+    def _closure(self, *given: Any) -> Any:
+        """Return what runs the next micro-batch; see ``closures.intercepted_closures``."""
+        assert self._window is not None, "closures are intercepted for windows"
+        self._later.read_rates()
+        return self._window.closure(*given)
 
     def _hold_to_budget(self) -> None:
         """Let a CUDA device reserve no more than ``memory_budget`` until training ends."""

@@ -190,3 +190,30 @@ def test_a_horizon_that_is_the_users_own_says_nothing() -> None:
             ]
 
     assert train(Cycled(), whole_batches(), AutoAccumulate(micro_batch_size=3)).told == []
+
+
+class WarmedUp(Task):
+    """The learning rate is set before the optimizer's step, in which the last backward pass of a window runs."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 + self.trainer.global_step)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class Annealed(torch.optim.SGD):
+    """An optimizer that does so itself."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.param_groups[0]["lr"] *= 0.5
+        return super().step(closure)
+
+
+class WithAnnealed(Task):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Annealed(self.parameters(), lr=self.lr)
+
+
+@each_way
+@pytest.mark.parametrize("module", [WarmedUp, WithAnnealed])
+def test_rates_that_are_set_in_the_optimizers_step_are_as_in_one_pass(module: Any, way: Way) -> None:
+    cut_rightly(Case(module, lambda: DataLoader(pairs(48), batch_size=8)), way)
