@@ -21,6 +21,7 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState, contained, reachable
 from lightning_ga.snapshot.random_numbers import RandomState
 
+_BATCHES = 64  # that a collate function makes of the same samples, if it changes attributes of its own
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
 
 
@@ -153,6 +154,22 @@ def collate_samples(loader: "DataLoader[Any]", samples: Sequence[Any], count: in
     with untouched(getattr(loader.collate_fn, "__self__", loader.collate_fn), seed=seed):
         read = DataLoader.__iter__ if keeps_place(loader) else iter  # its own iterator would move its position
         return next(read(_reading_copy(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
+
+
+def counts_batches(loader: "DataLoader[Any]", samples: Sequence[Any]) -> bool:
+    """Return whether a collate function makes something else of the same samples later, as it counts its batches."""
+    function = loader.collate_fn
+    owner = getattr(function, "__self__", function)
+    held, own = [*reachable(owner)], getattr(owner, "__dict__", {})
+
+    def collate() -> Any:
+        with seeded(0, 0, *held):  # what it draws is no matter
+            return function([copied(sample) for sample in samples])
+
+    with untouched(owner):
+        before, first = dict(own), collate()
+        has_changed = own.keys() != before.keys() or any(own[name] is not value for name, value in before.items())
+        return has_changed and not all(same_values(first, collate()) for _ in range(_BATCHES))
 
 
 def copied(sample: Any) -> Any:

@@ -9,6 +9,7 @@ from torch.nn.functional import mse_loss, pad
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from true_support import (
     FEATURES,
+    LOADER,
     Case,
     Memory,
     Task,
@@ -217,3 +218,34 @@ class WithAnnealed(Task):
 @pytest.mark.parametrize("module", [WarmedUp, WithAnnealed])
 def test_rates_that_are_set_in_the_optimizers_step_are_as_in_one_pass(module: Any, way: Way) -> None:
     cut_rightly(Case(module, lambda: DataLoader(pairs(48), batch_size=8)), way)
+
+
+class Multiscale:
+    """Every few batches, samples get another size."""
+
+    calls = 0
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.calls += 1
+        scale = 1 + self.calls // self.every % 3
+        return scale * torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+@each_cut
+@pytest.mark.parametrize("every", [1, 3, 10])
+def test_a_collate_function_that_counts_its_batches_is_told(every: int, way: Way) -> None:
+    case = Case(Task, lambda: DataLoader(pairs(96), batch_size=8, collate_fn=Multiscale(every)))
+    if way.mode == "step":
+        cut_rightly(case, way)
+        return
+    ours = run(case, way)
+    assert error(ours, one_pass(case)) > 0.01
+    assert ours.cause == "stateful"
+    assert "collate function" in ours.told[0]
+
+
+def test_a_count_that_does_not_matter_is_not_told() -> None:
+    cut_rightly(Case(Task, lambda: DataLoader(pairs(24), batch_size=8, collate_fn=Multiscale(1000))), LOADER)

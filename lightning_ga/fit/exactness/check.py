@@ -17,11 +17,13 @@ from lightning_ga.fit.exactness.differences import Differences, compare, distanc
 from lightning_ga.fit.exactness.halves import Halves, SampleBatch, uneven_kinds
 from lightning_ga.fit.exactness.passes import Passes, PassRunner, named_state
 from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.samples import counts_batches
 from lightning_ga.loading.streams import length_of
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.exactness import (
     ACCUMULATED,
+    COLLATE_COUNTS,
     COUNTED,
     HOOKED,
     KEPT,
@@ -88,6 +90,8 @@ class ExactnessCheck:
         training = self.judge(batch_pass, loaded)
         if training.cause == "exact" and self._depends_on_number(batch_pass, batch):
             training = replace(training, relative_error=None, cause="stateful", reason=COUNTED)
+        if training.cause == "exact" and counts_batches(self._loader, samples):
+            training = replace(training, relative_error=None, cause="stateful", reason=COLLATE_COUNTS)
         hooks_matter = batch_pass.changed != batch_pass.changed_in_step or training.reason
         known = None if hooks_matter or batch.size < batch.fetched else (loaded, training)
         return Verdicts(training, self._judge_cut(batch_pass, batch, known))
