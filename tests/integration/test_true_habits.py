@@ -1,5 +1,6 @@
 """Habits of users' programs: datasets that read batches or ask the model, late buffers, second derivatives."""
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -249,3 +250,38 @@ def test_a_collate_function_that_counts_its_batches_is_told(every: int, way: Way
 
 def test_a_count_that_does_not_matter_is_not_told() -> None:
     cut_rightly(Case(Task, lambda: DataLoader(pairs(24), batch_size=8, collate_fn=Multiscale(1000))), LOADER)
+
+
+class Replayed(IterableDataset):
+    """Samples of a replay buffer."""
+
+    def __init__(self, buffer: deque[Any]) -> None:
+        self.buffer = buffer
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.buffer[number * 7 % len(self.buffer)] for number in range(40))
+
+
+class Playing(Task):
+    """Each step adds a sample to the buffer, which the data may read."""
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__()
+        self.buffer, self.is_read = deque(pairs(20), maxlen=20), is_read
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.buffer.append((batch[0][0] + 1, batch[1][0]))
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Replayed(self.buffer if self.is_read else deque(self.buffer)), batch_size=8)
+
+
+@each_cut
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_replay_buffer_that_steps_fill_is_told(is_read: bool, way: Way) -> None:
+    """Parts of a batch fill it faster than one pass."""
+    ours, stock = run(Case(lambda: Playing(is_read), lambda: None), way), train(Playing(is_read), None)
+    assert (error(ours, stock) > 0.01) == is_read
+    assert ours.cause == ("stateful" if is_read else "exact")
+    assert len(ours.told) == is_read
