@@ -36,7 +36,7 @@ from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of
 from lightning_ga.plan.checkpoint import RunState
-from lightning_ga.plan.config import Options, Request, scales_rates
+from lightning_ga.plan.config import Options, Request, read_request, scales_rates
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import parse_budget
@@ -338,7 +338,13 @@ class Fit:
         fills_up = source.keeps_groups and not source.cut_in_step
         if self.options.on_oom == "split" or source.cut_in_step or fills_up or engine.reducer is not None:
             self._window = TrainingWindow(self.trainer, engine, self.gradients, self._data, fills_up=fills_up)
-            self._held.enter_context(closures.intercepted_closures(self.trainer, self._window.closure))
+            self._held.enter_context(closures.intercepted_closures(self.trainer, self._closure))
+
+    def _closure(self, *given: Any) -> Any:
+        """Return what runs the next micro-batch; see ``closures.intercepted_closures``."""
+        assert self._window is not None, "closures are intercepted for windows"
+        self._later.read_rates()
+        return self._window.closure(*given)
 
     def _hold_to_budget(self) -> None:
         """Let a CUDA device reserve no more than ``memory_budget`` until training ends."""
@@ -481,10 +487,11 @@ class Fit:
         loop_state.count_micro_batches(checkpoint, key)
         self._data.load_place(checkpoint)
 
-    def optimizer_steps(self) -> int | None:
+    def optimizer_steps(self, *, of_recipe: bool = False) -> int | None:
         """Count the optimizer steps of the whole training; ``None`` if the data or the epochs have no end."""
         epochs = loops.all_epochs(self.trainer)
         if epochs is None or self._planned is None:
             return None
         limit, most = self._limit.micro_batch, self.trainer.max_steps
-        return optimizer_steps(self.source, self.request, epochs, micro_batch=limit, max_steps=most)
+        request = read_request(None, None, "auto", None) if of_recipe else self.request
+        return optimizer_steps(self.source, request, epochs, micro_batch=limit, max_steps=most)

@@ -17,6 +17,7 @@ from lightning_ga.loading.lengths import SizedSource
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
+from lightning_ga.loading.samples import are_made_by
 from lightning_ga.loading.training_source import MicroBatchSource, TrainingSource
 from lightning_ga.plan.checkpoint import Position
 from lightning_ga.plan.config import Options
@@ -85,7 +86,7 @@ class TrainingData(StageBatches):
             shuffle=not trainer.overfit_batches,
             shuffles=position.shuffles,
             largest_over_ranks=partial(agreement.largest_over_ranks, trainer),
-            cut_in_step=self._cut_in_step,
+            cut_in_step=self._cut_in_step or are_made_by(trainer.lightning_module, loader),
         )
         if self._size_of is not None:
             return SizedSource(loader, settings, self._size_of, self._tokens)

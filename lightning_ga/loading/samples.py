@@ -2,15 +2,17 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from math import gcd
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
+from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
 from lightning_ga.loading.rebatch import copy_loader
 from lightning_ga.loading.sampler import seeded
@@ -19,6 +21,7 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState, contained, reachable
 from lightning_ga.snapshot.random_numbers import RandomState
 
+_BATCHES = 64  # that a collate function makes of the same samples, if it changes attributes of its own
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
 
 
@@ -46,6 +49,17 @@ def read_samples(loader: "DataLoader[Any]", indices: list[Any], *, seed: int = 0
         return list(next(found, [])), not before.is_current()
 
 
+def are_made_by(model: torch.nn.Module, loader: Any) -> bool:
+    """Return whether a dataset holds a part of a model, or a method of it: samples may depend on when they are read."""
+    if getattr(loader, "num_workers", 0):
+        return False  # workers have a copy of it
+    held = [*reachable(getattr(loader, "dataset", None))]
+    behind = [getattr(each, "__self__", None) for each in held]
+    behind += [cell.cell_contents for each in held for cell in getattr(each, "__closure__", None) or ()]
+    parts = set(map(id, model.modules()))
+    return any(id(each) in parts for each in chain(held, *map(reachable, behind)))
+
+
 class FirstSamples:
     """The samples that are looked at before training: read once for all who ask, as data workers take time to start."""
 
@@ -64,6 +78,20 @@ class FirstSamples:
             self._read_on(least, most, seconds)
         return self._found[:most]
 
+    def as_fetched(self, samples: list[Any]) -> Sequence[Any]:
+        """Return some of these samples; slices hold what the dataset reads for them, if that depends on which they are.
+
+        Batched transforms pad to the longest of those that are read at once (``__getitems__``).
+        """
+        dataset: Any = self._loader.dataset
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        if not hasattr(dataset, "__getitems__") or isinstance(dataset, (StackDataset, IterableDataset)):
+            return samples
+        places = {id(sample): index for index, sample in zip(self._indices, self._found)}
+        together = Together(self._loader, [places[id(sample)] for sample in samples])
+        return samples if all(map(same_values, together, samples)) else together
+
     @uncounted()  # samples lie on the host
     def _read_on(self, least: int, most: int, seconds: float) -> None:
         started = time.monotonic()
@@ -77,6 +105,23 @@ class FirstSamples:
                 self._found += samples
                 if len(self._found) >= least and time.monotonic() - started > seconds:
                     break
+
+
+class Together(Sequence[Any]):
+    """Samples that are read together, and a slice of them once more by itself."""
+
+    def __init__(self, loader: "DataLoader[Any]", indices: list[Any]) -> None:
+        self._loader, self._indices = loader, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, place: Any) -> Any:
+        return Together(self._loader, self._indices[place]) if isinstance(place, slice) else self._samples[place]
+
+    @cached_property
+    def _samples(self) -> list[Any]:
+        return collect_samples(self._loader, self._indices)
 
 
 @contextmanager
@@ -102,13 +147,29 @@ def fetched(
         yield DataLoader.__iter__(_reading_copy(loader, batches, dataset=dataset, **settings))
 
 
-def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int, *, seed: int = 0) -> Any:
+def collate_samples(loader: "DataLoader[Any]", samples: Sequence[Any], count: int, *, seed: int = 0) -> Any:
     """Return a batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
     with uncounted():  # copies, as a collate_fn may change its input; they lie on the host
         copies = [copied(samples[position % len(samples)]) for position in range(count)]
     with untouched(getattr(loader.collate_fn, "__self__", loader.collate_fn), seed=seed):
         read = DataLoader.__iter__ if keeps_place(loader) else iter  # its own iterator would move its position
         return next(read(_reading_copy(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
+
+
+def counts_batches(loader: "DataLoader[Any]", samples: Sequence[Any]) -> bool:
+    """Return whether a collate function makes something else of the same samples later, as it counts its batches."""
+    function = loader.collate_fn
+    owner = getattr(function, "__self__", function)
+    held, own = [*reachable(owner)], getattr(owner, "__dict__", {})
+
+    def collate() -> Any:
+        with seeded(0, 0, *held):  # what it draws is no matter
+            return function([copied(sample) for sample in samples])
+
+    with untouched(owner):
+        before, first = dict(own), collate()
+        has_changed = own.keys() != before.keys() or any(own[name] is not value for name, value in before.items())
+        return has_changed and not all(same_values(first, collate()) for _ in range(_BATCHES))
 
 
 def copied(sample: Any) -> Any:

@@ -42,6 +42,10 @@ COUNTED = (
     "a hook of batches keeps), which counts micro-batches here: use trainer.global_step, which counts optimizer steps, "
     'or micro_batching="step"'
 )
+COLLATE_COUNTS = (
+    "the collate function makes other batches of the same samples after some calls, and micro-batches are more calls: "
+    'let it depend on the epoch, or use micro_batching="step", which cuts batches after it'
+)
 KEPT = (
     "the module keeps something of each pass that a later hook or step reads (gradients that on_after_backward sees, "
     "what on_train_batch_end writes, losses that are gathered), and so the optimizer is given another gradient later "

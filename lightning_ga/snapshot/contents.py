@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_ga.snapshot.random_numbers import GENERATORS
+
 _CONTAINERS = (dict, list, set, deque)
 _LONGEST = 1000  # longer containers hold data: they are not searched
 _OPAQUE = (torch.Tensor, np.ndarray, str, bytes, int, float, type, ModuleType)
@@ -46,12 +48,12 @@ class ObjectState(Contents):
 
 
 def contained(value: Any, seen: set[int], longest: int = sys.maxsize) -> Iterator[Any]:
-    """Yield containers and tensors at any depth, each once, but not what containers longer than ``longest`` hold."""
+    """Yield containers, tensors and generators of random numbers, each once; not what those above ``longest`` hold."""
     value = vars(value) if isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)) else value
     if id(value) in seen or isinstance(value, torch.nn.Parameter):
         return
     seen.add(id(value))
-    if isinstance(value, (torch.Tensor, *_CONTAINERS)):
+    if isinstance(value, (torch.Tensor, *_CONTAINERS, *GENERATORS)):
         yield value
     if isinstance(value, (dict, list, tuple, deque)) and len(value) <= longest:
         for inner in value.values() if isinstance(value, dict) else value:

@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.snapshot.contents import contained, reachable
 from lightning_ga.snapshot.random_numbers import GENERATORS
 
 LIGHTNINGS_OWN = {*vars(LightningModule()), "_hparams", "forward"}  # what Lightning keeps of itself in a module
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (dict, list, tuple, set, deque)
+_GROWING = (dict, list, set, deque)
 _OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Dataset, DataLoader, *GENERATORS)
 _FOREIGN = ("lightning.", "pytorch_lightning.", "lightning_ga.", "torch.optim", "torch._dynamo")
 _LONGEST = 1000  # longer containers hold data: they are not searched
@@ -54,6 +56,21 @@ class PlainState:
         sums = dict(zip(map(id, tensors), checksums(tensors)))
         numbers = {path for path, value in found if isinstance(value, list) and value and isinstance(value[-1], _PLAIN)}
         return {path: (sums.get(id(value), _summary(value)), path in numbers) for path, value in found}
+
+
+def shared_containers(module: Module, data: object) -> frozenset[str]:
+    """Return the paths of containers that a module holds and its data, too: a replay buffer that steps fill."""
+    seen = set[int]()
+    held = {id(value) for part in reachable(data) for value in contained(vars(part), seen, longest=_LONGEST)}
+    return frozenset(path for path, value in _reachable(module) if isinstance(value, _GROWING) and id(value) in held)
+
+
+def summaries(module: Module, paths: Collection[str]) -> dict[str, int]:
+    """Return what shows that containers at some paths have changed: their lengths, or the last entry of a full one."""
+    found = [(path, value) for path, value in _reachable(module) if path in paths] if paths else []
+    return {
+        path: id(each[-1]) if each and len(each) == getattr(each, "maxlen", -1) else len(each) for path, each in found
+    }
 
 
 def hidden_modules(module: Module) -> Iterator[tuple[str, Module]]:

@@ -93,10 +93,9 @@ class Savepoint:
     def take(self) -> None:
         """Remember everything, as a window begins."""
         self.is_taken = False
-        if self._tables:
-            now = [*chain.from_iterable(map(dict.values, self._tables))]
-            if len(now) != len(self._buffers) or not all(map(is_, now, self._buffers)):
-                self._look()
+        now = [*chain.from_iterable(map(dict.values, self._tables))]
+        if any(self._empty) or len(now) != len(self._buffers) or not all(map(is_, now, self._buffers)):
+            self._look()
         self._marks: dict[int, _Values] = {}
         self._zeroed: SmallCopies | None = None
         self._changed_by_passes: str | None = None

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.contents import Contents, contained
 from lightning_ga.snapshot.copies import is_expanded
+from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, restore_generator
 
 # What nn.Module keeps of itself: tables of tensors, children and hooks. No copies of these are made.
 _MODULE_TABLES = {name for name in vars(torch.nn.Module()) if name != "training"}
@@ -105,7 +106,7 @@ class SwappedState:
 
 
 class OptimizerState:
-    """State, groups and bookkeeping of an optimizer, and of one that it wraps, without the module's parameters.
+    """State, groups, bookkeeping and generators of an optimizer, and of one that it wraps, without parameters.
 
     Containers are refilled and tensors written in place, at any depth: LBFGS keeps lists of tensors.
     """
@@ -114,11 +115,14 @@ class OptimizerState:
         within = list(contained(optimizer, seen=set()))
         self._contents = Contents(within)
         self._tensors = TensorValues(thing for thing in within if isinstance(thing, torch.Tensor))
+        self._generators = [(thing, generator_state(thing)) for thing in within if isinstance(thing, GENERATORS)]
 
     def restore(self) -> None:
         """Put everything back."""
         self._contents.restore()
         self._tensors.restore()
+        for generator, state in self._generators:
+            restore_generator(generator, state)
 
 
 class Attributes:

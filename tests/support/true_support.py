@@ -119,7 +119,7 @@ def pairs(count: int, features: int = FEATURES) -> list[tuple[torch.Tensor, torc
 def flat_gradient(module: torch.nn.Module) -> torch.Tensor:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return torch.cat(
-        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten().clone() for p in parameters]
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.detach().flatten().clone() for p in parameters]
     )
 
 

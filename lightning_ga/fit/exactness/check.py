@@ -17,11 +17,13 @@ from lightning_ga.fit.exactness.differences import Differences, compare, distanc
 from lightning_ga.fit.exactness.halves import Halves, SampleBatch, uneven_kinds
 from lightning_ga.fit.exactness.passes import Passes, PassRunner, named_state
 from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.samples import counts_batches
 from lightning_ga.loading.streams import length_of
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.exactness import (
     ACCUMULATED,
+    COLLATE_COUNTS,
     COUNTED,
     HOOKED,
     KEPT,
@@ -75,7 +77,7 @@ class ExactnessCheck:
         """Names of state that changes and is the same however batches are cut: tables, memories of samples."""
         return self._alike - self._unlike
 
-    def run(self, samples: list[Any]) -> Verdicts:
+    def run(self, samples: Sequence[Any]) -> Verdicts:
         """Compare a batch of samples with its parts, as the loader makes them and as the step cuts them."""
         batch = SampleBatch(samples, self._loader, self._reader, self._passes)
         if batch.size < 2:
@@ -88,6 +90,8 @@ class ExactnessCheck:
         training = self.judge(batch_pass, loaded)
         if training.cause == "exact" and self._depends_on_number(batch_pass, batch):
             training = replace(training, relative_error=None, cause="stateful", reason=COUNTED)
+        if training.cause == "exact" and counts_batches(self._loader, samples):
+            training = replace(training, relative_error=None, cause="stateful", reason=COLLATE_COUNTS)
         hooks_matter = batch_pass.changed != batch_pass.changed_in_step or training.reason
         known = None if hooks_matter or batch.size < batch.fetched else (loaded, training)
         return Verdicts(training, self._judge_cut(batch_pass, batch, known))
@@ -170,6 +174,9 @@ class ExactnessCheck:
         changed, alone = self._changed(batch_pass, halves), None
         accumulated = self._run(halves, weights=(weight, 1 - weight))
         error = distance(batch_pass.gradients[0], accumulated.gradients[-1])
+        ends = batch_pass.states[-1], accumulated.states[-1]
+        same = {name for name in self._passes.shared if ends[0].get(name) == ends[1].get(name)}
+        changed = tuple(name for name in changed if name not in same)
         if error <= self._tolerance:
             changed = self._without_tables(changed, halves, batch_pass, accumulated)
             changed = self._without_rows(changed, halves)

@@ -47,7 +47,9 @@ class Halves:
 class SampleBatch:
     """A batch of samples, and its halves."""
 
-    def __init__(self, samples: list[Any], loader: "DataLoader[Any]", reader: BatchReader, passes: PassRunner) -> None:
+    def __init__(
+        self, samples: Sequence[Any], loader: "DataLoader[Any]", reader: BatchReader, passes: PassRunner
+    ) -> None:
         self._samples, self._loader, self._reader, self._passes = samples, loader, reader, passes
         self._cut_on_device = passes.transfer.has_hooks  # these get the whole batch, before it is cut
         self.fetched = len(samples)
@@ -68,7 +70,7 @@ class SampleBatch:
         batch, on_host = self.collated, not self._cut_on_device
         if self._cut_on_device:
             batch = self._passes.on_device(batch)
-        samples = partial(self._reader.samples_again, self._loader, self._samples)
+        samples = partial(self._reader.samples_again, self._loader, [*self._samples])
         if not anew:
             return self._reader.slices(batch, expected=self.size, on_host=on_host, samples=samples).take
         again = samples()

@@ -44,6 +44,7 @@ class LaterChecks:
         self._looks = LOOKS  # that are left
         self._before: Sums = {}  # of the module's state before the last micro-batch
         self._numbers: dict[str, float] = {}  # at its backward pass
+        self._rates: dict[str, float] = {}  # by name, before the step in which the backward pass may run
         self._compared = -1  # the last micro-batch at whose backward pass they were read
         self._met: Counter[Kind] = Counter()  # micro-batches with new kinds of values
         self._kept: BatchSlices | None = None
@@ -74,10 +75,17 @@ class LaterChecks:
         if is_due or kinds or exactness.suspects:
             if is_due:  # the next looks at another place
                 self._is_awaited, self._turns = False, self._turns + 1
+            if not begins and self._is_differentiated():
+                return
             with self._engine.suspended():  # its parts may be moved to the device
                 slices = attempt(self._slices, _any_error, batch).result
                 if is_due or exactness.suspects or self._shows(kinds, slices):
                     self._measure(slices, is_told=False)
+
+    def _is_differentiated(self) -> bool:
+        """Return whether gradients of the window have a graph: weights that are put back would seem to be changed."""
+        gradients = (parameter.grad for parameter in self._trainer.lightning_module.parameters())
+        return any(gradient is not None and gradient.requires_grad for gradient in gradients)
 
     def _new_kinds(self, batch: Any) -> set[Kind]:
         """Return the kinds of values in a micro-batch that no measurement has met; they are tried a few times."""
@@ -235,6 +243,13 @@ class LaterChecks:
             changed = [name for name, value in self._before.items() if differ(before.get(name), value)]
             self._exactness.found_changed(dict.fromkeys(changed))
 
+    def read_rates(self) -> None:
+        """Read learning rates before the optimizer's step: ``optimizer_step`` may set them, as in one pass."""
+        if self._looks > 0:
+            groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+            rates = (float(group.get("lr", 0.0)) for group in groups)
+            self._rates = {f"the learning rate of group {number}": rate for number, rate in enumerate(rates)}
+
     def compare_numbers(self) -> None:
         """Note which numbers have changed since the backward pass of the micro-batch before, within a window.
 
@@ -247,10 +262,8 @@ class LaterChecks:
             return
         if not is_new:
             return
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        rates = {f"the learning rate of group {n}": float(group.get("lr", 0.0)) for n, group in enumerate(groups)}
         numbers = numbers_of(self._trainer.lightning_module)
-        before, self._numbers = self._numbers, {**numbers, **rates}
+        before, self._numbers = self._numbers, {**numbers, **self._rates}
         if before and not loops.begins_window(self._trainer):
             changed = [name for name, value in self._numbers.items() if differ(before.get(name), value)]
             self._exactness.found_changed({name: before[name] if name in numbers else None for name in changed})

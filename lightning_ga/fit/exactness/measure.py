@@ -22,6 +22,7 @@ from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import NO_GRADIENT, Exactness, Verdicts, both, unmeasured
+from lightning_ga.snapshot.plain import shared_containers
 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
 CONSIDERED = 24  # samples to choose from
@@ -47,6 +48,7 @@ def measure_exactness(
     """
     available, considered = source.looks(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
     micro_batches = _most_micro_batches(source, epoch, limit)
+    shared = shared_containers(trainer.lightning_module, getattr(source.recipe.loader, "dataset", None))
 
     def check(size: int, plain: bool, tolerance: float) -> Verdicts:
         with traceless_passes(trainer, plain=plain) as passes:
@@ -56,10 +58,12 @@ def measure_exactness(
             if chunked is not None:
                 batch = SampleBatch(samples, source.user_loader, reader, passes)
                 return both(judge_chunks(passes, chunked, batch, tolerance))
+            passes.shared = shared
             checking = ExactnessCheck(source, reader, passes, count, tolerance, micro_batches=micro_batches)
-            verdicts = checking.run(samples)
+            fetched = available.as_fetched(samples)
+            verdicts = checking.run(fetched)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
-                verdicts = verdicts.unless(checking.run(samples[-4:]))
+                verdicts = verdicts.unless(checking.run(fetched[-4:]))
             changing, tables = tuple(checking.changing), tuple(checking.tables)
             return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
 

@@ -20,6 +20,7 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.snapshot.checksums import checksums, differ
 from lightning_ga.snapshot.copies import is_writable
+from lightning_ga.snapshot.plain import summaries
 from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
 
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
@@ -67,6 +68,7 @@ class PassRunner:
         self.trainer, self._restore, self._begins = trainer, restore, begins
         self.transfer = BatchTransfer(trainer)
         self.steps = 0  # micro-batches so far
+        self.shared: frozenset[str] = frozenset()  # paths of containers that the data hold, too
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch as its transfer to the device leaves it."""
@@ -100,7 +102,7 @@ class PassRunner:
             path, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(path), attribute, number)
         kept = _copies(_named(module, keep))
-        before, random_state = state_sums(module), RandomState()
+        before, random_state = self._sums(), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
         states: list[Sums] = []
         window = self._window(
@@ -109,16 +111,20 @@ class PassRunner:
             on_device=on_device,
             weights=weights,
             first=PassPlace(ahead=ahead, may_be_last=ahead > 0, steps=steps),
-            observe=lambda: states.append(state_sums(module)),
+            observe=lambda: states.append(self._sums()),
         )
         return Passes(
             list(window),
-            changed=_changed(before, state_sums(module)),
+            changed=_changed(before, self._sums()),
             changed_in_step=tuple(dict.fromkeys(n for pair in zip(states[::2], states[1::2]) for n in _changed(*pair))),
             draws=not random_state.is_current() or have_moved(generators),
             states=tuple(states[1::2]),
             kept=(kept, _copies(_named(module, keep))),
         )
+
+    def _sums(self) -> Sums:
+        module = self.trainer.lightning_module
+        return {**state_sums(module), **summaries(module, self.shared)}
 
     def run_windows(
         self, parts: Sequence[Any], after: Any, *, as_pieces: bool, on_device: Sequence[bool], weights: Sequence[float]
