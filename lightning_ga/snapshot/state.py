@@ -64,7 +64,7 @@ def refuse_lazy(tensors: Iterable[torch.Tensor]) -> None:
     if any(is_lazy(tensor) for tensor in tensors):
         raise UserError(
             "The module has parameters without a shape yet (a lazy module): run one forward pass before fit(), "
-            "or give micro_batch_size=… to do without a probe."
+            "or give micro_batch_size=… and verify=False to do without a probe and a check."
         )
 
 

@@ -27,7 +27,7 @@ from true_support import (
     train,
 )
 
-from lightning_ga import AutoAccumulate
+from lightning_ga import AutoAccumulate, UserError
 
 
 def whole_batches() -> DataLoader[Any]:
@@ -285,3 +285,20 @@ def test_a_replay_buffer_that_steps_fill_is_told(is_read: bool, way: Way) -> Non
     assert (error(ours, stock) > 0.01) == is_read
     assert ours.cause == ("stateful" if is_read else "exact")
     assert len(ours.told) == is_read
+
+
+class Lazy(Task):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.LazyLinear(7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+
+
+@each_cut
+def test_lazy_modules_are_refused_with_a_way_out_that_works(way: Way) -> None:
+    case = Case(Lazy, whole_batches)
+    with pytest.raises(UserError, match="lazy module.*verify=False"):
+        run(case, way)
+    torch.manual_seed(3)
+    ours = run(case, way, arguments={"verify": False})
+    torch.manual_seed(3)
+    assert error(ours, train(Lazy(), whole_batches())) <= 1e-12

@@ -23,6 +23,7 @@ from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import NO_GRADIENT, Exactness, Verdicts, both, unmeasured
 from lightning_ga.snapshot.plain import shared_containers
+from lightning_ga.snapshot.state import refuse_lazy
 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
 CONSIDERED = 24  # samples to choose from
@@ -46,6 +47,7 @@ def measure_exactness(
 
     With submodules that run in chunks, these are compared with the whole, as windows are one batch.
     """
+    refuse_lazy(trainer.lightning_module.parameters())
     available, considered = source.looks(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
     micro_batches = _most_micro_batches(source, epoch, limit)
     shared = shared_containers(trainer.lightning_module, getattr(source.recipe.loader, "dataset", None))
