@@ -1,7 +1,7 @@
 """Where samples lie is read by collating them as 3 and as 4, or off ready-made batches; else it is refused."""
 
 import random
-from collections import UserDict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from known_batches import BatchEncoding, Known
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
@@ -20,23 +21,6 @@ from lightning_ga.batch.split import slices_of
 Pair = namedtuple("Pair", "inputs labels")
 Collate = Callable[[list[Any]], Any]
 WAY_OUT = r"define split_batch\(self, batch, sizes\) on the LightningModule"
-
-
-class Known:
-    """Batches of known samples, one collate function for each loader."""
-
-    def __init__(self, samples: Sequence[Any], *collate: Collate, join: Callable[[list[Any]], Any] = list) -> None:
-        self.samples, self.collate, self.join = samples, collate, join
-        self.kinds, self.loaders = len(samples), len(collate)
-
-    def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int = 0) -> Any:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        batches = [
-            collate([self.samples[kinds[place % len(kinds)]] for place in range(count)])
-            for collate, count in zip(self.collate, counts)
-        ]
-        return batches[0] if self.loaders == 1 else self.join(batches)
 
 
 def sample(number: int, length: int = 5) -> dict[str, Any]:
@@ -157,14 +141,6 @@ def test_an_unknown_type_is_refused() -> None:
     assert read(lambda batch: [Unknown([each]) for each in batch])["batch"] == SampleAxis(0)
 
 
-class BatchEncoding(UserDict[str, Any]):
-    """As in transformers: a mapping, with encodings by sample beside it."""
-
-    def __init__(self, data: dict[str, Any], encodings: list[Any]) -> None:
-        super().__init__(data)
-        self._encodings = encodings
-
-
 @dataclass(frozen=True)
 class Record:
     x: torch.Tensor
@@ -188,12 +164,13 @@ STRUCTURES: dict[str, tuple[Collate, dict[str, Any]]] = {
     ),
     "namespace": (lambda batch: SimpleNamespace(x=xs(batch)), {"batch": "fields", "batch.x": SampleAxis(0)}),
     "encoding": (
-        lambda batch: BatchEncoding({"ids": xs(batch)}, [each["name"] for each in batch]),
+        lambda batch: BatchEncoding({"ids": xs(batch)}, [each["name"] for each in batch], 1),
         {
             "batch": "fields",
             "batch.data": "fields",
             "batch.data['ids']": SampleAxis(0),
             "batch._encodings": SampleAxis(0),
+            "batch._n_sequences": "constant",
         },
     ),
     "array of texts": (lambda batch: np.array([each["name"] for each in batch]), {"batch": SampleAxis(0)}),

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+from known_batches import Known, same
+from torch.nn.utils.rnn import pack_sequence
 
 from lightning_ga.batch.layout import Layout, LayoutError
-from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.read_layout import read_layout, read_ready_made
 from lightning_ga.batch.split import slices_of
 
@@ -268,38 +268,6 @@ def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 def kinds_of_samples(draw: st.DrawFn) -> list[Sample]:
     fields = st.tuples(st.integers(1, 5), st.integers(0, 3), st.booleans())
     return [Sample(number, *each) for number, each in enumerate(draw(st.lists(fields, min_size=1, max_size=3)))]
-
-
-class Known:
-    """Batches of known samples, of one collate function for each loader."""
-
-    def __init__(self, samples: Sequence[Sample], *collate: Callable[[list[Sample]], Any]) -> None:
-        self.samples, self.collate = samples, collate
-        self.kinds, self.loaders = len(samples), len(collate)
-
-    def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int = 0) -> Any:
-        batches = [
-            collate([self.samples[kinds[place % len(kinds)]] for place in range(count)])
-            for collate, count in zip(self.collate, counts)
-        ]
-        return batches[0] if self.loaders == 1 else batches
-
-
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, PackedSequence):
-        return same(list(unpack_sequence(one)), list(unpack_sequence(other)))
-    mine, theirs = open_container(one), open_container(other)
-    if mine is None or theirs is None:
-        return bool(one == other)
-    return [name for name, _ in mine] == [name for name, _ in theirs] and all(
-        same(a, b) for (_, a), (_, b) in zip(mine, theirs)
-    )
 
 
 BY_SAMPLE = st.builds(

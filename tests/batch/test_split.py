@@ -1,7 +1,7 @@
 """A batch of any structure is cut into slices of its samples, which together are the batch."""
 
 import copy
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from known_batches import BatchEncoding, same
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from lightning_ga.batch.layout import Layout, Role, SampleAxis
@@ -22,21 +23,6 @@ from lightning_ga.batch.split import slices_by_hook, split_batch
 from lightning_ga.errors import UserError
 
 Pair = namedtuple("Pair", "inputs labels")
-
-
-class BatchEncoding(UserDict[str, Any]):
-    """As in transformers: a mapping, with encodings by sample beside it and attributes for its keys."""
-
-    def __init__(self, data: dict[str, Any], encoding: list[Any], n_sequences: int) -> None:
-        super().__init__(data)
-        self._encodings = encoding
-        self._n_sequences = n_sequences
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["data"][name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 def rows(length: int = 5) -> torch.Tensor:
@@ -186,8 +172,8 @@ def test_merging_what_was_split_gives_the_batch_again(batch: Any, rest: list[int
     for chunk, size in zip(chunks, sizes, strict=True):
         assert layout.samples(chunk) == size
         assert {tensor.untyped_storage().data_ptr() for tensor in tensors(chunk)} <= owned
-    assert_same(merge_outputs(chunks, sizes), before)
-    assert_same(batch, before)
+    assert same(merge_outputs(chunks, sizes), before)
+    assert same(batch, before)
 
 
 def tensors(node: Any) -> Iterator[torch.Tensor]:
@@ -195,22 +181,6 @@ def tensors(node: Any) -> Iterator[torch.Tensor]:
         yield node
     for _, child in open_container(node) or ():
         yield from tensors(child)
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, np.ndarray):
-        np.testing.assert_array_equal(one, other)
-    elif (mine := open_container(one)) is not None:
-        theirs = open_container(other) or []
-        assert [name for name, _ in mine] == [name for name, _ in theirs]
-        for (_, left), (_, right) in zip(mine, theirs):
-            assert_same(left, right)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
