@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ga.app.atomic import PART
-from lightning_ga.app.errors import is_expected, one_line
+from lightning_ga.app.errors import explain, one_line
 from lightning_ga.app.run_files import read_config
 from lightning_ga.app.values import settings, walk
 from lightning_ga.errors import UserError, printable
@@ -180,7 +180,7 @@ def told_if_not_restored(path: Path | None) -> Iterator[None]:
         yield
     except Exception as error:
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-        if path is None or is_expected(error) or not names & {"resume_start", *RESTORING}:
+        if path is None or explain(error) is not None or not names & {"resume_start", *RESTORING}:
             raise
         raise UserError(
             f"{str(path)!r} cannot be taken over, as its content is not what this version of Lightning writes "
