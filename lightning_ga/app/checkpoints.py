@@ -52,7 +52,13 @@ def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path]
     """The file that ``ckpt_path`` means."""
     path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
     if path.is_dir():
-        path = of_run(path, kind)
+        names = dict.fromkeys((kind, "last", "best"))
+        files = [place / f"{name}.ckpt" for place in (path / "checkpoints", path) for name in names]
+        path = next((file for file in files if file.is_file()), path)
+    if path.is_dir():
+        raise UserError(
+            f"ckpt_path={path} is a folder without checkpoints/last.ckpt and best.ckpt: give that of a run."
+        )
     if path.suffix == ".safetensors":
         raise UserError(f"ckpt_path={wanted} holds weights alone: start from them with model.init_from={wanted}.")
     if not path.is_file():
@@ -79,15 +85,6 @@ def written(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Itera
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         if architecture(read_config(path.parent.parent).get("model") or {}) == architecture(model):
             yield path
-
-
-def of_run(folder: Path, kind: str) -> Path:
-    """The checkpoint of a run's folder, or of its ``checkpoints`` folder."""
-    for place in (folder / "checkpoints", folder):
-        for name in dict.fromkeys((kind, "last", "best")):
-            if (place / f"{name}.ckpt").is_file():
-                return place / f"{name}.ckpt"
-    raise UserError(f"ckpt_path={folder} is a folder without checkpoints/last.ckpt and best.ckpt: give that of a run.")
 
 
 def architecture(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -125,23 +125,19 @@ def draw_memory(axes: Axes, probe: ProbeResult) -> None:
         if points:
             sizes, peaks = zip(*points)
             axes.scatter(sizes, peaks, s=45, zorder=3, color=color, marker=marker, label=label)
-    draw_budget(axes, probe.budget_bytes, scale, shown=shown)
+    budget = f"budget {format_bytes(probe.budget_bytes)}"
+    if shown:
+        height = probe.budget_bytes / scale
+        axes.axhline(height, color="dimgray", linewidth=1, linestyle="--")
+        axes.text(0.01, height, budget, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
+    else:
+        axes.text(0.01, 0.97, f"{budget}, far above", transform=axes.transAxes, va="top", color="dimgray")
     ring(axes, probe.limit, probe.peak_bytes / scale, f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}")
     axes.set_ylabel(f"peak memory, {unit}")
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.15 * max(top, shown * probe.budget_bytes) / scale)
     tidy(axes)
     axes.legend(frameon=False, loc="lower right")
-
-
-def draw_budget(axes: Axes, budget: int, scale: int, *, shown: bool) -> None:
-    """A line at the budget; words alone where it is far above all else."""
-    text = f"budget {format_bytes(budget)}"
-    if shown:
-        axes.axhline(budget / scale, color="dimgray", linewidth=1, linestyle="--")
-        axes.text(0.01, budget / scale, text, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
-    else:
-        axes.text(0.01, 0.97, f"{text}, far above", transform=axes.transAxes, va="top", color="dimgray")
 
 
 def draw_timings(axes: Axes, probe: ProbeResult) -> None:

@@ -210,14 +210,11 @@ def outcome(run: Fit) -> str:
     steps = f"{run.trainer.global_step:,} optimizer steps were done"
     last = run.folder / "checkpoints" / "last.ckpt"
     typed = [argument for argument in HydraConfig.get().overrides.task if not argument.startswith("ckpt_path=")]
+    line = ["python", "-m", "lightning_ga.train", *typed]
     if not last.is_file():
-        return f"{steps}, and no checkpoint had been saved yet. Start again: {command(typed)}"
-    return f"{steps}; the state after the last epoch is in {last}. Go on with: {command([*typed, f'ckpt_path={last}'])}"
-
-
-def command(overrides: list[str]) -> str:
-    """A command line for the shell."""
-    return shlex.join(["python", "-m", "lightning_ga.train", *overrides])
+        return f"{steps}, and no checkpoint had been saved yet. Start again: {shlex.join(line)}"
+    onward = shlex.join([*line, f"ckpt_path={last}"])
+    return f"{steps}; the state after the last epoch is in {last}. Go on with: {onward}"
 
 
 def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:

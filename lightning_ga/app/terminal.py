@@ -22,6 +22,7 @@ from lightning_ga.errors import printable
 
 ASCII_SIGNS = {"×": "x", "–": "-", "—": "-", "…": "...", "→": "->", "−": "-", "±": "+-", "µ": "u", "‖": "|", "≤": "<="}
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of a terminal's cursor
+SIGNALS = {"KeyboardInterrupt": signal.SIGINT, "SIGTERMException": signal.SIGTERM, "Interrupted": signal.SIGTERM}
 _open: list["Tee"] = []  # logs of what is printed
 
 
@@ -121,7 +122,7 @@ class Interrupted(BaseException):
 
     def __init__(self, signum: signal.Signals, outcome: str = "nothing had been trained or saved.") -> None:
         super().__init__(f"Stopped by {'Ctrl-C' if signum == signal.SIGINT else signum.name}: {outcome}")
-        self.signum, self.code = signum, 128 + signum  # as shells count: 130 for Ctrl-C, 143 for SIGTERM
+        self.code = 128 + signum  # as shells count: 130 for Ctrl-C, 143 for SIGTERM
 
 
 @contextmanager
@@ -154,10 +155,10 @@ def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
         with sigterm_handled(interrupt):
             yield
     except (KeyboardInterrupt, Interrupted, SystemExit) as end:
-        signum = signal_behind(end)
-        if signum is None:
+        behind = [SIGNALS[type(link).__name__] for link in chain(end) if type(link).__name__ in SIGNALS]
+        if not behind:
             raise
-        raise Interrupted(signum, outcome()) from end
+        raise Interrupted(behind[0], outcome()) from end
 
 
 @contextmanager
@@ -171,15 +172,3 @@ def sigterm_handled(handler: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def signal_behind(end: BaseException) -> signal.Signals | None:
-    """Which signal an exception comes from, if one."""
-    for link in chain(end):
-        if isinstance(link, Interrupted):
-            return link.signum
-        if isinstance(link, KeyboardInterrupt):
-            return signal.SIGINT
-        if type(link).__name__ == "SIGTERMException":
-            return signal.SIGTERM
-    return None
