@@ -31,7 +31,7 @@ from lightning_ga.app.composed import (
 )
 from lightning_ga.app.errors import chain, explain
 from lightning_ga.app.folders import done_before, own_folders, report_sweep, require_free_folders
-from lightning_ga.app.terminal import Interrupted, printable_everywhere, sigterm_ends, wrapped_output
+from lightning_ga.app.terminal import Interrupted, printable_everywhere, sigterm_ends, silence, wrapped_output
 from lightning_ga.app.values import Config, as_written, check_values, resolved
 from lightning_ga.errors import RankError, UserError, printable
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With code 1 after a user's mistake, told in one sentence; 130 after Ctrl-C, 143 after SIGTERM.
     """
-    printable_everywhere(sys.stdout, sys.stderr)
+    printable_everywhere()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--version" in arguments:  # Hydra's parser would print its own
         print(f"lightning_ga {version('lightning_ga')}")
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with sigterm_ends():
             run_hydra(arguments, show_traceback)
+            sys.stdout.flush()
     except ReportedError:
         raise SystemExit(1) from None
     except (KeyboardInterrupt, Interrupted) as end:
@@ -66,12 +67,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_error(str(interrupted))
         raise SystemExit(interrupted.code) from None
     except BrokenPipeError:  # whoever reads the output has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         raise SystemExit(141) from None
     except Exception as error:
         sentence = None if show_traceback else explain(error, top_level_keys())
         if sentence is None:
             raise
+        if isinstance(error, OSError) and not error.filename:  # perhaps of the output, which is flushed at the end
+            silence(sys.stdout)
         print_error(sentence, error)
         raise SystemExit(1) from None
 

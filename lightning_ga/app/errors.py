@@ -53,6 +53,10 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
     if endless or "RecursionError raised while" in str(error):
         return "The configuration includes itself, or nests deeper than can be read: write it flatter."
     if isinstance(error, UnicodeEncodeError):
+        if sys.getfilesystemencoding() != "utf-8":
+            return (
+                f"{error.object!r} is not read as UTF-8 here, which a library that writes it needs: set PYTHONUTF8=1."
+            )
         return f"{error.object!r} is not UTF-8, which a library that writes it needs: give it another name."
     if is_out_of_memory(error):
         return explain_out_of_memory(error, {frame.f_code.co_name for frame in frames})
@@ -65,10 +69,13 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
     places = [link for link in links if isinstance(link, OSError)]
     place = next((link for link in places if link.errno in FULL or (link.errno in NAMED and link.filename)), None)
     if place is not None:
-        name = repr(str(place.filename)) if place.filename else "A file of this run"
+        name = repr(str(place.filename)) if place.filename else "A file of this run, or what it prints,"
         which = ", or read" if place.errno in NAMED else ""
         hint = " (--traceback shows where). If this run writes it, choose" if place.errno in NAMED else ". Choose"
-        return f"{name} cannot be written{which}: {place.strerror}{hint} another folder: {FOLDER_KEYS}."
+        sentence = f"{name} cannot be written{which}: {place.strerror}{hint} another folder: {FOLDER_KEYS}."
+        return " ".join([sentence, *getattr(error, "__notes__", ())])
+    if any(link.errno == errno.ENOENT for link in places):  # without a name, that is of no file
+        return "The current folder has been removed: change to another one (cd), and start again."
     if isinstance(error, InstantiationException):
         return explain_constructor(error)
     own = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -47,13 +47,16 @@ def test_disks_and_folders_are_told_in_one_sentence():
     """Which file, why, and which keys choose another place; other errors of the system are bugs."""
     full = OSError(errno.ENOSPC, "No space left on device")
     assert explain(full) is not None
-    assert explain(full).startswith("A file of this run cannot be written: No space left on device")
+    assert explain(full).startswith("A file of this run, or what it prints, cannot be written: No space left on device")
     denied = PermissionError(errno.EACCES, "Permission denied", "/somewhere")
     assert "'/somewhere' cannot be written" in explain(denied)
     assert "hydra.run.dir=FOLDER" in explain(denied)
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "cat.png")  # of the data, perhaps
     assert explain(missing).startswith("'cat.png' cannot be written, or read: No such file or directory (--traceback")
     assert "If this run writes it, choose another folder" in explain(missing)
+    assert explain(FileNotFoundError(errno.ENOENT, "No such file or directory")).startswith(
+        "The current folder has been"
+    )
     wrapped = RuntimeError("unexpected pos 64 vs 0")
     wrapped.__cause__ = full
     assert explain(wrapped) is not None
@@ -94,3 +97,12 @@ def test_a_model_that_does_not_fit_is_not_told_to_use_smaller_batches():
         build_model()
     assert "the model alone does not fit; use a smaller one" in explain(caught.value)
     assert "batch" not in explain(caught.value)
+
+
+@pytest.mark.parametrize(("encoding", "way_out"), [("utf-8", "is not UTF-8, which"), ("ascii", "set PYTHONUTF8=1.")])
+def test_a_name_that_is_not_utf8_is_told(monkeypatch, encoding, way_out):
+    """Where the system reads no name as UTF-8, the name is not at fault."""
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: encoding)
+    told = explain(UnicodeEncodeError("utf-8", "caf\udce9", 3, 4, "surrogates not allowed"))
+    assert told.startswith("'caf\\udce9' is not ")
+    assert way_out in told
