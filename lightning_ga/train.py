@@ -8,13 +8,13 @@ needs no training answers at once.
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
+from hydra._internal import utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -26,15 +26,15 @@ from lightning_ga.app.composed import (
     is_first_rank,
     options_first,
     rank_overrides,
+    replaced,
     typed_targets,
 )
-from lightning_ga.app.errors import chain, explain, is_expected
+from lightning_ga.app.errors import chain, explain
 from lightning_ga.app.folders import done_before, own_folders, report_sweep, require_free_folders
-from lightning_ga.app.terminal import Interrupted, printable_everywhere, sigterm_ends, wrapped_output
+from lightning_ga.app.terminal import Interrupted, printable_everywhere, sigterm_ends, silence, wrapped_output
 from lightning_ga.app.values import Config, as_written, check_values, resolved
 from lightning_ga.errors import RankError, UserError, printable
 
-FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises errors instead of printing them
 TRACEBACK = "--traceback"
 MOST_SHOWN = 2000  # characters of a sentence: a value may be as long as a file
 
@@ -49,16 +49,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With code 1 after a user's mistake, told in one sentence; 130 after Ctrl-C, 143 after SIGTERM.
     """
-    printable_everywhere(sys.stdout, sys.stderr)
+    printable_everywhere()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--version" in arguments:  # Hydra's parser would print its own
         print(f"lightning_ga {version('lightning_ga')}")
         return
-    show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
+    show_traceback = TRACEBACK in arguments or os.environ.get("HYDRA_FULL_ERROR") == "1"
     arguments = options_first([argument for argument in arguments if argument != TRACEBACK])
     try:
         with sigterm_ends():
             run_hydra(arguments, show_traceback)
+            sys.stdout.flush()
     except ReportedError:
         raise SystemExit(1) from None
     except (KeyboardInterrupt, Interrupted) as end:
@@ -66,12 +67,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_error(str(interrupted))
         raise SystemExit(interrupted.code) from None
     except BrokenPipeError:  # whoever reads the output has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         raise SystemExit(141) from None
     except Exception as error:
-        if show_traceback or not is_expected(error):
+        sentence = None if show_traceback else explain(error, top_level_keys())
+        if sentence is None:
             raise
-        fail(error)
+        if isinstance(error, OSError) and not error.filename:  # perhaps of the output, which is flushed at the end
+            silence(sys.stdout)
+        print_error(sentence, error)
+        raise SystemExit(1) from None
 
 
 def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
@@ -80,9 +85,10 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     jobs = Jobs(arguments, show_traceback=show_traceback)
     given = [*arguments, *rank_overrides(arguments, os.environ)]
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
+    raised = replaced((sys, "argv", [sys.argv[0], *given]), (utils, "run_and_report", lambda job: job()))  # not printed
     lines = wrapped_output() if "--help" in arguments else nullcontext()
     checked = checked_composition(own=config_folder(), known_keys=top_level_keys(), typed=given)
-    with lines, process_state(given), checked, own_folders(starts=not {"--help", "-h"} & {*given}), completed_values():
+    with lines, raised, checked, own_folders(starts=not {"--help", "-h"} & {*given}), completed_values():
         try:
             program(jobs.run)()
         finally:
@@ -100,8 +106,6 @@ class Jobs:
 
     def run(self, cfg: DictConfig) -> float | None:
         """Check a configuration and do what it says; return the optimized metric, for sweepers."""
-        # Processes that the job starts must not inherit what is meant for this Hydra.
-        os.environ.pop(FULL_ERROR, None)
         multirun = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
             config = resolved(cfg)
@@ -112,15 +116,14 @@ class Jobs:
                 before = done_before(Path(folder), written)
             return self._run(config, written, folder) if before is None else before
         except Exception as error:
-            if self._show_traceback or not is_expected(error):
+            sentence = None if self._show_traceback else explain(error)
+            if sentence is None:
                 raise
-            if not multirun:
-                fail(error)  # within the job: Hydra would add a line of its own
-            hydra_job = HydraConfig.get().job
-            print_error(f"job {hydra_job.num} ({hydra_job.override_dirname}): {explain(error)}")
-            raise ReportedError from error
-        finally:
-            os.environ[FULL_ERROR] = "1"
+            job = HydraConfig.get().job
+            print_error(f"job {job.num} ({job.override_dirname}): {sentence}" if multirun else sentence, error)
+            if multirun:
+                raise ReportedError from error
+            raise SystemExit(1) from None  # within the job: Hydra would add a line of its own
 
     def _run(self, config: Config, written: Config, folder: str) -> float | None:
         check_values(config)
@@ -158,30 +161,9 @@ def top_level_keys() -> list[str]:
     return [*groups(), *(str(key) for key in keys if key != "defaults")]
 
 
-@contextmanager
-def process_state(arguments: Sequence[str]) -> Iterator[None]:
-    """Show Hydra these arguments, have it raise its errors, and put everything back."""
-    argv, full_error = sys.argv, os.environ.get(FULL_ERROR)
-    sys.argv = [argv[0], *arguments]
-    os.environ[FULL_ERROR] = "1"
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        os.environ.pop(FULL_ERROR)
-        if full_error is not None:
-            os.environ[FULL_ERROR] = full_error
-
-
-def fail(error: BaseException) -> NoReturn:
-    """One sentence on stderr, and exit code 1."""
+def print_error(sentence: str, error: BaseException | None = None) -> None:
+    """A user's mistake, told by the first rank; what befell one rank alone, by that one."""
     alone = any(isinstance(link, RankError) for link in chain(error))
-    print_error(explain(error, top_level_keys()), alone=alone)
-    raise SystemExit(1) from None
-
-
-def print_error(sentence: str, *, alone: bool = False) -> None:
-    """A user's mistake, told by the first rank; what befell one rank ``alone``, by that one."""
     rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")
     rank = getattr(getattr(rank_zero, "rank_zero_only", None), "rank", None)
     if rank is None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped] # it ships no types
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointIO
 
@@ -32,10 +34,11 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, which replaces a file there once it is complete; Lightning writes with options."""
-        place = local_path(path)
-        if place is None or storage_options is not None:
+        system, local = url_to_fs(str(path))
+        if not isinstance(system, LocalFileSystem) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        place = Path(local)
         place.parent.mkdir(parents=True, exist_ok=True)
         part = place.with_name(place.name + PART)
         try:
@@ -48,19 +51,6 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
             part.unlink(missing_ok=True)
             raise
         flush_folder(place.parent)
-
-
-def local_path(path: str | Path) -> Path | None:
-    """Return the path of a file on this machine; ``None`` for a remote one.
-
-    Examples:
-        >>> local_path("runs/last.ckpt"), local_path("file:///runs/last.ckpt"), local_path("s3://runs/last.ckpt")
-        (PosixPath('runs/last.ckpt'), PosixPath('/runs/last.ckpt'), None)
-    """
-    protocol, separator, rest = str(path).partition("://")
-    if not separator:
-        return Path(path)
-    return Path(rest) if protocol in ("file", "local") else None
 
 
 def flush_folder(folder: Path) -> None:

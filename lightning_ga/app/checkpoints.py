@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ga.app.atomic import PART
-from lightning_ga.app.errors import is_expected, one_line
+from lightning_ga.app.errors import explain, one_line
 from lightning_ga.app.run_files import read_config
 from lightning_ga.app.values import settings, walk
 from lightning_ga.errors import UserError, printable
@@ -52,7 +52,13 @@ def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path]
     """The file that ``ckpt_path`` means."""
     path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
     if path.is_dir():
-        path = of_run(path, kind)
+        names = dict.fromkeys((kind, "last", "best"))
+        files = [place / f"{name}.ckpt" for place in (path / "checkpoints", path) for name in names]
+        path = next((file for file in files if file.is_file()), path)
+    if path.is_dir():
+        raise UserError(
+            f"ckpt_path={path} is a folder without checkpoints/last.ckpt and best.ckpt: give that of a run."
+        )
     if path.suffix == ".safetensors":
         raise UserError(f"ckpt_path={wanted} holds weights alone: start from them with model.init_from={wanted}.")
     if not path.is_file():
@@ -79,15 +85,6 @@ def written(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Itera
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         if architecture(read_config(path.parent.parent).get("model") or {}) == architecture(model):
             yield path
-
-
-def of_run(folder: Path, kind: str) -> Path:
-    """The checkpoint of a run's folder, or of its ``checkpoints`` folder."""
-    for place in (folder / "checkpoints", folder):
-        for name in dict.fromkeys((kind, "last", "best")):
-            if (place / f"{name}.ckpt").is_file():
-                return place / f"{name}.ckpt"
-    raise UserError(f"ckpt_path={folder} is a folder without checkpoints/last.ckpt and best.ckpt: give that of a run.")
 
 
 def architecture(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +177,7 @@ def told_if_not_restored(path: Path | None) -> Iterator[None]:
         yield
     except Exception as error:
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-        if path is None or is_expected(error) or not names & {"resume_start", *RESTORING}:
+        if path is None or explain(error) is not None or not names & {"resume_start", *RESTORING}:
             raise
         raise UserError(
             f"{str(path)!r} cannot be taken over, as its content is not what this version of Lightning writes "

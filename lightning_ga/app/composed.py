@@ -242,17 +242,13 @@ def check_file(path: Path, config: Any) -> None:
     section = content.get("hydra", {}) if isinstance(content, dict) else {}
     for key, value in walk(section):
         name = re.sub(r"\[\d+\]", "", key)
-        if not isinstance(value, Mapping | list) and not may_be_set(name, value):
+        allowed = (re.fullmatch(keys, name) and re.fullmatch(values, str(value)) for keys, values in BY_FILES.items())
+        if not isinstance(value, Mapping | list) and not any(allowed):
             raise UserError(
                 f"{str(path)!r} sets {f'hydra.{name}'.rstrip('.')} to what would be used before anything is checked. "
                 "In the hydra section files set folders, what a search tries, and numbers of sweepers, launchers and "
                 "levels of logs: remove it there, and type it on the command line if you need it."
             )
-
-
-def may_be_set(key: str, value: Any) -> bool:
-    """Whether a file may set a key of the hydra section to a value."""
-    return any(re.fullmatch(keys, key) and re.fullmatch(values, str(value)) for keys, values in BY_FILES.items())
 
 
 def composed(load: Callable[..., DictConfig], loader: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> DictConfig:

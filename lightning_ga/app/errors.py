@@ -21,12 +21,13 @@ from yaml import YAMLError  # type: ignore[import-untyped] # it ships no types
 from lightning_ga.errors import UserError
 
 EXPECTED = (UserError, HydraException, OmegaConfBaseException, YAMLError, UnicodeEncodeError)
-FULL = (errno.ENOSPC, errno.EFBIG, errno.ECONNREFUSED, errno.EHOSTUNREACH)  # the system does not always name the file
-PLACE_ERRORS = (  # of a file or folder that the user named, to write or to read
-    *FULL,
-    *(errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
-    errno.ENAMETOOLONG,
+FULL = (  # the system does not always name the file
+    *(errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.ECONNREFUSED, errno.EHOSTUNREACH),
 )
+NAMED = (  # of a file or folder that the user named, to write or to read
+    *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG),
+)
+READERS = re.compile(r"(omegaconf|hydra|yaml)\.")  # modules that go as deep as a configuration nests
 PLUGINS = {"optuna": "'lightning_ga[sweep]'", "joblib": "hydra-joblib-launcher"}
 BEFORE_DATA = {"build_model", "model_to_device"}  # functions of this package and of Lightning
 WITHOUT = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}
@@ -34,37 +35,70 @@ LOGGERS = {  # packages whose errors are about accounts, servers and networks, a
     "wandb": "logger.wandb.offline=true logs into the output folder, without an account or a network",
     "mlflow": "logger.mlflow.tracking_uri=… names a server or a database",
 }
-TYPESET = dict.fromkeys(map(ord, "“”„‟‘’‚‛«»‹›"))
+TYPESET = re.compile("[“”„‟‘’‚‛«»‹›]")
 FOLDER_KEYS = "hydra.run.dir=FOLDER for this run, paths.output_root=FOLDER for all"
 
 
-def is_expected(error: BaseException) -> bool:
-    """Whether an error is a user's to mend, and :func:`explain` can say how."""
-    return (
-        isinstance(error, EXPECTED)
-        or type(error).__name__ == "MisconfigurationException"  # Lightning's; not imported for this
-        or is_out_of_memory(error)
-        or logger_error(error) is not None
-        or place_error(error) is not None
-        or is_refused_by_model(error)
-        or is_too_deep(error)
-    )
-
-
-def is_too_deep(error: BaseException) -> bool:
-    """Whether a configuration nests deeper than its readers go."""
-    for cause in chain(error):
-        modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(cause.__traceback__))
-        if isinstance(cause, RecursionError) and any(map(re.compile(r"(omegaconf|hydra|yaml)\.").match, modules)):
-            return True
-    return "RecursionError raised while" in str(error)
-
-
-def is_refused_by_model(error: BaseException) -> bool:
-    """Whether a reference model failed on what it was given, in a layer of torch or timm."""
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    models = [name.startswith("lightning_ga.models") for name in frames]
-    return any(models) and frames[-1].startswith(("torch", "timm")) and not isinstance(error, AssertionError)
+def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
+    """One sentence for an error that the user can mend; nothing for a bug. The ``keys`` are those at the top."""
+    links = [*chain(error)]
+    is_expected = isinstance(error, EXPECTED) or type(error).__name__ == "MisconfigurationException"  # Lightning's
+    told = next((link for link in links if isinstance(link, UserError | YAMLError)), None)
+    if is_expected and told is not None:
+        sentence = " ".join([one_line(told), *getattr(told, "__notes__", ())])
+        return sentence if isinstance(told, UserError) else f"A configuration file is no valid YAML: {sentence}."
+    frames = [frame for link in links for frame, _ in traceback.walk_tb(link.__traceback__)]
+    modules = [frame.f_globals.get("__name__", "") for frame in frames]
+    endless = any(isinstance(link, RecursionError) for link in links) and any(map(READERS.match, modules))
+    if endless or "RecursionError raised while" in str(error):
+        return "The configuration includes itself, or nests deeper than can be read: write it flatter."
+    if isinstance(error, UnicodeEncodeError):
+        if sys.getfilesystemencoding() != "utf-8":
+            return (
+                f"{error.object!r} is not read as UTF-8 here, which a library that writes it needs: set PYTHONUTF8=1."
+            )
+        return f"{error.object!r} is not UTF-8, which a library that writes it needs: give it another name."
+    if is_out_of_memory(error):
+        return explain_out_of_memory(error, {frame.f_code.co_name for frame in frames})
+    refused = next((link for link in links if type(link).__module__.partition(".")[0] in LOGGERS), None)
+    if refused is not None and not isinstance(error, InstantiationException):
+        return f"{one_line(refused)} ({LOGGERS[type(refused).__module__.partition('.')[0]]})"
+    mistyped = explain_override(error, keys)
+    if mistyped is not None:
+        return mistyped
+    places = [link for link in links if isinstance(link, OSError)]
+    place = next((link for link in places if link.errno in FULL or (link.errno in NAMED and link.filename)), None)
+    if place is not None:
+        name = repr(str(place.filename)) if place.filename else "A file of this run, or what it prints,"
+        which = ", or read" if place.errno in NAMED else ""
+        hint = " (--traceback shows where). If this run writes it, choose" if place.errno in NAMED else ". Choose"
+        sentence = f"{name} cannot be written{which}: {place.strerror}{hint} another folder: {FOLDER_KEYS}."
+        return " ".join([sentence, *getattr(error, "__notes__", ())])
+    if any(link.errno == errno.ENOENT for link in places):  # without a name, that is of no file
+        return "The current folder has been removed: change to another one (cd), and start again."
+    if isinstance(error, InstantiationException):
+        return explain_constructor(error)
+    own = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if (
+        any(name.startswith("lightning_ga.models") for name in own)
+        and own[-1].startswith(("torch", "timm"))
+        and not isinstance(error, AssertionError)
+    ):
+        return (
+            f"The model cannot take what it is given ({one_line(error)}): the keys of model, and data.image_size, "
+            "data.channels or optimizer, have to fit each other (--traceback shows where)."
+        )
+    if not is_expected:
+        return None
+    said = next((cause for cause in links if str(cause).strip()), error)
+    if not isinstance(said, OmegaConfBaseException):
+        return one_line(said)
+    reason = str(said).split("\n")[0].rstrip(".")
+    raised = re.match(r"(\w+) raised while resolving interpolation: (.+)", reason)
+    reason = raised[2] if raised else reason
+    if not said.full_key or (raised and raised[1] == "UserError"):
+        return f"{reason}."
+    return f"{said.full_key} has no value ({reason}): --cfg job shows what it is made of, or give {said.full_key}=…"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -76,94 +110,39 @@ def is_out_of_memory(error: BaseException) -> bool:
     return oom.is_out_of_memory(error)
 
 
-def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
-    """One sentence for an error that ``is_expected``; the keys are those at the top of the configuration."""
-    for cause in chain(error):
-        if isinstance(cause, UserError):
-            return " ".join([one_line(cause), *getattr(cause, "__notes__", ())])
-        if isinstance(cause, YAMLError):
-            return f"A configuration file is no valid YAML: {one_line(cause)}."
-    if is_too_deep(error):
-        return "The configuration includes itself, or nests deeper than can be read: write it flatter."
-    if isinstance(error, UnicodeEncodeError):
-        return f"{error.object!r} is not UTF-8, which a library that writes it needs: give it another name."
-    if is_out_of_memory(error):
-        return explain_out_of_memory(error)
-    refused = logger_error(error)
-    if refused is not None and not isinstance(error, InstantiationException):
-        return f"{one_line(refused)} ({LOGGERS[type(refused).__module__.partition('.')[0]]})"
-    if isinstance(error, OverrideParseException):
-        return explain_grammar(error)
-    if isinstance(error, MissingConfigException) and error.options:
-        return explain_option(error)
-    if str(error).startswith("Error merging override ") and error.__cause__ is not None:
-        return f"{str(error).removeprefix('Error merging override ')}: {one_line(error.__cause__)}."
-    unknown = re.match(r"Could not override '([^']+)'", str(error))
-    if unknown:
-        return explain_key(unknown[1], error, keys)
-    several = re.match(r"Ambiguous value for argument '([^=]+)=(.+)'\n", str(error))
+def explain_override(error: BaseException, keys: Sequence[str]) -> str | None:
+    """What was typed, where Hydra finds no option or key of that name, or cannot read it."""
+    if isinstance(error, OverrideParseException):  # ckpt_path=epoch=1.ckpt
+        key, _, value = str(error.override).partition("=")
+        if TYPESET.search(str(error.override)):
+            return f"{error.override} holds quotes of a word processor, which are letters here: type ' and \" instead."
+        quoted = value.replace("'", "").replace('"', "")
+        return (
+            f"{error.override} cannot be read: a value with signs such as = , : {{ }} [ ] ( ) or a blank is quoted "
+            f"twice, for the shell and for Hydra: '{key}=\"{quoted}\"'"
+        )
+    if isinstance(error, MissingConfigException) and error.options:  # model=nope
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if group.startswith("hydra/") and option in PLUGINS:
+            return f"{group}={option} needs a package that is not installed: pip install {PLUGINS[option]}"
+        given, kind = (f"{group}={option}", "options") if group else (f"--config-name {option}", "names")
+        options = ", ".join(name for name in error.options if not name.startswith("_"))
+        return f"{given} does not exist{did_you_mean(option, error.options)} The {kind}: {options}."
+    if isinstance(error, InterpolationKeyError):  # model=gpt with pictures
+        wanted = re.search(r"'([^']+)'", str(error))
+        reference = wanted[1] if wanted else "another key"
+        return (
+            f"{error.full_key} is read from {reference}, which the configuration does not have: choose another "
+            f"{reference.partition('.')[0]}=… that has it, or give {error.full_key}=…"
+        )
+    text = str(error)
+    if text.startswith("Error merging override ") and error.__cause__ is not None:
+        return f"{text.removeprefix('Error merging override ')}: {one_line(error.__cause__)}."
+    several = re.match(r"Ambiguous value for argument '([^=]+)=(.+)'\n", text)
     if several:
         return f"{several[1]}={several[2]} is several values: -m runs one after the other; a list is [{several[2]}]."
-    place = place_error(error)
-    if place is not None:
-        name = f"{str(place.filename)!r}" if place.filename else "A file of this run"
-        if place.errno in (*FULL, errno.EDQUOT, errno.EROFS):
-            return f"{name} cannot be written: {place.strerror}. Choose another folder: {FOLDER_KEYS}."
-        return (
-            f"{name} cannot be written, or read: {place.strerror} (--traceback shows where). If this run writes it, "
-            f"choose another folder: {FOLDER_KEYS}."
-        )
-    if isinstance(error, InstantiationException):
-        return explain_constructor(error)
-    if is_refused_by_model(error):
-        return (
-            f"The model cannot take what it is given ({one_line(error)}): the keys of model, and data.image_size, "
-            "data.channels or optimizer, have to fit each other (--traceback shows where)."
-        )
-    if isinstance(error, InterpolationKeyError):
-        return explain_reference(error)
-    said = next((cause for cause in chain(error) if str(cause).strip()), error)
-    if isinstance(said, OmegaConfBaseException):
-        reason = str(said).split("\n")[0].rstrip(".")
-        raised = re.match(r"(\w+) raised while resolving interpolation: (.+)", reason)
-        reason = raised[2] if raised else reason
-        if not said.full_key or (raised and raised[1] == "UserError"):
-            return f"{reason}."
-        return f"{said.full_key} has no value ({reason}): --cfg job shows what it is made of, or give {said.full_key}=…"
-    return one_line(said)
-
-
-def explain_option(error: MissingConfigException) -> str:
-    """``model=nope``: the options that exist, the nearest first."""
-    group, _, option = str(error.missing_cfg_file).rpartition("/")
-    options = ", ".join(name for name in error.options or () if not name.startswith("_"))
-    if not group:
-        return f"--config-name {option} does not exist{did_you_mean(option, error.options or ())} The names: {options}."
-    if group.startswith("hydra/") and option in PLUGINS:
-        return f"{group}={option} needs a package that is not installed: pip install {PLUGINS[option]}"
-    return f"{group}={option} does not exist{did_you_mean(option, error.options or ())} The options: {options}."
-
-
-def explain_reference(error: InterpolationKeyError) -> str:
-    """``model=gpt`` with pictures: a value that another section should have, and what to give instead."""
-    wanted = re.search(r"'([^']+)'", str(error))
-    reference = wanted[1] if wanted else "another key"
-    return (
-        f"{error.full_key} is read from {reference}, which the configuration does not have: choose another "
-        f"{reference.partition('.')[0]}=… that has it, or give {error.full_key}=…"
-    )
-
-
-def explain_grammar(error: OverrideParseException) -> str:
-    """``ckpt_path=epoch=1.ckpt``: how to quote what Hydra would read as something else."""
-    key, _, value = str(error.override).partition("=")
-    if (key + value).translate(TYPESET) != key + value:
-        return f"{error.override} holds quotes of a word processor, which are letters here: type ' and \" instead."
-    quoted = value.replace("'", "").replace('"', "")
-    return (
-        f"{error.override} cannot be read: a value with signs such as = , : {{ }} [ ] ( ) or a blank is quoted twice, "
-        f"for the shell and for Hydra: '{key}=\"{quoted}\"'"
-    )
+    unknown = re.match(r"Could not override '([^']+)'", text)
+    return explain_key(unknown[1], error, keys) if unknown else None
 
 
 def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
@@ -225,26 +204,14 @@ def arguments_of(target: str) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.name != "self"]
 
 
-def logger_error(error: BaseException) -> BaseException | None:
-    """The error of a logger's own package behind an error, if there is one."""
-    return next((cause for cause in chain(error) if type(cause).__module__.partition(".")[0] in LOGGERS), None)
-
-
-def explain_out_of_memory(error: BaseException) -> str:
+def explain_out_of_memory(error: BaseException, functions: set[str]) -> str:
     """An out-of-memory error that nothing caught: what would, and what holds the memory, where that is known."""
-    frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     way_out = "leave accumulate=auto and accumulate.on_oom=split as they are by default, or use a smaller batch"
-    if frames & BEFORE_DATA:
+    if functions & BEFORE_DATA:
         way_out = "the model alone does not fit; use a smaller one, precision=bf16-true or a device with more memory"
     cause = next((cause for cause in chain(error) if not isinstance(cause, HydraException)), error)
     first = str(cause).strip().partition(". ")[0].rstrip(".")
     return " ".join([f"Memory ran out ({first}): {way_out}.", *getattr(error, "__notes__", ())])
-
-
-def place_error(error: BaseException) -> OSError | None:
-    """The error of a disk or folder behind an error, if there is one."""
-    errors = (cause for cause in chain(error) if isinstance(cause, OSError))
-    return next((one for one in errors if one.errno in (FULL if one.filename is None else PLACE_ERRORS)), None)
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, Template
 
-from lightning_ga.app.plots import as_svg, loss_figure, probe_figure
+from lightning_ga.app.plots import as_svg, loss_figure, probe_figure, step_figure
 from lightning_ga.app.run_files import RunFiles, read_run, write_text
 from lightning_ga.app.terminal import warn
 from lightning_ga.app.values import settings, shown
@@ -52,14 +52,18 @@ def template(name: str) -> Template:
 
 def run_page(run: RunFiles) -> str:
     """The page of one run."""
-    losses = loss_figure({run.name: run.curves})
-    pictures = [as_svg(probe_figure(run.probe), "Memory by micro-batch")] if run.probe is not None else []
-    pictures += [as_svg(losses, "Losses by optimizer step")] if losses is not None else []
+    figures = {
+        "Memory by micro-batch": probe_figure(run.probe) if run.probe is not None else None,
+        "Losses by optimizer step": loss_figure({run.name: run.curves}),
+        "What changes by optimizer step": step_figure(
+            run.curves, (run.plan.get("plan") or {}).get("effective_batch_size", 0)
+        ),
+    }
     return template("run.html").render(
         title=f"{described(run)}: {run.name}",
         run=run,
         facts=facts(run),
-        pictures=pictures,
+        pictures=[as_svg(figure, title) for title, figure in figures.items() if figure is not None],
         epochs=epoch_rows(run.epochs),
         scores=score_rows(run),
         confusion=confusion(run),

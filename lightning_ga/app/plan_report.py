@@ -19,8 +19,6 @@ from lightning_ga.plan.planned_device import PlannedDevice, current_device
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
-Rows = list[tuple[str, str]]
-
 
 @dataclass(frozen=True, slots=True)
 class PlanRecords:
@@ -111,7 +109,7 @@ def save_plan(path: Path, records: PlanRecords) -> None:
     write_json(path, {**asdict(records), "memory": records.memory, "told": dict(plan_rows(records))})
 
 
-def plan_rows(records: PlanRecords) -> Rows:
+def plan_rows(records: PlanRecords) -> list[tuple[str, str]]:
     """The rows of the plan's table, as pairs of a name and a text."""
     plan, probe, exactness = records.plan, records.probe, records.exactness
     rows = []
@@ -126,7 +124,7 @@ def plan_rows(records: PlanRecords) -> Rows:
     return [*setting, *(rows or [("effective batch", "set by the loader")])]
 
 
-def probe_rows(probe: ProbeResult, plan: AccumulationPlan | None) -> Rows:
+def probe_rows(probe: ProbeResult, plan: AccumulationPlan | None) -> list[tuple[str, str]]:
     """The rows of what a probe found."""
     peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
     more = " or more" if plan is not None and plan.factor == 1 and plan.micro_batch_size == probe.limit else ""
@@ -140,7 +138,7 @@ def probe_rows(probe: ProbeResult, plan: AccumulationPlan | None) -> Rows:
     ]
 
 
-def estimate_rows(probe: ProbeResult, plan: AccumulationPlan | None, device: PlannedDevice) -> Rows:
+def estimate_rows(probe: ProbeResult, plan: AccumulationPlan | None, device: PlannedDevice) -> list[tuple[str, str]]:
     """The rows of what was worked out for another device, with those that say which."""
     total, reserved = format_bytes(device.total_bytes), format_bytes(device.reserved_bytes)
     ranks = 1 if plan is None else plan.world_size

@@ -20,6 +20,7 @@ METHODS: dict[Method, str] = {  # what found a limit
     "phases": "tried at the limit",
     "bracket": "tried at the limit",
 }
+STEPPED = ("effective batch", "factor")  # they hold until they change
 PREDICTED, FITS, REFUSED = "C0", "C2", "C3"
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or say what is seen
@@ -48,6 +49,44 @@ def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
     tidy(axes)
     for text in axes.legend(frameon=False).get_texts():
         text.set_parse_math(False)  # a run's name may hold a $
+    return figure
+
+
+def step_figure(curves: Mapping[str, Curve], batch: int = 0) -> Figure | None:
+    """What changes by optimizer step, each unit in axes of its own: batch and noise scale, factor, learning rates.
+
+    The ``batch`` is that of the plan, which is logged only where it changes. Nothing where nothing changes.
+    """
+    noise, errors = curves.get("noise_scale", []), dict(curves.get("noise_scale_error", []))
+    batches = curves.get("effective_batch_size") or [(step, batch) for step, _ in noise if batch]
+    rates = {name: curve for name, curve in curves.items() if name.startswith("learning_rate")}
+    rates = rates or {name: curve for name, curve in curves.items() if name.startswith("lr-")}
+    alike = {name: next(other for other in rates if rates[other] == rates[name]) for name in rates}  # of several groups
+    panels: dict[str, dict[str, Curve]] = {
+        "samples": {"effective batch": batches, "noise scale": noise},
+        "factor": {"factor": curves.get("accumulate_grad_batches", [])},
+        "learning rate": {name: rates[name] for name in alike.values()},
+    }
+    panels = {
+        unit: lines for unit, lines in panels.items() if any(len({y for _, y in line}) > 1 for line in lines.values())
+    }
+    if not panels:
+        return None
+    figure = Figure(figsize=(7, 1 + 1.8 * len(panels)), layout="constrained")
+    for axes, (unit, lines) in zip(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], panels.items()):
+        for name, line in lines.items():
+            draw_curve(axes, line, linewidth=2, label=name, drawstyle="steps-post" if name in STEPPED else "default")
+        if unit == "samples" and noise:
+            low, high = zip(*((y - errors.get(step, 0), y + errors.get(step, 0)) for step, y in noise))
+            axes.fill_between([step for step, _ in noise], low, high, color="C1", alpha=0.25, linewidth=0)
+        axes.set(ylabel=unit, ylim=(0, None))
+        if unit != "learning rate":
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        tidy(axes)
+        if len(axes.lines) > 1:
+            axes.legend(frameon=False)
+    figure.axes[0].set_title("What changes while training goes on")
+    figure.axes[-1].set_xlabel("optimizer step")
     return figure
 
 
@@ -125,23 +164,19 @@ def draw_memory(axes: Axes, probe: ProbeResult) -> None:
         if points:
             sizes, peaks = zip(*points)
             axes.scatter(sizes, peaks, s=45, zorder=3, color=color, marker=marker, label=label)
-    draw_budget(axes, probe.budget_bytes, scale, shown=shown)
+    budget = f"budget {format_bytes(probe.budget_bytes)}"
+    if shown:
+        height = probe.budget_bytes / scale
+        axes.axhline(height, color="dimgray", linewidth=1, linestyle="--")
+        axes.text(0.01, height, budget, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
+    else:
+        axes.text(0.01, 0.97, f"{budget}, far above", transform=axes.transAxes, va="top", color="dimgray")
     ring(axes, probe.limit, probe.peak_bytes / scale, f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}")
     axes.set_ylabel(f"peak memory, {unit}")
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.15 * max(top, shown * probe.budget_bytes) / scale)
     tidy(axes)
     axes.legend(frameon=False, loc="lower right")
-
-
-def draw_budget(axes: Axes, budget: int, scale: int, *, shown: bool) -> None:
-    """A line at the budget; words alone where it is far above all else."""
-    text = f"budget {format_bytes(budget)}"
-    if shown:
-        axes.axhline(budget / scale, color="dimgray", linewidth=1, linestyle="--")
-        axes.text(0.01, budget / scale, text, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
-    else:
-        axes.text(0.01, 0.97, f"{text}, far above", transform=axes.transAxes, va="top", color="dimgray")
 
 
 def draw_timings(axes: Axes, probe: ProbeResult) -> None:

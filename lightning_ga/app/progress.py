@@ -124,9 +124,12 @@ class EpochLog(Callback):
         bar = trainer.progress_bar_callback
         show = bar.print if isinstance(bar, TQDMProgressBar) else partial(print, flush=True)
         keep_in_log(line, show if self.shown else None)
-        place, peak = memory_used(pl_module.device)
+        on_gpu, device = pl_module.device.type == "cuda", pl_module.device  # on a CPU, what the process holds now
+        used = torch.cuda.max_memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
         counts = {"epoch": trainer.current_epoch + 1, "steps": trainer.global_step, "seconds": round(seconds, 3)}
-        self._records.append({**counts, "samples": self._samples, place: peak, **metrics})
+        self._records.append(
+            {**counts, "samples": self._samples, "peak_bytes" if on_gpu else "process_bytes": used, **metrics}
+        )
         write_json(self.folder / "epochs.json", self._records)
 
     def _is_best(self, value: float | None) -> bool:
@@ -145,13 +148,6 @@ class EpochLog(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the best value."""
         self._best = state_dict.get(self.metric)
-
-
-def memory_used(device: torch.device) -> tuple[str, int]:
-    """What the memory of a device is called, and its peak in bytes; on a CPU, what the process holds now."""
-    if device.type == "cuda":
-        return "peak_bytes", torch.cuda.max_memory_allocated(device)
-    return "process_bytes", psutil.Process().memory_info().rss
 
 
 def make_progress(kind: str, folder: Path, metric: str = "", *, has_bar: bool = False) -> list[Callback]:

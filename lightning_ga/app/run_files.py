@@ -7,11 +7,11 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml  # type: ignore[import-untyped] # it ships no types
 from omegaconf import OmegaConf
@@ -179,10 +179,22 @@ def extent(node: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
     return known[id(node)]
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[TextIO]:
+    """An open file; its folder is made if needed, and an error of a full disk, which names no file, names this one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8", errors="replace") as file:
+            yield file
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a text; the folder is made if needed, and bytes of names that are not UTF-8 become question marks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8", errors="replace")
+    """Write a text; bytes of names that are not UTF-8 become question marks."""
+    with writing(path) as file:
+        file.write(text)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -201,7 +213,7 @@ def finite(content: Any) -> Any:
 
 def write_table(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     """Write CSV in which a spreadsheet finds nothing to run, and a terminal nothing to obey."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with writing(path) as file:
         csv.writer(file).writerows([as_cell(value) for value in row] for row in rows)
 
 

@@ -204,27 +204,24 @@ def best_checkpoint(run: Fit) -> ModelCheckpoint | None:
 
 
 def outcome(run: Fit) -> str:
-    """What a run that was ended by a signal has saved, and the command that goes on with it."""
+    """What a run that was ended early has saved, and the command that goes on with it."""
     if run.config.task != "fit":
         return f"task={run.config.task} changes nothing: start it again."
     steps = f"{run.trainer.global_step:,} optimizer steps were done"
-    last = run.folder / "checkpoints" / "last.ckpt"
+    files = {name: run.folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best")}
+    name = next((name for name, path in files.items() if path.is_file()), None)
     typed = [argument for argument in HydraConfig.get().overrides.task if not argument.startswith("ckpt_path=")]
-    if not last.is_file():
-        return f"{steps}, and no checkpoint had been saved yet. Start again: {command(typed)}"
-    return f"{steps}; the state after the last epoch is in {last}. Go on with: {command([*typed, f'ckpt_path={last}'])}"
-
-
-def command(overrides: list[str]) -> str:
-    """A command line for the shell."""
-    return shlex.join(["python", "-m", "lightning_ga.train", *overrides])
+    line = ["python", "-m", "lightning_ga.train", *typed]
+    if name is None:
+        return f"{steps}, and no checkpoint had been saved yet. Start again: {shlex.join(line)}"
+    onward = shlex.join([*line, f"ckpt_path={files[name]}"])
+    return f"{steps}; the state after the {name} epoch is in {files[name]}. Go on with: {onward}"
 
 
 def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:
     """The result, on the screen as the last lines and in ``result.json``."""
     survived = getattr(find_accumulate(run.trainer), "oom_events", 0)
     events = {"oom_events": survived} if survived else {}
-    write_json(run.folder / "result.json", {**metrics, **events, "seconds": round(seconds, 1)})
     shown = [f"{name} {value:.4f}" for name, value in sorted(metrics.items()) if not name.startswith("train/")]
     print(f"\nResult after {seconds:.0f} s: {', '.join(shown) or run.config.task + ' done'}")
     names = sorted(name for name, value in metrics.items() if not math.isfinite(value))
@@ -236,6 +233,7 @@ def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:
         )
     if survived:
         print(f"Survived {counted(survived, 'out-of-memory error')}: what was told of it stands above.")
+    write_json(run.folder / "result.json", {**metrics, **events, "seconds": round(seconds, 1)})  # a disk may be full
     print(printable(f"Files: {run.folder}"))
 
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, TextIO
 
-from lightning_ga.app.errors import chain
+from lightning_ga.app.errors import FULL, chain
 from lightning_ga.errors import printable
 
 ASCII_SIGNS = {"×": "x", "–": "-", "—": "-", "…": "...", "→": "->", "−": "-", "±": "+-", "µ": "u", "‖": "|", "≤": "<="}
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of a terminal's cursor
+SIGNALS = {"KeyboardInterrupt": signal.SIGINT, "SIGTERMException": signal.SIGTERM, "Interrupted": signal.SIGTERM}
 _open: list["Tee"] = []  # logs of what is printed
 
 
@@ -35,10 +36,22 @@ codecs.register_error("lightning_ga.ascii", _in_ascii)
 
 
 def printable_everywhere(*streams: Any) -> None:
-    """Have signs that a terminal's encoding lacks replaced by those of ASCII, where printing them would fail."""
-    for stream in streams:
+    """Have signs that a terminal's encoding lacks replaced by those of ASCII, where printing them would fail.
+
+    Streams that the process was started without, as by ``>&-``, lead nowhere: a file would get their number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 (as long as the process)
+    for stream in streams or (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError, OSError):
             stream.reconfigure(errors="lightning_ga.ascii")
+
+
+def silence(stream: Any) -> None:
+    """Let what a stream still holds, and all that it is given, go nowhere: it can be written to no more."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def columns() -> int:
@@ -60,7 +73,10 @@ def wrapped_output(width: int = 100) -> Iterator[None]:
 
 
 class Tee:
-    """A stream that writes what is printed to a log as well, without what only moves a terminal's cursor."""
+    """A stream that writes what is printed to a log as well, without what only moves a terminal's cursor.
+
+    If nobody can read it any more (a closed pipe, a full disk), the run goes on, and so does its log.
+    """
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log
@@ -72,7 +88,8 @@ class Tee:
         """Print and keep."""
         if "\r" not in text:
             self.keep(MOVES.sub("", text))
-        return self._stream.write(text)
+        self._show(self._stream.write, text)
+        return len(text)
 
     def keep(self, text: str) -> None:
         """Write to the log alone."""
@@ -81,9 +98,16 @@ class Tee:
 
     def flush(self) -> None:
         """Both."""
-        self._stream.flush()
+        self._show(self._stream.flush)
         with suppress(OSError, ValueError):
             self._log.flush()
+
+    def _show(self, show: Callable[..., object], *text: str) -> None:
+        try:
+            show(*text)
+        except OSError as error:
+            silence(self._stream)
+            warn(f"What is printed cannot be shown ({error.strerror}): the run goes on, and keeps it in its log.")
 
 
 @contextmanager
@@ -121,7 +145,7 @@ class Interrupted(BaseException):
 
     def __init__(self, signum: signal.Signals, outcome: str = "nothing had been trained or saved.") -> None:
         super().__init__(f"Stopped by {'Ctrl-C' if signum == signal.SIGINT else signum.name}: {outcome}")
-        self.signum, self.code = signum, 128 + signum  # as shells count: 130 for Ctrl-C, 143 for SIGTERM
+        self.code = 128 + signum  # as shells count: 130 for Ctrl-C, 143 for SIGTERM
 
 
 @contextmanager
@@ -144,6 +168,8 @@ def sigterm_ends() -> Iterator[None]:
 def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
     """A context that turns the end by a signal into an ``Interrupted`` that says what became of the run.
 
+    An error of a full disk is given that as a note.
+
     Lightning turns Ctrl-C into ``SystemExit(1)`` and SIGTERM, once a batch is done, into one without a code.
     """
 
@@ -153,11 +179,14 @@ def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
     try:
         with sigterm_handled(interrupt):
             yield
-    except (KeyboardInterrupt, Interrupted, SystemExit) as end:
-        signum = signal_behind(end)
-        if signum is None:
-            raise
-        raise Interrupted(signum, outcome()) from end
+    except BaseException as end:  # torch.save, if it is interrupted, raises an error of its own
+        links = [*chain(end)]
+        behind = [SIGNALS[type(link).__name__] for link in links if type(link).__name__ in SIGNALS]
+        if behind:
+            raise Interrupted(behind[0], outcome()) from end
+        if any(isinstance(link, OSError) and link.errno in FULL for link in links):
+            end.add_note(outcome())
+        raise
 
 
 @contextmanager
@@ -171,15 +200,3 @@ def sigterm_handled(handler: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def signal_behind(end: BaseException) -> signal.Signals | None:
-    """Which signal an exception comes from, if one."""
-    for link in chain(end):
-        if isinstance(link, Interrupted):
-            return link.signum
-        if isinstance(link, KeyboardInterrupt):
-            return signal.SIGINT
-        if type(link).__name__ == "SIGTERMException":
-            return signal.SIGTERM
-    return None

@@ -296,19 +296,13 @@ def check_values(config: Config) -> None:
             place = place.get(section) if isinstance(place, dict) else None
         if isinstance(place, dict) and name in place and is_known(place) and not rule.holds(place[name]):
             raise UserError(rule.sentence(key, place[name]))
-    if config["dry_run"] and config["task"] != "fit":
-        raise UserError(
-            f"dry_run=true shows the plan of a training, and task={config['task']} has none: leave one of the two out."
-        )
-    for name in ("callbacks", "logger"):
-        if name in (config.get("trainer") or {}):
-            raise UserError(f"trainer.{name} is read by nothing: write {name}=OPTION or {name}.NAME._target_=CLASS.")
-    check_nodes(config)
-    check_planned_device(config)
-    model = config.get("model") or {}
-    if str(model.get("_target_")).startswith(MODELS):
-        check_agreement(config, model)
-        check_metrics(config, model)
+    for sentence in contradictions(config):
+        raise UserError(sentence)
+
+
+def is_known(section: Config) -> bool:
+    """Whether a section's keys mean what the table says: a class of the user's own may use them otherwise."""
+    return str(section.get("_target_", KNOWN[0])).startswith(KNOWN)
 
 
 def as_typed(value: Any) -> Any:
@@ -323,72 +317,57 @@ def as_typed(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value > 1 and value.is_integer() else value
 
 
-def check_nodes(config: Config) -> None:
-    """Refuse what names no class to build: a key that was added where nothing was chosen, or a bare value."""
+def contradictions(config: Config) -> Iterator[str]:
+    """What is wrong with keys that are right alone, each in a sentence."""
+    task, memory, dry_run = config["task"], config["device_memory"], config["dry_run"]
+    if dry_run and task != "fit":
+        yield f"dry_run=true shows the plan of a training, and task={task} has none: leave one of the two out."
+    for name in {"callbacks", "logger"} & (config.get("trainer") or {}).keys():
+        yield f"trainer.{name} is read by nothing: write {name}=OPTION or {name}.NAME._target_=CLASS."
     nodes = {name: config.get(name) for name in BUILT}
     for group in ("callbacks", "logger"):
         nodes |= {f"{group}.{name}": node for name, node in (config.get(group) or {}).items()}
     for name, node in nodes.items():
         if node and not (isinstance(node, dict) and node.get("_target_")):
-            group, given = name.partition(".")[0], name if isinstance(node, dict) else f"{name}={shown(node)}"
-            raise UserError(
-                f"{given} has no _target_, and builds nothing: choose {group}=OPTION (--help lists them), or give "
-                f"{name}._target_=CLASS."
+            given = name if isinstance(node, dict) else f"{name}={shown(node)}"
+            yield (
+                f"{given} has no _target_, and builds nothing: choose {name.partition('.')[0]}=OPTION (--help lists "
+                f"them), or give {name}._target_=CLASS."
             )
-
-
-def check_planned_device(config: Config) -> None:
-    """Refuse to train on a device that is not here, and a plan for one that nothing makes."""
-    memory = config["device_memory"]
-    if memory is None:
+    if memory is not None:
+        require_bytes("device_memory", memory, least=LEAST_BYTES)
+        if not dry_run:
+            yield (
+                f"device_memory={memory} plans for a device that is not here, and nothing can be trained on it: "
+                "add dry_run=true, or emulate a smaller device with accumulate.memory_budget=…."
+            )
+        if not config.get("accumulate"):
+            yield "device_memory=… needs a callback that plans: leave accumulate=off out."
+    model, data = config.get("model") or {}, config.get("data") or {}
+    if not str(model.get("_target_")).startswith(MODELS):
         return
-    require_bytes("device_memory", memory, least=LEAST_BYTES)
-    if not config["dry_run"]:
-        raise UserError(
-            f"device_memory={memory} plans for a device that is not here, and nothing can be trained on it: "
-            "add dry_run=true, or emulate a smaller device with accumulate.memory_budget=…."
-        )
-    if not config.get("accumulate"):
-        raise UserError("device_memory=… needs a callback that plans: leave accumulate=off out.")
-
-
-def is_known(section: Config) -> bool:
-    """Whether a section's keys mean what the table says: a class of the user's own may use them otherwise."""
-    return str(section.get("_target_", KNOWN[0])).startswith(KNOWN)
-
-
-def check_agreement(config: Config, model: Config) -> None:
-    """Refuse a model that is given other pictures than it is made for."""
-    data = config.get("data") or {}
     for name in ("optimizer", "lr_scheduler"):
         if name in model and model[name] != config.get(name):
-            raise UserError(f"model.{name} is read from {name}: choose {name}=OPTION, or set {name}.KEY.")
+            yield f"model.{name} is read from {name}: choose {name}=OPTION, or set {name}.KEY."
     optimizer = str((config.get("optimizer") or {}).get("_target_"))
     if model.get("sparse") and optimizer.startswith("torch.optim.Adam"):
-        raise UserError(
+        yield (
             f"model.sparse=true makes sparse gradients, which {optimizer} does not take: use optimizer=adagrad, or "
             "model.sparse=false."
         )
     for own, other in (("in_channels", "channels"), ("image_size", "image_size"), ("context", "max_length")):
-        wanted, given = model.get(own), data.get(other)
-        if wanted is not None and given is not None and wanted != given:
-            raise UserError(
-                f"model.{own}={wanted} does not fit data.{other}={given}: set data.{other} alone, the model follows it."
-            )
-
-
-def check_metrics(config: Config, model: Config) -> None:
-    """Refuse a metric that the models here do not measure: it would come to light after an epoch."""
-    is_of_text = model["_target_"] in TEXT_MODELS
-    monitored, measured = (MONITORED_OF_TEXT, MEASURED_OF_TEXT) if is_of_text else (MONITORED, MEASURED)
-    if config["optimized_metric"] not in measured:
-        raise UserError(
-            f"optimized_metric={config['optimized_metric']} is not measured: choose one of {', '.join(measured)}."
-        )
+        wanted, found = model.get(own), data.get(other)
+        if wanted is not None and found is not None and wanted != found:
+            yield f"model.{own}={wanted} does not fit data.{other}={found}: set data.{other}, which the model follows."
+    monitored, measured = (
+        (MONITORED_OF_TEXT, MEASURED_OF_TEXT) if model["_target_"] in TEXT_MODELS else (MONITORED, MEASURED)
+    )
+    metric = config["optimized_metric"]
+    if metric not in measured:  # it would come to light after an epoch
+        yield f"optimized_metric={metric} is not measured: choose one of {', '.join(measured)}."
     for name, callback in (config.get("callbacks") or {}).items():
-        monitor = (callback or {}).get("monitor")
-        if monitor is not None and monitor not in monitored:
-            raise UserError(
-                f"callbacks.{name} cannot watch {monitor}, which is not measured while training: "
+        if (callback or {}).get("monitor", monitored[0]) not in (None, *monitored):
+            yield (
+                f"callbacks.{name} cannot watch {callback['monitor']}, which is not measured while training: "
                 f"choose one of {', '.join(monitored)} (optimized_metric=…), or callbacks=none."
             )

@@ -16,7 +16,6 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning_fabric.plugins import CheckpointIO as LegacyCheckpointIO
 
 from lightning_ga import AtomicCheckpointIO
-from lightning_ga.app.atomic import local_path
 
 TINY = ("model=mlp", "debug=default", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
 
@@ -142,12 +141,16 @@ def test_the_command_line_uses_it_unless_a_plugin_of_the_users_own_does(monkeypa
         assert isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO) is atomic
 
 
+def test_a_path_may_be_an_address_of_this_machine(tmp_path: Path) -> None:
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, f"file://{tmp_path}/a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True) == {"step": 1}
+
+
 def test_remote_paths_are_left_to_lightning() -> None:
     """Object stores have no rename, and show nothing before a write is complete."""
     saver = AtomicCheckpointIO()
     saver.save_checkpoint({"step": 1}, "memory://atomic/a.ckpt")
     assert saver.load_checkpoint("memory://atomic/a.ckpt") == {"step": 1}
-    assert local_path("memory://atomic/a.ckpt") is None
 
 
 def test_options_of_other_storages_are_refused_as_by_lightning(tmp_path: Path) -> None:

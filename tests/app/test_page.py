@@ -93,6 +93,17 @@ def test_a_run_that_left_little_has_a_page_too(tmp_path):
     assert "<h2>Epochs</h2>" not in page
 
 
+def test_the_page_shows_a_batch_that_changes_by_step(command):
+    """With its learning rate, from what the callback logs; nothing of the kind where all stays as it is."""
+    grows = "accumulate.effective_batch_size={_target_: lightning_ga.schedule.by_step, counts: {0: 32, 2: 64}}"
+    for line, shown in (((grows, "accumulate.scale_lr=sqrt"), True), (("lr_scheduler=none",), False)):
+        run = command(*TINY, "data.batch_size=32", *line, folder=str(shown))
+        assert run.code == 0, run.err
+        page = (run.folder / "report.html").read_text()
+        for part in ("What changes by optimizer step", ">factor<", ">learning rate<"):
+            assert (part in page) is shown, part
+
+
 def test_several_runs_are_shown_side_by_side(tmp_path, monkeypatch, capsys):
     """What differs, what came of it, and their curves in one picture."""
     one, other = leave_run(tmp_path / "x" / "one"), leave_run(tmp_path / "x" / "other", batch_size=32)

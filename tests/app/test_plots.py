@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from lightning_ga.app.plots import draw_memory, loss_figure, probe_figure
+from lightning_ga.app.plots import draw_memory, loss_figure, probe_figure, step_figure
 from lightning_ga.app.run_files import read_curves
 from lightning_ga.plan.records import ProbeResult, Timing, Trial
 
@@ -71,3 +71,40 @@ def test_a_budget_far_above_all_else_is_told_and_not_drawn():
     axes = drawn(draw_memory, replace(FOUND, budget_bytes=80 * GIB))
     assert words(axes) == ["budget 80.0 GiB, far above"]
     assert axes.get_ylim()[1] < 200
+
+
+BATCHES = {"effective_batch_size": [(0, 16.0), (5, 32.0)], "accumulate_grad_batches": [(0, 2.0), (5, 2.0)]}
+NOISE = {"noise_scale": [(3, 40.0), (4, 50.0)], "noise_scale_error": [(3, 10.0), (4, 5.0)]}
+
+
+@pytest.mark.parametrize(
+    ("curves", "shown"),
+    [
+        ({"train/loss": [(0, 1.0), (1, 0.5)]}, {}),
+        ({"effective_batch_size": [(0, 8.0), (1, 8.0)], "lr-Adam": [(0, 0.1), (1, 0.1)]}, {}),
+        (BATCHES, {"samples": ["effective batch"]}),
+        (NOISE, {"samples": ["effective batch", "noise scale"]}),  # beside the batch of the plan
+        (
+            {"lr-Adam/pg1": [(0, 0.1), (1, 0.2)], "lr-Adam/pg2": [(0, 0.1), (1, 0.2)]},
+            {"learning rate": ["lr-Adam/pg1"]},
+        ),
+        (
+            {"lr-Adam": [(0, 9.0), (1, 8.0)], "learning_rate": [(0, 0.1), (1, 0.2)], "learning_rate/1": [(0, 1.0)]},
+            {"learning rate": ["learning_rate", "learning_rate/1"]},  # as scaled, not as the scheduler set it
+        ),
+    ],
+)
+def test_what_changes_by_step_is_drawn(curves, shown):
+    """Nothing that is not logged, or stays as it is."""
+    figure = step_figure(curves, batch=64)
+    axes = figure.axes if figure is not None else []
+    assert {each.get_ylabel(): [line.get_label() for line in each.lines] for each in axes} == shown
+
+
+def test_the_error_of_the_noise_scale_is_a_band_beside_the_batch():
+    (axes,) = step_figure(NOISE, batch=64).axes
+    batch, noise = axes.lines
+    assert list(batch.get_ydata()) == [64, 64]
+    assert list(noise.get_ydata()) == [40, 50]
+    heights = {float(y) for y in axes.collections[0].get_paths()[0].vertices[:, 1]}
+    assert {30, 50, 45, 55} <= heights

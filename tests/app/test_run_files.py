@@ -1,5 +1,6 @@
 import csv
 import json
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -25,6 +26,13 @@ def test_names_that_are_not_utf8_are_written(tmp_path):
     assert (tmp_path / "a" / "x.txt").read_text() == "caf?"
     write_json(tmp_path / "x.json", {NOT_UTF8: float("nan")})
     assert json.loads((tmp_path / "x.json").read_text()) == {"caf?": None}
+
+
+@pytest.mark.parametrize("write", [write_text, write_json, lambda path, text: write_table(path, [[text]])])
+def test_a_full_disk_is_told_with_the_name_of_the_file(write):
+    """The system names none."""
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write(Path("/dev/full"), "x")
 
 
 def test_a_text_from_anywhere_does_nothing_to_a_terminal():

@@ -1,6 +1,7 @@
 """What a run does with names and secrets from elsewhere, and with checkpoints that are not as Lightning wrote them."""
 
 import csv
+import errno
 import json
 import math
 import os
@@ -67,6 +68,22 @@ def test_what_is_written_for_people_loses_nothing(command, monkeypatch, broken):
     assert run.code == 0
     assert "could not be written: division by zero" in run.err
     assert "test/acc" in json.loads((run.folder / "result.json").read_text())
+
+
+def test_a_result_that_cannot_be_written_is_shown(command, monkeypatch):
+    """The disk may be full by then."""
+    write = tasks.write_json
+
+    def fail(path, content):
+        if path.name == "result.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(tasks, "write_json", fail)
+    run = command(*TINY)
+    assert run.code == 1
+    assert "test/acc" in run.out.splitlines()[-1]
+    assert "result.json' cannot be written: No space left on device" in run.err
 
 
 def test_secrets_of_the_environment_are_nowhere_in_a_run(command, monkeypatch):

@@ -1,11 +1,14 @@
+import errno
 import io
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from forks import forked
 from rich.console import Console
 
@@ -50,6 +53,45 @@ def test_a_log_that_cannot_be_written_ends_no_run():
     shown = io.StringIO()
     print("shown", file=Tee(shown, log), flush=True)
     assert shown.getvalue() == "shown\n"
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(capfd):
+    """As of ``| head -1``: told once, beside the output, and kept in the log."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    log = io.StringIO()
+    with os.fdopen(writer, "w") as stream:
+        tee = Tee(stream, log)
+        for _ in range(2):
+            print("a line", file=tee, flush=True)
+    assert log.getvalue() == "a line\na line\n"
+    (told,) = capfd.readouterr().err.splitlines()
+    assert told.startswith("Warning: What is printed cannot be shown (Broken pipe): the run goes on")
+
+
+LINE = f"{sys.executable} -m lightning_ga.train"
+RUN = f"{LINE} model=mlp debug=default accumulate.micro_batch_size=16 hydra.run.dir=run"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"{RUN} >&-", ""),
+        (f"({RUN}; test -f run/result.json || echo lost >&2) | head -1", "Warning: What is printed cannot be shown"),
+        (f"{LINE} --help >/dev/full", "Error: A file of this run, or what it prints, cannot be written: No space"),
+        (f"{LINE} --help | true", ""),
+        (f"mkdir x; cd x; rmdir ../x; {LINE} --cfg job", "Error: The current folder has been removed: change to"),
+    ],
+    ids=["closed", "head", "full", "no reader", "no folder"],
+)
+def test_a_shell_may_do_anything_to_the_output(tmp_path, line, said):
+    """A run leaves its result, and each ends with one sentence at most."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert run.stderr.startswith(said)
+    assert len(run.stderr.splitlines()) == bool(said)
+    assert (run.returncode != 0) == said.startswith("Error")
+    assert ("hydra.run.dir" in line) == (tmp_path / "run" / "result.json").is_file()
 
 
 TINY = ("model=mlp", "debug=default", "trainer.max_epochs=3", "accumulate.micro_batch_size=16")
@@ -127,3 +169,42 @@ def test_other_exits_are_left_alone():
         except KeyboardInterrupt:
             raise SystemExit(1)  # noqa: B904 (as Lightning does)
     assert (told.value.code, str(told.value)) == (130, "Stopped by Ctrl-C: all is saved.")
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_ctrl_c_while_a_checkpoint_is_written(command, monkeypatch, number):
+    """torch.save ends with an error of its own then; the checkpoint before it is whole, and named."""
+    fail_in_save(monkeypatch, number, KeyboardInterrupt())
+    run = command(*TINY)
+    assert run.code == 130
+    (line,) = [line for line in run.err.splitlines() if line.startswith("Error")]
+    assert line.startswith("Error: Stopped by Ctrl-C: ")
+    assert ("ckpt_path=" in line) == (number > 1)
+
+
+def test_a_disk_that_is_full_in_mid_training_says_what_was_saved(command, monkeypatch):
+    """After the sentence on the disk; the checkpoint before is whole."""
+    fail_in_save(monkeypatch, 2, OSError(errno.ENOSPC, "No space left on device"))
+    run = command(*TINY, "callbacks=last")
+    assert run.code == 1
+    (line,) = run.err.splitlines()
+    last = run.folder / "checkpoints" / "last.ckpt"
+    assert "cannot be written: No space left on device. Choose another folder" in line
+    assert line.endswith(f"ckpt_path={last}")
+    assert "8 optimizer steps were done; the state after the last epoch is in" in line
+    assert torch.load(last, weights_only=True)["epoch"] == 0
+
+
+def fail_in_save(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
+    """Let the so-manieth write of a checkpoint fail as torch does if the file cannot be written on."""
+    save, writes = torch.save, iter(range(1, 100))
+
+    def fail(checkpoint, file):
+        if next(writes) < number:
+            return save(checkpoint, file)
+        try:
+            raise error
+        finally:
+            raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", fail)
