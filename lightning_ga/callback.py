@@ -149,7 +149,7 @@ class AutoAccumulate(Callback):
         scales_rates(self._request, rates)
         names = read_whole(whole, self._request)
         growing = self._request.by_window and effective_batch_size
-        in_step = micro_batching if micro_batching == "step" else None
+        in_step = micro_batching if micro_batching == "step" and (tokens or callable(size_of)) else None
         others = {"accumulate": accumulate, "micro_batching": in_step, "whole": names, "effective_batch_size": growing}
         if tokens is not None:
             others |= {"scale_lr": scale_lr if scale_lr != "none" else None, "scale_beta2": scale_beta2}
