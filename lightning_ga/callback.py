@@ -84,7 +84,8 @@ class AutoAccumulate(Callback):
         size_of: For samples of unequal length: a callable ``(dataset, index) -> int``, the name of a column or
             attribute, or ``"auto"`` for the extent that varies. A window keeps its samples; they are sorted by size
             and cut where samples × longest reaches what ``micro_batch_size`` of the longest samples take. The sizes of
-            all samples are read once, before training.
+            all samples are read once, before training. Batches that are cut in the step show them by a mask or by
+            lengths, which ``"auto"`` finds or a name says.
         scale_lr: Multiplies what the scheduler sets by effective batch ÷ the recipe's (``"linear"``), or by the root
             of that (``"sqrt"``), in every parameter group.
         scale_beta2: Whether Adam's β₂ is raised to the power of effective batch ÷ the recipe's, which keeps its

@@ -83,6 +83,17 @@ def find_padding(batches: Sequence[Any], layout: Layout, size_of: str) -> tuple[
     return tuple(chosen)
 
 
+def shows_lengths(batches: Sequence[Any], size_of: str, layout: Layout) -> bool:
+    """Return whether padding is at the ends of samples, if these lie as the layout says: a mask has two axes."""
+    try:
+        paddings = find_padding(batches, layout, size_of)
+    except UserError:
+        return False
+    opened = [dict(_parts("batch", batch, layout)) for batch in batches]
+    found = (_real(each.kind, parts[each.path], each.samples) for each in paddings for parts in opened)
+    return all(real is None or bool((real == _within(real)).all()) for real in found)
+
+
 def slices_by_size(batch: Any, layout: Layout, paddings: Sequence[Padding], *, trims: bool = True) -> SizedSlices:
     """Return the slices of a batch with its longest samples first."""
     parts = dict(_parts("batch", batch, layout))
@@ -176,6 +187,12 @@ def _spans(real: Tensor) -> tuple[Tensor, Tensor]:
     return ones.argmax(1) * any_real, (width - ones.flip(1).argmax(1)) * any_real
 
 
+def _within(real: Tensor) -> Tensor:
+    begins, ends = _spans(real)
+    columns = torch.arange(real.shape[1])
+    return (columns >= begins[:, None]) & (columns < ends[:, None])
+
+
 def _following(
     widths: Sequence[int], opened: Sequence[Mapping[str, Any]], layout: Layout
 ) -> dict[str, tuple[int, ...]]:
@@ -205,8 +222,7 @@ def _is_padding(padding: Padding, real: Sequence[Tensor], opened: Sequence[Mappi
         if not any(all(map(_is_one_value, check(beyond=True))) for check in checks):
             return False
         tells |= not all(map(_is_one_value, checks[0](beyond=False)))
-    beyond = [bool((ends - begins < each.shape[1]).any()) for each in real for begins, ends in [_spans(each)]]
-    return tells and any(beyond)
+    return tells and not all(bool(_within(each).all()) for each in real)
 
 
 def _values(
@@ -214,10 +230,7 @@ def _values(
 ) -> Iterator[Tensor]:
     """Yield a part's entries in each batch, beyond the samples or within them."""
     for parts, each in zip(opened, real):
-        begins, ends = _spans(each)
-        columns = torch.arange(each.shape[1])
-        within = (columns >= begins[:, None]) & (columns < ends[:, None])
-        yield parts[path].detach().cpu().movedim((samples, axis), (0, 1))[within != beyond]
+        yield parts[path].detach().cpu().movedim((samples, axis), (0, 1))[_within(each) != beyond]
 
 
 def _is_one_value(values: Tensor) -> bool:

@@ -19,7 +19,7 @@ from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
 from lightning_ga.batch.sizes import leaves, length_of_first
 from lightning_ga.batch.split import BatchSlices, slices_by_hook, slices_of
 from lightning_ga.errors import UserError
-from lightning_ga.loading.padding import Padding, SizedSlices, find_padding, slices_by_size
+from lightning_ga.loading.padding import Padding, SizedSlices, find_padding, shows_lengths, slices_by_size
 from lightning_ga.loading.samples import collate_samples, collect_samples, spread
 from lightning_ga.loading.streams import length_of
 from lightning_ga.memory.oom import is_out_of_memory
@@ -91,7 +91,8 @@ class ReadyMadeBatches:
 
     def layout(self, prepare: Prepare) -> Layout:
         """Read the layout by comparing the batches' shapes."""
-        return read_ready_made(self.some(prepare))
+        batches, size_of = self.some(prepare), self.size_of
+        return read_ready_made(batches, None if size_of is None else partial(shows_lengths, batches, size_of))
 
     def some(self, prepare: Prepare) -> list[Any]:
         """Return these batches."""

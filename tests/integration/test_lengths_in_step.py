@@ -132,6 +132,25 @@ def test_batches_that_a_loader_collates(num_workers: int, collate: Any, size_of:
     assert all(rows == 1 or rows * columns <= callback.plan.size_budget for rows, columns in module.shapes)
 
 
+@pytest.mark.parametrize("width", [None, LONGEST + 6])
+def test_a_mask_shows_which_axis_is_that_of_the_samples(width: int | None) -> None:
+    """All parts have two axes, and batches are of one size: padding is at the ends of samples."""
+    whole = to_one_width if width else masked
+    batches = [whole([DATA[number] for number in batch]) for batch in BATCHES[:-1]]
+    for batch in batches:
+        batch["number"] = batch["number"][:, None].expand(-1, batch["words"].shape[1]) * batch["attention_mask"]
+    module, _ = train(DataLoader(batches, batch_size=None), module=InTwoAxes())
+    assert worst_error(module.gradients, plain_gradients(DATA, windows()[:-1])) <= 1e-12
+    assert max(rows for rows, _ in module.shapes) > 4
+
+
+class InTwoAxes(Reading):
+    """Samples have their numbers at each word."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step({**batch, "number": batch["number"].amax(1)}, batch_idx)
+
+
 def test_the_plan_in_words() -> None:
     _, callback = train(ready_made(), factor=2)
     budget = callback.plan.size_budget
