@@ -93,7 +93,8 @@ class TrainingSource:
 
     def largest_batch(self, epoch: int) -> int:
         """Return the most samples that the loader yields to a rank at once where the step cuts batches."""
-        return self.recipe.largest_batch(epoch)
+        windows = self.loader.batch_size if self.reads_windows and self.loader is not None else None
+        return windows or self.recipe.largest_batch(epoch)
 
     def largest_extent(self, epoch: int) -> int:
         """Return the most samples that a batch may hold."""
@@ -273,12 +274,6 @@ class MicroBatchSource(TrainingSource):
         self.batch_source = CollatedBatches(
             [loader], samples=lambda _: self.looks(self.sampler.epoch).some.read(LOOKED_AT), size_of=size_of
         )
-
-    def largest_batch(self, epoch: int) -> int:
-        """Return the most samples that the loader yields to a rank at once: of a window, if it reads these whole."""
-        if not self.reads_windows or self.loader is None:
-            return super().largest_batch(epoch)
-        return self.loader.batch_size or 1
 
     def _scan_order(self, epoch: int) -> ScanOrder:
         loader, order, total = self.recipe.loader, self.recipe.order, self.recipe.total(epoch)

@@ -1,11 +1,15 @@
 """Ready-made batches cut by the lengths that they show: the same gradients as uncut, within the budget."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
+from rank_records import run_ranks
 from reference import StreamOf, cut, fit, permutation, worst_error
 from texts import LONGEST, Reading, Texts, pad, plain_gradients, windows_of
 from torch.utils.data import DataLoader
@@ -262,3 +266,44 @@ def test_a_stream_needs_what_its_batches_show() -> None:
     loader = DataLoader(StreamOf(DATA), 16, collate_fn=masked)
     with pytest.raises(UserError, match="a stream has no indices: .* size_of='attention_mask'"):
         train(loader, micro_batching="loader", size_of=lambda data, index: 1)
+
+
+class OnRanks(Reading):
+    """Writes down what a rank has seen."""
+
+    folder: Path
+
+    def on_train_end(self) -> None:
+        record = {"micro_batches": self.micro_batches, "shapes": self.shapes, "gradients": self.gradients}
+        torch.save(record, self.folder / f"rank{self.global_rank}.pt")
+
+
+class OwnBatches:
+    """Two batches on each rank."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(list(ready_made())[torch.distributed.get_rank() :: 2][:2])
+
+
+def main(settings: dict[str, Any], folder: Path) -> None:
+    """A fit on gloo ranks, in a fork that forks them."""
+    module = OnRanks()
+    module.folder = folder
+    strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
+    callback = AutoAccumulate(micro_batch_size=4, size_of="auto", micro_batching="step")
+    fit(OwnBatches(), callback, module=module, strategy=strategy, devices=2, max_epochs=1)
+
+
+@pytest.mark.distributed
+def test_ranks_cut_their_own_batches(tmp_path: Path) -> None:
+    """Each by its own sizes; the gradient is that of both whole."""
+    records = run_ranks(tmp_path, program=SimpleNamespace(main=main), ranks=2)
+    ours = [sum(both, []) for both in zip(*(windows_of(record["micro_batches"]) for record in records))]
+    assert [sorted(window) for window in ours] == [sorted(window) for window in windows(2)[:2]]
+    for record in records:
+        assert worst_error(record["gradients"], plain_gradients(DATA, ours)) <= 1e-12
+        assert len(record["shapes"]) > 2
+        assert max(rows for rows, _ in record["shapes"]) > 4
