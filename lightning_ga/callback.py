@@ -85,7 +85,8 @@ class AutoAccumulate(Callback):
         size_of: For samples of unequal length: a callable ``(dataset, index) -> int``, the name of a column or
             attribute, or ``"auto"`` for the extent that varies. A window keeps its samples; they are sorted by size
             and cut where samples × longest reaches what ``micro_batch_size`` of the longest samples take. The sizes of
-            all samples are read once, before training.
+            all samples are read once, before training. Batches that are cut in the step show them by a mask or by
+            lengths, which ``"auto"`` finds or a name says.
         scale_lr: Multiplies what the scheduler sets by effective batch ÷ the recipe's (``"linear"``), or by the root
             of that (``"sqrt"``), in every parameter group.
         scale_beta2: Whether Adam's β₂ is raised to the power of effective batch ÷ the recipe's, which keeps its
@@ -150,7 +151,7 @@ class AutoAccumulate(Callback):
         scales_rates(self._request, rates)
         names = read_whole(whole, self._request)
         growing = self._request.by_window and effective_batch_size
-        in_step = micro_batching if micro_batching == "step" else None
+        in_step = micro_batching if micro_batching == "step" and (tokens or callable(size_of)) else None
         others = {"accumulate": accumulate, "micro_batching": in_step, "whole": names, "effective_batch_size": growing}
         if tokens is not None:
             others |= {"scale_lr": scale_lr if scale_lr != "none" else None, "scale_beta2": scale_beta2}

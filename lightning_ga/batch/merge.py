@@ -54,6 +54,24 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     return _merge(parts, is_loss=True, losses=("['loss']",))
 
 
+def in_order(whole: Any, part: tuple[Any, int, float], order: Sequence[int]) -> Any:
+    """Bring what was merged by sample into the order of the batch; ``part`` are output, size and weight of one piece.
+
+    Examples:
+        >>> in_order({"ids": torch.tensor([5, 7, 6])}, ({"ids": torch.tensor([5])}, 1, 1.0), [0, 2, 1])
+        {'ids': tensor([5, 6, 7])}
+    """
+    value, size, _ = part
+    shape, shape_of_part = extents(whole), extents(value)
+    if shape and shape_of_part and (shape[0], shape_of_part[0]) == (len(order), size) and type(whole) is type(value):
+        places = sorted(range(len(order)), key=order.__getitem__)
+        return rebuild(whole, [whole[place] for place in places]) if is_plain_sequence(whole) else whole[places]
+    children, of_part = open_container(whole), dict(open_container(value) or ())
+    if children is None or type(whole) is not type(value):
+        return whole
+    return rebuild(whole, [in_order(child, (of_part.get(name), size, 1.0), order) for name, child in children])
+
+
 def _merge(parts: list[_Part], *, is_loss: bool = False, losses: tuple[str, ...] = ()) -> Any:
     """Merge values of any kind. A loss is a tensor of one element; ``losses`` names the fields that may hold one."""
     parts = [part for part in parts if part.value is not None]

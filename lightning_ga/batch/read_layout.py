@@ -174,8 +174,10 @@ class _Reading:
             self.compare(path + name, one, two, three)
 
 
-def read_ready_made(batches: Sequence[Any]) -> Layout:
+def read_ready_made(batches: Sequence[Any], decides: Callable[[Layout], bool] | None = None) -> Layout:
     """Read the layout of ready-made batches of one loader, of different sizes if there are any.
+
+    If several readings are possible, ``decides`` is asked of each: a mask has its padding at the ends of samples.
 
     Examples:
         >>> import torch
@@ -188,15 +190,22 @@ def read_ready_made(batches: Sequence[Any]) -> Layout:
     leaves = [{path: node for path, node, role in found if role is None} for found in parts]
     same = all(set(found) == set(leaves[0]) for found in leaves)
     axes = {path: _axes([extents(found[path]) or () for found in leaves]) for path in leaves[0]} if same else {}
-    samples = _only_reading(axes, len(batches))
+    roles: dict[str, Role] = {path: role for path, _, role in parts[0] if role is not None}
+
+    def layout(samples: tuple[int, ...]) -> Layout:
+        for path, found in axes.items():
+            roles[path] = SampleAxis(found[samples][0]) if samples in found else "shared"
+        return Layout({**roles})
+
+    readings = _readings(axes, len(batches), all_of_them=decides is not None)
+    if len(readings) > 1 and decides is not None:
+        readings = [each for each in readings if decides(layout(each))]
+    (samples,) = readings if len(readings) == 1 else (None,)
     if samples is None or any(_is_of_numbers(node) and samples in axes[path] for path, node in leaves[0].items()):
         shapes = ", ".join(f"{path} {extents(node)}" for path, node in list(leaves[0].items())[:4])
         shapes = shapes or "none with a length"
         raise uncuttable(f"it comes ready-made and its parts ({shapes}) allow for no reading or for several")
-    roles = {path: role for path, _, role in parts[0] if role is not None}
-    for path, found in axes.items():
-        roles[path] = SampleAxis(found[samples][0]) if samples in found else "shared"
-    return Layout(roles)
+    return layout(samples)
 
 
 def _parts(path: str, node: Any, *, top: bool = False) -> Iterator[tuple[str, Any, Role | None]]:
@@ -223,8 +232,10 @@ def _axes(shapes: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]
     return found
 
 
-def _only_reading(axes: Mapping[str, Mapping[tuple[int, ...], list[int]]], batches: int) -> tuple[int, ...] | None:
-    """Return the samples of each batch, if exactly one reading of these axes is possible.
+def _readings(
+    axes: Mapping[str, Mapping[tuple[int, ...], list[int]]], batches: int, *, all_of_them: bool
+) -> list[tuple[int, ...]]:
+    """Return the samples of each batch, in all readings of these axes that are possible, or if one alone is.
 
     Where nothing changes from batch to batch, the extent must also come first in every part. An extent that
     changes may count the samples, or be the length that they are padded to.
@@ -238,10 +249,9 @@ def _only_reading(axes: Mapping[str, Mapping[tuple[int, ...], list[int]]], batch
     changing = [extent for extent in every if len(set(extent)) > 1]
     grown = [extent for extent in changing if all(extent in found or _is_steady(found) for found in axes.values())]
     possible = {*everywhere, *grown}
-    if len(possible) != 1 or (possible.isdisjoint(changing) and not first):
-        return None
-    (samples,) = possible
-    return None if any(len(found.get(samples, ())) > 1 for found in axes.values()) else samples
+    if (len(possible) != 1 and not all_of_them) or (possible.isdisjoint(changing) and not first):
+        return []
+    return [samples for samples in possible if all(len(found.get(samples, ())) <= 1 for found in axes.values())]
 
 
 def _is_steady(axes: Mapping[tuple[int, ...], Any]) -> bool:

@@ -20,6 +20,7 @@ from lightning_ga.fit.chunks import ChunkedModules
 from lightning_ga.fit.messages import EXCHANGES, OTHERS_WAIT, OomReporter, fewer_samples_than_ranks, of_rank
 from lightning_ga.fit.parts import Move, Part, StageBatches, tensors_of
 from lightning_ga.fit.retry_policy import Ranks
+from lightning_ga.loading.padding import SizedSlices
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.allocator import RetryWatch
 from lightning_ga.memory.device import describe_memory
@@ -111,6 +112,9 @@ class Engine:
             return 1
         samples, (size, of) = self._count(stage, part), self.batches(stage).relative_size(part.number)
         pieces = max(1, -(-samples // max(1, limit * of // size)))
+        slices = self.slices(stage, part) if self.reader(stage, part.loader).cuts_by_size else None
+        if isinstance(slices, SizedSlices):
+            pieces = len(slices.pieces(self.reader(stage, part.loader).limits(limit)[0]))
         if stage not in self.lockstep and stage not in self.undecided:
             return pieces
         agreed = agreement.largest_over_ranks(self.trainer, pieces)

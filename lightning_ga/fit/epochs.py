@@ -6,6 +6,7 @@ from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.accumulation import AccumulationPlan, cut_further
 from lightning_ga.plan.checkpoint import Position
 from lightning_ga.plan.config import Request
+from lightning_ga.plan.lengths import plan_of_batches
 from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import GrowingEpoch
 
@@ -30,9 +31,9 @@ def plan_epoch(
     effective = effective_batch(source, request, epoch, micro_batch=micro_batch)
     before = place.steps_before, place.samples_before, windows_done
     growth = _growth(source, request, epoch, micro_batch=micro_batch, before=before)
-    if source.cut_in_step:
+    if source.cut_in_step and not source.reads_windows:
         largest = source.recipe.largest_batch(epoch)
-    elif micro_batch is not None:
+    elif micro_batch is not None and not source.cut_in_step:
         largest = micro_batch
     elif request.factor(epoch) is None:
         largest = effective or source.recipe.effective(epoch)
@@ -56,7 +57,11 @@ def plan_window(source: TrainingSource, window: int, *, micro_batch: int | None)
 def _planned(source: TrainingSource, fed: AccumulationPlan, micro_batch: int | None) -> PlannedEpoch:
     if micro_batch is None or not source.cut_in_step:
         return PlannedEpoch(fed, fed)
-    return PlannedEpoch(fed, cut_further(fed, micro_batch=micro_batch))
+    cut = cut_further(fed, micro_batch=micro_batch)
+    if source.size_limits is not None:
+        of, limits = source.size_limits
+        cut = plan_of_batches(cut, limits.lowered(micro_batch, of=of), batches=fed.factor)
+    return PlannedEpoch(fed, cut)
 
 
 def _growth(

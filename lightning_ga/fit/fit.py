@@ -412,7 +412,8 @@ class Fit:
         by_epoch = not self._grows and self.options.tokens is None
         as_recipe = by_epoch and self.trainer.accumulate_grad_batches == self.recipe_factor
         as_recipe &= self.fed.micro_batch_size == self.source.recipe.largest_batch(self.progress.position.epoch)
-        if not found or (self.source.cut_in_step and by_epoch) or as_recipe:
+        keeps_batches = self.source.cut_in_step and not self.source.reads_windows
+        if not found or (keeps_batches and by_epoch) or as_recipe:
             return {}
         if not self._keeps_windows:
             rank_zero_info(

@@ -13,7 +13,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.epochs import effective_batch, recipe_micro_batch
 from lightning_ga.fit.window import evaluates_again
-from lightning_ga.loading.lengths import SizedSource
+from lightning_ga.loading.lengths import Sized, SizedBatches, SizedSource
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.checkpoint import RunState
@@ -46,6 +46,7 @@ class TrainingLimit:
         self.most: int | None = None  # samples of one, or of a chunk with ``whole=``; none before that is known
         self.probe: ProbeResult | None = None  # what was found; none if no probe was needed
         self._high: int | None = None  # the largest micro-batch that was of use when the limit was looked for
+        self._sizes: SizedBatches | None = None  # of samples that ready-made batches show
         self._kind: Mapping[str, Any] | None = None  # of step, as the cache describes it; none without a cache
 
     @property
@@ -72,13 +73,21 @@ class TrainingLimit:
 
     def _keep_sizes(self, source: TrainingSource) -> None:
         """Let windows be cut by samples × longest, as the probe found or for so many of the longest."""
-        found, most, of = self.probe, self._request.most or NO_LIMIT, self.micro_batch
-        if not isinstance(source, SizedSource) or of is None:
+        found, most, of, sized = self.probe, self._request.most or NO_LIMIT, self.micro_batch, self._sized(source)
+        if sized is None or of is None:
             return
         if found is None or found.sizes is None:
-            source.keep_within(SizeLimits(of * source.longest, most), of)
+            sized.keep_within(SizeLimits(of * sized.longest, most), of)
         else:
-            source.keep_within(replace(found.sizes, samples=min(most, found.sizes.samples)), found.limit)
+            sized.keep_within(replace(found.sizes, samples=min(most, found.sizes.samples)), found.limit)
+
+    def _sized(self, source: TrainingSource) -> Sized | None:
+        """Return what knows the sizes of samples, if windows or batches are cut by these."""
+        if isinstance(source, SizedSource) or self._options.size_of is None:
+            return source if isinstance(source, SizedSource) else None
+        if self._sizes is None or self._sizes.source is not source:
+            self._sizes = SizedBatches(source, self._engine.reader("training"))
+        return self._sizes
 
     def find_more(self, source: TrainingSource, epoch: int) -> None:
         """Look for the limit again if batches have grown beyond all that was of use before, and all of that has fitted.
@@ -137,7 +146,7 @@ class TrainingLimit:
             self.probe = estimate(setup, device, high=search.high, budget=self._options.budget)
             return self.probe.limit
         known = kept.probe if kept is not None else None
-        is_known = known is not None and (known.sizes is not None or not isinstance(source, SizedSource))
+        is_known = known is not None and (known.sizes is not None or self._options.size_of is None)
         if is_known and known is not None and still_holds(known, known.budget_bytes, search.high):
             self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
         else:
@@ -149,7 +158,7 @@ class TrainingLimit:
     def _search(self, source: TrainingSource, epoch: int) -> _Search:
         total, world_size = source.recipe.total(epoch), source.world_size
         total = None if total is None else total * source.sharded_ranks
-        recipe_batch = source.recipe.largest_batch(epoch)
+        recipe_batch = source.largest_batch(epoch)
         epochs = loops.training_epochs(self._trainer)
         recipe = max(source.largest_window(each) or 0 for each in epochs) or source.recipe.effective(epoch)
         high = self._request.useful_limit(epochs, recipe=recipe, total=total, world_size=world_size)
@@ -195,7 +204,7 @@ class TrainingLimit:
             self._engine,
             cut if chunked is None else None,
             None if chunked is None else chunked.size,
-            source if isinstance(source, SizedSource) else None,
+            self._sized(source),
         )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:

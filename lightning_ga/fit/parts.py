@@ -70,6 +70,7 @@ class BatchResult:
     sizes: Sequence[int] = ()  # samples of each piece; empty for a batch that ran whole
     weights: Sequence[float] = ()  # what each weighs in means
     logs: LogBuffer = _NOTHING  # what they have logged
+    order: Sequence[int] = ()  # places of the samples in the batch, if the pieces have them in another order
 
 
 class Window(ABC):

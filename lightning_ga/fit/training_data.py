@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ga.batch.sizes import length_of_first
 from lightning_ga.compat import agreement, dataloaders, intervals, loops
@@ -88,21 +88,25 @@ class TrainingData(StageBatches):
             largest_over_ranks=partial(agreement.largest_over_ranks, trainer),
             cut_in_step=self._cut_in_step or are_made_by(trainer.lightning_module, loader),
         )
-        if self._size_of is not None:
+        size_of = self._size_of if isinstance(self._size_of, str) else None  # shown by batches, too
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        by_index = isinstance(loader, DataLoader) and loader.batch_sampler is not None and not is_stream
+        if self._size_of is not None and not self._cut_in_step and (by_index or size_of is None or self._tokens):
             return SizedSource(loader, settings, self._size_of, self._tokens)
         try:
-            source = MicroBatchSource(loader, settings)
+            source = MicroBatchSource(loader, settings, size_of)
         except UserError as why:
             self.why_in_step = str(why)
-            return self._make_prebatched(loader, settings)
+            return self._make_prebatched(loader, settings, size_of)
         dataloaders.warn_of_overfitting(trainer, loader)
         dataloaders.load_later(trainer, self._loader_states)
         return source
 
-    def _make_prebatched(self, loader: Any, settings: SourceSettings) -> PrebatchedSource:
+    def _make_prebatched(self, loader: Any, settings: SourceSettings, size_of: str | None) -> PrebatchedSource:
         batches = dataloaders.batches_of(self._trainer, loader)
         dataloaders.load_states(self._trainer, batches.loaders, self._loader_states)
-        source = PrebatchedSource(batches, settings, hook=getattr(self._trainer.lightning_module, "split_batch", None))
+        hook = getattr(self._trainer.lightning_module, "split_batch", None)
+        source = PrebatchedSource(batches, settings, hook=hook, size_of=size_of)
         if not any(isinstance(getattr(part, "dataset", None), IterableDataset) for part in source.loaders):
             warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # it is ours
         return source

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_ga.batch.merge import merge_outputs
+from lightning_ga.batch.merge import in_order, merge_outputs
 from lightning_ga.batch.sizes import elements
 from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import WindowReduction
@@ -347,4 +347,6 @@ def _merged(result: BatchResult) -> closures.ClosureOutput:
     """Make one result of the pieces of a micro-batch, but for those of which ``training_step`` returned nothing."""
     ran = [part for part in zip(result.results, result.sizes, result.weights) if part[0] is not None]
     output = merge_outputs(*zip(*ran)) if ran else {"loss": None}
+    if len(ran) > 1 and len(ran) == len(result.results) and result.order:
+        output = in_order(output, ran[0], result.order)
     return closures.ClosureOutput(output["loss"], output)

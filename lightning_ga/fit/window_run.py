@@ -1,6 +1,7 @@
 """Run a batch of a window: whole if it fits, else in pieces; if memory runs out, the window again, in smaller ones."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
@@ -14,9 +15,11 @@ from lightning_ga.fit.batch_metrics import whole_batch_metrics
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.parts import BatchResult, Part, Piece, Window, even_pieces, tensors_of
+from lightning_ga.loading.padding import SizedSlices
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
 from lightning_ga.plan.exactness import SAME_RESULT
+from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.probe.cache import describe_value
 from lightning_ga.snapshot.plain import PlainState
 
@@ -64,7 +67,8 @@ class WindowRun:
         self._all_parts = all_parts  # whether all its batches are to run, though none has failed
         self._chunks = engine.chunked_in(window.stage)
         self._refused: list[tuple[int, int]] = []  # cost and samples of the passes that ran out of memory
-        self._each = self._batches.relative_size(self._last.number)[0]  # what a sample of the pass that runs costs
+        self._each = 1  # what a sample of the pass that runs costs
+        self._costs: list[tuple[int, int]] = []  # cost and samples of each pass of the last batch
         self._running = 0  # samples of the pass that runs
         self._cut: Any = None  # these samples
         self._plain: PlainState | None = None  # what does not come back, before the window ran again
@@ -79,11 +83,11 @@ class WindowRun:
         if failure is not None:
             self._check_batch(last)
         slices = self._slices(last)
-        self._running, self._cut = self._size(slices.samples), last.batch
+        self._running, self._cut, self._each = self._size(slices.samples), last.batch, self._largest(last, slices)
         while True:
             if self._failure is not None:
                 self._undo(self._failure)
-            self._running, self._cut = min(self._most(last), slices.samples), last.batch
+            self._running, self._cut = min(self._most(last, slices), slices.samples), last.batch
             if self._chunks is not None:
                 self._chunks.size.samples, self._chunks.size.keep = self._running, 0
             outcome = engine.catch(self._stage, self._run_parts, slices)
@@ -188,26 +192,47 @@ class WindowRun:
         """Return the samples of a pass, or of a chunk of it if submodules run in chunks."""
         return samples if self._chunks is None else min(samples, self._chunks.size.samples or samples)
 
-    def _most(self, part: Part) -> int:
+    def _largest(self, part: Part, slices: BatchSlices) -> int:
+        """Return what the longest sample of a batch costs."""
+        if isinstance(slices, SizedSlices):  # the whole is as wide as it was padded
+            return max(1, slices.width + self._limits(part).offset)
+        return self._batches.relative_size(part.number)[0]
+
+    def _most(self, part: Part, slices: BatchSlices) -> int:
         """Return the most samples of a pass: half of what failed, in samples × size."""
-        limit, (size, of) = self._engine.limit(self._stage), self._batches.relative_size(part.number)
+        size, of = self._largest(part, slices), self._batches.relative_size(part.number)[1]
+        if isinstance(slices, SizedSlices):
+            return max(1, self._limits(part).budget // size)
+        limit = self._engine.limit(self._stage)
         costs = [2**31 * size if limit is None else limit * of, *((cost + size) // 2 for cost, _ in self._refused)]
         return max(1, min(costs) // size)
+
+    def _limits(self, part: Part) -> SizeLimits:
+        """Return what a pass may hold of a batch that is cut by size: half of what failed."""
+        limits, _ = self._engine.reader(self._stage, part.loader).limits(self._engine.limit(self._stage))
+        halves = ((cost + cost // samples) // 2 for cost, samples in self._refused)
+        return replace(limits, budget=min([limits.budget, *halves]))
 
     def _run_pieces(self, part: Part, slices: BatchSlices) -> BatchResult:
         """Run a batch in pieces of near-equal size, and hold back what they log."""
         engine, window, samples = self._engine, self._window, slices.samples
         pieces = self._pieces if part is self._last and not self._refused else 0
-        most = samples if self._chunks is not None else self._most(part)
-        sizes: Sequence[int] = plan_accumulation(samples, micro_batch=most).chunks[0]
-        sizes = split_evenly(samples, pieces) if len(sizes) <= pieces <= samples else sizes
+        most = samples if self._chunks is not None else self._most(part, slices)
+        if isinstance(slices, SizedSlices):
+            sizes: Sequence[int] = slices.pieces(self._limits(part), pieces)
+        else:
+            sizes = plan_accumulation(samples, micro_batch=most).chunks[0]
+            sizes = split_evenly(samples, pieces) if len(sizes) <= pieces <= samples else sizes
         exchanged, logs = engine.collectives(), LogBuffer()
-        self._each = self._batches.relative_size(part.number)[0]
+        self._each, self._costs = self._largest(part, slices), []
         results, weights = [], []
         metrics = whole_batch_metrics(window.savepoint.metrics, lambda: (self._running, samples))
         with self._tap.held(logs.note), metrics:
             for piece in even_pieces(sizes):
                 self._running = self._size(piece.samples)
+                if isinstance(slices, SizedSlices):
+                    self._each = max(1, slices.sizes[piece.start] + self._limits(part).offset)
+                self._costs.append((self._running * self._each, self._running))
                 cut = self._cut = slices.take(piece.start, piece.stop)
                 weight = window.weigh(part, cut, piece)
                 moved = cut if part.move is None else part.move(cut)
@@ -219,7 +244,7 @@ class WindowRun:
                     engine.lockstep.add(self._stage)
                     engine.raise_if_others_wait(self._stage, self._failure)
         self._skips |= len({result is None for result in results}) > 1
-        return BatchResult(results, sizes, weights, logs)
+        return BatchResult(results, sizes, weights, logs, slices.order if isinstance(slices, SizedSlices) else ())
 
     def _run_piece(self, part: Part, batch: Any, piece: Piece, weight: float) -> Any:
         """Run a piece; an error of the user's code tells which samples ran."""
@@ -244,10 +269,12 @@ class WindowRun:
     def _report(self, result: BatchResult) -> None:
         """Lower the limit to the largest piece below all that failed, and say what it cost."""
         engine, stage, savepoint = self._engine, self._stage, self._window.savepoint
-        (cost, smallest), (size, of) = min(self._refused), self._batches.relative_size(self._last.number)
-        sizes = result.sizes if self._chunks is None else [self._running]
-        fits = max((samples for samples in sizes if samples * size < cost), default=1)
-        engine.lower(stage, max(1, fits * size // of))
+        (cost, smallest), of = min(self._refused), self._batches.relative_size(self._last.number)[1]
+        reader = engine.reader(stage, self._last.loader)
+        if reader.cuts_by_size:
+            of = reader.limits(1)[1]
+        most, fits = max((each for each in self._costs if each[0] < cost), default=(self._each, 1))
+        engine.lower(stage, max(1, most // of))
         engine.allocator.begin_again()  # its counts show the error, which was no struggle
         left, hooked = () if self._plain is None else self._plain.changed(), savepoint.changed_by_hooks
         draws = self._draws or savepoint.draws_numbers()

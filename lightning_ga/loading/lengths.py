@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_ga.batch.sizes import Field, leaves
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import SAMPLES_KEPT, ScanOrder
+from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.sampler import FromBatches
-from lightning_ga.loading.samples import collect_samples, fetched, untouched
-from lightning_ga.loading.training_source import MicroBatchSource
+from lightning_ga.loading.samples import collate_samples, collect_samples, fetched, untouched
+from lightning_ga.loading.training_source import MicroBatchSource, TrainingSource
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.lengths import SizedShares, SizeLimits, plan_by_size, sample_order, token_windows
 from lightning_ga.plan.schedule import Growth
@@ -42,8 +43,11 @@ class SizedSource(MicroBatchSource):
             sampler = type(getattr(loader, "batch_sampler", None)).__name__
             why = "a stream has no indices" if self.streams else f"here the batch sampler {sampler} decides that"
             given = "size_of=" if tokens is None else f"effective_batch_size='{tokens} tokens'"
+            shown = "" if tokens is not None else "name what shows the sizes in a batch, as in size_of='attention_mask'"
+            by_batch = shown and (f"{shown}, or " if self.streams else f'{shown}, with micro_batching="step", or ')
             raise UserError(
-                f"{given} decides by index which samples of a window share a batch, and {why}: leave {given} out."
+                f"{given} decides by index which samples of a window share a batch, and {why}: {by_batch}leave {given} "
+                "out."
             )
         if tokens is not None and self.sharded_ranks > 1:
             raise UserError(
@@ -68,9 +72,9 @@ class SizedSource(MicroBatchSource):
 
     def some_of(self, least: int) -> tuple[int, list[Any]]:
         """Return the smallest size that is neither below the median nor ``least``, and some samples of that size."""
-        upper = self._descending[: len(self._descending) // 2 + 1]
-        size = min(self._sizes[each] for each in upper if self._sizes[each] >= min(least, self._longest))
-        same = [each for each in upper if self._sizes[each] == size][-SAMPLES_KEPT:]
+        sizes = [self._sizes[each] for each in self._descending]
+        size = sizes[_last_of_use(sizes, least)]
+        same = [each for each, found in zip(self._descending, sizes) if found == size][:SAMPLES_KEPT]
         return max(1, size), collect_samples(self.recipe.loader, same)
 
     @cached_property
@@ -166,6 +170,38 @@ class SizedSource(MicroBatchSource):
         lists = ([*indices[start : start + _AT_ONCE]] for start in range(0, len(indices), _AT_ONCE))
         with fetched(loader, lists, partial(_measured, measure), workers=max(1, loader.num_workers)) as found:
             return array("q", (size for some in found for size in some))
+
+
+class SizedBatches:
+    """The sizes that batches show, among the samples that are looked at before training."""
+
+    def __init__(self, source: TrainingSource, reader: BatchReader) -> None:
+        self.source, self._reader = source, reader
+        loader = source.user_loader
+        self._samples = source.looks(source.sampler.epoch).first.read()
+        batch = collate_samples(loader, self._samples, len(self._samples)) if self._samples else None
+        slices = None if batch is None else reader.sorted_slices(reader.on_host(batch), on_host=True)
+        self._order, self._sizes = ((), (1,)) if slices is None else (slices.order, slices.sizes)
+        self.longest = source.recipe.settings.largest_over_ranks(max(1, self._sizes[0]))
+
+    def keep_within(self, limits: SizeLimits, micro_batch: int) -> None:
+        """Cut by these limits, which hold if ``micro_batch`` of the longest samples fit."""
+        self.source.size_limits = micro_batch, limits
+        self._reader.keep_within(limits, micro_batch)
+
+    def some_of(self, least: int) -> tuple[int, list[Any]]:
+        """Return the smallest size that is neither below the median nor ``least``, and some samples of that size."""
+        size = self._sizes[_last_of_use(self._sizes, least)]
+        return max(1, size), [self._samples[place] for place, each in zip(self._order, self._sizes) if each == size]
+
+
+Sized = SizedSource | SizedBatches
+
+
+def _last_of_use(descending: Sequence[int], least: int) -> int:
+    """Return the place of the smallest size that is neither below the median nor ``least``."""
+    upper = descending[: len(descending) // 2 + 1]
+    return max(place for place, size in enumerate(upper) if size >= min(least, descending[0]))
 
 
 def _called(size_of: Callable[[Any, Any], int], dataset: Any, place: Any) -> int:

@@ -18,6 +18,7 @@ from lightning_ga.batch.sizes import largest_extent, length_of_first
 from lightning_ga.batch.split import slices_by_hook, slices_of
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import ScanOrder
+from lightning_ga.loading.padding import pick
 from lightning_ga.loading.reader import CollatedBatches, ReadyMadeBatches, check_proportion, is_collated
 from lightning_ga.loading.rebatch import LoaderRecipe
 from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
@@ -47,12 +48,16 @@ class PrebatchedSource(TrainingSource):
 
     may_drop = True
 
-    def __init__(self, batches: Batches, settings: SourceSettings, *, hook: Any = None) -> None:
+    def __init__(
+        self, batches: Batches, settings: SourceSettings, *, hook: Any = None, size_of: str | None = None
+    ) -> None:
         self._stream = PeekableStream(batches.start, batches.length)
         self._hook, self._combine, self.loaders = hook, batches.combine, batches.loaders
         collated = all(map(is_collated, self.loaders))
-        ready_made = ReadyMadeBatches(self._first_batches)
-        self.batch_source = CollatedBatches(self.loaders, self._combine) if collated else ready_made
+        if collated:
+            self.batch_source = CollatedBatches(self.loaders, self._combine, size_of=size_of)
+        else:
+            self.batch_source = ReadyMadeBatches(self._first_batches, size_of=size_of)
         sizes = [_batch_size(part) for part in self.loaders]
         # Samples that each loader gives to a batch; none where a loader has no batch size.
         self.sizes = [size for size in sizes if size is not None] if None not in sizes else []
@@ -79,7 +84,9 @@ class PrebatchedSource(TrainingSource):
             slices = slices_by_hook(self._hook, batch, length_of_first(batch))
 
         def first(numbers: Sequence[int]) -> Any:
-            """Return the first samples, whichever are asked for, in memory of their own."""
+            """Return the first samples, whichever are asked for unless they differ in size, in memory of their own."""
+            if self.batch_source.size_of is not None and self._hook is None:
+                return copied_if_possible(pick(batch, self._raw_layout, torch.tensor(numbers) % slices.samples))
             return copied_if_possible(slices.take(0, min(len(numbers), slices.samples)))
 
         return DataLoader(range(slices.samples), batch_size=max(1, slices.samples), collate_fn=first)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ The layout is read off what is known of the batches: their samples, or some of t
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from math import gcd
@@ -18,9 +18,12 @@ from lightning_ga.batch.pytree import same_values
 from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
 from lightning_ga.batch.sizes import leaves, length_of_first
 from lightning_ga.batch.split import BatchSlices, slices_by_hook, slices_of
+from lightning_ga.errors import UserError
+from lightning_ga.loading.padding import Padding, SizedSlices, find_padding, shows_lengths, slices_by_size
 from lightning_ga.loading.samples import collate_samples, collect_samples, spread
 from lightning_ga.loading.streams import length_of
 from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.plan.lengths import SizeLimits
 
 Prepare = Callable[[Any], Any]
 
@@ -36,6 +39,7 @@ class CollatedBatches:
     combine: Callable[[list[Any]], Any] = lambda batches: batches[0]  # makes one batch out of those of all loaders
     # Returns some samples from all over a loader's dataset.
     samples: Callable[["DataLoader[Any]"], list[Any]] = lambda loader: collect_samples(loader, indices_of(loader))
+    size_of: str | None = None  # what shows the sizes of samples in a batch, if it is cut by these
 
     def layout(self, prepare: Prepare) -> Layout:
         """Read the layout of batches that are prepared for the step, by collating a few samples as 3 and as 4."""
@@ -56,6 +60,17 @@ class CollatedBatches:
                 f"{type(error).__name__}: {error}. A way out: {WAY_OUT}."
             ) from error
 
+    def some(self, prepare: Prepare) -> list[Any]:
+        """Return batches of different samples: of one each, and of all together."""
+        found = [self.samples(loader) for loader in self.loaders]
+        kinds = [_various(samples) for samples in found]
+        alone = range(min(map(len, kinds)))
+        ones = [
+            self._batch([[samples[kind]] for samples in kinds], prepare, [2] * len(kinds), [0], 0) for kind in alone
+        ]
+        numbers = [len(samples) for samples in found]
+        return [self._batch(found, prepare, numbers, range(max(numbers)), 0), *ones]
+
     def _batch(
         self, found: list[list[Any]], prepare: Prepare, counts: Sequence[int], kinds: Sequence[int], seed: int
     ) -> Any:
@@ -72,10 +87,16 @@ class ReadyMadeBatches:
 
     batches: Callable[[], Iterable[Any]]
     prepared: bool = False
+    size_of: str | None = None  # as above
 
     def layout(self, prepare: Prepare) -> Layout:
         """Read the layout by comparing the batches' shapes."""
-        return read_ready_made([batch if self.prepared else prepare(batch) for batch in self.batches()])
+        batches, size_of = self.some(prepare), self.size_of
+        return read_ready_made(batches, None if size_of is None else partial(shows_lengths, batches, size_of))
+
+    def some(self, prepare: Prepare) -> list[Any]:
+        """Return these batches."""
+        return [batch if self.prepared else prepare(batch) for batch in self.batches()]
 
 
 BatchSource = CollatedBatches | ReadyMadeBatches
@@ -131,7 +152,14 @@ class BatchReader:
     def __init__(self, transfer: Any, source: BatchSource) -> None:
         self._transfer, self._source = transfer, source
         self._layouts: dict[bool, Layout | str] = {}  # or the reason why there is none
+        self._paddings: dict[bool, tuple[Padding, ...]] = {}
         self.makes_anew = False  # whether parts of a batch are collated from its samples
+        self.trims = True  # whether pieces of a batch are without columns of padding alone, where they are cut by size
+        self._within: tuple[int, SizeLimits] | None = None  # limits if so many of the longest samples fit
+
+    def on_host(self, batch: Any) -> Any:
+        """Return a batch as it is before it is moved to the device."""
+        return self._prepare(True)(batch)
 
     def is_read(self, *, on_host: bool = False) -> bool:
         """Return whether everything needed to cut a batch is known."""
@@ -160,7 +188,34 @@ class BatchReader:
     def look(self, *, on_host: bool = False) -> None:
         """Read the layout now, if it can be read."""
         with suppress(LayoutError):
-            self.layout(on_host=on_host)
+            layout = self.layout(on_host=on_host)
+            if self.cuts_by_size:
+                self._padding(layout, on_host)
+
+    @property
+    def cuts_by_size(self) -> bool:
+        """Whether batches are cut by the sizes of samples that they show."""
+        return self._source.size_of is not None
+
+    def keep_within(self, limits: SizeLimits, micro_batch: int) -> None:
+        """Cut by these limits, which hold if ``micro_batch`` of the longest samples fit."""
+        self._within = micro_batch, limits
+
+    def limits(self, micro_batch: int | None) -> tuple[SizeLimits, int]:
+        """Return the limits if so many of the longest samples fit, and what one of these counts as."""
+        assert self._within is not None, "the limit is known"
+        of, limits = self._within
+        each = max(1, limits.budget // of)
+        return (
+            replace(limits, budget=2**31 * each) if micro_batch is None else limits.lowered(micro_batch, of=of)
+        ), each
+
+    def _padding(self, layout: Layout, on_host: bool) -> tuple[Padding, ...]:
+        key, size_of = self._key(on_host), self._source.size_of
+        assert size_of is not None
+        if key not in self._paddings:
+            self._paddings[key] = find_padding(self._source.some(self._prepare(key)), layout, size_of)
+        return self._paddings[key]
 
     def count(
         self, batch: Any, *, expected: int | None = None, otherwise: int | None = None, on_host: bool = False
@@ -201,6 +256,8 @@ class BatchReader:
         samples: Callable[[], "CollatedAgain | None"] = lambda: None,
     ) -> BatchSlices:
         """Return the function that cuts a batch."""
+        if self.cuts_by_size:
+            return self.sorted_slices(batch, on_host=on_host)
         if self._hook is not None:
             return self._by_hook(batch, self.count(batch, expected=expected, on_host=on_host), on_host)
         again = samples() if self.makes_anew else None
@@ -219,6 +276,15 @@ class BatchReader:
                 raise
             return self.collated_anew(batch, again, on_host=on_host)
         return slices
+
+    def sorted_slices(self, batch: Any, *, on_host: bool = False) -> SizedSlices:
+        """Return what cuts a batch with its longest samples first."""
+        if self._hook is not None:
+            raise UserError(
+                "size_of= sorts the samples of a batch, and split_batch cuts neighbours: leave one of them out."
+            )
+        layout = self.layout(on_host=on_host)
+        return slices_by_size(batch, layout, self._padding(layout, on_host), trims=self.trims)
 
     def samples_again(self, loader: "DataLoader[Any]", samples: list[Any]) -> "CollatedAgain | None":
         """Return samples to be collated in parts; ``None`` where batches come ready-made."""

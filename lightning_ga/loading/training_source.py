@@ -16,6 +16,7 @@ from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
 from lightning_ga.loading.sampler import FromBatches, Sequential, Stream, WindowBatchSampler
 from lightning_ga.loading.samples import peekable, read_samples
 from lightning_ga.plan.accumulation import AccumulationPlan, in_groups, plan_accumulation
+from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import (
     Chunk,
@@ -41,6 +42,7 @@ class TrainingSource:
 
     may_drop: bool  # whether a batch may hold fewer samples than were fetched for it
     may_grow = False  # whether a batch may hold more samples than the first
+    reads_windows = False  # whether the step cuts whole windows, which the loader yields as one batch
     batch_source: BatchSource  # samples or other batches, from which the layout of a batch can be read
 
     def __init__(self, recipe: RecipeBatches, *, generator: torch.Generator | None = None) -> None:
@@ -61,6 +63,8 @@ class TrainingSource:
             generator=generator,
             draws=recipe.order.draws_seed and one_rank,
         )
+        # Limits of what batches show, if these are cut by size and so many of the longest samples fit.
+        self.size_limits: tuple[int, SizeLimits] | None = None
         self.loader: DataLoader[Any] | None = None  # which the fit loop reads, once an epoch is arranged
         self._epoch_end: int | None = None  # samples after which all its batches are done
         self.epoch_batches: int | None = None  # of the recipe on one rank, in the arranged epoch, if that is known
@@ -87,9 +91,14 @@ class TrainingSource:
         loader = self.recipe.loader
         return CollatedAgain(loader, *read_samples(loader, self.sampler.indices(index), seed=seed))
 
+    def largest_batch(self, epoch: int) -> int:
+        """Return the most samples that the loader yields to a rank at once where the step cuts batches."""
+        windows = self.loader.batch_size if self.reads_windows and self.loader is not None else None
+        return windows or self.recipe.largest_batch(epoch)
+
     def largest_extent(self, epoch: int) -> int:
         """Return the most samples that a batch may hold."""
-        return self.recipe.largest_batch(epoch)
+        return self.largest_batch(epoch)
 
     def largest_window(self, epoch: int) -> int | None:
         """Return the samples of the largest window of an epoch if the samples themselves decide; else ``None``."""
@@ -253,14 +262,17 @@ class TrainingSource:
 class MicroBatchSource(TrainingSource):
     """The user's DataLoader and the micro-batches it is cut into."""
 
-    def __init__(self, loader: "DataLoader[Any]", settings: SourceSettings) -> None:
+    def __init__(self, loader: "DataLoader[Any]", settings: SourceSettings, size_of: str | None = None) -> None:
         loader = peekable(loader)
         sharing = {"shard": settings.shard, "shuffle": settings.shuffle, "shuffles": settings.shuffles}
         read = read_loader(loader, world_size=settings.world_size, **sharing)
         super().__init__(RecipeBatches(loader, read, settings), generator=getattr(loader, "generator", None))
         self.may_drop = loader.collate_fn is not default_collate
+        # Samples of a stream have no index: a window is collated whole, and its batch shows their sizes.
+        self.reads_windows = size_of is not None and not settings.cut_in_step
+        self.cut_in_step |= self.reads_windows
         self.batch_source = CollatedBatches(
-            [loader], samples=lambda _: self.looks(self.sampler.epoch).some.read(LOOKED_AT)
+            [loader], samples=lambda _: self.looks(self.sampler.epoch).some.read(LOOKED_AT), size_of=size_of
         )
 
     def _scan_order(self, epoch: int) -> ScanOrder:

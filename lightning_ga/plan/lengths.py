@@ -126,6 +126,18 @@ def cut_by_size(
     return tuple(zip(*rows))
 
 
+def piece_sizes(descending: Sequence[int], limits: SizeLimits, number: int = 1) -> list[int]:
+    """Cut sorted samples into the fewest micro-batches within the limits, or into ``number`` if these suffice.
+
+    Examples:
+        >>> piece_sizes([9, 8, 3, 2, 2, 1], SizeLimits(budget=12, samples=4))
+        [1, 1, 4]
+    """
+    costs = [size + limits.offset for size in descending]
+    fewest = len(_greedy(costs, limits.budget, limits.samples))
+    return [end - start for start, end in _spans(costs, limits, max(fewest, number))]
+
+
 def _greedy(descending: Sequence[int], budget: int, most: int) -> list[int]:
     """Return where micro-batches start, each as large as the limits allow."""
     starts, start = [], 0
@@ -205,6 +217,34 @@ class SizedPlan(AccumulationPlan):
             f"{self.most_padded:,} padded tokens each; padding {100 * self.padding:.0f} % "
             f"(was {100 * self.padding_as_drawn:.0f} %)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SizedBatchesPlan(AccumulationPlan):
+    """The cut of ready-made batches, each by the sizes found in it; ``factor`` is the largest there may be."""
+
+    batches: int = 1  # of a window on each rank
+
+    def __str__(self) -> str:
+        ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
+        return (
+            f"window {self.effective_batch_size} in {counted(self.batches, 'batch', 'es')}{ranks}, each sorted by size "
+            f"and cut into micro-batches of at most {self.size_budget:,} padded tokens, without columns of padding"
+        )
+
+
+def plan_of_batches(plan: AccumulationPlan, limits: SizeLimits, *, batches: int) -> SizedBatchesPlan:
+    """Plan windows of so many batches on each rank, which ``plan`` cuts as if all samples were of the longest."""
+    return SizedBatchesPlan(
+        plan.effective_batch_size,
+        plan.world_size,
+        plan.micro_batch_size,
+        plan.factor,
+        plan.chunks,
+        samples_at_most=min(limits.samples, plan.effective_batch_size),
+        size_budget=limits.budget,
+        batches=batches,
+    )
 
 
 def _between(few: int, many: int, thing: str, plural: str = "s") -> str:

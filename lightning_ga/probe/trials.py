@@ -26,7 +26,7 @@ from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, PassPlace, run_pass
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
-from lightning_ga.loading.lengths import SizedSource
+from lightning_ga.loading.lengths import Sized
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples
 from lightning_ga.memory.device import synchronize, total_memory
@@ -89,7 +89,7 @@ class TrainingSetup:
     survival: Survival
     cut: StepCut | None = None  # ``None`` if the loader cuts batches
     chunks: ChunkSetting | None = None  # of submodules that run over whole windows: then their size is tried
-    sizes: SizedSource | None = None  # what cuts windows by the sizes of samples, if anything does
+    sizes: Sized | None = None  # what cuts windows by the sizes of samples, if anything does
 
 
 def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:

@@ -232,10 +232,14 @@ def test_data_without_indices_to_sort_are_refused() -> None:
         pass
 
     for loader, told in (
-        (DataLoader(StreamOf(Nameless()), 2), "share a batch, and a stream has no indices: leave size_of= out"),
+        (
+            DataLoader(StreamOf(Nameless()), 2),
+            "share a batch, and a stream has no indices: name what .*='attention_mask', or leave size_of=",
+        ),
         (
             DataLoader(Nameless(), batch_sampler=Own(range(8), 2, False)),
-            "size_of= decides by index which .* share a batch, and here the batch sampler Own decides that: leave",
+            "size_of= decides by index which .* share a batch, and here the batch sampler Own decides that: name "
+            'what shows the sizes in a batch, .* with micro_batching="step", or leave size_of= out',
         ),
         ([1, 2, 3], "The training data is a list"),
     ):

@@ -185,6 +185,26 @@ def test_ranks_share_the_windows_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_resume_on_another_number_of_ranks_goes_on_with_the_next_window(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    """From the middle of an epoch, with another micro-batch; no window is another, and none is cut at its edge."""
+    sizes = [ramp(None, index) for index in range(53)]
+    windows = list(chain.from_iterable(cut(permutation(53, 7, epoch), sizes, 40) for epoch in range(2)))
+    steps = len(windows) // 2 - 2
+    for ranks, micro_batch, given in ((before, 2, {"save": True}), (after, 3, {})):
+        folder = tmp_path / f"{ranks}"
+        given = given or {"ckpt_path": str(tmp_path / f"{before}" / f"step{steps}.ckpt")}
+        accumulate = {"effective_batch_size": "40 tokens", "micro_batch_size": micro_batch, "size_of": ramp}
+        settings: dict[str, Any] = {"loader": "shuffled", "size": 53, "batch_size": 4, "accumulate": accumulate}
+        records = run_ranks(folder, ranks=ranks, **settings, **given)
+    assert joined(records)[-len(windows) + steps :] == [sorted(window) for window in windows[steps:]]
+    for record in records:
+        assert worst_error(record["gradients"], plain_loop(Samples(53), windows)[steps:]) <= 1e-12
+
+
+@pytest.mark.distributed
 def test_ranks_with_data_of_their_own_are_refused(tmp_path: Path) -> None:
     accumulate = {"effective_batch_size": "15 tokens", "micro_batch_size": 2, "size_of": ramp}
     with pytest.raises(Exception, match="each rank has an order of its own"):

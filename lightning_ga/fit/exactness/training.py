@@ -1,14 +1,15 @@
 """What is known of the exactness of a training: as measured before it, and as it shows later."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement
-from lightning_ga.errors import ExactnessWarning
+from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.chunks import ChunkedModules
 from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.measure import measure_exactness
@@ -20,6 +21,7 @@ from lightning_ga.plan.exactness import (
     LEFT_OUT,
     SAME_RESULT,
     Exactness,
+    Verdicts,
     both,
     found_to_change,
     splitting_sentence,
@@ -77,16 +79,31 @@ class TrainingExactness:
         """Measure exactness at the begin of an epoch, in passes of at most ``limit`` samples, if that is wanted."""
         if not self._options.verify or current_device() is not None:
             return
+        how = partial(measure_exactness, self._trainer, source, reader, self.count)
         try:
-            measured = measure_exactness(
-                self._trainer, source, reader, self.count, epoch=epoch, limit=limit, chunked=chunked
-            )
+            measured = how(epoch=epoch, limit=limit, chunked=chunked)
+            if reader.cuts_by_size and source.cut_in_step:
+                self._refuse_to_trim(measured, reader, partial(how, epoch=epoch, limit=limit))
         except LayoutError as why:
             measured = both(uncuttable(rounding(self._trainer), str(why)))
         self.training, self.splitting = measured.training, measured.splitting
         self._changing.update(measured.changing)
         self._harmless.update(measured.tables)
         self.kinds.update(measured.kinds)
+
+    def _refuse_to_trim(self, measured: Verdicts, reader: BatchReader, measure: Callable[[], Verdicts]) -> None:
+        """Refuse to leave columns of padding out if that alone changes the gradient, on any rank."""
+        verdict, sees = measured.training, False
+        if verdict.cause not in ("exact", "batch_norm"):
+            reader.trims = False
+            sees = measure().training.cause == "exact"
+            reader.trims = True
+        if any(agreement.of_all_ranks(self._trainer, sees)):
+            error = "" if verdict.relative_error is None else f" (relative error {verdict.relative_error:.1e})"
+            raise UserError(
+                "size_of= cuts batches in the step, and this model has another gradient without columns of padding"
+                f"{error}: mask the padding in the model and in its loss, or leave size_of= out."
+            )
 
     def found_changed(self, former: Mapping[str, float | None]) -> None:
         """Note that not all passes of a window met the same model; whether that matters is measured."""
