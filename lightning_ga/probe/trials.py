@@ -34,6 +34,7 @@ from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.attribution import RETRIES
+from lightning_ga.plan.chunk_size import ChunkSize
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
@@ -57,19 +58,6 @@ class Survival(Protocol):
         """Return what it holds on the device besides the model."""
 
 
-class ChunkSetting(Protocol):
-    """How large the chunks are in which submodules run."""
-
-    samples: int | None
-    keep: int
-    recomputes_all: bool
-    even: bool
-    on_recompute: Callable[[], object] | None
-
-    def begin_step(self, window: int | None) -> None:
-        """Begin a step on a batch of so many samples."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepCut:
     """How the step cuts batches of so many samples."""
@@ -88,7 +76,7 @@ class TrainingSetup:
     rank_samples: int  # of a window on one rank
     survival: Survival
     cut: StepCut | None = None  # ``None`` if the loader cuts batches
-    chunks: ChunkSetting | None = None  # of submodules that run over whole windows: then their size is tried
+    chunks: ChunkSize | None = None  # of submodules that run over whole windows: then their size is tried
     sizes: SizedSource | None = None  # what cuts windows by the sizes of samples, if anything does
 
 
