@@ -23,7 +23,6 @@ from lightning_ga.plan.config import (
     check_size_of,
     read_request,
     read_whole,
-    refuse_rescaling,
     require_choice,
     scales_rates,
 )
@@ -124,7 +123,6 @@ class AutoAccumulate(Callback):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self._given = given
-        refuse_rescaling(batch_norm)
         require_choice(
             objective=(objective, ("memory", "throughput")),
             micro_batching=(micro_batching, ("loader", "step")),
