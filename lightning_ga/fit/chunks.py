@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.batch.pytree import open_container, rebuild, same_values, take
+from lightning_ga.batch.pytree import open_container, rebuild, same_values, take, tensors_in
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
@@ -216,14 +216,6 @@ def _places(place: str, node: Any) -> Iterator[tuple[str, Tensor]]:
         yield place, node
     for name, child in open_container(node) or ():
         yield from _places(place + name, child)
-
-
-def tensors_in(node: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value."""
-    if isinstance(node, Tensor):
-        yield node
-    for _, child in open_container(node) or ():
-        yield from tensors_in(child)
 
 
 def extent(node: Any, dim: int) -> int | None:

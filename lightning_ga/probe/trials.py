@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.batch.pytree import open_container
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import agreement
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.compat.transfer import BatchTransfer
@@ -212,7 +212,7 @@ class ProbedTrainer(ProbedTraining):
             chunks.even = chunks.keep > 0  # as training cuts, once their number is known
             chunks.on_recompute = meter.mark  # a phase ends with the loss, which may take more than a chunk
         batch = self.batch(samples if chunks is None else window)
-        meter.note_batch(_tensors((self._held, batch)))
+        meter.note_batch(tensors_in((self._held, batch)))
         run_pass(self.trainer, batch, LAST_OF_WINDOW if chunks is None else WHOLE_WINDOW)
 
     def owned(self) -> dict[str, list[Tensor]]:
@@ -313,25 +313,17 @@ class WindowGradientsAlive:
     def fill(self) -> None:
         """Give every parameter its gradient, of zeros."""
         for parameter, rows in self._rows.items():
-            parameter.grad = _zeros(parameter) if rows is None else _sparse_zeros(parameter, rows)
+            parameter.grad = _zeros(parameter, rows)
 
 
 def _sparse_gradients(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     return {p: p.grad.coalesce() for p in parameters if p.grad is not None and p.grad.is_sparse}
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    for _, part in open_container(batch) or ():
-        yield from _tensors(part)
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=dtype_of_sum(parameter))
-
-
-def _sparse_zeros(parameter: Tensor, rows: int) -> Tensor:
+def _zeros(parameter: Tensor, rows: int | None) -> Tensor:
+    """Return a gradient of zeros, a sparse one of so many rows if that is given."""
+    if rows is None:
+        return torch.zeros_like(parameter, dtype=dtype_of_sum(parameter))
     values = parameter.new_zeros(rows, *parameter.shape[1:], dtype=dtype_of_sum(parameter))
     indices = torch.arange(rows, device=parameter.device)[None]
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)

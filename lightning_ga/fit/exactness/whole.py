@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.errors import UserError
-from lightning_ga.fit.chunks import ChunkedModules, Chunks, extent, tensors_in
+from lightning_ga.fit.chunks import ChunkedModules, Chunks, extent
 from lightning_ga.fit.exactness.check import batch_norm_layers
 from lightning_ga.fit.exactness.differences import distance, norm
 from lightning_ga.fit.exactness.halves import SampleBatch
