@@ -7,6 +7,7 @@ samples seen so far (``by_samples``, ``seesaw``); both count from the start of t
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from math import acos, ceil, pi
 from operator import index
@@ -223,19 +224,12 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
         return _piecewise(name, "epoch", _counts(name, value, "epoch"))
     if callable(value):
         require_arguments(name, value, "epoch", "32")
-        return _Checked(name, value)
+        return partial(_checked, name, value)
     return PiecewiseSchedule(name, "epoch", (0,), (require_count(name, value),))
 
 
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """A callable of the user, whose counts are checked at each call."""
-
-    name: str
-    schedule: Callable[[int], int]
-
-    def __call__(self, epoch: int) -> int:
-        return require_count(f"{self.name}(epoch={epoch})", self.schedule(epoch))
+def _checked(name: str, schedule: Callable[[int], int], epoch: int) -> int:
+    return require_count(f"{name}(epoch={epoch})", schedule(epoch))
 
 
 def _counts(name: str, value: Mapping[int, int], unit: Unit) -> dict[int, int]:
