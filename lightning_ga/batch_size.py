@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, get_args
@@ -109,7 +110,7 @@ class _Branches:
         module, data = self.make()
         pl.seed_everything(seed, workers=True, verbose=False)  # now, as what the user makes may be seeded
         settings: dict[str, Any] = {**_QUIET, "max_epochs": -1, **self.trainer, **end, "limit_val_batches": 0}
-        start = _Branch(self.content, self.rule, size, self.batch, self.lr)
+        start = pl.callbacks.LambdaCallback(on_fit_start=partial(self._begin, size))  # before the probe
         pl.Trainer(**settings, callbacks=[AutoAccumulate(size, verify=False), start]).fit(module, datamodule=data)
         judge = pl.Trainer(**{**_QUIET, **self.trainer})
         judge.validate(module, datamodule=data, verbose=False)
@@ -117,6 +118,22 @@ class _Branches:
             known = ", ".join(sorted(judge.callback_metrics))
             raise UserError(f"monitor={self.monitor!r} is no metric of validation: {known}.")
         return float(judge.callback_metrics[self.monitor])
+
+    def _begin(self, size: int, trainer: Any, module: Any) -> None:
+        """Take the checkpoint's weights over, and its optimizer's state at a fixed learning rate."""
+        module.load_state_dict(self.content["state_dict"])
+        trainer.strategy.lr_scheduler_configs = []
+        optimizer, states = trainer.optimizers[0], self.content.get("optimizer_states") or []
+        if len(states) != 1 or len(trainer.optimizers) != 1:
+            raise UserError("The checkpoint holds no state of one optimizer: give one of a fit, such as last.ckpt.")
+        optimizer.load_state_dict(deepcopy(states[0]))  # it would train on in these tensors
+        for group in optimizer.param_groups:
+            rate = group["lr"] if self.lr is None else self.lr
+            if rate < 0.01 * group.get("initial_lr", 0.0) or not rate:
+                raise UserError(
+                    f"The checkpoint's learning rate has fallen to {rate:.3g}, which shows nothing: give lr=…."
+                )
+            self.rule.scale(group, rate, size, self.batch)
 
     def seconds(self, steps: float) -> float:
         """Estimate how long a branch of so many steps takes, by two short ones."""
@@ -141,29 +158,6 @@ def _whole(samples: int, multiple: int, data: Any) -> tuple[int, int]:
 
 
 _PARAMETERS = signature(measure_batch_size).parameters
-
-
-class _Branch(pl.Callback):
-    """Starts a training with a checkpoint's weights, and its optimizer's state at a fixed learning rate."""
-
-    def __init__(self, content: Mapping[str, Any], rule: RateRule, size: int, batch: int, lr: float | None) -> None:
-        self._content, self._rule, self._size, self._batch, self._lr = content, rule, size, batch, lr
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take weights and state over before the probe."""
-        pl_module.load_state_dict(self._content["state_dict"])
-        trainer.strategy.lr_scheduler_configs = []
-        optimizer, states = trainer.optimizers[0], self._content.get("optimizer_states") or []
-        if len(states) != 1 or len(trainer.optimizers) != 1:
-            raise UserError("The checkpoint holds no state of one optimizer: give one of a fit, such as last.ckpt.")
-        optimizer.load_state_dict(deepcopy(states[0]))  # it would train on in these tensors
-        for group in optimizer.param_groups:
-            rate = group["lr"] if self._lr is None else self._lr
-            if rate < 0.01 * group.get("initial_lr", 0.0) or not rate:
-                raise UserError(
-                    f"The checkpoint's learning rate has fallen to {rate:.3g}, which shows nothing: give lr=…."
-                )
-            self._rule.scale(group, rate, self._size, self._batch)
 
 
 def _known(folder: Path, setting: Mapping[str, Any]) -> dict[str, float]:

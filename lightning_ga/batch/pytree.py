@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time, timedelta
 from enum import Enum
 from numbers import Number
@@ -125,6 +125,14 @@ def open_container(node: Any) -> list[tuple[str, Any]] | None:
     if isinstance(node, (list, tuple)):
         return [(f"[{index}]", value) for index, value in enumerate(node)]
     return None
+
+
+def tensors_in(node: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, at any depth."""
+    if isinstance(node, torch.Tensor):
+        yield node
+    for _, child in open_container(node) or ():
+        yield from tensors_in(child)
 
 
 def rebuild(node: Any, children: Iterable[Any]) -> Any:

@@ -50,7 +50,8 @@ class WindowRates:
             if key := next(
                 (key for key in self._keys if group[key] is not ours[key] and group[key] != ours[key]), None
             ):
-                owners = ", ".join(type(each).__name__ for each in (self._trainer.lightning_module, *self._others))
+                others = self._trainer.callbacks[1:]  # AutoAccumulate is the first
+                owners = ", ".join(type(each).__name__ for each in (self._trainer.lightning_module, *others))
                 raise UserError(
                     f"{self._name} set {key}={ours[key]} of parameter group {number}, and a hook within the window set "
                     f"{group[key]} (one of {owners}): two hands write the same value. Let a scheduler set it, which is "
@@ -73,7 +74,3 @@ class WindowRates:
     @property
     def _groups(self) -> list[Values]:
         return [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-
-    @property
-    def _others(self) -> list[Any]:
-        return list(self._trainer.callbacks[1:])  # AutoAccumulate is the first

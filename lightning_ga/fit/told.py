@@ -7,7 +7,7 @@ from lightning_ga.compat import intervals, loops
 from lightning_ga.fit.exactness.training import is_inexact
 from lightning_ga.memory.device import total_memory
 from lightning_ga.plan.exactness import INEXACT
-from lightning_ga.plan.schedule import EpochSchedule
+from lightning_ga.plan.schedule import PiecewiseSchedule
 from lightning_ga.plan.units import format_bytes, parse_budget
 
 
@@ -69,7 +69,7 @@ class Told:
     @property
     def _replaces_decay(self) -> bool:
         schedules = self._fit.request.effective, self._fit.request.factor
-        return any(isinstance(each, EpochSchedule) and each.replaces_decay for each in schedules)
+        return any(isinstance(each, PiecewiseSchedule) and each.replaces_decay for each in schedules)
 
     def of_gradients(self) -> list[str]:
         """Return the sentences on windows that are not exact, if the user does not know them yet."""

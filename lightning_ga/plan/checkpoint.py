@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, get_args
 
 from lightning_ga.errors import UserError
@@ -74,22 +75,12 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
             "sizes": SizeLimits(**record["sizes"]) if record.get("sizes") else None,
         }
     )
-    _require_counts(result.limit, result.budget_bytes)
-    _require_counts(
-        result.peak_bytes,
-        result.steps,
-        result.kept_chunks,
-        *(number for point in result.curve for number in point),
-        least=0,
-    )
-    for trial in result.trials:
-        _require_counts(trial.micro_batch_size, trial.peak_bytes, least=0)
-    for timing in result.timings:
-        _require_counts(timing.micro_batch_size, timing.factor)
-    if result.sizes is not None:
-        _require_counts(result.sizes.budget, result.sizes.samples, result.sizes.offset + 1)
-    if result.fastest is not None:
-        _require_counts(result.fastest, result.limit + 1 - result.fastest)
+    trials = [number for trial in result.trials for number in (trial.micro_batch_size, trial.peak_bytes)]
+    timings = [number for timing in result.timings for number in (timing.micro_batch_size, timing.factor)]
+    sizes = () if result.sizes is None else (result.sizes.budget, result.sizes.samples, result.sizes.offset + 1)
+    fastest = () if result.fastest is None else (result.fastest, result.limit + 1 - result.fastest)
+    _require_counts(result.limit, result.budget_bytes, *timings, *sizes, *fastest)
+    _require_counts(result.peak_bytes, result.steps, result.kept_chunks, *trials, *chain(*result.curve), least=0)
     for value, known in ((result.method, get_args(Method)), (result.source, get_args(Source))):
         if value not in known:
             raise ValueError(f"{value!r} is none of {', '.join(known)}")

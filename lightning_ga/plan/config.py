@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.schedule import Growth, Schedule, ScheduleLike, WindowSchedule, as_schedule, require_arguments
+from lightning_ga.plan.schedule import Growth, PiecewiseSchedule, Schedule, ScheduleLike, as_schedule, require_arguments
 
 Budget = int | float | str | None
 ScaleLr = Literal["none", "linear", "sqrt"]
@@ -29,9 +29,10 @@ class Request:
         return self.effective(epoch) if factor is None else factor * micro_batch * world_size
 
     @property
-    def by_window(self) -> WindowSchedule | None:
+    def by_window(self) -> PiecewiseSchedule | None:
         """The schedule that may change the windows of an epoch; ``None`` if all are as its epoch says."""
-        return next((each for each in (self.effective, self.factor) if isinstance(each, WindowSchedule)), None)
+        schedules = (each for each in (self.effective, self.factor) if isinstance(each, PiecewiseSchedule))
+        return next((each for each in schedules if each.by_window), None)
 
     def growth(self, micro_batch: int, world_size: int, steps: int, samples: int, windows_done: int) -> Growth | None:
         """Return the effective batches of an epoch that begins after so many steps and samples of all ranks."""

@@ -7,6 +7,7 @@ samples seen so far (``by_samples``, ``seesaw``); both count from the start of t
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from math import acos, ceil, pi
 from operator import index
@@ -15,26 +16,38 @@ from typing import Any, Literal
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
 
+Unit = Literal["epoch", "step", "samples"]
+
 
 @dataclass(frozen=True, slots=True, repr=False)
-class WindowSchedule:
-    """Counts that hold from an optimizer step, or a number of samples seen, on.
+class PiecewiseSchedule:
+    """Counts that hold from an epoch, an optimizer step, or a number of samples seen, on.
 
-    Called with an epoch, it returns its largest count: what a plan made in advance has to hold.
+    Called with an epoch, it returns its count, or none before the first; if windows change within epochs, the largest
+    count: what a plan made in advance has to hold.
     """
 
     name: str  # as the user would write it
-    unit: Literal["step", "samples"]
-    starts: tuple[int, ...]  # rising, from 0 on
+    unit: Unit
+    starts: tuple[int, ...]  # rising; from 0 on if the unit is not the epoch
     counts: tuple[int, ...]
     rates: tuple[float, ...] = ()  # by which the learning rate is multiplied meanwhile; none: it is left alone
+    replaces_decay: bool = False  # whether the batch grows instead of a learning rate that falls
 
     def __repr__(self) -> str:
         return self.name
 
-    def __call__(self, epoch: int) -> int:
-        """Return the largest count."""
-        return max(self.counts)
+    def __call__(self, epoch: int) -> int | None:
+        """Return the count of an epoch."""
+        if self.by_window:
+            return max(self.counts)
+        level = bisect_right(self.starts, epoch)
+        return self.counts[level - 1] if level else None
+
+    @property
+    def by_window(self) -> bool:
+        """Whether windows may change within an epoch."""
+        return self.unit != "epoch"
 
     def at(self, step: int, samples: int) -> int:
         """Return the count of the window that begins after so many steps and samples."""
@@ -52,7 +65,7 @@ class WindowSchedule:
 class Growth:
     """The effective batches of an epoch that a schedule by window gives."""
 
-    schedule: WindowSchedule
+    schedule: PiecewiseSchedule
     times: int = 1  # samples that a count stands for
     steps_before: int = 0  # optimizer steps before the epoch
     samples_before: int = 0  # over all ranks
@@ -68,26 +81,13 @@ class Growth:
         return self.times * max(self.schedule.counts)
 
 
-@dataclass(frozen=True, slots=True)
-class EpochSchedule:
-    """Counts that hold from their epochs on, in rising order; none before the first."""
-
-    counts: tuple[tuple[int, int], ...]
-    replaces_decay: bool = False  # whether the batch grows instead of a learning rate that falls
-
-    def __call__(self, epoch: int) -> int | None:
-        """Return the count of an epoch."""
-        begun = [count for start, count in self.counts if start <= epoch]
-        return begun[-1] if begun else None
-
-
 __all__ = ["Schedule", "ScheduleLike", "as_schedule", "by_samples", "by_step"]
 __all__ += ["from_lr_decay", "geometric", "linear", "seesaw"]
-ScheduleLike = int | Mapping[int, int] | Callable[[int], int] | WindowSchedule | EpochSchedule
+ScheduleLike = int | Mapping[int, int] | Callable[[int], int] | PiecewiseSchedule
 Schedule = Callable[[int], int | None]
 
 
-def by_step(counts: Mapping[int, int]) -> WindowSchedule:
+def by_step(counts: Mapping[int, int]) -> PiecewiseSchedule:
     """Let each count hold from its optimizer step on: ``{step: count}``, which begins with step 0.
 
     Examples:
@@ -95,20 +95,20 @@ def by_step(counts: Mapping[int, int]) -> WindowSchedule:
         >>> schedule.at(99, 0), schedule.at(100, 0)
         (32, 64)
     """
-    return _by("step", "by_step", counts)
+    return _by("step", counts)
 
 
-def by_samples(counts: Mapping[int, int]) -> WindowSchedule:
+def by_samples(counts: Mapping[int, int]) -> PiecewiseSchedule:
     """Let each count hold from the first window after so many samples of all ranks: ``{samples: count}``, from 0 on.
 
     Examples:
         >>> by_samples({0: 32, 50_000: 64}).at(0, 50_016)
         64
     """
-    return _by("samples", "by_samples", counts)
+    return _by("samples", counts)
 
 
-def linear(start: int, end: int, *, steps: int) -> WindowSchedule:
+def linear(start: int, end: int, *, steps: int) -> PiecewiseSchedule:
     """Go from ``start`` to ``end`` in ``steps`` equal parts, one value an optimizer step.
 
     Examples:
@@ -117,11 +117,11 @@ def linear(start: int, end: int, *, steps: int) -> WindowSchedule:
         [10, 20, 30, 30]
     """
     start, end, steps = _ramp("linear", start, end, steps)
-    values = ((step, start + (2 * (end - start) * step + steps) // (2 * steps)) for step in range(steps + 1))
-    return _made(f"linear({start}, {end}, {steps=})", "step", values)
+    counts = {step: start + (2 * (end - start) * step + steps) // (2 * steps) for step in range(steps + 1)}
+    return _piecewise(f"linear({start}, {end}, {steps=})", "step", counts)
 
 
-def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> WindowSchedule:
+def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> PiecewiseSchedule:
     """Multiply by ``factor`` at equal distances, from ``start`` to ``end`` after ``steps`` optimizer steps.
 
     A smaller ``end`` divides; the last change may be smaller than the factor.
@@ -138,11 +138,11 @@ def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> WindowSch
         power = factor ** len(counts)
         counts.append(min(start * power, bound) if end > start else max(start // power, end))
     levels = max(1, len(counts) - 1)
-    values = ((-(-level * steps // levels), count) for level, count in enumerate(counts))
-    return _made(f"geometric({start}, {end}, {steps=}, {factor=})", "step", values)
+    by_start = {-(-level * steps // levels): count for level, count in enumerate(counts)}  # of several, the last
+    return _piecewise(f"geometric({start}, {end}, {steps=}, {factor=})", "step", by_start)
 
 
-def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) -> EpochSchedule:
+def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) -> PiecewiseSchedule:
     """Grow the batch where a recipe would lower the learning rate, which then stays (Smith et al., arXiv 1711.00489).
 
     Where ``MultiStepLR(milestones, gamma)`` multiplies the rate by ``gamma``, the batch is divided by it. Leave that
@@ -155,9 +155,11 @@ def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) 
     """
     if not 0 < gamma < 1:
         raise UserError(f"from_lr_decay({gamma=}) must be between 0 and 1: what the recipe multiplies its rate by.")
-    starts = [0, *sorted(require_count("milestones", epoch) for epoch in milestones)]
+    milestones = sorted(require_count("milestones", epoch) for epoch in milestones)
     batch = require_count("batch", batch)
-    return EpochSchedule(tuple((epoch, round(batch / gamma**drops)) for drops, epoch in enumerate(starts)), True)
+    counts = tuple(round(batch / gamma**drops) for drops in range(len(milestones) + 1))
+    name = f"from_lr_decay({batch}, {milestones=}, {gamma=})"
+    return PiecewiseSchedule(name, "epoch", (0, *milestones), counts, replaces_decay=True)
 
 
 Decay = Literal["cosine", "linear"]
@@ -167,7 +169,7 @@ _HALVED: Mapping[str, Callable[[int], float]] = {
 }
 
 
-def seesaw(batch: int, *, samples: int, decay: Decay = "cosine", doublings: int | None = None) -> WindowSchedule:
+def seesaw(batch: int, *, samples: int, decay: Decay = "cosine", doublings: int | None = None) -> PiecewiseSchedule:
     """Double the batch and divide the learning rate by √2 where a decay to zero would halve it (arXiv 2510.14717).
 
     Training takes the samples of the recipe in fewer steps. ``AutoAccumulate`` multiplies the learning rate, so leave
@@ -193,7 +195,7 @@ def seesaw(batch: int, *, samples: int, decay: Decay = "cosine", doublings: int 
             break
         starts.append(start)
     counts, rates = zip(*((batch * 2**times, 2.0 ** (-times / 2)) for times in range(len(starts))))
-    return WindowSchedule(f"seesaw({batch}, {samples=}, {decay=})", "samples", tuple(starts), counts, rates)
+    return PiecewiseSchedule(f"seesaw({batch}, {samples=}, {decay=})", "samples", tuple(starts), counts, rates)
 
 
 def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
@@ -215,29 +217,22 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
         [32, 32, 64, 64]
     """
     if value is None:
-        return EpochSchedule(())
-    if isinstance(value, (WindowSchedule, EpochSchedule)):
+        return PiecewiseSchedule(name, "epoch", (), ())
+    if isinstance(value, PiecewiseSchedule):
         return value
     if isinstance(value, Mapping):
-        return EpochSchedule(_counts(name, value, "epoch"))
+        return _piecewise(name, "epoch", _counts(name, value, "epoch"))
     if callable(value):
         require_arguments(name, value, "epoch", "32")
-        return _Checked(name, value)
-    return EpochSchedule(((0, require_count(name, value)),))
+        return partial(_checked, name, value)
+    return PiecewiseSchedule(name, "epoch", (0,), (require_count(name, value),))
 
 
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """A callable of the user, whose counts are checked at each call."""
-
-    name: str
-    schedule: Callable[[int], int]
-
-    def __call__(self, epoch: int) -> int:
-        return require_count(f"{self.name}(epoch={epoch})", self.schedule(epoch))
+def _checked(name: str, schedule: Callable[[int], int], epoch: int) -> int:
+    return require_count(f"{name}(epoch={epoch})", schedule(epoch))
 
 
-def _counts(name: str, value: Mapping[int, int], unit: str) -> tuple[tuple[int, int], ...]:
+def _counts(name: str, value: Mapping[int, int], unit: Unit) -> dict[int, int]:
     """Return the entries of a mapping in rising order."""
     if not value:
         raise UserError(f"{name}={{}} is empty: give at least one {unit}, for example {{0: 32}}.")
@@ -251,23 +246,25 @@ def _counts(name: str, value: Mapping[int, int], unit: str) -> tuple[tuple[int, 
             units = f"{unit.removesuffix('s')}s"
             raise UserError(f"{name} has the {unit} {key!r}; {units} are whole numbers and start at 0.")
         counts[start] = require_count(f"{name}[{start}]", count)
-    return tuple(sorted(counts.items()))
+    return dict(sorted(counts.items()))
 
 
-def _by(unit: Literal["step", "samples"], name: str, value: Mapping[int, int]) -> WindowSchedule:
+def _by(unit: Unit, value: Mapping[int, int]) -> PiecewiseSchedule:
+    name = f"by_{unit}"
     counts = _counts(name, value, unit)
-    if counts[0][0]:
-        raise UserError(f"{name} begins at {unit} {counts[0][0]}: say what holds before, from 0 on.")
-    return _made(f"{name}({dict(counts)})", unit, counts)
+    first = min(counts)
+    if first:
+        raise UserError(f"{name} begins at {unit} {first}: say what holds before, from 0 on.")
+    return _piecewise(f"{name}({counts})", unit, counts)
 
 
-def _made(name: str, unit: Literal["step", "samples"], values: Iterable[tuple[int, int]]) -> WindowSchedule:
-    """Make a schedule of the values that differ from the one before; of several with one start, the last holds."""
+def _piecewise(name: str, unit: Unit, counts: Mapping[int, int]) -> PiecewiseSchedule:
+    """Make a schedule of the counts, by their starts, that differ from the one before."""
     levels: dict[int, int] = {}
-    for start, count in dict(values).items():
+    for start, count in counts.items():
         if not levels or count != next(reversed(levels.values())):
             levels[start] = count
-    return WindowSchedule(name, unit, tuple(levels), tuple(levels.values()))
+    return PiecewiseSchedule(name, unit, tuple(levels), tuple(levels.values()))
 
 
 def _ramp(name: str, start: int, end: int, steps: int) -> tuple[int, int, int]:

@@ -124,18 +124,22 @@ def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None 
 
 def early_curve(warm_up: Step | None, first: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
     """Return the curve from a first step, which makes the optimizer's state, and one that was recorded after it."""
-    blocks = None if warm_up is None else paired(warm_up.traces, first.traces, begin_alike=True)
+    return None if warm_up is None else _of_blocks(warm_up, first, rounding, rules, begin_alike=True)
+
+
+def _of_blocks(
+    small: Step, large: Step, rounding: int, rules: SegmentRules | None, *, begin_alike: bool = False
+) -> Curve | None:
+    """Return the curve of two steps if an allocator's records of them pair up: nothing is unseen."""
+    blocks = paired(small.traces, large.traces, begin_alike=begin_alike)
     replay = None if blocks is None else extrapolate(*blocks, rounding=rounding)
-    if warm_up is None or replay is None:
-        return None
-    return Curve(replay, (warm_up.samples, first.samples), ((0, 0),), rounding, rules)
+    return None if replay is None else Curve(replay, (small.samples, large.samples), ((0, 0),), rounding, rules)
 
 
 def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
+    if curve := _of_blocks(small, large, rounding, rules):
+        return curve
     samples, pairs = (small.samples, large.samples), list(zip(small.traces, large.traces))
-    blocks = paired(small.traces, large.traces)
-    if blocks is not None:  # nothing is unseen
-        return Curve(extrapolate(*blocks, rounding=rounding), samples, ((0, 0),), rounding, rules)
     for first, second in pairs:
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:

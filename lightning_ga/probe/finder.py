@@ -12,6 +12,7 @@ A plain loop, in full::
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,18 +78,17 @@ def find_micro_batch(
     return Prober(training, meter_of(chosen, training), allowed).find(high, known=known, predict_only=predict_only)
 
 
+@dataclass(eq=False)
 class _Loop(ProbedTraining):
     """A training given by functions, as ``find_micro_batch`` takes them."""
 
-    def __init__(
-        self,
-        step: Callable[[int], object],
-        resident: Callable[[], Iterable[Tensor | None]] | None,
-        reset: Callable[[], object] | None,
-        agree: Callable[[bool], bool] | None,
-    ) -> None:
+    _step: Callable[[int], object]
+    _resident: Callable[[], Iterable[Tensor | None]] | None
+    _reset: Callable[[], object] | None
+    _agree: Callable[[bool], bool] | None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._step, self._resident, self._reset, self._agree = step, resident, reset, agree
 
     def step(self, samples: int, meter: OriginMeter) -> object:
         """Run the user's step."""

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
-
 from lightning_ga.compat import patching, transfer, trial_steps
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState
@@ -30,7 +28,8 @@ def isolated(
     random_state = RandomState()
     attributes = trial_steps.remember_progress(trainer)
     with uncounted():
-        values = TensorValues(iter({id(t): t for m in modules for t in _own_tensors(m)}.values()))
+        own = (each for m in modules for each in (*m._parameters.values(), *m._buffers.values()) if each is not None)
+        values = TensorValues(iter({id(tensor): tensor for tensor in own}.values()))
         plain = SwappedState(modules, [trainer, trainer.strategy, trainer.datamodule], stand_ins)
         optimizers = [OptimizerState(optimizer) for optimizer in trainer.optimizers if begins]
     gradients = SavedGradients(module.parameters())
@@ -82,8 +81,3 @@ def _kept_apart(trainer: Any) -> Iterator[None]:
         plain.restore()
         tensors.restore()
         random_state.restore()
-
-
-def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
-    yield from (buffer for buffer in module._buffers.values() if buffer is not None)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.batch.pytree import open_container
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import agreement
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.compat.transfer import BatchTransfer
@@ -34,6 +34,7 @@ from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.attribution import RETRIES
+from lightning_ga.plan.chunk_size import ChunkSize
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
@@ -57,19 +58,6 @@ class Survival(Protocol):
         """Return what it holds on the device besides the model."""
 
 
-class ChunkSetting(Protocol):
-    """How large the chunks are in which submodules run."""
-
-    samples: int | None
-    keep: int
-    recomputes_all: bool
-    even: bool
-    on_recompute: Callable[[], object] | None
-
-    def begin_step(self, window: int | None) -> None:
-        """Begin a step on a batch of so many samples."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepCut:
     """How the step cuts batches of so many samples."""
@@ -88,7 +76,7 @@ class TrainingSetup:
     rank_samples: int  # of a window on one rank
     survival: Survival
     cut: StepCut | None = None  # ``None`` if the loader cuts batches
-    chunks: ChunkSetting | None = None  # of submodules that run over whole windows: then their size is tried
+    chunks: ChunkSize | None = None  # of submodules that run over whole windows: then their size is tried
     sizes: Sized | None = None  # what cuts windows by the sizes of samples, if anything does
 
 
@@ -224,7 +212,7 @@ class ProbedTrainer(ProbedTraining):
             chunks.even = chunks.keep > 0  # as training cuts, once their number is known
             chunks.on_recompute = meter.mark  # a phase ends with the loss, which may take more than a chunk
         batch = self.batch(samples if chunks is None else window)
-        meter.note_batch(_tensors((self._held, batch)))
+        meter.note_batch(tensors_in((self._held, batch)))
         run_pass(self.trainer, batch, LAST_OF_WINDOW if chunks is None else WHOLE_WINDOW)
 
     def owned(self) -> dict[str, list[Tensor]]:
@@ -325,25 +313,17 @@ class WindowGradientsAlive:
     def fill(self) -> None:
         """Give every parameter its gradient, of zeros."""
         for parameter, rows in self._rows.items():
-            parameter.grad = _zeros(parameter) if rows is None else _sparse_zeros(parameter, rows)
+            parameter.grad = _zeros(parameter, rows)
 
 
 def _sparse_gradients(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     return {p: p.grad.coalesce() for p in parameters if p.grad is not None and p.grad.is_sparse}
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    for _, part in open_container(batch) or ():
-        yield from _tensors(part)
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=dtype_of_sum(parameter))
-
-
-def _sparse_zeros(parameter: Tensor, rows: int) -> Tensor:
+def _zeros(parameter: Tensor, rows: int | None) -> Tensor:
+    """Return a gradient of zeros, a sparse one of so many rows if that is given."""
+    if rows is None:
+        return torch.zeros_like(parameter, dtype=dtype_of_sum(parameter))
     values = parameter.new_zeros(rows, *parameter.shape[1:], dtype=dtype_of_sum(parameter))
     indices = torch.arange(rows, device=parameter.device)[None]
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)

@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.errors import UserError
-from lightning_ga.fit.chunks import ChunkedModules, Chunks, ChunkSize, Seen, extent, tensors_in
+from lightning_ga.fit.chunks import ChunkedModules, Chunks, extent
 from lightning_ga.fit.exactness.check import batch_norm_layers
 from lightning_ga.fit.exactness.differences import distance, norm
 from lightning_ga.fit.exactness.halves import SampleBatch
 from lightning_ga.fit.exactness.passes import Passes, PassRunner, numbers_of, state_sums
 from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.plan.chunk_size import ChunkSize, Seen
 from lightning_ga.plan.exactness import NO_GRADIENT, PER_CHUNK, RANDOM_CHUNKS, Exactness, unmeasured
 from lightning_ga.snapshot.checksums import differ
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from lightning_ga.batch.pytree import is_constant, is_plain_sequence, open_container, rebuild
 from lightning_ga.snapshot.state import refuse_lazy
@@ -76,21 +77,14 @@ def _let_go_of_values(
     optimizer: torch.optim.Optimizer, mode: FakeTensorMode, fakes: dict[int, Any], *, foreach: bool
 ) -> None:
     """Give an optimizer parameters and state without values."""
-    states = {fakes.get(id(key), key): _faked(state, mode) for key, state in optimizer.state.items()}
+    states = tree_map_only(Tensor, mode.from_tensor, dict(optimizer.state))
+    states = {fakes.get(id(key), key): state for key, state in states.items()}
     optimizer.state.clear()
     optimizer.state.update(states)
     for group in optimizer.param_groups:
         group["params"][:] = [fakes.get(id(parameter), parameter) for parameter in group["params"]]
         if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
-
-
-def _faked(value: Any, mode: FakeTensorMode) -> Any:
-    if isinstance(value, Tensor):
-        return mode.from_tensor(value)
-    if isinstance(value, dict):
-        return {key: _faked(inner, mode) for key, inner in value.items()}
-    return [_faked(inner, mode) for inner in value] if isinstance(value, list) else value
 
 
 def grown(small: Any, large: Any, periods: int) -> Any:
