@@ -6,7 +6,6 @@ that no measurement has met, and when something has changed between the passes o
 """
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 from lightning_ga.batch.counters import Kind, kinds_of
@@ -17,7 +16,7 @@ from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import ExactnessCheck, batch_norm_layers
 from lightning_ga.fit.exactness.differences import norm
 from lightning_ga.fit.exactness.halves import Halves, telling_cut
-from lightning_ga.fit.exactness.passes import Sums, numbers_of, state_sums, traceless_passes
+from lightning_ga.fit.exactness.passes import MicroBatches, Sums, numbers_of, state_sums, traceless_passes
 from lightning_ga.fit.exactness.training import Remeasured, is_inexact
 from lightning_ga.fit.parts import Part
 from lightning_ga.fit.training_data import TrainingData
@@ -126,7 +125,7 @@ class LaterChecks:
 
             def trains(start: int, stop: int) -> bool:
                 batch = slices.take(start, stop)
-                return norm(passes.run([batch], seed=0, on_device=not self._on_host).gradients[0]) > 0
+                return norm(passes.run(MicroBatches([batch], on_device=not self._on_host)).gradients[0]) > 0
 
             size = self._largest(slices)
             starts = range(0, slices.samples, size)
@@ -195,22 +194,15 @@ class LaterChecks:
         with traceless_passes(trainer, plain=True, begins=False) as passes:
             check = ExactnessCheck(source, reader, passes, self._exactness.count, tolerance, while_training=True)
             for start, middle, stop in cuts:
-                batch, take = slices.take(start, stop), partial(_take, slices, start)
-                batch_pass = passes.run([batch], seed=0, on_device=on_device)
-                matters = measured.matters or check.which_matter(
-                    batch_pass, batch, self._exactness.suspects, on_device=on_device
-                )
+                batch = MicroBatches([slices.take(start, stop)], on_device=on_device)
+                batch_pass = passes.run(batch)
+                matters = measured.matters or check.which_matter(batch_pass, batch, self._exactness.suspects)
                 layers = batch_norm_layers(trainer.lightning_module)
                 if stop - start < 2 or (layers and stop - start < 4):  # BatchNorm refuses one sample
                     known = Exactness(None, tolerance, "batch_norm", layers=layers) if layers else None
                     return Remeasured(known, matters)
                 halves = Halves.of(
-                    take,
-                    stop - start,
-                    middle=middle and middle - start,
-                    cut=as_pieces,
-                    on_device=on_device,
-                    batch_on_device=on_device,
+                    slices.take, stop, start=start, middle=middle, as_pieces=as_pieces, on_device=on_device
                 )
                 verdict = check.judge(batch_pass, halves)
                 if measured.verdict is None or verdict.cause != "unmeasured":
@@ -259,11 +251,6 @@ class LaterChecks:
 def _is_round(number: int) -> bool:
     """Return whether a number is one of 1, 2, 3, 4, 6, 8, 12, 16, 24 …."""
     return number > 0 and number // (number & -number) in (1, 3)
-
-
-def _take(slices: BatchSlices, first: int, start: int, stop: int) -> Any:
-    """Return samples of a batch, counted from the ``first``."""
-    return slices.take(first + start, first + stop)
 
 
 def _any_error(_: Exception) -> bool:

@@ -56,10 +56,10 @@ def measure_exactness(
             if chunked is not None:
                 batch = SampleBatch(samples, source.user_loader, reader, passes)
                 return both(judge_chunks(passes, chunked, batch, tolerance))
-            checking = ExactnessCheck(source, reader, passes, count, tolerance, micro_batches=micro_batches)
-            verdicts = checking.run(samples)
+            checking = ExactnessCheck(source, reader, passes, count, tolerance)
+            verdicts = checking.run(samples, micro_batches=micro_batches)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
-                verdicts = verdicts.unless(checking.run(samples[-4:]))
+                verdicts = verdicts.unless(checking.run(samples[-4:], micro_batches=micro_batches))
             changing, tables = tuple(checking.changing), tuple(checking.tables)
             return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
 
