@@ -145,8 +145,9 @@ class Chunks:
     def __init__(self, module: Module, size: ChunkSize, dim: int = 0, name: str = "") -> None:
         self.module, self._whole, self._name = module, module.forward, name or type(module).__name__
         self.size, self._dim = size, dim
-        self.is_called = self.draws = False  # whether it ran, and drew random numbers
-        self.bytes: int | None = None  # of its outputs; 0 if one of them does not lead with the axis of its input
+        self.draws = False  # whether it draws random numbers
+        # Of its outputs, 0 if one of them does not lead with the axis of its input; ``None`` if it was not called.
+        self.bytes: int | None = None
         self._constant: set[str] = set()  # places of arguments that were seen to belong to no sample
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -181,7 +182,7 @@ class Chunks:
         given = (arguments, named)
         samples, before = extent(given, self._dim), RandomState(generators_of(self.module))
         output = self._whole(*arguments, **named)
-        self.is_called, self.draws = True, self.draws or not before.is_current()
+        self.draws |= not before.is_current()
         self._constant |= {place for place, tensor in tensors_in(given) if extent(tensor, self._dim) != samples}
         outputs = [tensor for _, tensor in tensors_in(output)]
         leads = samples is not None and samples > 1 and all(extent(each, self._dim) == samples for each in outputs)

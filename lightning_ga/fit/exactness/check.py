@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,7 +19,7 @@ from lightning_ga.fit.exactness.passes import MicroBatches, Passes, PassRunner, 
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.streams import length_of
 from lightning_ga.loading.training_source import TrainingSource
-from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import (
     ACCUMULATED,
     COUNTED,
@@ -180,15 +180,6 @@ class ExactnessCheck:
         pairs = ((one.gradients[0], other.gradients[0]), (one.moves, other.moves))
         return any(distance(*pair) > self._repeated for pair in pairs)
 
-    def _attempted(self, run: Callable[[], Passes]) -> Passes | None:
-        """Return the result of passes that the user's code may refuse; ``None`` if it does."""
-        try:
-            return run()
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return None
-
     def _depends_on_number(self, batch_pass: Passes, batch: SampleBatch, micro_batches: int) -> bool:
         """Return whether the gradient is another one at other places of the epoch, which micro-batches number.
 
@@ -198,9 +189,10 @@ class ExactnessCheck:
             steps = trial_steps.overrides(self._passes.trainer, "optimizer_step")
             names = [name for name, weight in self._module.named_parameters() if weight.requires_grad] if steps else []
 
-            def run(ahead: int) -> Passes | None:
+            def run(ahead: int) -> Passes | None:  # the module may have no such batch, or need more of the loop
                 place = PassPlace(ahead=ahead, may_be_last=ahead > 0, steps=steps)
-                return self._attempted(lambda: self._passes.run(batch.whole, keep=names, place=place))
+                passes = attempt(lambda: self._passes.run(batch.whole, keep=names, place=place), is_users_error)
+                return cast("Passes | None", passes.result)
 
             first = run(0) if steps else batch_pass
             later = map(run, telling_numbers(micro_batches) if first is not None else ())
@@ -262,25 +254,26 @@ class ExactnessCheck:
         - Counts and histograms: the parts leave what the whole batch does, and no gradient depends on it. One may come
           to depend on it later; then a later measurement does not leave it out.
         """
-        tensors = named_state(self._module)
-        names = [name for name in changed if name in tensors]
+        state = named_state(self._module)
+        names = [name for name in changed if name in state]
         if not names:
             return changed
         parts, rows = halves.parts, length_of(getattr(self._loader, "dataset", None))
-        runs = [halves.whole(), parts, *(replace(parts, batches=[part]) for part in parts.batches)]
-        passes = [self._passes.run(each, seed=seed, keep=names) for each, seed in zip(runs, (0, 1, 1, 1))]
+        whole = self._passes.run(halves.whole(), keep=names)
+        runs = [parts, *(replace(parts, batches=[part]) for part in parts.batches)]
+        left = [whole.after, *(self._passes.run(each, seed=1, keep=names).after for each in runs)]
+        left_in = {name: tensors for name, *tensors in zip(names, *left)}  # by the whole, both parts, each of them
         single = replace(parts, batches=[halves.one_sample()], as_pieces=False)
-        one_sample = self._attempted(lambda: self._passes.run(single, seed=2, keep=names))
-        left = dict(zip(names, zip(*(each.after for each in passes))))
+        one_sample = attempt(lambda: self._passes.run(single, seed=2, keep=names), is_users_error).result
         alike: set[str] = set()
         if one_sample is not None:
             pairs = zip(names, one_sample.after)
-            alike |= {name for name, one in pairs if all(same_values(one, each) for each in left[name])}
+            alike |= {name for name, one in pairs if all(same_values(one, each) for each in left_in[name])}
         if rows is not None:
-            befores = dict(zip(names, passes[0].before))
-            memories = [n for n in names if n not in alike and tensors[n].dim() and len(tensors[n]) >= rows]
-            alike |= {name for name in memories if _is_in_rows(befores[name], *left[name])}
-        counts = {n: None for n in names if n not in alike and torch.allclose(*left[n][:2], rtol=1e-5)}
+            pairs = zip(names, whole.before)
+            memories = [(n, before) for n, before in pairs if n not in alike and before.dim() and len(before) >= rows]
+            alike |= {name for name, before in memories if _is_in_rows(before, *left_in[name])}
+        counts = {n: None for n in names if n not in alike and _is_count(*left_in[n])}
         if counts and not self._differs(batch_pass, self._passes.run(halves.whole(), altered=counts)):
             alike |= counts.keys()
         self._alike |= alike
@@ -321,6 +314,11 @@ def telling_numbers(batches: int) -> list[int]:
     return sorted({number - 1 for number in multiples if number > 1})
 
 
+def is_users_error(error: Exception) -> bool:
+    """Return whether the user's code may have refused to run, since memory has not run out."""
+    return not is_out_of_memory(error)
+
+
 def batch_norm_layers(module: torch.nn.Module) -> tuple[str, ...]:
     """Return the names of BatchNorm layers in training mode, which normalize by the samples of a micro-batch."""
     layers = (name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training)
@@ -332,6 +330,11 @@ def _is_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     return torch.allclose(one, other, rtol=4 * torch.finfo(one.dtype).eps, atol=0.0)
+
+
+def _is_count(whole: torch.Tensor, parts: torch.Tensor, *_: torch.Tensor) -> bool:
+    """Return whether two parts, one after the other, leave a tensor as the whole batch does."""
+    return whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-5)
 
 
 def _is_in_rows(

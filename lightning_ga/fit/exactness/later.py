@@ -6,6 +6,7 @@ that no measurement has met, and when something has changed between the passes o
 """
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_ga.batch.counters import Kind, kinds_of
@@ -16,13 +17,19 @@ from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import ExactnessCheck, batch_norm_layers
 from lightning_ga.fit.exactness.differences import norm
 from lightning_ga.fit.exactness.halves import Halves, telling_cut
-from lightning_ga.fit.exactness.passes import MicroBatches, Sums, numbers_of, state_sums, traceless_passes
+from lightning_ga.fit.exactness.passes import (
+    MicroBatches,
+    Sums,
+    changed_names,
+    numbers_of,
+    state_sums,
+    traceless_passes,
+)
 from lightning_ga.fit.exactness.training import Remeasured, is_inexact
 from lightning_ga.fit.parts import Part
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import LEFT_OUT_WHOLE, Exactness
-from lightning_ga.snapshot.checksums import differ
 
 LOOKS = 8  # micro-batches before which the model is looked at, and again from each moment on
 LOOKED_AT = 1000  # micro-batches of which the samples are looked at
@@ -223,9 +230,13 @@ class LaterChecks:
     def _compare_state(self) -> None:
         """Note what has changed since the micro-batch before, within a window."""
         before, self._before = self._before, state_sums(self._trainer.lightning_module)
+        self._note_changes(before, self._before)
+
+    def _note_changes(self, before: Mapping[str, Any], now: Mapping[str, Any], numbers: Collection[str] = ()) -> None:
+        """Note what has changed, with the former values of these numbers, unless a window lies between."""
         if before and not loops.begins_window(self._trainer):
-            changed = [name for name, value in self._before.items() if differ(before.get(name), value)]
-            self._exactness.found_changed(dict.fromkeys(changed))
+            changed = changed_names(before, now)
+            self._exactness.found_changed({name: before[name] if name in numbers else None for name in changed})
 
     def compare_numbers(self) -> None:
         """Note which numbers have changed since the backward pass of the micro-batch before, within a window.
@@ -233,19 +244,17 @@ class LaterChecks:
         Between two of these lie all hooks that run between micro-batches, and no schedule: it steps with the optimizer.
         """
         index = loops.micro_batch_index(self._trainer)
-        is_new, self._compared = index != self._compared, index
-        if is_new and not (self.are_made and self._looks > 0 and self._trainer.accumulate_grad_batches > 1):
-            self._numbers = {}
+        if index == self._compared:
             return
-        if not is_new:
+        self._compared = index
+        if not (self.are_made and self._looks > 0 and self._trainer.accumulate_grad_batches > 1):
+            self._numbers = {}
             return
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         rates = {f"the learning rate of group {n}": float(group.get("lr", 0.0)) for n, group in enumerate(groups)}
         numbers = numbers_of(self._trainer.lightning_module)
         before, self._numbers = self._numbers, {**numbers, **rates}
-        if before and not loops.begins_window(self._trainer):
-            changed = [name for name, value in self._numbers.items() if differ(before.get(name), value)]
-            self._exactness.found_changed({name: before[name] if name in numbers else None for name in changed})
+        self._note_changes(before, self._numbers, numbers)
 
 
 def _is_round(number: int) -> bool:

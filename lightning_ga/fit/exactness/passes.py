@@ -105,10 +105,10 @@ class PassRunner:
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
         states: list[Sums] = []
         gradients = list(self._window(micro_batches, place, observe=lambda: states.append(state_sums(module))))
-        in_step = [name for pair in zip(states[::2], states[1::2]) for name in _changed(*pair)]
+        in_step = [name for pair in zip(states[::2], states[1::2]) for name in changed_names(*pair)]
         return Passes(
             gradients,
-            changed=_changed(sums, state_sums(module)),
+            changed=changed_names(sums, state_sums(module)),
             changed_in_step=tuple(dict.fromkeys(in_step)),
             draws=not random_state.is_current() or have_moved(generators),
             before=before,
@@ -125,8 +125,7 @@ class PassRunner:
         before = gathered(module)
         place = PassPlace(batches=1 if window.as_pieces else len(window.batches))
         first = self._given_by(window, place)
-        changed = {name for name, value in gathered(module).items() if value != before.get(name)}
-        end_epoch_of(self.trainer, changed)
+        end_epoch_of(self.trainer, {name for name, value in gathered(module).items() if value != before.get(name)})
         second = self._given_by(after, replace(place, ahead=LATER))
         rates = [group.get("lr", 0.0) for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         return [first, second, [torch.tensor([float(rate) for rate in rates])]]
@@ -181,8 +180,8 @@ def numbers_of(module: torch.nn.Module) -> dict[str, float]:
 
 def gathered(module: torch.nn.Module) -> dict[str, float]:
     """Return the numbers among the attributes of a module, and the lengths of what it gathers in others."""
-    held = {name: value for name, value in vars(module).items() if isinstance(value, (list, dict, deque, int, float))}
-    return {name: value if isinstance(value, (int, float)) else len(value) for name, value in held.items()}
+    held = {name: len(value) for name, value in vars(module).items() if isinstance(value, (list, dict, deque))}
+    return {**held, **numbers_of(module)}
 
 
 def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -215,7 +214,8 @@ def state_sums(module: torch.nn.Module) -> Sums:
     return dict(zip(named, checksums(named.values())))
 
 
-def _changed(before: Sums, after: Sums) -> tuple[str, ...]:
+def changed_names(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> tuple[str, ...]:
+    """Return the names of numbers, or of sums over tensors, that have changed."""
     return tuple(name for name in after if differ(before.get(name), after[name]))
 
 

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from lightning_ga.compat.patching import replaced
 from lightning_ga.errors import UserError
 from lightning_ga.fit.chunks import ChunkedModules, Chunks, ChunkSize, installed
-from lightning_ga.fit.exactness.check import batch_norm_layers
+from lightning_ga.fit.exactness.check import batch_norm_layers, is_users_error
 from lightning_ga.fit.exactness.differences import Gradient, distance, norm
 from lightning_ga.fit.exactness.halves import SampleBatch
-from lightning_ga.fit.exactness.passes import PassRunner, numbers_of, state_sums
-from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.fit.exactness.passes import PassRunner, changed_names, numbers_of, state_sums
+from lightning_ga.memory.oom import attempt
 from lightning_ga.plan.exactness import NO_GRADIENT, PER_CHUNK, RANDOM_CHUNKS, Exactness, unmeasured
-from lightning_ga.snapshot.checksums import differ
 
 MOST = 32  # submodules that are tried
 
@@ -57,13 +56,21 @@ def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch
         UserError: If a submodule does not treat samples by themselves, but for BatchNorm.
     """
     whole, before = _gradient(passes, batch, chunked.size, whole=True), _state_of(chunked)
-    if missing := [name for name, chunks in chunked.forwards.items() if not chunks.is_called]:
-        raise _never_called(chunked, missing[0])
+    if missing := [name for name, chunks in chunked.forwards.items() if chunks.bytes is None]:
+        raise _refused(
+            chunked,
+            f"training_step never calls {missing[0]} (perhaps a method of it, such as forward_features): name "
+            "submodules that are called.",
+        )
     if not 0 < norm(whole) < float("inf"):
         return unmeasured(tolerance, NO_GRADIENT)
     error = distance(whole, _gradient(passes, batch, chunked.size))
-    if changed := [name for name, value in _state_of(chunked).items() if differ(before.get(name), value)]:
-        raise _changes(chunked, changed[0])
+    if changed := changed_names(before, _state_of(chunked)):
+        raise _refused(
+            chunked,
+            f"{changed[0]} changes in the forward pass, which runs for each chunk, and once more in the backward pass: "
+            "change it outside, as in on_train_batch_end, or leave this submodule out.",
+        )
     if error <= tolerance:
         return Exactness(error, tolerance, "exact", micro_steps=passes.steps)
     layers = tuple(layer for chunks in chunked.forwards.values() for layer in batch_norm_layers(chunks.module))
@@ -74,7 +81,12 @@ def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch
     with _fixed_statistics():
         whole = _gradient(passes, batch, chunked.size, whole=True)
         if not distance(whole, _gradient(passes, batch, chunked.size)) <= tolerance:
-            raise _mixes_samples(chunked, error)
+            raise _refused(
+                chunked,
+                f"run in chunks, {', '.join(chunked.names)} made a gradient that is off by {error:.1g} of it, so what "
+                "it computes of a sample depends on the others: name submodules that treat samples by themselves (the "
+                'encoder below the loss), or let whole="auto" find them.',
+            )
     return Exactness(error, tolerance, "batch_norm", layers, PER_CHUNK, passes.steps)
 
 
@@ -84,27 +96,8 @@ def _state_of(chunked: ChunkedModules) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, state in kept.items() for key, value in state.items()}
 
 
-def _never_called(chunked: ChunkedModules, name: str) -> UserError:
-    return UserError(
-        f"whole={chunked.names!r}: training_step never calls {name} (perhaps a method of it, such as "
-        "forward_features): name submodules that are called."
-    )
-
-
-def _changes(chunked: ChunkedModules, name: str) -> UserError:
-    return UserError(
-        f"whole={chunked.names!r}: {name} changes in the forward pass, which runs for each chunk, and once more in the "
-        "backward pass: change it outside, as in on_train_batch_end, or leave this submodule out."
-    )
-
-
-def _mixes_samples(chunked: ChunkedModules, error: float) -> UserError:
-    names = ", ".join(chunked.names)
-    return UserError(
-        f"whole={chunked.names!r}: run in chunks, {names} made a gradient that is off by {error:.1g} of it, so what "
-        "it computes of a sample depends on the others: name submodules that treat samples by themselves (the encoder "
-        'below the loss), or let whole="auto" find them.'
-    )
+def _refused(chunked: ChunkedModules, reason: str) -> UserError:
+    return UserError(f"whole={chunked.names!r}: {reason}")
 
 
 class Submodules:
@@ -132,12 +125,8 @@ class Submodules:
             candidates = list(bytes_of)[:MOST]
 
             def treats_samples_alone(part: nn.Module) -> bool:
-                try:
-                    return distance(whole, _gradient(passes, batch, self._chunked[part].size)) <= tolerance
-                except Exception as error:
-                    if is_out_of_memory(error):
-                        raise
-                    return False
+                run = attempt(lambda: _gradient(passes, batch, self._chunked[part].size), is_users_error)
+                return run.failure is None and distance(whole, run.result) <= tolerance
 
             found = dict(_largest(self._module, "", lambda part: part in candidates and treats_samples_alone(part)))
         return Independent(tuple(found), sum(bytes_of[part] for part in found.values()) // batch.size)
