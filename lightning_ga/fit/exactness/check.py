@@ -1,7 +1,7 @@
 """Run one batch whole and in parts, compare gradients and state, and judge what differs."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -125,8 +125,7 @@ class ExactnessCheck:
         self.kinds |= uneven_kinds(halves.parts.batches, halves.sizes)
         changed, alone = self._changed(batch_pass, halves), None
         window = replace(halves.parts, weights=weights)
-        accumulated = self._passes.run(window, seed=1)
-        error = distance(batch_pass.gradients[0], accumulated.gradients[-1])
+        error = distance(batch_pass.gradients[0], self._passes.run(window, seed=1).gradients[-1])
         if error <= self._tolerance:
             changed = self._without_harmless(changed, halves, batch_pass)
         self._unlike |= set(changed)
@@ -137,8 +136,7 @@ class ExactnessCheck:
                 error = self._tolerance  # near a minimum those of samples cancel each other, and rounding is left
             else:
                 alone = compare(batch_pass.gradients[0], *parts, weight=weights[0])
-                late = self._untrained(accumulated.changed_in_step, batch_pass)
-                changed = changed or late or (ACCUMULATED if alone.error <= self._tolerance else ())
+                changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
         if not 0 < size < math.inf:
             return unmeasured(self._tolerance, f"the norm of the gradient is {size}" if size else NO_GRADIENT)
         is_clear = self._while_training and alone is None and not changed
@@ -229,19 +227,15 @@ class ExactnessCheck:
         """
         names = batch_pass.changed_in_step if halves.parts.as_pieces else batch_pass.changed
         self.changing |= set(names)
-        changed = self._untrained(names, batch_pass)
+        trained = [name for name, weight in self._module.named_parameters() if weight.requires_grad]
+        gradients = dict(zip(trained, batch_pass.gradients[0], strict=True))  # a copy of the model may have none
+        changed = tuple(name for name in names if name not in gradients or not norm([gradients[name]]))
         if changed or batch_pass.draws:
             return changed
         if self._keeps_something is None:  # whether the same batch gets another gradient in the next step
-            gradients = self._passes.run(halves.whole(times=2)).gradients
-            self._keeps_something = distance(*gradients) > self._repeated
+            twice = self._passes.run(halves.whole(times=2))
+            self._keeps_something = distance(*twice.gradients) > self._repeated
         return ("what the module keeps from one step to the next",) if self._keeps_something else ()
-
-    def _untrained(self, names: Collection[str], batch_pass: Passes) -> tuple[str, ...]:
-        """Leave out parameters with a gradient; a copy of the model may have parameters without one."""
-        trained = [name for name, weight in self._module.named_parameters() if weight.requires_grad]
-        gradients = dict(zip(trained, batch_pass.gradients[0], strict=True))
-        return tuple(name for name in names if name not in gradients or not norm([gradients[name]]))
 
     def _without_harmless(self, changed: tuple[str, ...], halves: Halves, batch_pass: Passes) -> tuple[str, ...]:
         """Leave out state that ends alike however a batch is cut, though each pass changes it.

@@ -52,8 +52,7 @@ def _gradient(passes: PassRunner, batch: SampleBatch, size: ChunkSize, *, whole:
 def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch, tolerance: float) -> Exactness:
     """Compare a pass over a batch whose submodules run in two chunks with one in which they run whole.
 
-    Raises:
-        UserError: If a submodule does not treat samples by themselves, but for BatchNorm.
+    Submodules that do not treat samples by themselves are refused, but for BatchNorm.
     """
     whole, before = _gradient(passes, batch, chunked.size, whole=True), _state_of(chunked)
     if missing := [name for name, chunks in chunked.forwards.items() if chunks.bytes is None]:
