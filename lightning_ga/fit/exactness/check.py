@@ -215,7 +215,10 @@ class ExactnessCheck:
         if set(tensors) <= set(moved.changed):  # the pass may bring them to where the next one leaves them
             twice = replace(batch, batches=[*batch.batches, *batch.batches])
             again = self._passes.run(twice, altered=tensors, keep=tensors)
-            if all(map(_is_rounding, moved.after, again.after)) and not distance(*again.gradients) > self._repeated:
+            if (
+                all(map(_is_rounding, moved.kept[-1], again.kept[-1]))
+                and not distance(*again.gradients) > self._repeated
+            ):
                 return matter
         return (*tensors, *matter)
 
@@ -252,22 +255,22 @@ class ExactnessCheck:
         names = [name for name in changed if name in state]
         if not names:
             return changed
-        parts, rows = halves.parts, length_of(getattr(self._loader, "dataset", None))
+        rows = length_of(getattr(self._loader, "dataset", None))
         whole = self._passes.run(halves.whole(), keep=names)
-        runs = [parts, *(replace(parts, batches=[part]) for part in parts.batches)]
-        left = [whole.after, *(self._passes.run(each, seed=1, keep=names).after for each in runs)]
-        left_in = {name: tensors for name, *tensors in zip(names, *left)}  # by the whole, both parts, each of them
-        single = replace(parts, batches=[halves.one_sample()], as_pieces=False)
+        parts = self._passes.run(halves.parts, seed=1, keep=names)
+        left = dict(zip(names, zip(whole.kept[1], parts.kept[2], parts.kept[1])))  # by all, by both parts, by the first
+        single = replace(halves.parts, batches=[halves.one_sample()], as_pieces=False)
         one_sample = attempt(lambda: self._passes.run(single, seed=2, keep=names), is_users_error).result
         alike: set[str] = set()
         if one_sample is not None:
-            pairs = zip(names, one_sample.after)
-            alike |= {name for name, one in pairs if all(same_values(one, each) for each in left_in[name])}
-        if rows is not None:
-            pairs = zip(names, whole.before)
-            memories = [(n, before) for n, before in pairs if n not in alike and before.dim() and len(before) >= rows]
-            alike |= {name for name, before in memories if _is_in_rows(before, *left_in[name])}
-        counts = {n: None for n in names if n not in alike and _is_count(*left_in[n])}
+            pairs = zip(names, one_sample.kept[1])
+            alike |= {name for name, one in pairs if all(same_values(one, each) for each in left[name])}
+        before = {} if rows is None else {n: t for n, t in zip(names, whole.kept[0]) if t.dim() and len(t) >= rows}
+        if memories := [name for name in before if name not in alike]:
+            second = replace(halves.parts, batches=halves.parts.batches[1:])
+            pairs = zip(memories, self._passes.run(second, seed=1, keep=memories).kept[1])
+            alike |= {name for name, by_second in pairs if _is_in_rows(before[name], *left[name], by_second)}
+        counts = {name: None for name in names if name not in alike and _is_count(*left[name][:2])}
         if counts and not self._differs(batch_pass, self._passes.run(halves.whole(), altered=counts)):
             alike |= counts.keys()
         self._alike |= alike
@@ -326,7 +329,7 @@ def _is_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=4 * torch.finfo(one.dtype).eps, atol=0.0)
 
 
-def _is_count(whole: torch.Tensor, parts: torch.Tensor, *_: torch.Tensor) -> bool:
+def _is_count(whole: torch.Tensor, parts: torch.Tensor) -> bool:
     """Return whether two parts, one after the other, leave a tensor as the whole batch does."""
     return whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-5)
 

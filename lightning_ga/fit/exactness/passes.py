@@ -47,13 +47,12 @@ class Passes:
     changed: tuple[str, ...]  # names of the state that they changed besides gradients
     changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
     draws: bool  # whether random numbers were drawn
-    before: list[torch.Tensor]  # the tensors that were asked for
-    after: list[torch.Tensor]  # and what became of them
+    kept: list[list[torch.Tensor]]  # the tensors that were asked for: before the passes, and after each micro-batch
 
     @property
     def moves(self) -> list[torch.Tensor]:
         """How far these tensors have moved."""
-        return [after - before for before, after in zip(self.before, self.after)]
+        return [after - before for before, after in zip(self.kept[0], self.kept[-1])]
 
 
 @contextmanager
@@ -101,18 +100,20 @@ class PassRunner:
         module = self.trainer.lightning_module
         self._begin(seed)
         _alter(module, altered or {})
-        before, sums, random_state = _kept(module, keep), state_sums(module), RandomState()
+        kept, sums, random_state = [_kept(module, keep)], state_sums(module), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
         states: list[Sums] = []
-        gradients = list(self._window(micro_batches, place, observe=lambda: states.append(state_sums(module))))
+        gradients: list[Gradient] = []
+        for gradient in self._window(micro_batches, place, observe=lambda: states.append(state_sums(module))):
+            gradients.append(gradient)
+            kept.append(_kept(module, keep))
         in_step = [name for pair in zip(states[::2], states[1::2]) for name in changed_names(*pair)]
         return Passes(
             gradients,
             changed=changed_names(sums, state_sums(module)),
             changed_in_step=tuple(dict.fromkeys(in_step)),
             draws=not random_state.is_current() or have_moved(generators),
-            before=before,
-            after=_kept(module, keep),
+            kept=kept,
         )
 
     def run_windows(self, window: MicroBatches, after: MicroBatches) -> list[Gradient]:
