@@ -6,7 +6,7 @@ sees all outputs at once (the scheme of GradCache, arXiv 2101.06983, without a l
 one chunk, of all outputs and of the loss.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Ite
                 loss = contrastive_loss(model.encoder(one), model.encoder(other))
             loss.backward()
     """
-    with shadowed(module, "forward", Chunks(module, ChunkSize(require_count("chunk", chunk), keep), dim)):
+    with installed([Chunks(module, ChunkSize(require_count("chunk", chunk), keep), dim)]):
         yield
 
 
@@ -62,26 +62,27 @@ class ChunkedModules:
     """Submodules of a training that run over its batches in chunks; in evaluation they run whole."""
 
     def __init__(self, trainer: Any, names: Sequence[str]) -> None:
-        root, self.size, self._trainer = trainer.lightning_module, ChunkSize(step_calls=_UNKNOWN), trainer
-        found = {id(module): (name, module) for name in names for module in [_submodule(root, name)]}
-        self.names = tuple(name for name, _ in found.values())
-        self.modules = [module for _, module in found.values()]
-        for name, module in found.values():
-            inside = next((n for n, other in found.values() if other is not module and other in module.modules()), None)
+        root, self.size = trainer.lightning_module, ChunkSize(step_calls=_UNKNOWN, trainer=trainer)
+        found = {_submodule(root, name): name for name in names}
+        self.forwards = {name: Chunks(module, self.size, name=name) for module, name in found.items()}
+        self.names = tuple(self.forwards)
+        for module, name in found.items():
+            inside = next((n for other, n in found.items() if other is not module and other in module.modules()), None)
             if inside is not None:
                 raise UserError(f"whole={self.names!r}: {inside} lies inside {name}, which runs in chunks with it.")
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """Return a context in which their forward passes run in chunks as large as ``size`` says."""
-        with ExitStack() as stack:
-            for name, module in zip(self.names, self.modules):
-                chunks, whole = Chunks(module, self.size, name=name), module.forward
-                stack.enter_context(shadowed(module, "forward", self._while_training(chunks, whole)))
-            yield
+        return installed(self.forwards.values())
 
-    def _while_training(self, chunks: "Chunks", whole: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given, **named: (chunks if self._trainer.training else whole)(*given, **named)
+
+@contextmanager
+def installed(forwards: Iterable["Chunks"]) -> Iterator[None]:
+    """Return a context in which the forward passes of modules are these."""
+    with ExitStack() as stack:
+        for chunks in forwards:
+            stack.enter_context(shadowed(chunks.module, "forward", chunks))
+        yield
 
 
 def _submodule(module: Module, name: str) -> Module:
@@ -93,17 +94,23 @@ def _submodule(module: Module, name: str) -> Module:
 
 
 class Chunks:
-    """The forward pass of a module, in chunks."""
+    """The forward pass of a module, in chunks; if it runs whole, it is noted what a check wants to know."""
 
     def __init__(self, module: Module, size: ChunkSize, dim: int = 0, name: str = "") -> None:
-        self._module, self._whole, self._name = module, module.forward, name or type(module).__name__
+        self.module, self._whole, self._name = module, module.forward, name or type(module).__name__
         self.size, self._dim = size, dim
+        self.draws = False  # whether it draws random numbers
+        # Of its outputs, 0 if one of them does not lead with the axis of its input; ``None`` if it was not called.
+        self.bytes: int | None = None
         self._constant: set[str] = set()  # places of arguments that were seen to belong to no sample
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run it."""
+        trainer = self.size.trainer
+        if trainer is not None and not trainer.training:
+            return self._whole(*arguments, **named)
         if self.size.samples is None:
-            return self._whole(*arguments, **named) if self.size.seen is None else self._watched(arguments, named)
+            return self._watched(arguments, named)
         samples = extent((arguments, named), self._dim)
         if samples is None:
             raise UserError(
@@ -118,59 +125,58 @@ class Chunks:
         for number, size in enumerate(sizes):
             given, also = self._cut((arguments, named), samples, start, start + size)
             recomputes = torch.is_grad_enabled() and number not in kept
-            tensors = list(tensors_in((given, also)))
-            before = versions(tensors)
-            with _unchanged_buffers(self._module):
-                outputs.append(self._checkpointed(given, also) if recomputes else self._whole(*given, **also))
-            if recomputes and versions(tensors) != before:
-                raise UserError(
-                    f"{self._name} changes its input in place, and runs in chunks that are computed again from it: let "
-                    "it change a copy, or leave it out of those that run in chunks."
-                )
+            run = partial(checkpoint, self._whole, **self._recomputed()) if recomputes else self._whole
+            with self._unchanged((given, also) if recomputes else ()):
+                outputs.append(run(*given, **also))
             start += size
         return self._joined(outputs, sizes)
 
     def _watched(self, arguments: Any, named: Any) -> Any:
         """Run it whole, and note what is seen of it."""
-        assert self.size.seen is not None, "somebody wants to know"
-        samples, before = extent((arguments, named), self._dim), RandomState(generators_of(self._module))
+        given = (arguments, named)
+        samples, before = extent(given, self._dim), RandomState(generators_of(self.module))
         output = self._whole(*arguments, **named)
-        self.size.seen.calls.add(self._name)
-        self.size.seen.draws |= not before.is_current()
-        self._constant |= {
-            place for place, tensor in _places("", (arguments, named)) if extent(tensor, self._dim) != samples
-        }
+        self.draws |= not before.is_current()
+        self._constant |= {place for place, tensor in _places(given) if extent(tensor, self._dim) != samples}
+        outputs = [*tensors_in(output)]
+        leads = samples is not None and samples > 1 and all(extent(each, self._dim) == samples for each in outputs)
+        leads &= any(tensor.requires_grad for tensor in outputs) and self.bytes != 0
+        self.bytes = (self.bytes or 0) + sum(tensor.nbytes for tensor in outputs) if leads else 0
         return output
 
-    def _checkpointed(self, arguments: Any, named: Any) -> Any:
-        generators = generators_of(self._module)
-        before = RandomState(generators)
+    def _recomputed(self) -> dict[str, Any]:
+        """Return how PyTorch computes a chunk again: numbers are drawn by ``_Again``, not by itself."""
+        again = _Again(self.module, self.size)
+        return {"use_reentrant": False, "preserve_rng_state": False, "context_fn": lambda: (nullcontext(), again)}
 
-        @contextmanager
-        def again() -> Iterator[None]:
-            """Draw the same numbers, of NumPy and Python too, and update no statistics."""
-            self.size.recomputes()
-            now = RandomState(generators)
-            before.restore()
-            try:
-                with _statistics_off(self._module):
-                    yield
-            finally:
-                now.restore()
-
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), _Repeatedly(again)
-
-        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-        return run(self._whole, *arguments, **named)
+    @contextmanager
+    def _unchanged(self, given: Any) -> Iterator[None]:
+        """Return a context after which a buffer, or an input, that has changed is refused: it would change twice."""
+        parts = (part for part in self.module.modules() if isinstance(part, _NormBase))
+        norms = {id(buffer) for part in parts for buffer in part.buffers(False)}
+        buffers = {name: buffer for name, buffer in self.module.named_buffers() if id(buffer) not in norms}
+        inputs = [*tensors_in(given)]
+        before, of_inputs = versions(buffers.values()), versions(inputs)
+        yield
+        after = dict(self.module.named_buffers())
+        changed = [name for name, was, now in zip(buffers, before, versions(buffers.values())) if was != now]
+        changed += [name for name, buffer in buffers.items() if after.get(name) is not buffer]
+        if changed:
+            raise UserError(
+                f"{type(self.module).__name__} changes its buffer {changed[0]} in its forward pass, which runs twice "
+                "for each chunk: change it outside, or leave the module out of those that run in chunks."
+            )
+        if versions(inputs) != of_inputs:
+            raise UserError(
+                f"{self._name} changes its input in place, and runs in chunks that are computed again from it: let "
+                "it change a copy, or leave it out of those that run in chunks."
+            )
 
     def _cut(self, node: Any, samples: int, start: int, stop: int, place: str = "") -> Any:
         """Return what a value holds for the samples from ``start`` to ``stop``."""
         if isinstance(node, Tensor):
-            is_cut = extent(node, self._dim) == samples and place not in self._constant
-            return (
-                take(node, self._dim % node.dim(), start, stop) if is_cut and not isinstance(node, Parameter) else node
-            )
+            is_shared = isinstance(node, Parameter) or place in self._constant or extent(node, self._dim) != samples
+            return node if is_shared else take(node, self._dim % node.dim(), start, stop)
         children = open_container(node)
         if children is None:
             return node
@@ -197,25 +203,33 @@ class Chunks:
         )
 
 
-class _Repeatedly:
-    """A context that can be entered again, as a second backward pass does."""
+class _Again:
+    """A context in which a chunk is computed again: it draws the same numbers, of NumPy and Python, too.
 
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make, self._entered = make, ExitStack()
+    Statistics are not updated again. A second backward pass enters the context once more.
+    """
+
+    def __init__(self, module: Module, size: ChunkSize) -> None:
+        self._module, self._size = module, size
+        self._generators = generators_of(module)
+        self._before, self._entered = RandomState(self._generators), ExitStack()
 
     def __enter__(self) -> None:
-        self._entered.enter_context(self._make())
+        self._size.recomputes()
+        self._entered.callback(RandomState(self._generators).restore)
+        self._before.restore()
+        self._entered.enter_context(_statistics_off(self._module))
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()
 
 
-def _places(place: str, node: Any) -> Iterator[tuple[str, Tensor]]:
+def _places(node: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a value with their places."""
     if isinstance(node, Tensor):
         yield place, node
     for name, child in open_container(node) or ():
-        yield from _places(place + name, child)
+        yield from _places(child, place + name)
 
 
 def extent(node: Any, dim: int) -> int | None:
@@ -238,20 +252,3 @@ def _statistics_off(module: Module) -> Iterator[None]:
             layer.momentum = momentum
             if count is not None and value is not None:
                 count.copy_(value)
-
-
-@contextmanager
-def _unchanged_buffers(module: Module) -> Iterator[None]:
-    """Return a context after which a buffer that a forward pass has changed is refused: it would change twice."""
-    norms = {id(buffer) for part in module.modules() if isinstance(part, _NormBase) for buffer in part.buffers(False)}
-    buffers = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in norms}
-    before = versions(buffers.values())
-    yield
-    after = dict(module.named_buffers())
-    changed = [name for name, was, now in zip(buffers, before, versions(buffers.values())) if was != now]
-    changed += [name for name, buffer in buffers.items() if after.get(name) is not buffer]
-    if changed:
-        raise UserError(
-            f"{type(module).__name__} changes its buffer {changed[0]} in its forward pass, which runs twice for each "
-            "chunk: change it outside, or leave the module out of those that run in chunks."
-        )

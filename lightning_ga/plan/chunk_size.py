@@ -1,17 +1,10 @@
 """How large the chunks are in which submodules run over a window. Pure."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_ga.plan.accumulation import split_evenly
-
-
-@dataclass(slots=True)
-class Seen:
-    """What is seen of forward passes that run whole."""
-
-    calls: set[str] = field(default_factory=set)  # names of the modules that are called
-    draws: bool = False  # whether they draw random numbers
 
 
 @dataclass(slots=True)
@@ -26,7 +19,7 @@ class ChunkSize:
     on_recompute: Callable[[], object] | None = None  # called once, as the first chunk is computed again
     recomputes_all: bool = False  # also a batch of one chunk: a module may be called several times in a step
     even: bool = False  # whether chunks are of near-equal size, as planned, or as large as may be
-    seen: Seen | None = None  # what a check wants to know of the forward passes
+    trainer: Any = None  # that trains: its evaluation runs whole batches
 
     def begin_step(self, window: int | None) -> None:
         """Begin a step on a batch of so many samples, if that is known."""

@@ -275,6 +275,8 @@ class Tables(Task):
             self.table += len(batch[0])
         elif self.kind == "average":
             self.table.lerp_(batch[0].mean(0), 0.1)
+        elif self.kind == "growing":  # by more entries in parts than in one pass
+            self.table = torch.cat([self.table, batch[0][: len(batch[0]) // 2 + 1, 0]])
         elif not self.table.any():
             self.table.copy_(torch.arange(1, FEATURES + 1).cos())
         is_read = self.kind == "positions" or (self.matters_from is not None and self.global_step >= self.matters_from)
@@ -298,8 +300,9 @@ def test_state_that_a_loss_reads_later_is_told_then(way: Way) -> None:
 
 
 @each_cut
-def test_state_that_parts_leave_otherwise_is_told_though_no_gradient_depends_on_it(way: Way) -> None:
-    ours = run(Case(lambda: Tables("average"), loader, BATCH, MICRO), way)
+@pytest.mark.parametrize("kind", ["average", "growing"])
+def test_state_that_parts_leave_otherwise_is_told_though_no_gradient_depends_on_it(kind: str, way: Way) -> None:
+    ours = run(Case(lambda: Tables(kind), loader, BATCH, MICRO), way)
     assert ours.cause == "stateful"
     (text,) = ours.told
     assert "table" in text

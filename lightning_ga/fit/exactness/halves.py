@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_ga.batch.counters import Kind, is_uneven, kinds_of
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.split import BatchSlices
-from lightning_ga.fit.exactness.passes import PassRunner
+from lightning_ga.fit.exactness.passes import MicroBatches, PassRunner
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples
 
@@ -21,27 +21,41 @@ _CUTS = 16  # of some samples, of which the one that tells most is taken
 class Halves:
     """A batch in two parts, mostly halves, as the loader makes them or as the step cuts them."""
 
-    parts: list[Any]
+    parts: MicroBatches
     sizes: tuple[int, int]  # in samples
-    batch: Callable[[int], Any]  # makes the whole batch once more, with random numbers of a seed
     one_sample: Callable[[], Any]  # makes a batch of one of its samples
-    cut: bool = False  # whether the step cuts them
-    on_device: bool = False  # whether the parts are there, where hooks of the transfer have run
-    batch_on_device: bool = False  # whether the whole batch is
+    make_batch: Callable[[int], Any]  # makes the whole batch once more, with random numbers of a seed
+    batch_on_device: bool = False  # whether it is there
 
     @classmethod
     def of(
         cls,
         take: Callable[[int, int], Any],
-        size: int,
-        batch: Callable[[int], Any] | None = None,
+        stop: int,
+        make_batch: Callable[[int], Any] | None = None,
+        *,
+        start: int = 0,
         middle: int | None = None,
-        **settings: bool,
+        as_pieces: bool = False,
+        on_device: bool = False,
     ) -> "Halves":
-        """Return the parts of a batch, from which ``take`` makes those samples from a start to a stop."""
-        middle = middle or (size + 1) // 2
-        parts, whole = [take(0, middle), take(middle, size)], batch or (lambda _: take(0, size))
-        return cls(parts, (middle, size - middle), whole, one_sample=partial(take, size - 1, size), **settings)
+        """Return the parts of a batch that ``take`` makes of its samples from ``start`` to ``stop``.
+
+        Without ``make_batch``, it makes the whole batch, too, which then is where the parts are.
+        """
+        middle = middle or (start + stop + 1) // 2
+        return cls(
+            parts=MicroBatches([take(start, middle), take(middle, stop)], as_pieces, on_device),
+            sizes=(middle - start, stop - middle),
+            one_sample=partial(take, stop - 1, stop),
+            make_batch=make_batch or (lambda _: take(start, stop)),
+            batch_on_device=make_batch is None and on_device,
+        )
+
+    def whole(self, *, seed: int = 0, times: int = 1) -> MicroBatches:
+        """Return the whole batch, or several such as one batch of the loop."""
+        batches = [self.make_batch(seed) for _ in range(times)]
+        return MicroBatches(batches, as_pieces=times > 1, on_device=self.batch_on_device)
 
 
 class SampleBatch:
@@ -53,9 +67,10 @@ class SampleBatch:
         self._samples, self._loader, self._reader, self._passes = samples, loader, reader, passes
         self._cut_on_device = passes.transfer.has_hooks  # these get the whole batch, before it is cut
         self.fetched = len(samples)
-        self.collated = self._collate(0, self.fetched)
+        self._collated = self._collate(0, self.fetched)
+        self.whole = MicroBatches([self._collated])
         # The collate function may drop some.
-        self.size = reader.count(self.collated, expected=self.fetched, on_host=True)
+        self.size = reader.count(self._collated, expected=self.fetched, on_host=True)
 
     def loaded(self) -> Halves:
         """Return the halves as the loader makes them."""
@@ -63,11 +78,12 @@ class SampleBatch:
 
     def cut(self, take: Callable[[int, int], Any]) -> Halves:
         """Return the halves as the step gets them by ``take``, which comes from ``slices``."""
-        return Halves.of(take, self.size, lambda _: self.collated, cut=True, on_device=self._cut_on_device)
+        on_device = self._cut_on_device
+        return Halves.of(take, self.size, lambda _: self._collated, as_pieces=True, on_device=on_device)
 
     def slices(self, *, anew: bool = False) -> Callable[[int, int], Any]:
         """Return the function by which the step cuts the batch, or makes parts of it ``anew`` out of its samples."""
-        batch, on_host = self.collated, not self._cut_on_device
+        batch, on_host = self._collated, not self._cut_on_device
         if self._cut_on_device:
             batch = self._passes.on_device(batch)
         samples = partial(self._reader.samples_again, self._loader, [*self._samples])

@@ -6,7 +6,7 @@ that no measurement has met, and when something has changed between the passes o
 """
 
 from collections import Counter
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_ga.batch.counters import Kind, kinds_of
@@ -17,13 +17,19 @@ from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import ExactnessCheck, batch_norm_layers
 from lightning_ga.fit.exactness.differences import norm
 from lightning_ga.fit.exactness.halves import Halves, telling_cut
-from lightning_ga.fit.exactness.passes import Sums, numbers_of, state_sums, traceless_passes
+from lightning_ga.fit.exactness.passes import (
+    MicroBatches,
+    Sums,
+    changed_names,
+    numbers_of,
+    state_sums,
+    traceless_passes,
+)
 from lightning_ga.fit.exactness.training import Remeasured, is_inexact
 from lightning_ga.fit.parts import Part
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import LEFT_OUT_WHOLE, Exactness
-from lightning_ga.snapshot.checksums import differ
 
 LOOKS = 8  # micro-batches before which the model is looked at, and again from each moment on
 LOOKED_AT = 1000  # micro-batches of which the samples are looked at
@@ -134,7 +140,7 @@ class LaterChecks:
 
             def trains(start: int, stop: int) -> bool:
                 batch = slices.take(start, stop)
-                return norm(passes.run([batch], seed=0, on_device=not self._on_host).gradients[0]) > 0
+                return norm(passes.run(MicroBatches([batch], on_device=not self._on_host)).gradients[0]) > 0
 
             size = self._largest(slices)
             starts = range(0, slices.samples, size)
@@ -203,22 +209,15 @@ class LaterChecks:
         with traceless_passes(trainer, plain=True, begins=False) as passes:
             check = ExactnessCheck(source, reader, passes, self._exactness.count, tolerance, while_training=True)
             for start, middle, stop in cuts:
-                batch, take = slices.take(start, stop), partial(_take, slices, start)
-                batch_pass = passes.run([batch], seed=0, on_device=on_device)
-                matters = measured.matters or check.which_matter(
-                    batch_pass, batch, self._exactness.suspects, on_device=on_device
-                )
+                batch = MicroBatches([slices.take(start, stop)], on_device=on_device)
+                batch_pass = passes.run(batch)
+                matters = measured.matters or check.which_matter(batch_pass, batch, self._exactness.suspects)
                 layers = batch_norm_layers(trainer.lightning_module)
                 if stop - start < 2 or (layers and stop - start < 4):  # BatchNorm refuses one sample
                     known = Exactness(None, tolerance, "batch_norm", layers=layers) if layers else None
                     return Remeasured(known, matters)
                 halves = Halves.of(
-                    take,
-                    stop - start,
-                    middle=middle and middle - start,
-                    cut=as_pieces,
-                    on_device=on_device,
-                    batch_on_device=on_device,
+                    slices.take, stop, start=start, middle=middle, as_pieces=as_pieces, on_device=on_device
                 )
                 verdict = check.judge(batch_pass, halves)
                 if measured.verdict is None or verdict.cause != "unmeasured":
@@ -239,9 +238,13 @@ class LaterChecks:
     def _compare_state(self) -> None:
         """Note what has changed since the micro-batch before, within a window."""
         before, self._before = self._before, state_sums(self._trainer.lightning_module)
+        self._note_changes(before, self._before)
+
+    def _note_changes(self, before: Mapping[str, Any], now: Mapping[str, Any], numbers: Collection[str] = ()) -> None:
+        """Note what has changed, with the former values of these numbers, unless a window lies between."""
         if before and not loops.begins_window(self._trainer):
-            changed = [name for name, value in self._before.items() if differ(before.get(name), value)]
-            self._exactness.found_changed(dict.fromkeys(changed))
+            changed = changed_names(before, now)
+            self._exactness.found_changed({name: before[name] if name in numbers else None for name in changed})
 
     def read_rates(self) -> None:
         """Read learning rates before the optimizer's step: ``optimizer_step`` may set them, as in one pass."""
@@ -256,27 +259,20 @@ class LaterChecks:
         Between two of these lie all hooks that run between micro-batches, and no schedule: it steps with the optimizer.
         """
         index = loops.micro_batch_index(self._trainer)
-        is_new, self._compared = index != self._compared, index
-        if is_new and not (self._looks > 0 and self._trainer.accumulate_grad_batches > 1):
-            self._numbers = {}
+        if index == self._compared:
             return
-        if not is_new:
+        self._compared = index
+        if not (self._looks > 0 and self._trainer.accumulate_grad_batches > 1):
+            self._numbers = {}
             return
         numbers = numbers_of(self._trainer.lightning_module)
         before, self._numbers = self._numbers, {**numbers, **self._rates}
-        if before and not loops.begins_window(self._trainer):
-            changed = [name for name, value in self._numbers.items() if differ(before.get(name), value)]
-            self._exactness.found_changed({name: before[name] if name in numbers else None for name in changed})
+        self._note_changes(before, self._numbers, numbers)
 
 
 def _is_round(number: int) -> bool:
     """Return whether a number is one of 1, 2, 3, 4, 6, 8, 12, 16, 24 …."""
     return number > 0 and number // (number & -number) in (1, 3)
-
-
-def _take(slices: BatchSlices, first: int, start: int, stop: int) -> Any:
-    """Return samples of a batch, counted from the ``first``."""
-    return slices.take(first + start, first + stop)
 
 
 def _any_error(_: Exception) -> bool:

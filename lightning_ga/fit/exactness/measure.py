@@ -61,11 +61,11 @@ def measure_exactness(
                 batch = SampleBatch(samples, source.user_loader, reader, passes)
                 return both(judge_chunks(passes, chunked, batch, tolerance))
             passes.shared = shared
-            checking = ExactnessCheck(source, reader, passes, count, tolerance, micro_batches=micro_batches)
+            checking = ExactnessCheck(source, reader, passes, count, tolerance)
             fetched = available.as_fetched(samples)
-            verdicts = checking.run(fetched)
+            verdicts = checking.run(fetched, micro_batches=micro_batches)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
-                verdicts = verdicts.unless(checking.run(fetched[-4:]))
+                verdicts = verdicts.unless(checking.run(fetched[-4:], micro_batches=micro_batches))
             changing, tables = tuple(checking.changing), tuple(checking.tables)
             return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
 

@@ -24,9 +24,20 @@ from lightning_ga.snapshot.plain import summaries
 from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
 
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
+_FIRST = PassPlace()
 LATER = 2  # the number of a batch after others, however many they were
 
 Sums = dict[str, int | None]  # of the bits of tensors, by name
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """Micro-batches that run one after the other, and how a batch was cut into them."""
+
+    batches: Sequence[Any]
+    as_pieces: bool = False  # of one batch of the loop, whose hooks run once
+    on_device: bool = False  # whether they are there, where hooks of the transfer have run
+    weights: Sequence[float] = ()  # by which gradients are accumulated; without them each pass begins with none
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +48,13 @@ class Passes:
     changed: tuple[str, ...]  # names of the state that they changed besides gradients
     changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
     draws: bool  # whether random numbers were drawn
-    states: tuple[Sums, ...]  # after each micro-batch
-    kept: tuple[list[torch.Tensor], ...] = ()  # tensors that were asked for, before and after
+    ends: Sums  # of the state after them
+    kept: list[list[torch.Tensor]]  # the tensors that were asked for: before the passes, and after each micro-batch
 
     @property
     def moves(self) -> list[torch.Tensor]:
         """How far these tensors have moved."""
-        return [after - before for before, after in zip(*self.kept)]
+        return [after - before for before, after in zip(self.kept[0], self.kept[-1])]
 
 
 @contextmanager
@@ -77,109 +88,89 @@ class PassRunner:
 
     def run(
         self,
-        batches: Sequence[Any],
+        micro_batches: MicroBatches,
         *,
-        seed: int,
-        as_pieces: bool = False,
-        on_device: bool = False,
-        weights: Sequence[float] = (),
+        seed: int = 0,
         keep: Collection[str] = (),
-        moved: Collection[str] = (),
-        ahead: int = 0,
-        steps: bool = False,
-        numbers: Mapping[str, float] | None = None,
+        altered: Mapping[str, float | None] | None = None,
+        place: PassPlace = _FIRST,
     ) -> Passes:
-        """Run micro-batches one after the other; ``as_pieces`` of one batch of the loop, whose hooks run once.
+        """Run micro-batches one after the other, the first at this place.
 
-        With ``weights``, gradients are accumulated as in training; otherwise each micro-batch begins with none. By
-        their names, tensors may be asked for, or be ``moved`` a little beforehand. Batches are numbered from ``ahead``.
-        The optimizer may take ``steps``. By their names, attributes may be set to ``numbers``.
+        The tensors that are named in ``keep`` are returned. Before the passes, the named state is ``altered``: a number
+        is set to its value, and a tensor (``None``) is moved a little.
         """
         module = self.trainer.lightning_module
         self._begin(seed)
-        _move(_named(module, moved))
-        for name, number in (numbers or {}).items():
-            path, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(path), attribute, number)
-        kept = _copies(_named(module, keep))
-        before, random_state = self._sums(), RandomState()
+        _alter(module, altered or {})
+        kept, sums, random_state = [_kept(module, keep)], self._sums(), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
         states: list[Sums] = []
-        window = self._window(
-            batches,
-            as_pieces=as_pieces,
-            on_device=on_device,
-            weights=weights,
-            first=PassPlace(ahead=ahead, may_be_last=ahead > 0, steps=steps),
-            observe=lambda: states.append(self._sums()),
-        )
+        gradients: list[Gradient] = []
+        for gradient in self._window(micro_batches, place, observe=lambda: states.append(self._sums())):
+            gradients.append(gradient)
+            kept.append(_kept(module, keep))
+        in_step = [name for pair in zip(states[::2], states[1::2]) for name in changed_names(*pair)]
+        ends = self._sums()
         return Passes(
-            list(window),
-            changed=_changed(before, self._sums()),
-            changed_in_step=tuple(dict.fromkeys(n for pair in zip(states[::2], states[1::2]) for n in _changed(*pair))),
+            gradients,
+            changed=changed_names(sums, ends),
+            changed_in_step=tuple(dict.fromkeys(in_step)),
+            ends=ends,
             draws=not random_state.is_current() or have_moved(generators),
-            states=tuple(states[1::2]),
-            kept=(kept, _copies(_named(module, keep))),
+            kept=kept,
         )
 
     def _sums(self) -> Sums:
         module = self.trainer.lightning_module
         return {**state_sums(module), **summaries(module, self.shared)}
 
-    def run_windows(
-        self, parts: Sequence[Any], after: Any, *, as_pieces: bool, on_device: Sequence[bool], weights: Sequence[float]
-    ) -> list[Gradient]:
-        """Run a window of a batch's parts, and one of the batch ``after`` it, with all hooks of the module.
+    def run_windows(self, window: MicroBatches, after: MicroBatches) -> list[Gradient]:
+        """Run a window, and one of a single batch ``after`` it, with all hooks of the module.
 
-        Return what the optimizer is given in each, and its learning rates. By turns, batches may be ``on_device``.
+        Return what the optimizer is given in each, and its learning rates.
         """
         module = self.trainer.lightning_module
-        found: list[Gradient] = []
         self._begin(seed=1)
         before = gathered(module)
-        for batches, there, shares in ((parts, on_device[0], weights), ([after], on_device[1], [1.0])):
-            place = PassPlace(batches=1 if as_pieces else len(parts), ahead=len(found) * LATER)
-            list(self._window(batches, as_pieces=as_pieces, on_device=there, weights=shares, first=place))
-            call_before_step(self.trainer)
-            found.append(_gradients(module))
-            if len(found) == 1:
-                changed = {name for name, value in gathered(module).items() if value != before.get(name)}
-                end_epoch_of(self.trainer, changed)
+        place = PassPlace(batches=1 if window.as_pieces else len(window.batches))
+        first = self._given_by(window, place)
+        end_epoch_of(self.trainer, {name for name, value in gathered(module).items() if value != before.get(name)})
+        second = self._given_by(after, replace(place, ahead=LATER))
         rates = [group.get("lr", 0.0) for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
-        return [*found, [torch.tensor([float(rate) for rate in rates])]]
+        return [first, second, [torch.tensor([float(rate) for rate in rates])]]
+
+    def _given_by(self, window: MicroBatches, place: PassPlace) -> Gradient:
+        """Run a window, and return the gradient that the optimizer is given."""
+        list(self._window(window, place))
+        call_before_step(self.trainer)
+        return _gradients(self.trainer.lightning_module)
 
     def _window(
-        self,
-        batches: Sequence[Any],
-        *,
-        as_pieces: bool,
-        on_device: bool,
-        weights: Sequence[float],
-        first: PassPlace,
-        observe: Callable[[], object] = lambda: None,
+        self, run: MicroBatches, first: PassPlace, observe: Callable[[], object] = lambda: None
     ) -> Iterator[Gradient]:
         """Run micro-batches from the place of the ``first`` on, and yield the gradient after each."""
-        parameters = list(self.trainer.lightning_module.parameters())
-        self.steps += len(batches)
-        for index, batch in enumerate(batches):
-            if index == 0 or not weights:
+        parameters, count = list(self.trainer.lightning_module.parameters()), len(run.batches)
+        self.steps += count
+        for index, batch in enumerate(run.batches):
+            if index == 0 or not run.weights:
                 for parameter in parameters:
                     parameter.grad = None
-            is_last = index == len(batches) - 1
+            is_last = index == count - 1
             place = replace(
                 first,
                 index=index,
-                begins=not as_pieces or index == 0,
-                ends=not as_pieces or is_last,
-                continues=as_pieces and bool(weights) and not is_last,
-                batches=first.batches if as_pieces else max(first.batches, len(batches)),
-                weight=weights[index] if weights else 1.0,
+                begins=not run.as_pieces or index == 0,
+                ends=not run.as_pieces or is_last,
+                continues=run.as_pieces and bool(run.weights) and not is_last,
+                batches=first.batches if run.as_pieces else max(first.batches, count),
+                weight=run.weights[index] if run.weights else 1.0,
             )
             batch = copied_if_possible(batch)
-            there = batch if on_device else self.transfer.moved(batch)
-            with without_logs(self.trainer) if as_pieces else nullcontext():
+            there = batch if run.on_device else self.transfer.moved(batch)
+            with without_logs(self.trainer) if run.as_pieces else nullcontext():
                 run_pass(self.trainer, there, place, observe=observe)
-            if weights:
+            if run.weights:
                 gradient_dtype.widen(parameters)
             yield _gradients(self.trainer.lightning_module)
 
@@ -199,8 +190,8 @@ def numbers_of(module: torch.nn.Module) -> dict[str, float]:
 
 def gathered(module: torch.nn.Module) -> dict[str, float]:
     """Return the numbers among the attributes of a module, and the lengths of what it gathers in others."""
-    held = {name: value for name, value in vars(module).items() if isinstance(value, (list, dict, deque, int, float))}
-    return {name: value if isinstance(value, (int, float)) else len(value) for name, value in held.items()}
+    held = {name: len(value) for name, value in vars(module).items() if isinstance(value, (list, dict, deque))}
+    return {**held, **numbers_of(module)}
 
 
 def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -211,9 +202,20 @@ def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return named | dict(module.named_parameters())
 
 
-def _named(module: torch.nn.Module, names: Collection[str]) -> list[torch.Tensor]:
+def _kept(module: torch.nn.Module, names: Collection[str]) -> list[torch.Tensor]:
+    """Return copies of the tensors of these names."""
     named = named_state(module) if names else {}
-    return [named[name] for name in names]
+    return _copies(named[name] for name in names)
+
+
+def _alter(module: torch.nn.Module, altered: Mapping[str, float | None]) -> None:
+    """Set the named numbers, and move the named tensors a little."""
+    named = named_state(module)
+    _move(named[name] for name, number in altered.items() if number is None)
+    for name, number in altered.items():
+        if number is not None:
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, number)
 
 
 def state_sums(module: torch.nn.Module) -> Sums:
@@ -222,7 +224,8 @@ def state_sums(module: torch.nn.Module) -> Sums:
     return dict(zip(named, checksums(named.values())))
 
 
-def _changed(before: Sums, after: Sums) -> tuple[str, ...]:
+def changed_names(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> tuple[str, ...]:
+    """Return the names of numbers, or of sums over tensors, that have changed."""
     return tuple(name for name in after if differ(before.get(name), after[name]))
 
 

@@ -134,8 +134,7 @@ class TrainingExactness:
             return
         self._unknown.add(reason)
         self.training = unmeasured(rounding(self._trainer), reason)
-        sentence = f"Whether accumulation is exact for this training is not known: {self.training}."
-        rank_zero_warn(sentence, category=ExactnessWarning)
+        rank_zero_warn(str(self._sentence("this training")), category=ExactnessWarning)
 
     def learn_from_ranks(self) -> None:
         """Learn what other ranks have found on samples of theirs, since it is the first rank that tells."""
@@ -145,10 +144,10 @@ class TrainingExactness:
     def _learn(self, training: Exactness | None, splitting: Exactness | None, *, is_told: bool) -> None:
         before = self.training
         self.training, self.splitting = self._after(before, training), self._after(self.splitting, splitting)
-        is_wanted = not self._is_accepted(self.training)
-        if is_inexact(self.training) and not is_inexact(before) and not is_told and is_wanted:
+        sentence = self._sentence("this training")
+        if sentence and is_inexact(self.training) and not is_inexact(before) and not is_told:
             self._user_knows = True
-            rank_zero_warn(f"Accumulation is not exact for this training, {self.training}.", category=ExactnessWarning)
+            rank_zero_warn(sentence, category=ExactnessWarning)
 
     def _after(self, known: Exactness | None, verdict: Exactness | None) -> Exactness | None:
         """Return what is known after another measurement: what was once found to be wrong, or unknown, stays so."""
@@ -160,18 +159,19 @@ class TrainingExactness:
 
         That may be in a later epoch, if memory ran out meanwhile.
         """
-        verdict = self.training
-        if verdict is None or self._user_knows:
+        if self.training is None or self._user_knows:
             return None
         self._user_knows = True
-        if verdict.cause == "unmeasured":
-            return f"Whether accumulation is exact for this model is not known: {verdict}."
-        if not is_inexact(verdict) or self._is_accepted(verdict):
-            return None
-        return f"Accumulation is not exact for this model, {verdict}."
+        return self._sentence("this model")
 
-    def _is_accepted(self, verdict: Exactness | None) -> bool:
-        return verdict is not None and verdict.cause == "batch_norm" and self._options.batch_norm != "warn"
+    def _sentence(self, what: str) -> str | None:
+        """Say that ``what`` is not exact, or not known to be; ``None`` if it is, or if the user accepts that."""
+        verdict = self.training
+        if verdict is not None and verdict.cause == "unmeasured":
+            return f"Whether accumulation is exact for {what} is not known: {verdict}."
+        is_accepted = verdict is not None and verdict.cause == "batch_norm" and self._options.batch_norm != "warn"
+        is_told = is_inexact(verdict) and not is_accepted
+        return f"Accumulation is not exact for {what}, {verdict}." if is_told else None
 
     def sentence_on_pieces(self, hooked: str | None) -> str:
         """Say whether a batch in pieces has the gradient of the whole, if a hook had changed a tensor before."""
