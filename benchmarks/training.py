@@ -10,9 +10,9 @@ BatchNorm. Exits with 1 if weights or accuracy of ours differ from the whole bat
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -85,22 +85,27 @@ class Trained:
     steps: int
 
 
+def convolutions(norm: Callable[[int], nn.Module], activation: Callable[[], nn.Module]) -> nn.Sequential:
+    """Two convolutions, each with its normalization, and ten classes."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        norm(16),
+        activation(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        norm(32),
+        activation(),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 10),
+    )
+
+
 class Digits(pl.LightningModule):
     """Two convolutions with normalization; no dropout."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        activation = nn.ReLU if program.network == "relu" else nn.GELU
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1),
-            _norm(program, 16),
-            activation(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1),
-            _norm(program, 32),
-            activation(),
-            nn.Flatten(),
-            nn.Linear(32 * 4 * 4, 10),
-        ).to(program.dtype)
+        norm = nn.BatchNorm2d if program.network == "batch norm" else partial(nn.GroupNorm, 4)
+        self.net = convolutions(norm, nn.ReLU if program.network == "relu" else nn.GELU).to(program.dtype)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels = batch
@@ -108,10 +113,6 @@ class Digits(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-
-def _norm(program: Program, channels: int) -> nn.Module:
-    return nn.BatchNorm2d(channels) if program.network == "batch norm" else nn.GroupNorm(4, channels)
 
 
 @cache
