@@ -10,7 +10,7 @@ over the window. Exits with 1 if a target is missed.
 import argparse
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, error, installed, write_json
+from benchmarks.output import RESULTS, as_text, empty_table, error, installed, read_json, write_json
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
 from lightning_ga.data.definitions import TextDataset, pad, read_definitions
@@ -149,15 +149,25 @@ class Row:
     fp64: float  # error of the first window's gradient
 
 
-def fp64_error(data: TextDataset, program: str) -> float:
-    """Return the error of the gradient of the first window to that in one padded pass over it."""
-    module, oracle = (model(32, 1, data.max_length).double() for _ in range(2))
-    module.gradients = []
-    train(data, program, module, 1)
-    batch = padded([data[index] for index in sorted(module.steps[0])])
-    oracle.token_loss(batch).backward()
-    whole = torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
-    return float((module.gradients[0] - whole).norm() / whole.norm())
+def fp64_errors(data: TextDataset) -> dict[str, float]:
+    """Return the error of each program's first gradient to that in one padded pass over the same window."""
+    errors, oracles = {}, dict[frozenset[int], Tensor]()
+    for program in PROGRAMS:
+        module = model(32, 1, data.max_length).double()
+        module.gradients = []
+        train(data, program, module, 1)
+        window = frozenset(module.steps[0])
+        if window not in oracles:
+            oracles[window] = whole_gradient(data, window)
+        errors[program] = float((module.gradients[0] - oracles[window]).norm() / oracles[window].norm())
+    return errors
+
+
+def whole_gradient(data: TextDataset, window: Set[int]) -> Tensor:
+    """Return the gradient in one padded pass, in fp64."""
+    oracle = model(32, 1, data.max_length).double()
+    oracle.token_loss(padded([data[index] for index in sorted(window)])).backward()
+    return torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
 
 
 def measured(texts: list[str], longest: int, windows: int, width: int, depth: int) -> dict[str, Any]:
@@ -173,7 +183,7 @@ def measured(texts: list[str], longest: int, windows: int, width: int, depth: in
         name: [tokens / second for tokens, second in zip(module.tokens[WARM_UP:], watches[name].wall[WARM_UP:])]
         for name, module in modules.items()
     }
-    drawn, rows = modules["as drawn"], {}
+    drawn, rows, errors = modules["as drawn"], {}, fp64_errors(data)
     for name, module in modules.items():
         total = padded_of(module)
         rows[name] = asdict(
@@ -184,7 +194,7 @@ def measured(texts: list[str], longest: int, windows: int, width: int, depth: in
                 most_padded=max(rows * columns for rows, columns in module.shapes),
                 speed=median(mine / theirs for mine, theirs in zip(speeds[name], speeds["as drawn"])),
                 same_windows=module.steps == drawn.steps,
-                fp64=fp64_error(data, name),
+                fp64=errors[name],
             )
         )
     longest = max(length_of(data, index) for index in range(len(data)))
@@ -253,13 +263,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=3, help="windows of each program (default: 3)")
     parser.add_argument("--width", type=int, default=32, help="of the model (default: 32)")
     parser.add_argument("--depth", type=int, default=1, help="of the model (default: 1)")
+    parser.add_argument("--texts", nargs="*", default=list(CORPORA), help="the others stay as they were measured")
     settings = parser.parse_args(arguments)
     quiet()
-    groups = {}
-    for name, (read, longest) in CORPORA.items():
-        groups[name] = measured(read(), longest, settings.windows, settings.width, settings.depth)
-    transformers = installed("transformers")
-    record = {**vars(settings), "transformers": transformers, "missed": missed(groups), "groups": groups}
+    sizes, found = (settings.windows, settings.width, settings.depth), {}
+    for name in settings.texts:
+        read, longest = CORPORA[name]
+        found[name] = measured(read(), longest, *sizes)
+    known = read_json("lengths")["groups"] if (RESULTS / "lengths.json").exists() else {}
+    groups = {name: {**known, **found}[name] for name in CORPORA if name in {**known, **found}}
+    record = {
+        "windows": settings.windows,
+        "width": settings.width,
+        "depth": settings.depth,
+        "transformers": installed("transformers"),
+        "missed": missed(groups),
+        "groups": groups,
+    }
     print(f"{text(record)}\n{write_json('lengths', record).name}; missed: {', '.join(record['missed']) or 'none'}")
     return int(bool(record["missed"]))
 

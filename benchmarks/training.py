@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, error, write_json
+from benchmarks.output import MET, as_text, empty_table, error, write_json
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 
@@ -168,9 +168,8 @@ def table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
     shown = empty_table(("effective batch of 64 as",), ("weights", "accuracy of each seed, %", "met"))
     for rows in groups:
         for one in rows:
-            met = {True: "yes", False: "NO", None: "–"}[one["met"]]
             accuracies = "  ".join(f"{100 * accuracy:.2f}" for accuracy in one["accuracy"])
-            shown.add_row(one["program"]["name"], _distance(one), accuracies, met)
+            shown.add_row(one["program"]["name"], _distance(one), accuracies, MET[one["met"]])
         shown.add_section()
     return shown
 
