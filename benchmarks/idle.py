@@ -90,6 +90,7 @@ def fit(
             micro_batching=MODES[name],
             batch_norm="ignore",
             on_oom="raise" if name == RAISE else "split",
+            verify=False,
         )
         program = {"callbacks": [ours, watch]}
         batch = MICRO * FACTOR if name == "step mode" else MICRO

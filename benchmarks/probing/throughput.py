@@ -97,7 +97,7 @@ def plain(watch: Stopwatch, model: Model, micro: int, windows: int, device: str)
 
 def accumulated(watch: Stopwatch, model: Model, micro: int, windows: int, device: str) -> None:
     """The same windows in a Trainer with ``AutoAccumulate``."""
-    ours = AutoAccumulate(micro * FACTOR, micro_batch_size=micro, batch_norm="ignore")
+    ours = AutoAccumulate(micro * FACTOR, micro_batch_size=micro, batch_norm="ignore", verify=False)
     trainer = quiet_trainer(
         max_epochs=1, accelerator="gpu" if device == "cuda" else "cpu", callbacks=[ours, Finish(), watch]
     )
