@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from benchmarks.measure import quiet
 from benchmarks.output import as_text, empty_table, write_json
 from benchmarks.trainers import quiet_trainer
-from benchmarks.training import EFFECTIVE, TRAINED_ON, digits
+from benchmarks.training import EFFECTIVE, TRAINED_ON, convolutions, digits
 from lightning_ga import AutoAccumulate
 
 MICRO_BATCHES = (4, 2)
@@ -52,16 +52,7 @@ class Digits(pl.LightningModule):
     def __init__(self, schedule: Schedule) -> None:
         super().__init__()
         self.schedule = schedule
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1),
-            nn.BatchNorm2d(32),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(32 * 4 * 4, 10),
-        )
+        self.net = convolutions(nn.BatchNorm2d, nn.ReLU)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels = batch
@@ -84,7 +75,7 @@ def train(schedule: Schedule, micro: int, seed: int, epochs: int, *, rescaled: b
     if rescaled:
         rescale_momentum(module.net, EFFECTIVE // micro)
     order = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
-    callback = AutoAccumulate(EFFECTIVE, micro_batch_size=micro, batch_norm="ignore", verify=False)
+    callback = AutoAccumulate(EFFECTIVE, micro_batch_size=micro, batch_norm="ignore")
     trainer = quiet_trainer(max_epochs=epochs, callbacks=[callback])
     trainer.fit(module, DataLoader(dataset, batch_size=micro, sampler=order))
     return module

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benchmarks.cases import CASES, FP64_TARGET, HALF_TARGETS, LEGEND, WHOLE_TARGET, Case
 from benchmarks.measure import Measured, measure, quiet
-from benchmarks.output import as_text, empty_table, error, write_json
+from benchmarks.output import MET, as_text, empty_table, error, write_json
 from benchmarks.ranks import measure_on_ranks
 
 COLUMNS = {
@@ -78,8 +78,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     shown = empty_table(("window",), COLUMNS.values())
     shown.add_column("met")
     for one in rows:
-        met = {True: "yes", False: "NO", None: "–"}[one["met"]]
-        shown.add_row(one["case"]["name"], *(error(one["worst"][name]) for name in COLUMNS), met)
+        shown.add_row(one["case"]["name"], *(error(one["worst"][name]) for name in COLUMNS), MET[one["met"]])
     return shown
 
 

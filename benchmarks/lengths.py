@@ -1,37 +1,38 @@
 """Texts of unequal length, cut as drawn, sorted, and by a budget: ``python -m benchmarks.lengths``.
 
-A small GPT trains on definitions, and on paragraphs of Python's standard library, in windows of 256 texts at a
-micro-batch of 8 or at as many padded tokens as 8 of the longest have. ``bucketed`` sorts mega-batches of 50
-micro-batches of the epoch's order, as Hugging Face's ``LengthGroupedSampler`` does, which changes the windows.
-Times are ratios of windows that are trained by turns; gradients are compared in fp64 with one padded pass over the
-window. Exits with 1 if a target is missed.
+A small GPT trains on definitions, and on paragraphs of Python's standard library, in windows of 256 texts, or of as
+many tokens as 256 texts have in the mean, at a micro-batch of 8 or at as many padded tokens as 8 of the longest have.
+``grouped`` draws by the ``LengthGroupedSampler`` of Hugging Face's transformers, and is left out where that is not
+installed. Times are ratios of windows that are trained by turns; gradients are compared in fp64 with one padded pass
+over the window. Exits with 1 if a target is missed.
 """
 
 import argparse
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from rich.table import Table
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, error, write_json
+from benchmarks.output import RESULTS, as_text, empty_table, error, installed, read_json, write_json
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
 from lightning_ga.data.definitions import TextDataset, pad, read_definitions
 from lightning_ga.models.gpt import GPT
 from lightning_ga.weights import TargetTokens
 
-WINDOW, MICRO_BATCH, MEGA_BATCH = 256, 8, 50
+WINDOW, MICRO_BATCH = 256, 8
+WARM_UP = 1  # windows that are not timed
 MOST_TOKENS, MOST_PASSES, LEAST_SPEED, MOST_ERROR = 0.6, 1 / 3, 1.6, 1e-12
 SEED = 7
 
@@ -54,26 +55,12 @@ def length_of(data: TextDataset, index: int) -> int:
     return min(len(data.texts[index].encode()) + 1, data.max_length)
 
 
-class Bucketed(Sampler[int]):
-    """The epoch's order, each mega-batch of it sorted by length."""
-
-    def __init__(self, data: TextDataset) -> None:
-        self.lengths = [length_of(data, index) for index in range(len(data))]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        order, size = torch.randperm(len(self.lengths)).tolist(), MEGA_BATCH * MICRO_BATCH
-        for start in range(0, len(order), size):
-            yield from sorted(order[start : start + size], key=self.lengths.__getitem__, reverse=True)
-
-
 PROGRAMS: dict[str, dict[str, Any]] = {
     "as drawn": {},
-    "bucketed": {},
+    **({"grouped": {}} if installed("transformers") else {}),
     "sorted": {"size_of": length_of, "max_micro_batch_size": MICRO_BATCH},
     "by budget": {"size_of": length_of},
+    "by tokens": {"size_of": length_of},
 }
 
 
@@ -84,19 +71,19 @@ class Reading(GPT):
         super().__init__(**settings)
         self.shapes: list[tuple[int, int]] = []
         self.steps: list[set[int]] = [set()]
-        self.tokens = 0
+        self.tokens = [0]  # of each step
         self.gradients: list[Tensor] | None = None  # kept if that is a list
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note what the batch holds."""
         self.shapes.append(tuple(batch["tokens"].shape))
-        self.tokens += int((batch["labels"] != -100).sum())
+        self.tokens[-1] += int((batch["labels"] != -100).sum())
         self.steps[-1].update(batch["index"].tolist())
-        return super().training_step(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Note that the window is over."""
         self.steps.append(set())
+        self.tokens.append(0)
         if self.gradients is not None:
             self.gradients.append(
                 torch.cat([p.grad.flatten().clone() for p in self.parameters() if p.grad is not None])
@@ -127,10 +114,14 @@ class WindowWatch(Stopwatch):
 def train(data: TextDataset, program: str, module: Reading, windows: int, *callbacks: pl.Callback) -> AutoAccumulate:
     """Train some windows."""
     normalize: Any = TargetTokens()
-    callback = AutoAccumulate(
-        WINDOW, micro_batch_size=MICRO_BATCH, normalize=normalize, verify=False, **PROGRAMS[program]
-    )
-    order: dict[str, Any] = {"sampler": Bucketed(data)} if program == "bucketed" else {"shuffle": True}
+    lengths = [length_of(data, index) for index in range(len(data))]
+    window = f"{round(WINDOW * fmean(lengths))} tokens" if program == "by tokens" else WINDOW
+    callback = AutoAccumulate(window, micro_batch_size=MICRO_BATCH, normalize=normalize, **PROGRAMS[program])
+    order: dict[str, Any] = {"shuffle": True}
+    if program == "grouped":
+        from transformers.trainer_pt_utils import LengthGroupedSampler
+
+        order = {"sampler": LengthGroupedSampler(MICRO_BATCH, lengths=lengths)}
     loader = DataLoader(data, batch_size=MICRO_BATCH, collate_fn=padded, **order)
     none = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     pl.seed_everything(SEED, verbose=False)
@@ -153,21 +144,30 @@ class Row:
     padded: float  # tokens ÷ as drawn, at the same texts
     passes: float  # of a window
     most_padded: int  # tokens of a pass
-    seconds: float  # of a window, ÷ as drawn
-    tokens_per_second: float  # that are no padding
+    speed: float  # tokens a second that are no padding ÷ as drawn
     same_windows: bool  # as drawn
     fp64: float  # error of the first window's gradient
 
 
-def fp64_error(data: TextDataset, program: str) -> float:
-    """Return the error of the gradient of the first window to that in one padded pass over it."""
-    module, oracle = (model(32, 1, data.max_length).double() for _ in range(2))
-    module.gradients = []
-    train(data, program, module, 1)
-    batch = padded([data[index] for index in sorted(module.steps[0])])
-    oracle.token_loss(batch).backward()
-    whole = torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
-    return float((module.gradients[0] - whole).norm() / whole.norm())
+def fp64_errors(data: TextDataset) -> dict[str, float]:
+    """Return the error of each program's first gradient to that in one padded pass over the same window."""
+    errors, oracles = {}, dict[frozenset[int], Tensor]()
+    for program in PROGRAMS:
+        module = model(32, 1, data.max_length).double()
+        module.gradients = []
+        train(data, program, module, 1)
+        window = frozenset(module.steps[0])
+        if window not in oracles:
+            oracles[window] = whole_gradient(data, window)
+        errors[program] = float((module.gradients[0] - oracles[window]).norm() / oracles[window].norm())
+    return errors
+
+
+def whole_gradient(data: TextDataset, window: Set[int]) -> Tensor:
+    """Return the gradient in one padded pass, in fp64."""
+    oracle = model(32, 1, data.max_length).double()
+    oracle.token_loss(padded([data[index] for index in sorted(window)])).backward()
+    return torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
 
 
 def measured(texts: list[str], longest: int, windows: int, width: int, depth: int) -> dict[str, Any]:
@@ -175,24 +175,26 @@ def measured(texts: list[str], longest: int, windows: int, width: int, depth: in
     data = Indexed(texts, longest)
     modules = {name: model(width, depth, longest) for name in PROGRAMS}
     fits = [
-        lambda watch, name=name: train(data, name, modules[name], windows, watch)  # type: ignore[misc]
+        lambda watch, name=name: train(data, name, modules[name], windows + WARM_UP, watch)  # type: ignore[misc]
         for name in PROGRAMS
     ]
     watches = dict(zip(PROGRAMS, take_turns(fits, [1] * len(fits), watch=WindowWatch, seed=0)))
-    drawn, rows = watches["as drawn"].wall, {}
-    in_drawn = padded_of(modules["as drawn"]) / modules["as drawn"].tokens
+    speeds = {
+        name: [tokens / second for tokens, second in zip(module.tokens[WARM_UP:], watches[name].wall[WARM_UP:])]
+        for name, module in modules.items()
+    }
+    drawn, rows, errors = modules["as drawn"], {}, fp64_errors(data)
     for name, module in modules.items():
-        wall, total = watches[name].wall, padded_of(module)
+        total = padded_of(module)
         rows[name] = asdict(
             Row(
-                padding=1 - module.tokens / total,
-                padded=total / module.tokens / in_drawn,
-                passes=len(module.shapes) / windows,
+                padding=1 - sum(module.tokens) / total,
+                padded=total / sum(module.tokens) / padded_of(drawn) * sum(drawn.tokens),
+                passes=len(module.shapes) / (windows + WARM_UP),
                 most_padded=max(rows * columns for rows, columns in module.shapes),
-                seconds=median(mine / theirs for mine, theirs in zip(wall, drawn)),
-                tokens_per_second=module.tokens / windows / median(wall),
-                same_windows=module.steps == modules["as drawn"].steps,
-                fp64=fp64_error(data, name),
+                speed=median(mine / theirs for mine, theirs in zip(speeds[name], speeds["as drawn"])),
+                same_windows=module.steps == drawn.steps,
+                fp64=errors[name],
             )
         )
     longest = max(length_of(data, index) for index in range(len(data)))
@@ -211,7 +213,7 @@ def missed(groups: Mapping[str, Any]) -> list[str]:
         row, drawn = group["rows"]["by budget"], group["rows"]["as drawn"]
         found += [f"{name}: padded tokens"] if row["padded"] > MOST_TOKENS else []
         found += [f"{name}: passes"] if row["passes"] > MOST_PASSES * drawn["passes"] else []
-        found += [f"{name}: speed"] if 1 / row["seconds"] < LEAST_SPEED else []
+        found += [f"{name}: speed"] if row["speed"] < LEAST_SPEED else []
         found += [f"{name}: windows"] if not row["same_windows"] else []
         found += [f"{name}: memory"] if row["most_padded"] > MICRO_BATCH * group["longest"] else []
         found += [f"{name}: {each}" for each, one in group["rows"].items() if one["fp64"] > MOST_ERROR]
@@ -232,7 +234,7 @@ def table(groups: Mapping[str, Any]) -> Table:
                 f"{row['padded']:.2f}",
                 f"{row['passes']:.0f}",
                 f"{row['most_padded']:,}",
-                f"{1 / row['seconds']:.2f}",
+                f"{row['speed']:.2f}",
                 error(row["fp64"]),
             )
         shown.add_section()
@@ -241,13 +243,16 @@ def table(groups: Mapping[str, Any]) -> Table:
 
 def text(record: Mapping[str, Any]) -> str:
     """Table and legend of a record."""
+    grouped = f"grouped: LengthGroupedSampler of transformers {record['transformers']}. "
+    if record["transformers"] is None:
+        grouped = "transformers, whose LengthGroupedSampler belongs here, is not installed. "
     legend = (
-        f"Windows of {WINDOW} texts, {record['windows']} of each program by turns; micro-batches of {MICRO_BATCH}, or "
-        f"of at most {MICRO_BATCH} × the longest padded tokens. other: steps do not hold the samples that they hold as "
-        "drawn. waste: share of padding. padded: tokens with padding ÷ as drawn, for the same texts. passes: of a "
-        "window. most: padded tokens of a pass. speed: windows a second ÷ as drawn, median. fp64: error of the "
-        f"gradient to that of one padded pass.\nTargets by budget: padded {MOST_TOKENS}, passes a third, speed "
-        f"{LEAST_SPEED}, fp64 1e-12."
+        f"Windows of {WINDOW} texts, or of as many tokens as these have in the mean; {record['windows']} of each "
+        f"program by turns; micro-batches of {MICRO_BATCH}, or of at most {MICRO_BATCH} × the longest padded tokens. "
+        f"{grouped}other: steps do not hold the samples that they hold as drawn. waste: share of padding. padded: "
+        "tokens with padding ÷ as drawn, for the same texts. passes: of a window. most: padded tokens of a pass. "
+        "speed: tokens a second that are no padding ÷ as drawn, median. fp64: error of the gradient to that of one "
+        f"padded pass.\nTargets by budget: padded {MOST_TOKENS}, passes a third, speed {LEAST_SPEED}, fp64 1e-12."
     )
     return as_text(table(record["groups"]), legend)
 
@@ -258,12 +263,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=3, help="windows of each program (default: 3)")
     parser.add_argument("--width", type=int, default=32, help="of the model (default: 32)")
     parser.add_argument("--depth", type=int, default=1, help="of the model (default: 1)")
+    parser.add_argument("--texts", nargs="*", default=list(CORPORA), help="the others stay as they were measured")
     settings = parser.parse_args(arguments)
     quiet()
-    groups = {}
-    for name, (read, longest) in CORPORA.items():
-        groups[name] = measured(read(), longest, settings.windows, settings.width, settings.depth)
-    record = {**vars(settings), "missed": missed(groups), "groups": groups}
+    sizes, found = (settings.windows, settings.width, settings.depth), {}
+    for name in settings.texts:
+        read, longest = CORPORA[name]
+        found[name] = measured(read(), longest, *sizes)
+    known = read_json("lengths")["groups"] if (RESULTS / "lengths.json").exists() else {}
+    groups = {name: {**known, **found}[name] for name in CORPORA if name in {**known, **found}}
+    record = {
+        "windows": settings.windows,
+        "width": settings.width,
+        "depth": settings.depth,
+        "transformers": installed("transformers"),
+        "missed": missed(groups),
+        "groups": groups,
+    }
     print(f"{text(record)}\n{write_json('lengths', record).name}; missed: {', '.join(record['missed']) or 'none'}")
     return int(bool(record["missed"]))
 

@@ -64,7 +64,7 @@ def exact(module: Network, data: TensorDataset, names: Sequence[str]) -> float:
 def estimated(module: Network, data: TensorDataset, steps: int, windows: int) -> list[float | None]:
     """Train so many steps with the callback; its estimate and the standard error."""
     noise = NoiseScale(windows)
-    callback = AutoAccumulate(WINDOW, micro_batch_size=MICRO_BATCH, verify=False)
+    callback = AutoAccumulate(WINDOW, micro_batch_size=MICRO_BATCH)
     trainer = quiet_trainer(callbacks=[callback, noise], max_steps=steps, max_epochs=-1, limit_val_batches=0)
     trainer.fit(module, DataLoader(data, MICRO_BATCH, shuffle=True, drop_last=True))
     return [None, None] if noise.estimate is None else [noise.estimate.value, noise.estimate.error]

@@ -21,6 +21,7 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 80
+MET = {True: "yes", False: "NO", None: "–"}  # a target, or none
 
 
 def environment() -> dict[str, Any]:

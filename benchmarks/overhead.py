@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, write_json
+from benchmarks.output import MET, as_text, empty_table, write_json
 from benchmarks.trainers import quiet_trainer
 from benchmarks.turns import Stopwatch, interval, pooled_median, take_turns
 from lightning_ga import AutoAccumulate
@@ -146,12 +146,10 @@ def summarize(bouts: Sequence[dict[str, dict[str, list[float]]]], parts: Mapping
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     shown = empty_table(("÷ Lightning",), ("wall clock (95 %)", "processor (95 %)", "parts", "target", "met"))
     for row in rows:
-        met = {True: "yes", False: "NO", None: "–"}[row["met"]]
         target = "–" if row["target"] is None else f"{row['target']}"
         clocks = [_with_interval(row, clock) for clock in ("wall", "cpu")]
-        shown.add_row(
-            row["name"].removeprefix("stock ").removesuffix(" weights"), *clocks, f"{row['by_parts']:.4f}", target, met
-        )
+        name = row["name"].removeprefix("stock ").removesuffix(" weights")
+        shown.add_row(name, *clocks, f"{row['by_parts']:.4f}", target, MET[row["met"]])
     return shown
 
 

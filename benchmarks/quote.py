@@ -5,48 +5,11 @@ A table stands between ``<!-- benchmark: NAME -->`` and ``<!-- end -->``.
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
-from benchmarks import (
-    allocator,
-    batch_norm,
-    chaos,
-    coupled,
-    exchange,
-    fidelity,
-    idle,
-    lengths,
-    noise_scale,
-    overhead,
-    planning,
-    probe,
-    random_cells,
-    sampler,
-    schedules,
-    startup,
-    training,
-)
 from benchmarks.output import read_json
 
-TEXTS = {
-    "allocator": allocator.text,
-    "batch_norm": batch_norm.text,
-    "chaos": chaos.text,
-    "coupled": coupled.text,
-    "exchange": exchange.text,
-    "fidelity": fidelity.text,
-    "idle": idle.text,
-    "lengths": lengths.text,
-    "noise_scale": noise_scale.text,
-    "overhead": overhead.text,
-    "planning": planning.text,
-    "probe": probe.text,
-    "random_cells": random_cells.text,
-    "sampler": sampler.text,
-    "schedules": schedules.text,
-    "startup": startup.text,
-    "training": training.text,
-}
 PAGES = tuple(sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.md")))
 _PLACE = re.compile(r"(<!-- benchmark: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -56,7 +19,7 @@ def quoted(page: str) -> str:
 
     def fill(place: re.Match[str]) -> str:
         name = place[2]
-        return f"{place[1]}```text\n{TEXTS[name](read_json(name))}\n```\n{place[3]}"
+        return f"{place[1]}```text\n{import_module(f'benchmarks.{name}').text(read_json(name))}\n```\n{place[3]}"
 
     return _PLACE.sub(fill, page)
 

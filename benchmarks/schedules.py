@@ -75,7 +75,7 @@ def smith(folder: str) -> list[dict[str, Any]]:
         for name, (milestones, asked) in programs.items():
             pl.seed_everything(seed, verbose=False)
             module = Network(milestones)
-            callback = AutoAccumulate(asked, micro_batch_size=BATCH, verify=False)
+            callback = AutoAccumulate(asked, micro_batch_size=BATCH)
             row = trained(module, DataLoader(train, BATCH, shuffle=True), callback, EPOCHS)
             with torch.no_grad():
                 hits = sum(int((module.net(x).argmax(1) == y).sum()) for x, y in DataLoader(test, 1000))
@@ -122,7 +122,7 @@ def of_definitions(_: str) -> list[dict[str, Any]]:
             pl.seed_everything(seed, verbose=False)
             module = Definition(**SMALL)
             module.cosine = cosine
-            callback = AutoAccumulate(asked, micro_batch_size=TEXTS, normalize=TargetTokens(), verify=False)
+            callback = AutoAccumulate(asked, micro_batch_size=TEXTS, normalize=TargetTokens())
             row = trained(module, data, callback, TEXT_EPOCHS)
             judge = quiet_trainer()
             (found,) = judge.validate(module, datamodule=data, verbose=False)

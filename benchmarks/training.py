@@ -10,9 +10,9 @@ BatchNorm. Exits with 1 if weights or accuracy of ours differ from the whole bat
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, error, write_json
+from benchmarks.output import MET, as_text, empty_table, error, write_json
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 
@@ -85,22 +85,27 @@ class Trained:
     steps: int
 
 
+def convolutions(norm: Callable[[int], nn.Module], activation: Callable[[], nn.Module]) -> nn.Sequential:
+    """Two convolutions, each with its normalization, and ten classes."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        norm(16),
+        activation(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        norm(32),
+        activation(),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 10),
+    )
+
+
 class Digits(pl.LightningModule):
     """Two convolutions with normalization; no dropout."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        activation = nn.ReLU if program.network == "relu" else nn.GELU
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1),
-            _norm(program, 16),
-            activation(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1),
-            _norm(program, 32),
-            activation(),
-            nn.Flatten(),
-            nn.Linear(32 * 4 * 4, 10),
-        ).to(program.dtype)
+        norm = nn.BatchNorm2d if program.network == "batch norm" else partial(nn.GroupNorm, 4)
+        self.net = convolutions(norm, nn.ReLU if program.network == "relu" else nn.GELU).to(program.dtype)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels = batch
@@ -108,10 +113,6 @@ class Digits(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-
-def _norm(program: Program, channels: int) -> nn.Module:
-    return nn.BatchNorm2d(channels) if program.network == "batch norm" else nn.GroupNorm(4, channels)
 
 
 @cache
@@ -167,9 +168,8 @@ def table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
     shown = empty_table(("effective batch of 64 as",), ("weights", "accuracy of each seed, %", "met"))
     for rows in groups:
         for one in rows:
-            met = {True: "yes", False: "NO", None: "–"}[one["met"]]
             accuracies = "  ".join(f"{100 * accuracy:.2f}" for accuracy in one["accuracy"])
-            shown.add_row(one["program"]["name"], _distance(one), accuracies, met)
+            shown.add_row(one["program"]["name"], _distance(one), accuracies, MET[one["met"]])
         shown.add_section()
     return shown
 

@@ -29,9 +29,9 @@ def main(words: list[str]) -> int:
             os.environ["XDG_CACHE_HOME"] = cache  # limits are looked for anew, and none is left behind
             rows += try_modes(program)
         print(f"{program.title}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
-    print(report.text(rows))
-    if not words:
-        report.write(rows)
+    versions = report.found_versions()
+    print(report.text(rows, versions))
+    report.write(report.merged(rows) if words else rows, versions)
     print(report.details(rows))
     wrong = sum(row.verdict.startswith("WRONG") for row in rows)
     print(f"\n{len(rows)} rows, {wrong} wrong")

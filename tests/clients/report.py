@@ -1,6 +1,6 @@
 """The table of all clients, and every number behind it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from benchmarks.output import as_text, error, installed, write_json
+from benchmarks.output import as_text, error, installed, read_json, write_json
 from clients.verdict import Row
 
 FOLDER = Path(__file__).parent
@@ -18,7 +18,7 @@ IN_ALL = ("exact", "right")
 BELOW = ("torchvision", "torch", "lightning", "pytorch-lightning")
 
 
-def text(rows: Sequence[Row]) -> str:
+def text(rows: Sequence[Row], versions: Mapping[str, str | None]) -> str:
     """The table in 80 columns; a program that is exact and right in all modes has one row, its largest numbers."""
     table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("program and mode", max_width=28)
@@ -39,7 +39,7 @@ def text(rows: Sequence[Row]) -> str:
             factor = "–" if row.factor is None else str(row.factor)
             cells = factor, _number(row.gradient), _number(row.weights), row.cause or "–", row.verdict
             table.add_row(f"  {row.mode}", *cells)
-    lines = [", ".join(f"{name} {installed(name)}" for name in names) for names in (CLIENTS[:4], CLIENTS[4:], BELOW)]
+    lines = [", ".join(f"{name} {versions[name]}" for name in names) for names in (CLIENTS[:4], CLIENTS[4:], BELOW)]
     return as_text(table, ",\n".join(lines))
 
 
@@ -61,10 +61,23 @@ def details(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: Sequence[Row]) -> None:
+def write(rows: Sequence[Row], versions: Mapping[str, str | None]) -> None:
     """Put the table into the documentation, and its numbers beside this file."""
     begin, end = "<!-- clients -->\n", "<!-- end -->"
     before, after = PAGE.read_text().split(begin)
-    PAGE.write_text(f"{before}{begin}```text\n{text(rows)}\n```\n{end}{after.split(end, 1)[1]}")
-    versions = {name: installed(name) for name in CLIENTS + BELOW}
+    PAGE.write_text(f"{before}{begin}```text\n{text(rows, versions)}\n```\n{end}{after.split(end, 1)[1]}")
     write_json("table", {"versions": versions, "rows": [asdict(row) for row in rows]}, FOLDER)
+
+
+def merged(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the last run, with those of some programs in place of their last ones."""
+    last = [Row(**{**row, "told": tuple(row["told"])}) for row in read_json("table", FOLDER)["rows"]]
+    again = {(row.client, row.name) for row in rows}
+    kept = [row for row in last if (row.client, row.name) not in again]
+    return sorted([*kept, *rows], key=lambda row: row.client)
+
+
+def found_versions() -> dict[str, str | None]:
+    """The versions of all clients; of those that are not installed, the last run's."""
+    last = read_json("table", FOLDER)["versions"]
+    return {name: installed(name) or last[name] for name in CLIENTS + BELOW}

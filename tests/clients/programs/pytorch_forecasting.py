@@ -69,13 +69,17 @@ def fit(model: type[Any], data: Any, settings: dict[str, Any], batch: int, callb
     )
 
 
-def program(name: str, model: type[Any], data: Any, **settings: Any) -> Program:
-    """A model and its settings."""
-    return Program("pytorch-forecasting", name, partial(fit, model, data, settings), 8)
+def programs(name: str, model: type[Any], data: Any, **settings: Any) -> list[Program]:
+    """A model and its settings, with windows as they are drawn and cut by the lengths of encoders."""
+    trained = partial(fit, model, data, settings)
+    return [
+        Program("pytorch-forecasting", name, trained, 8),
+        Program("pytorch-forecasting", f"{name}, by size", trained, 8, settings={"size_of": "auto"}),
+    ]
 
 
 PROGRAMS = [
-    program("TFT", TemporalFusionTransformer, varying, **TFT),
-    program("NBeats", NBeats, windows, **NBEATS),
-    program("DeepAR", DeepAR, partial(windows, min_encoder_length=4, time_varying_known_reals=["time"]), **DEEPAR),
+    *programs("TFT", TemporalFusionTransformer, varying, **TFT),
+    *programs("NBeats", NBeats, windows, **NBEATS),
+    *programs("DeepAR", DeepAR, partial(windows, min_encoder_length=4, time_varying_known_reals=["time"]), **DEEPAR),
 ]

@@ -75,10 +75,32 @@ def count_nodes(batch: Any) -> int:
     return batch.num_nodes
 
 
+def nodes_of(data: Any, index: int) -> int:
+    """The size of a graph."""
+    return data[index].num_nodes
+
+
 PROGRAMS = [
     Program("torch_geometric", "graph classification", partial(fit, Graphs, False), 8),
+    Program(
+        "torch_geometric",
+        "graph classification, by nodes",
+        partial(fit, Graphs, False),
+        8,
+        settings={"size_of": nodes_of},
+    ),
+    Program(
+        "torch_geometric", "graph classification, by size", partial(fit, Graphs, False), 8, settings={"size_of": "auto"}
+    ),
     Program("torch_geometric", "node labels", partial(fit, Nodes, True), 8, causes=("weighted",)),
     Program(
         "torch_geometric", "node labels, counted", partial(fit, Nodes, True), 8, settings={"normalize": count_nodes}
+    ),
+    Program(
+        "torch_geometric",
+        "node labels, by size",
+        partial(fit, Nodes, True),
+        8,
+        settings={"normalize": count_nodes, "size_of": "auto"},
     ),
 ]

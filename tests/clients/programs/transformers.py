@@ -120,19 +120,16 @@ gpt2 = partial(fit, lambda: GPT2LMHeadModel(GPT2Config(**GPT2)), partial(loader,
 bert = partial(fit, lambda: BertForMaskedLM(BertConfig(**BERT)), partial(loader, masked))
 classify = partial(fit, classifier, partial(loader, DataCollatorWithPadding, labels=True))
 
+BY_SIZE = {"size_of": "auto"}
+SHIFTED = {"normalize": TargetTokens(shift=True)}
 IN_SINGLE = 1e-6  # GPT-2's loss is computed in single precision, whatever the model is in
 
 PROGRAMS = [
     Program("transformers", "sentence classification", classify, 8),
+    Program("transformers", "sentence classification, by size", classify, 8, settings=BY_SIZE),
     Program("transformers", "GPT-2", gpt2, 8, causes=("weighted",), tolerance=IN_SINGLE),
-    Program(
-        "transformers",
-        "GPT-2, TargetTokens",
-        gpt2,
-        8,
-        tolerance=IN_SINGLE,
-        settings={"normalize": TargetTokens(shift=True)},
-    ),
+    Program("transformers", "GPT-2, TargetTokens", gpt2, 8, tolerance=IN_SINGLE, settings=SHIFTED),
+    Program("transformers", "GPT-2, by size", gpt2, 8, tolerance=IN_SINGLE, settings=SHIFTED | BY_SIZE),
     Program("transformers", "masked LM", bert, 8, causes=("random", "weighted")),
     Program(
         "transformers",
