@@ -68,9 +68,17 @@ def shared_containers(module: Module, data: object) -> frozenset[str]:
 def summaries(module: Module, paths: Collection[str]) -> dict[str, int]:
     """Return what shows that containers at some paths have changed: their lengths, or the last entry of a full one."""
     found = [(path, value) for path, value in _reachable(module) if path in paths] if paths else []
-    return {
-        path: id(each[-1]) if each and len(each) == getattr(each, "maxlen", -1) else len(each) for path, each in found
-    }
+    full = {path for path, each in found if each and len(each) == getattr(each, "maxlen", -1)}
+    return {path: hash(_contents(each[-1])) if path in full else len(each) for path, each in found}
+
+
+def _contents(entry: Any) -> Any:
+    """Return something to compare an entry by: another object in its place may have its ``id``."""
+    if isinstance(entry, Tensor):
+        return tuple(checksums([entry]))
+    if isinstance(entry, (dict, list, tuple)):
+        return tuple(map(_contents, entry.values() if isinstance(entry, dict) else entry))
+    return _summary(entry)
 
 
 def hidden_modules(module: Module) -> Iterator[tuple[str, Module]]:
