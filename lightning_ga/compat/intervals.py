@@ -121,29 +121,22 @@ def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | float
 
 @contextmanager
 def stopping_only_unless(trainer: Any, holds: Callable[[], bool]) -> Iterator[None]:
-    """Return a context in which ``trainer.should_stop`` ends no epoch while ``holds()``: between parts of one batch."""
+    """Return a context in which ``trainer.should_stop`` waits while ``holds()``: between parts of one batch.
+
+    The loop asks in ``on_advance_end``, and before it goes on (``training_epoch_loop.py:135``, ``:540``).
+    """
     loop = trainer.fit_loop.epoch_loop
-    cls = type(loop)
+    go_on, is_waiting = type(loop).on_advance_end, False
 
-    def asking(question: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(*arguments: Any) -> Any:
-            if not trainer.should_stop:
-                return question(*arguments)
-            trainer.should_stop = not holds()
-            try:
-                return question(*arguments)
-            finally:
-                trainer.should_stop = True
+    def on_advance_end(fetcher: Any) -> None:
+        nonlocal is_waiting
+        stops = trainer.should_stop or is_waiting
+        is_waiting = stops and holds()
+        trainer.should_stop = stops and not is_waiting
+        go_on(loop, fetcher)
 
-        return ask
-
-    asked = {"done": property(asking(cls.done.fget)), "_should_check_val_fx": asking(cls._should_check_val_fx)}
-    loop.__class__ = ours = type(cls.__name__, (cls,), {**asked, "__module__": cls.__module__})
-    try:
+    with patching.shadowed(loop, "on_advance_end", on_advance_end):
         yield
-    finally:
-        if type(loop) is ours:
-            loop.__class__ = cls
 
 
 def followed_by_step(trainer: Any) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_ga.batch.counters import Kind, fitting_counter
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.compat import trial_steps
+from lightning_ga.compat import closures, trial_steps
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
 from lightning_ga.fit.exactness.halves import Halves, SampleBatch, uneven_kinds
 from lightning_ga.fit.exactness.passes import Passes, PassRunner, named_state
@@ -95,7 +95,10 @@ class ExactnessCheck:
     def _depends_on_number(self, batch_pass: Passes, batch: SampleBatch) -> bool:
         """Return whether the gradient is another one at other places of the epoch, which micro-batches number."""
         if self._numbers_matter is None:
-            self._numbers_matter, steps = False, trial_steps.overrides(self._passes.trainer, "optimizer_step")
+            self._numbers_matter, steps = (
+                False,
+                closures.has_hook([self._passes.trainer.lightning_module], "optimizer_step"),
+            )
             names = [name for name, weight in self._module.named_parameters() if weight.requires_grad] if steps else []
             run = partial(self._passes.run, [batch.collated], seed=0, keep=names, steps=steps)
             try:
