@@ -162,14 +162,11 @@ class StepSchedules:
     def begin(self, source: TrainingSource, fed: AccumulationPlan) -> None:
         """Find the schedules, if the loop counts other batches than the recipe's in windows that are cut as ``fed``."""
         trainer, epoch = self._trainer, loops.training_epoch(self._trainer)
-        found, by_epoch = (
-            intervals.frequencies_by_step(trainer),
-            self._request.by_window is None and not self._by_tokens,
-        )
-        as_recipe = (trainer.accumulate_grad_batches, fed.micro_batch_size) == (
-            source.recipe.settings.recipe_factor,
-            source.recipe.largest_batch(epoch),
-        )
+        configs = [*enumerate(trainer.lr_scheduler_configs)]
+        found = {at: each.frequency for at, each in configs if each.interval == "step" and each.frequency > 1}
+        by_epoch = self._request.by_window is None and not self._by_tokens
+        as_recipe = trainer.accumulate_grad_batches == source.recipe.settings.recipe_factor
+        as_recipe &= fed.micro_batch_size == source.recipe.largest_batch(epoch)
         if not found or (by_epoch and (source.cut_in_step or as_recipe)):
             return
         self._frequencies = found
@@ -186,11 +183,15 @@ class StepSchedules:
         keeps, total = self._keeps_windows, source.epoch_batches
         done = (window + 1) * (source.recipe.settings.recipe_factor if keeps else 1)
         batches = done if total is None or not keeps else min(done, total)
-        intervals.step_schedulers_when_due(self._trainer, self._frequencies, batches)
+        # The loop looks whether a frequency divides its count of micro-batches (``training_epoch_loop.py:474``).
+        count = loops.micro_batch_index(self._trainer) + 1
+        for at, frequency in self._frequencies.items():
+            self._trainer.lr_scheduler_configs[at].frequency = count if batches % frequency == 0 else count + 1
 
     def give_back(self) -> None:
         """Give schedules the frequencies that the user wrote."""
-        intervals.restore_frequencies(self._trainer, self._frequencies)
+        for at, frequency in self._frequencies.items():
+            self._trainer.lr_scheduler_configs[at].frequency = frequency
 
     @property
     def _keeps_windows(self) -> bool:
