@@ -17,21 +17,10 @@ from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.messages import OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
-from lightning_ga.plan.config import (
-    Options,
-    RateRule,
-    ScaleLr,
-    check_size_of,
-    read_request,
-    read_whole,
-    refuse_rescaling,
-    require_choice,
-    scales_rates,
-)
+from lightning_ga.plan.config import ScaleLr, read_arguments
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.schedule import ScheduleLike, require_arguments
-from lightning_ga.plan.units import LEAST_BYTES, read_tokens, require_bytes
+from lightning_ga.plan.schedule import ScheduleLike
 
 
 class _ClassGivenError(UserError, AttributeError):
@@ -126,50 +115,7 @@ class AutoAccumulate(Callback):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self._given = given
-        refuse_rescaling(batch_norm)
-        require_choice(
-            objective=(objective, ("memory", "throughput")),
-            micro_batching=(micro_batching, ("loader", "step")),
-            on_oom=(on_oom, ("split", "raise")),
-            batch_norm=(batch_norm, ("warn", "ignore")),
-            scale_lr=(scale_lr, ("none", "linear", "sqrt")),
-            scale_beta2=(scale_beta2, (True, False)),
-            verify=(verify, (True, False)),
-            cache=(cache, (True, False)),
-        )
-        if callable(normalize):
-            require_arguments("normalize", normalize, "batch", "len(batch)")
-        elif normalize is not None and not (isinstance(normalize, str) and normalize == "samples"):
-            raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
-        if memory_budget is not None:  # refused here if it is one of no device
-            require_bytes("memory_budget", memory_budget, 1 << 40, least=LEAST_BYTES)
-        by_tokens = effective_batch_size if isinstance(effective_batch_size, str) else None
-        samples = None if isinstance(effective_batch_size, str) else effective_batch_size
-        tokens = None if by_tokens is None else read_tokens("effective_batch_size", by_tokens)
-        self._request = read_request(samples, accumulate, micro_batch_size, max_micro_batch_size)
-        rates = RateRule(scale_lr, scale_beta2)
-        scales_rates(self._request, rates)
-        names = read_whole(whole, self._request)
-        growing = self._request.by_window and effective_batch_size
-        in_step = micro_batching if micro_batching == "step" and (tokens or callable(size_of)) else None
-        others = {"accumulate": accumulate, "micro_batching": in_step, "whole": names, "effective_batch_size": growing}
-        if tokens is not None:
-            others |= {"scale_lr": scale_lr if scale_lr != "none" else None, "scale_beta2": scale_beta2}
-        check_size_of(size_of, by_tokens, **others)
-        self._options = Options(
-            budget=memory_budget,
-            normalize=None if names and normalize == "samples" else normalize,  # all ranks have the same loss
-            batch_norm=batch_norm,
-            verify=verify,
-            objective=objective,
-            cache=cache,
-            on_oom=on_oom,
-            micro_batching=micro_batching,
-            whole=names,
-            rates=rates,
-            size_of="auto" if tokens is not None and size_of is None else size_of,
-            tokens=tokens,
-        )
+        self._request, self._options = read_arguments(given)
         self._fit: Fit | None = None
         self._evaluation: Evaluation | None = None  # of a stage on its own
         self._is_fitting = False
@@ -217,7 +163,7 @@ class AutoAccumulate(Callback):
         loops.take_factor_back(trainer)
         checks.check_trainer(trainer, pl_module, self._request)
         checks.check_schedule(self._request, loops.training_epochs(trainer), trainer.world_size)
-        self._place = loops.run_first(trainer, self)
+        self._place = loops.move_callback(trainer, self, 0)  # others see its gradients
         self._reporter = OomReporter(trainer)
         self._fit = Fit(trainer, self._request, self._options, self._reporter, callback=self)
 
@@ -277,15 +223,14 @@ class AutoAccumulate(Callback):
         if "multiple optimizers" in str(exception):  # it would send the user to where AutoAccumulate is refused
             exception.add_note(f"AutoAccumulate steers the automatic optimization of one optimizer: {checks.BY_HAND}")
         if self._fit and self._is_fitting:
-            self._fit.explain(exception)
-            self._fit.abandon()
+            self._fit.fail(exception)
         self._take_back(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the patches back. The factor stays until the next fit, as with Lightning's own scheduler."""
         if stage == "fit" and self._fit:
             self._fit.close()  # a training that Lightning skips, such as with max_epochs=0, has no on_train_end
-            loops.leave_factor(trainer, self._fit.recipe_factor, self._fit.samples_seen)
+            loops.leave_factor(trainer, self._fit.recipe_factor, self._fit.progress.samples_seen)
         self._take_back(trainer)
 
     def _take_back(self, trainer: Any) -> None:
@@ -294,7 +239,7 @@ class AutoAccumulate(Callback):
                 evaluation.stop()
         self._evaluation, self._is_fitting = None, False
         if self._place is not None:
-            loops.run_at(trainer, self, self._place)
+            loops.move_callback(trainer, self, self._place)
         self._place = None
 
     def state_dict(self) -> dict[str, Any]:

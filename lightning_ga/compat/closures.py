@@ -88,11 +88,6 @@ def takes_an_iterator(module: Any, step: str = "training_step") -> bool:
     return "dataloader_iter" in inspect.signature(getattr(module, step)).parameters
 
 
-def zero_through(closure: Any, around: Callable[[Callable[[], None]], None]) -> None:
-    """Let a closure of the loop zero gradients by ``around(zero)``."""
-    closure._zero_grad_fn = partial(around, closure._zero_grad_fn)
-
-
 def undo_half_made_scale(trainer: Any) -> None:
     """Let a gradient scaler begin anew if memory ran out between the two tensors that it makes for its first loss."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)

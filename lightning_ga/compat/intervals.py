@@ -1,4 +1,4 @@
-"""Decide when learning-rate schedules and validation are due, and when training may stop; count optimizer steps.
+"""Decide when validation is due, and when training may stop; count optimizer steps.
 
 Lightning's ``loops/training_epoch_loop.py``.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from lightning_ga.compat import loops, patching
+from lightning_ga.compat import patching
 from lightning_ga.errors import UserError
 
 
@@ -51,29 +51,6 @@ def wrong_horizons(trainer: Any, steps: int) -> list[tuple[str, int]]:
     pairs = [(each.scheduler, name) for each in configs for kind, name in lengths if isinstance(each.scheduler, kind)]
     horizons = [(type(scheduler).__name__, int(getattr(scheduler, name))) for scheduler, name in pairs]
     return [(name, length) for name, length in horizons if length != steps]
-
-
-def frequencies_by_step(trainer: Any) -> dict[int, int]:
-    """Return the frequencies above one of schedules by step, by position."""
-    configs = enumerate(trainer.lr_scheduler_configs)
-    return {at: config.frequency for at, config in configs if config.interval == "step" and config.frequency > 1}
-
-
-def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], batches: int) -> None:
-    """Let schedules by step be due as in a training in one pass, which has done so many ``batches`` of its epoch.
-
-    The loop looks whether it divides its count of micro-batches (``training_epoch_loop.py:474``): it is set to do so.
-    """
-    count = loops.micro_batch_index(trainer) + 1
-    for position, frequency in frequencies.items():
-        due = batches % frequency == 0
-        trainer.lr_scheduler_configs[position].frequency = count if due else count + 1
-
-
-def restore_frequencies(trainer: Any, frequencies: dict[int, int]) -> None:
-    """Restore the frequencies that the user wrote."""
-    for position, frequency in frequencies.items():
-        trainer.lr_scheduler_configs[position].frequency = frequency
 
 
 def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int | None) -> None:
@@ -121,29 +98,22 @@ def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | float
 
 @contextmanager
 def stopping_only_unless(trainer: Any, holds: Callable[[], bool]) -> Iterator[None]:
-    """Return a context in which ``trainer.should_stop`` ends no epoch while ``holds()``: between parts of one batch."""
+    """Return a context in which ``trainer.should_stop`` waits while ``holds()``: between parts of one batch.
+
+    The loop asks in ``on_advance_end``, and before it goes on (``training_epoch_loop.py:135``, ``:540``).
+    """
     loop = trainer.fit_loop.epoch_loop
-    cls = type(loop)
+    go_on, is_waiting = type(loop).on_advance_end, False
 
-    def asking(question: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(*arguments: Any) -> Any:
-            if not trainer.should_stop:
-                return question(*arguments)
-            trainer.should_stop = not holds()
-            try:
-                return question(*arguments)
-            finally:
-                trainer.should_stop = True
+    def on_advance_end(fetcher: Any) -> None:
+        nonlocal is_waiting
+        stops = trainer.should_stop or is_waiting
+        is_waiting = stops and holds()
+        trainer.should_stop = stops and not is_waiting
+        go_on(loop, fetcher)
 
-        return ask
-
-    asked = {"done": property(asking(cls.done.fget)), "_should_check_val_fx": asking(cls._should_check_val_fx)}
-    loop.__class__ = ours = type(cls.__name__, (cls,), {**asked, "__module__": cls.__module__})
-    try:
+    with patching.shadowed(loop, "on_advance_end", on_advance_end):
         yield
-    finally:
-        if type(loop) is ours:
-            loop.__class__ = cls
 
 
 def followed_by_step(trainer: Any) -> Iterator[tuple[str, str]]:

@@ -1,10 +1,14 @@
 """Read and set what the Trainer and its fit loop count: epochs, batches, the factor, the position after a restart.
 
-Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py`` and ``loops/progress.py``.
+Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py``, ``loops/progress.py`` and, for checkpoints,
+``trainer/connectors/checkpoint_connector.py``. The loop of a run that cuts batches counts micro-batches. Its
+checkpoints count batches of the recipe, so that a run without the callback goes on at the same place; the run's own
+counts lie in the callback's state, for a resume with it.
 """
 
+import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -196,18 +200,61 @@ def take_factor_back(trainer: Any) -> None:
         trainer.accumulate_grad_batches = recipe
 
 
-def run_first(trainer: Any, callback: Any) -> int:
-    """Move a callback before all others, which then see its gradients; return its position before, for ``run_at``.
+def move_callback(trainer: Any, callback: Any, place: int) -> int | None:
+    """Move a callback to a position among the others, as Lightning moves its tuners; return where it was.
 
-    Lightning moves its tuners likewise.
+    Nothing happens if the trainer does not have it any more.
     """
-    place: int = trainer.callbacks.index(callback)
-    run_at(trainer, callback, 0)
-    return place
+    if callback not in trainer.callbacks:
+        return None
+    before: int = trainer.callbacks.index(callback)
+    others = [other for other in trainer.callbacks if other is not callback]
+    trainer.callbacks = [*others[:place], callback, *others[place:]]
+    return before
 
 
-def run_at(trainer: Any, callback: Any, place: int) -> None:
-    """Move a callback to a position among the others, if the trainer still has it."""
-    if callback in trainer.callbacks:
-        others = [other for other in trainer.callbacks if other is not callback]
-        trainer.callbacks = [*others[:place], callback, *others[place:]]
+_COUNTS = "loop_batches"  # in the callback's entry
+_LOADERS = "combined_loader"  # in the fit loop's
+
+
+def count_recipe_batches(checkpoint: MutableMapping[str, Any], key: str, *, done: int, before: int) -> None:
+    """Let a checkpoint count the recipe's batches: ``done`` in this epoch, and those ``before``.
+
+    The loop's own counts of micro-batches go to the callback's entry, which has the ``key``.
+    """
+    progress = _fit_loop(checkpoint).get("epoch_loop.batch_progress")
+    own = checkpoint.get("callbacks", {}).get(key)
+    if progress is None or own is None:
+        return
+    current, total = progress["current"], progress["total"]
+    if (current["processed"], total["processed"]) == (done, before + done):
+        return
+    own[_COUNTS] = copy.deepcopy(progress)
+    pending = current["processed"] - current["completed"] if done else 0  # one, in ``on_train_batch_end``
+    for counts, offset in ((current, 0), (total, before)):
+        counts.update(dict.fromkeys(counts, offset + done))
+        counts["completed"] -= pending
+
+
+def count_micro_batches(checkpoint: MutableMapping[str, Any], key: str) -> None:
+    """Restore the counts that ``count_recipe_batches`` replaced in a loaded checkpoint, before loops read them."""
+    counts = checkpoint.get("callbacks", {}).get(key, {}).pop(_COUNTS, None)
+    if counts is not None:
+        _fit_loop(checkpoint)["epoch_loop.batch_progress"] = counts
+
+
+def save_loaders(checkpoint: MutableMapping[str, Any], states: Sequence[Any]) -> None:
+    """Store the states of the user's loaders where stock Lightning looks for them."""
+    if states:
+        _fit_loop(checkpoint).setdefault("state_dict", {})[_LOADERS] = list(states)
+
+
+def take_loaders(checkpoint: MutableMapping[str, Any]) -> list[Any]:
+    """Remove the states of loaders from a loaded checkpoint and return them: the loop does not see these loaders."""
+    states: list[Any] = _fit_loop(checkpoint).get("state_dict", {}).pop(_LOADERS, [])
+    return states
+
+
+def _fit_loop(checkpoint: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    state: MutableMapping[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
+    return state

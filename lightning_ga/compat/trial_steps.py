@@ -86,12 +86,6 @@ def without_logs(trainer: Any) -> Iterator[None]:
         yield
 
 
-def overrides(trainer: Any, name: str) -> bool:
-    """Return whether the module has a hook of its own by this name."""
-    stock = patching.sibling(trainer, "core.module").LightningModule
-    return getattr(getattr(trainer.lightning_module, name), "__func__", None) is not getattr(stock, name)
-
-
 @contextmanager
 def _counting(trainer: Any, place: PassPlace) -> Iterator[int]:
     """Let the loop count as at this place, and yield the number of the batch that the step gets.
@@ -225,7 +219,7 @@ def without_gradient_hooks(trainer: Any) -> Iterator[bool]:
         table.clear()
     try:
         with patching.shadowed(plugin, "post_backward", lambda loss, _: loss.detach()):
-            yield bool(hooks) or overrides(trainer, "on_after_backward")
+            yield bool(hooks) or closures.has_hook([trainer.lightning_module], "on_after_backward")
     finally:
         for table, before in hooks:
             table.update(before)

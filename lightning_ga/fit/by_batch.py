@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_ga.compat import intervals, loops
-from lightning_ga.compat.trial_steps import overrides
+from lightning_ga.compat import closures, intervals, loops
 from lightning_ga.snapshot.contents import contained
 from lightning_ga.snapshot.copies import versions
 
@@ -48,7 +47,9 @@ class ByBatch:
         """Warn, as an epoch ends, of what decides by a value of the last batch."""
         if self._has_warned_of_monitors or self._trainer.accumulate_grad_batches == 1:
             return
-        if overrides(self._trainer, "on_train_epoch_end"):  # it may log the mean over the epoch by the same name
+        if closures.has_hook(
+            [self._trainer.lightning_module], "on_train_epoch_end"
+        ):  # it may log the mean over the epoch by the same name
             return
         for who, value in intervals.followed_by_step(self._trainer):
             self._has_warned_of_monitors = True

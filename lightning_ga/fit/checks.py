@@ -2,8 +2,12 @@
 
 from typing import Any
 
-from lightning_ga.compat import closures, loops
+from torch.utils.data import DataLoader
+
+from lightning_ga.compat import closures, dataloaders, loops
 from lightning_ga.errors import UserError
+from lightning_ga.loading.prebatched import PrebatchedSource
+from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.accumulation import require_count, require_effective_batch, require_few_chunks
 from lightning_ga.plan.config import Request
 
@@ -63,17 +67,6 @@ def _is_named(callback: Any, names: tuple[str, ...]) -> bool:
     return any(kind.__name__ in names for kind in type(callback).__mro__)
 
 
-def check_factor(trainer: Any, planned: int) -> None:
-    """Refuse a factor that a hook has set in the middle of training: windows are weighted for the planned one."""
-    found = trainer.accumulate_grad_batches
-    if found != planned and not loops.skips_backward(trainer):
-        raise UserError(
-            f"A callback or hook set trainer.accumulate_grad_batches={found} during training, and AutoAccumulate had "
-            f"set {planned}: let AutoAccumulate set it, by effective_batch_size= or accumulate=, which take a mapping "
-            "such as {0: 64, 5: 256} from the epoch on."
-        )
-
-
 def check_schedule(request: Request, epochs: range, world_size: int, *, micro_batch: int | None = None) -> int:
     """Refuse a schedule that would fail in a later epoch; return the largest effective batch, 0 if none is asked for.
 
@@ -85,3 +78,18 @@ def check_schedule(request: Request, epochs: range, world_size: int, *, micro_ba
         if micro_batch is not None:
             require_few_chunks(effective, micro_batch, world_size)
     return max(asked, default=0)
+
+
+def check_end_of_epoch(trainer: Any, source: TrainingSource) -> None:
+    """Refuse a loader whose own ``__iter__`` has ended the epoch early: its windows are not those planned."""
+    done, planned = loops.batches_processed(trainer), source.length
+    if planned is None or done >= planned or not dataloaders.ran_out(trainer):
+        return
+    loader = type(source.user_loader)
+    # A source of ready-made batches has its own, fewer than it said.
+    if not isinstance(source, PrebatchedSource) and loader.__iter__ is not DataLoader.__iter__:
+        raise UserError(
+            f"The training loader {loader.__name__} has an __iter__ of its own, which ended after {done} of {planned} "
+            'micro-batches: it seems to count the recipe\'s batches. Use micro_batching="step", or let its sampler say '
+            "where an epoch ends."
+        )

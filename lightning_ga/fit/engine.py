@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ga.batch.split import BatchSlices
-from lightning_ga.compat import agreement, log_capture, loops, ranks, transfer
+from lightning_ga.compat import agreement, logs, loops, ranks, transfer
+from lightning_ga.compat.ranks import Ranks
 from lightning_ga.compat.reduction import GradientReducer
 from lightning_ga.errors import UserError
 from lightning_ga.fit.chunks import ChunkedModules
 from lightning_ga.fit.messages import EXCHANGES, OTHERS_WAIT, OomReporter, fewer_samples_than_ranks, of_rank
 from lightning_ga.fit.parts import Move, Part, StageBatches, tensors_of
-from lightning_ga.fit.retry_policy import Ranks
 from lightning_ga.loading.padding import SizedSlices
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.allocator import RetryWatch
@@ -61,7 +61,7 @@ class Engine:
         self.limits: dict[str, int] = {}
         self.chunked: ChunkedModules | None = None  # submodules that run in chunks over whole batches of training
         self._readers: dict[tuple[str, int], BatchReader] = {}
-        self._taps: dict[str, log_capture.LogTap] = {}
+        self._taps: dict[str, logs.LogTap] = {}
         self._savepoints: dict[bool, Savepoint] = {}
         self._changing: Collection[str] = ()  # names of tensors that steps change
 
@@ -295,12 +295,12 @@ class Engine:
         if self.reducer is not None:
             yield from self.reducer.memory()
 
-    def tap(self, stage: str) -> log_capture.LogTap:
+    def tap(self, stage: str) -> logs.LogTap:
         """Return what takes the values that a batch of a stage logs, as the batch begins."""
-        results = log_capture.results_of(self.trainer, stage)
+        results = logs.results_of(self.trainer, stage)
         tap = self._taps.get(stage)
         if tap is None or tap.results is not results:
-            tap = self._taps[stage] = log_capture.LogTap(results)
+            tap = self._taps[stage] = logs.LogTap(results)
         tap.begin()
         return tap
 

@@ -6,10 +6,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat import closures, dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
@@ -23,13 +21,11 @@ from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
 from lightning_ga.fit.progress import Progress
-from lightning_ga.fit.rates import WindowRates
+from lightning_ga.fit.rates import StepSchedules, WindowFactors, WindowRates
 from lightning_ga.fit.told import Told
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import TrainingWindow
-from lightning_ga.fit.window_factors import WindowFactors
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.device import enforced_budget, total_memory
@@ -40,8 +36,6 @@ from lightning_ga.plan.config import Options, Request, read_request, scales_rate
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import parse_budget
-from lightning_ga.plan.windows import Chunk, GrowingEpoch
-from lightning_ga.probe.isolation import hooks_apart
 
 
 class Fit:
@@ -64,9 +58,9 @@ class Fit:
         self._factors = WindowFactors(trainer)
         name = scales_rates(request, options.rates)
         self._grows = request.by_window is not None  # whether windows may grow within an epoch
-        self._rates = WindowRates(trainer, options.rates, name) if name or self._grows else None
+        self._rates = WindowRates(trainer, request, options.rates, name) if name or self._grows else None
+        self._schedules = StepSchedules(trainer, request, options)
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
-        self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
         self._batch: Any = None  # the current micro-batch
         self.told = Told(self)
         self.progress = Progress(trainer)
@@ -77,7 +71,7 @@ class Fit:
         self._window: TrainingWindow | None = None  # none while the loop runs micro-batches by itself
         self._later = LaterChecks(trainer, self._engine, self._data, wanted=options.verify and not options.whole)
         self._by_batch = ByBatch(trainer)
-        self._limit = TrainingLimit(trainer, request, options, self._engine)
+        self._limit = TrainingLimit(trainer, request, options, self._engine, self._data)
         self._held = ExitStack()
         self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))
 
@@ -95,11 +89,6 @@ class Fit:
         lowered, found = self._engine.limit("training"), self.probe
         kept = found.kept_chunks if lowered is None and found is not None else 0
         return in_chunks_of(self._planned.plan, min(most, lowered or most), chunked.names, kept)
-
-    @property
-    def samples_seen(self) -> int:
-        """The samples that training has seen, over all ranks."""
-        return self.progress.samples_seen
 
     @property
     def source(self) -> TrainingSource:
@@ -141,7 +130,7 @@ class Fit:
         self._engine.begin_training(cut_in_step=self.source.cut_in_step)
         with self._engine.suspended():
             self._chunk_modules(epoch)
-            self._find_limit(epoch)
+            self._limit.begin(epoch, self.progress.restored)
         epochs, limit = loops.training_epochs(trainer), self._limit.micro_batch
         check_growth(self.source, self.request, epoch)
         self.largest_asked = checks.check_schedule(self.request, epochs, trainer.world_size, micro_batch=limit)
@@ -149,7 +138,7 @@ class Fit:
         if current_device() is not None:
             loops.end_training(trainer)  # what fits on another device may not fit here
             return
-        self._frequencies = self._frequencies_in_steps()
+        self._schedules.begin(self.source, self.fed)
         if self._rates is not None:
             self._held.enter_context(self._rates.following())
         self._guard_training()
@@ -165,7 +154,7 @@ class Fit:
         if self._begun != (self.source, epoch):
             self._limit.lower()
             with self._engine.suspended():
-                self._limit.find_more(self.source, epoch)
+                self._limit.find_more(epoch)
             self._begin(epoch)
             for inexact in self.told.of_gradients():
                 rank_zero_warn(inexact, category=ExactnessWarning)
@@ -180,7 +169,9 @@ class Fit:
         self._enter_window(index)
         chunk = source.chunk(index)
         if self._rates is not None and loops.begins_window(self.trainer):
-            self._rates.begin_window(*self._scale_of(chunk))
+            self._rates.begin_window(
+                source, chunk, self.fed.effective_batch_size, self.progress.position.samples_before
+            )
         expected = source.expected(chunk)
         counts = self.gradients.counts_samples
         if counts or (source.streams and (self._grows or self._engine.chunked is not None)):
@@ -197,8 +188,7 @@ class Fit:
             self._later.look(batch, accumulates=self._accumulates)
         if not source.cut_in_step:
             self._by_batch.look()
-        if self._frequencies:
-            intervals.step_schedulers_when_due(self.trainer, self._frequencies, self._batches_until(chunk.window))
+        self._schedules.step_when_due(source, chunk.window)
 
     def show_next_window(self) -> None:
         """Plan the window that training goes on with."""
@@ -208,19 +198,6 @@ class Fit:
         window = self._factors.enter(index)
         if window is not None and self.options.tokens is None:  # the plan is of the whole epoch there
             self._planned = plan_window(self.source, window, micro_batch=self._limit.micro_batch)
-
-    def _scale_of(self, chunk: Chunk) -> tuple[int, int, float]:
-        """Return effective batch and recipe's batch of a window, and by what its schedule multiplies learning rates."""
-        source, plan, schedule = self.source, self.source.epoch_plan, self.request.by_window
-        batch, recipe = self.fed.effective_batch_size, source.recipe.effective(loops.training_epoch(self.trainer))
-        factor = 1.0
-        if isinstance(plan, GrowingEpoch):
-            asked = plan.nominal(chunk.window) * source.sharded_ranks
-            batch = source.recipe.within(asked, loops.training_epoch(self.trainer))
-        if schedule is not None:
-            begun = (chunk.window_end - chunk.window_samples) * source.sharded_ranks
-            factor = schedule.rate(self.trainer.global_step, self.progress.position.samples_before + begun)
-        return batch, recipe, factor
 
     def _tell_of_errors(self) -> None:
         """Say which errors were survived, once it is measured whether the result is the same."""
@@ -260,18 +237,7 @@ class Fit:
         if not self.source.cut_in_step:
             self._by_batch.check_monitors()
         self._factors.check()
-        done, planned = loops.batches_processed(self.trainer), self.source.length
-        if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):
-            return
-        if isinstance(self.source, PrebatchedSource):  # its own batches, fewer than it said
-            return
-        loader = type(self.source.user_loader)
-        if loader.__iter__ is not DataLoader.__iter__:
-            raise UserError(
-                f"The training loader {loader.__name__} has an __iter__ of its own, which ended after {done} of "
-                f"{planned} micro-batches: it seems to count the recipe's batches. Use "
-                'micro_batching="step", or let its sampler say where an epoch ends.'
-            )
+        checks.check_end_of_epoch(self.trainer, self.source)
 
     def close(self) -> None:
         """Give model, schedules, loops and device back what they had."""
@@ -279,23 +245,19 @@ class Fit:
         self._factors.close()
         if self._rates is not None:
             self._rates.give_back()
-        intervals.restore_frequencies(self.trainer, self._frequencies)
+        self._schedules.give_back()
         loops.expect_nothing_of_positions()
         self._reporter.tell()
 
-    def explain(self, error: BaseException) -> None:
-        """Add to an out-of-memory error where it was, what holds the memory, and the way out."""
+    def fail(self, error: BaseException) -> None:
+        """After an error: say where memory ran out, what holds it and the way out; count the recipe's batches again."""
         self._reporter.tell()
-        if not is_out_of_memory(error):
-            return
-        if self.probe is not None and self.probe.holders is not None:
-            error.add_note(f"As the probe recorded it: {self.probe.holders.sentence()}")
-        if self._window is not None and self.options.on_oom == "split" and not isinstance(error, UserError):
-            note = in_the_update if self._window.is_updating else in_a_hook
-            error.add_note(note(self._engine.memory()))
-
-    def abandon(self) -> None:
-        """After an error: count the recipe's batches again, as with its factor."""
+        if is_out_of_memory(error):
+            if self.probe is not None and self.probe.holders is not None:
+                error.add_note(f"As the probe recorded it: {self.probe.holders.sentence()}")
+            if self._window is not None and self.options.on_oom == "split" and not isinstance(error, UserError):
+                note = in_the_update if self._window.is_updating else in_a_hook
+                error.add_note(note(self._engine.memory()))
         self.trainer.accumulate_grad_batches = self.recipe_factor
         batches = self.source.epoch_batches if self._begun is not None else None
         if batches is not None:
@@ -315,20 +277,6 @@ class Fit:
         if names:
             self._engine.chunked = ChunkedModules(trainer, names)
             self._held.enter_context(self._engine.chunked.installed())
-
-    def _find_limit(self, epoch: int) -> None:
-        """Find out how batches are cut, how large they may be, and whether cutting is exact."""
-        source, exactness, chunked = self.source, self.exactness, self._engine.chunked
-        self._read_streams()
-        if source.cut_in_step or chunked is not None:  # the probe needs to know how batches are cut
-            limit = source.recipe.largest_batch(epoch)
-            exactness.measure(source, self._reader, epoch=epoch, limit=limit, chunked=chunked)
-        limit = self._limit.find(source, epoch, self.progress.restored)
-        if current_device() is not None:
-            return
-        self._refuse_what_cannot_be_cut(epoch)
-        if not exactness.is_measured:
-            exactness.measure(source, self._reader, epoch=epoch, limit=limit, chunked=chunked)
 
     def _guard_training(self) -> None:
         """Let windows run micro-batches from here on, if any may have to run in another way than the loop's."""
@@ -365,7 +313,7 @@ class Fit:
             self._window.begin_epoch()
         self.gradients.begin_epoch(self.fed.micro_batch_size, known=not source.counted_later)
         # If one rank has a limit, ranks count their pieces together: so all have one.
-        if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):
+        if source.cut_in_step and (source.may_grow or self._limit.cuts(epoch) or source.world_size > 1):
             self._engine.lower("training", limit)
         dataloaders.resize_epoch(self.trainer, source.length, at_most=source.epoch_plan.length)
 
@@ -389,64 +337,10 @@ class Fit:
         self._planned = plan_epoch(self.source, self.request, place, micro_batch=limit, windows_done=done)
         self._factors.begin_epoch(self.source.epoch_plan, self.fed.factor)
 
-    def _cuts(self, epoch: int) -> bool:
-        """Return whether batches of the recipe have to be cut, or may have to be."""
-        limit = self._limit.micro_batch
-        return limit is not None and limit < self.source.largest_extent(epoch)
-
-    def _batches_until(self, window: int) -> int:
-        """Return how many batches a training in one pass has done after this window of the epoch."""
-        done, total = (window + 1) * (self.recipe_factor if self._keeps_windows else 1), self.source.epoch_batches
-        return done if total is None or not self._keeps_windows else min(done, total)
-
-    @property
-    def _keeps_windows(self) -> bool:
-        """Whether windows are the recipe's, and none are asked for."""
-        epoch = loops.training_epoch(self.trainer)
-        asked = self.options.tokens, self.request.effective(epoch), self.request.factor(epoch)
-        return asked == (None, None, None)
-
-    def _frequencies_in_steps(self) -> dict[int, int]:
-        """Return frequencies of schedules by step, if the loop counts other batches than the recipe's."""
-        found = intervals.frequencies_by_step(self.trainer)
-        by_epoch = not self._grows and self.options.tokens is None
-        as_recipe = by_epoch and self.trainer.accumulate_grad_batches == self.recipe_factor
-        as_recipe &= self.fed.micro_batch_size == self.source.recipe.largest_batch(self.progress.position.epoch)
-        keeps_batches = self.source.cut_in_step and not self.source.reads_windows
-        if not found or (keeps_batches and by_epoch) or as_recipe:
-            return {}
-        if not self._keeps_windows:
-            rank_zero_info(
-                f"The frequency of schedules by step ({', '.join(map(str, found.values()))}) counts optimizer steps "
-                "here, as batches of the loop are micro-batches."
-            )
-        return found
-
-    # --- samples -------------------------------------------------------------------------------
-
     @cached_property
     def _reader(self) -> BatchReader:
         """Counts and cuts the batches of training."""
         return self._engine.reader("training")
-
-    def _read_streams(self) -> None:
-        """Look at the batches of a stream before training reads them: later they are gone."""
-        if self.source.streams and (self.source.cut_in_step or self.options.on_oom == "split"):
-            with hooks_apart(self.trainer):
-                for on_host in (True, False):
-                    self._reader.look(on_host=on_host)
-
-    def _refuse_what_cannot_be_cut(self, epoch: int) -> None:
-        """Refuse batches that are too large and cannot be cut into samples, before any work is lost."""
-        if not self.source.cut_in_step or not self._cuts(epoch):
-            return
-        self.source.check_cut()
-        with hooks_apart(self.trainer):
-            self._reader.check(lambda: self.source.samples_at(0), on_host=True)
-        if self._data.why_in_step:
-            rank_zero_info(
-                f"AutoAccumulate cuts batches in the training step, where they are too large. {self._data.why_in_step}"
-            )
 
     @property
     def _accumulates(self) -> bool:
@@ -478,14 +372,14 @@ class Fit:
     def save_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Let a checkpoint count the recipe's batches, and keep the place of data that have one."""
         done, before = self.progress.recipe_counts()
-        loop_state.count_recipe_batches(checkpoint, key, done=done, before=before)
+        loops.count_recipe_batches(checkpoint, key, done=done, before=before)
         self._data.save_place(checkpoint)
         if self._rates is not None:
             self._rates.save(checkpoint)
 
     def load_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Undo ``save_loop`` in a checkpoint that is being read."""
-        loop_state.count_micro_batches(checkpoint, key)
+        loops.count_micro_batches(checkpoint, key)
         self._data.load_place(checkpoint)
 
     def optimizer_steps(self, *, of_recipe: bool = False) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ga.fit.log_buffer import LogBuffer
+from lightning_ga.compat.logs import LogBuffer
 from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.snapshot.savepoint import Savepoint
 

@@ -1,24 +1,87 @@
-"""Learning rates, and Adam's β₂, that follow the effective batch.
-
-They are scaled from a window's start to its optimizer step. Between steps, and in checkpoints, they are what the user's
-scheduler has set: a scheduler, and a resume, know nothing of the scale.
-"""
+"""What is set where a window begins: its accumulation factor, learning rates, and when their schedules are due."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning_ga.compat import intervals
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_ga.compat import intervals, loops
 from lightning_ga.errors import UserError
-from lightning_ga.plan.config import RateRule
+from lightning_ga.loading.training_source import TrainingSource
+from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.config import Options, RateRule, Request
+from lightning_ga.plan.windows import Chunk, EpochPlan, GrowingEpoch
 
 Values = dict[str, Any]
 
 
-class WindowRates:
-    """Scales what optimizers read, a window at a time; without the ``name`` of an argument for that, it only logs."""
+class WindowFactors:
+    """Sets the factor of the window that is trained on, and refuses one that others set.
 
-    def __init__(self, trainer: Any, rule: RateRule, name: str) -> None:
-        self._trainer, self._rule, self._name = trainer, rule, name
+    It is that of its epoch, or one of its own where a schedule lets windows grow.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._factor: int = trainer.accumulate_grad_batches
+        self._plan: GrowingEpoch | None = None  # of an epoch in which windows grow
+        self._next: int | None = None  # first micro-batch of the next window, where that may have another factor
+        self._size = 0  # samples of the last full window
+
+    def begin_epoch(self, plan: EpochPlan, factor: int) -> None:
+        """Set the factor of an epoch; where windows grow, that of its next window."""
+        self._factor = self._trainer.accumulate_grad_batches = factor
+        self._plan = plan if isinstance(plan, GrowingEpoch) else None
+        self._next, self._size = None, 0
+        if self._plan is not None:
+            self._set(self._plan, plan.done)
+            self._next = plan.done  # to be entered
+
+    def enter(self, index: int) -> int | None:
+        """Set the factor if a window of its own begins with this micro-batch; return a full one of another size."""
+        if self._next is None or index < self._next or loops.skips_backward(self._trainer):
+            return None
+        assert self._plan is not None, "it has set the next window"
+        window = self._set(self._plan, index)
+        size, samples = self._plan.nominal(window), self._plan.windows.span(window)[1]
+        if samples < size or size == self._size:
+            return None
+        self._size = size
+        return window
+
+    def check(self) -> None:
+        """Refuse a factor that a hook has set in the middle of training: windows are weighted for the planned one."""
+        found = self._trainer.accumulate_grad_batches
+        if found != self._factor and not loops.skips_backward(self._trainer):
+            raise UserError(
+                f"A callback or hook set trainer.accumulate_grad_batches={found} during training, and AutoAccumulate "
+                f"had set {self._factor}: let AutoAccumulate set it, by effective_batch_size= or accumulate=, which "
+                "take a mapping such as {0: 64, 5: 256} from the epoch on."
+            )
+
+    def close(self) -> None:
+        """Let remainders count from the start of the epoch again."""
+        if self._plan is not None:
+            self._trainer.accumulate_grad_batches = int(self._trainer.accumulate_grad_batches)
+
+    def _set(self, plan: GrowingEpoch, index: int) -> int:
+        window, position = plan.place(index)
+        start, self._factor = index - position, plan.factor_of(window)
+        self._trainer.accumulate_grad_batches = found = loops.WindowFactor(self._factor)
+        found.start = start
+        self._next = start + self._factor
+        return window
+
+
+class WindowRates:
+    """Scales learning rates, and Adam's β₂, with the effective batch, from a window's start to its optimizer step.
+
+    Between steps, and in checkpoints, they are what the user's scheduler has set: a scheduler, and a resume, know
+    nothing of the scale. Without the ``name`` of an argument for that, it only logs.
+    """
+
+    def __init__(self, trainer: Any, request: Request, rule: RateRule, name: str) -> None:
+        self._trainer, self._schedule, self._rule, self._name = trainer, request.by_window, rule, name
         self._keys = ("lr", "betas") if rule.scale_beta2 else ("lr",)
         self._before: list[tuple[Values, Values]] = []  # of each parameter group: what schedulers have set, and ours
 
@@ -31,9 +94,19 @@ class WindowRates:
             raise UserError(f"{self._name} scales {lacks!r}, and {kind} has none: leave it out.")
         return intervals.before_schedulers(self._trainer, self._end_window)
 
-    def begin_window(self, batch: int, recipe: int, factor: float) -> None:
-        """Scale the values of every parameter group, learning rates by the ``factor`` of a schedule too, and log."""
+    def begin_window(self, source: TrainingSource, chunk: Chunk, effective: int, samples_before: int) -> None:
+        """Scale the values of every parameter group as the window of a chunk asks for, and log.
+
+        A full one has ``effective`` samples, if none grow; ``samples_before`` are those before the epoch.
+        """
         self.give_back()
+        epoch, plan, ranks = loops.training_epoch(self._trainer), source.epoch_plan, source.sharded_ranks
+        batch, recipe, factor = effective, source.recipe.effective(epoch), 1.0
+        if isinstance(plan, GrowingEpoch):
+            batch = source.recipe.within(plan.nominal(chunk.window) * ranks, epoch)
+        if self._schedule is not None:
+            begun = (chunk.window_end - chunk.window_samples) * ranks
+            factor = self._schedule.rate(self._trainer.global_step, samples_before + begun)
         for group in self._groups if self._name else ():
             before = {key: group[key] for key in self._keys}
             self._rule.scale(group, group["lr"] * factor if factor != 1.0 else group["lr"], batch, recipe)
@@ -74,3 +147,57 @@ class WindowRates:
     @property
     def _groups(self) -> list[Values]:
         return [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+
+    @property
+    def _others(self) -> list[Any]:
+        return list(self._trainer.callbacks[1:])  # AutoAccumulate is the first
+
+
+class StepSchedules:
+    """Lets schedules by step be due as in a training in one pass, where the loop counts other batches."""
+
+    def __init__(self, trainer: Any, request: Request, options: Options) -> None:
+        self._trainer, self._request, self._by_tokens = trainer, request, options.tokens is not None
+        self._frequencies: dict[int, int] = {}  # of those to be steered, as the user wrote them, by position
+
+    def begin(self, source: TrainingSource, fed: AccumulationPlan) -> None:
+        """Find the schedules, if the loop counts other batches than the recipe's in windows that are cut as ``fed``."""
+        trainer, epoch = self._trainer, loops.training_epoch(self._trainer)
+        configs = [*enumerate(trainer.lr_scheduler_configs)]
+        found = {at: each.frequency for at, each in configs if each.interval == "step" and each.frequency > 1}
+        by_epoch = self._request.by_window is None and not self._by_tokens
+        as_recipe = trainer.accumulate_grad_batches == source.recipe.settings.recipe_factor
+        as_recipe &= fed.micro_batch_size == source.recipe.largest_batch(epoch)
+        keeps_batches = source.cut_in_step and not source.reads_windows
+        if not found or (by_epoch and (keeps_batches or as_recipe)):
+            return
+        self._frequencies = found
+        if not self._keeps_windows:
+            rank_zero_info(
+                f"The frequency of schedules by step ({', '.join(map(str, found.values()))}) counts optimizer steps "
+                "here, as batches of the loop are micro-batches."
+            )
+
+    def step_when_due(self, source: TrainingSource, window: int) -> None:
+        """Say whether they are due after a micro-batch of this window of the epoch."""
+        if not self._frequencies:
+            return
+        keeps, total = self._keeps_windows, source.epoch_batches
+        done = (window + 1) * (source.recipe.settings.recipe_factor if keeps else 1)
+        batches = done if total is None or not keeps else min(done, total)
+        # The loop looks whether a frequency divides its count of micro-batches (``training_epoch_loop.py:474``).
+        count = loops.micro_batch_index(self._trainer) + 1
+        for at, frequency in self._frequencies.items():
+            self._trainer.lr_scheduler_configs[at].frequency = count if batches % frequency == 0 else count + 1
+
+    def give_back(self) -> None:
+        """Give schedules the frequencies that the user wrote."""
+        for at, frequency in self._frequencies.items():
+            self._trainer.lr_scheduler_configs[at].frequency = frequency
+
+    @property
+    def _keeps_windows(self) -> bool:
+        """Whether windows are the recipe's, and none are asked for."""
+        epoch = loops.training_epoch(self._trainer)
+        asked = self._request.effective(epoch), self._request.factor(epoch)
+        return not self._by_tokens and asked == (None, None)

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ga.batch.sizes import length_of_first
 from lightning_ga.compat import agreement, dataloaders, intervals, loops
-from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.parts import StageBatches
@@ -68,11 +67,11 @@ class TrainingData(StageBatches):
     def save_place(self, checkpoint: dict[str, Any]) -> None:
         """Let a checkpoint keep the place of loaders that have one."""
         if isinstance(self._source, PrebatchedSource):
-            loop_state.save_loaders(checkpoint, dataloaders.states_of(self._trainer, self._source.loaders))
+            loops.save_loaders(checkpoint, dataloaders.states_of(self._trainer, self._source.loaders))
 
     def load_place(self, checkpoint: dict[str, Any]) -> None:
         """Read the place of loaders from a checkpoint, for those that are set up next."""
-        self._loader_states = loop_state.take_loaders(checkpoint)
+        self._loader_states = loops.take_loaders(checkpoint)
 
     def _make_source(self, loader: Any, position: Position) -> TrainingSource:
         trainer = self._trainer

@@ -235,11 +235,9 @@ class TrainingWindow(Window):
         is_first_run = closure is not None and piece is None
         if not is_first_run:
             closure = self._make({**part.given, "batch": batch}, self._optimizer, part.number)
-        if closure._zero_grad_fn is not None:
-            if self._zeroing == "after":
-                closure._zero_grad_fn = None
-            else:
-                closures.zero_through(closure, partial(self._zero, piece is not None and not piece.is_last))
+        if (zero := closure._zero_grad_fn) is not None:
+            in_pieces = piece is not None and not piece.is_last
+            closure._zero_grad_fn = None if self._zeroing == "after" else partial(self._zero, in_pieces, zero)
         if is_first_run and self._reducer is None:
             result = closures.run_closure(closure)
         else:

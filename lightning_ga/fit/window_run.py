@@ -8,12 +8,11 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import transfer
-from lightning_ga.compat.log_capture import LogTap, current_hook, return_to_hook
+from lightning_ga.compat.logs import LogBuffer, LogTap, current_hook, return_to_hook
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.parts import BatchResult, Part, Piece, Window, even_pieces, tensors_of
 from lightning_ga.loading.padding import SizedSlices
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
@@ -38,14 +37,14 @@ def run_window(engine: Engine, window: Window, *, begins: bool, all_parts: bool 
     pieces = engine.pieces(stage, part) if engine.limits else 1
     if pieces == 1 and part.move is None and not all_parts:
         logs = LogBuffer() if engine.distributed else None
-        if logs is not None:
-            tap.note = logs.note  # what ranks exchange in logs comes after all passes, as on a rank that runs pieces
+        if logs is not None:  # what ranks exchange in logs comes after all passes, as on a rank that runs pieces
+            logs.begin_piece(1.0, 0)
+        tap.buffer = logs
         outcome = engine.catch(stage, window.run_pass, part, part.batch, None, 1.0)
-        tap.note = None
+        tap.buffer = None
         if outcome.failure is None:
             engine.finish(stage)
             if logs is not None:
-                logs.keep(1.0)
                 logs.replay(tap.log, engine.retry_once)
             return BatchResult((outcome.result,))
         failure = outcome.failure
@@ -227,7 +226,7 @@ class WindowRun:
         self._each, self._costs = self._largest(part, slices), []
         results, weights = [], []
         metrics = whole_batch_metrics(window.savepoint.metrics, lambda: (self._running, samples))
-        with self._tap.held(logs.note), metrics:
+        with self._tap.held(logs), metrics:
             for piece in even_pieces(sizes):
                 self._running = self._size(piece.samples)
                 if isinstance(slices, SizedSlices):
@@ -236,9 +235,9 @@ class WindowRun:
                 cut = self._cut = slices.take(piece.start, piece.stop)
                 weight = window.weigh(part, cut, piece)
                 moved = cut if part.move is None else part.move(cut)
+                logs.begin_piece(weight, piece.samples)
                 results.append(self._run_piece(part, moved, piece, weight))
                 weights.append(weight)
-                logs.keep(weight, piece.samples)
                 exchanges = engine.collectives() != exchanged and self._chunks is None
                 if self._failure is not None and exchanges:  # others would wait for the rest
                     engine.lockstep.add(self._stage)

@@ -2,16 +2,27 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.schedule import Growth, PiecewiseSchedule, Schedule, ScheduleLike, as_schedule, require_arguments
+from lightning_ga.plan.units import LEAST_BYTES, read_tokens, require_bytes
 
 Budget = int | float | str | None
 ScaleLr = Literal["none", "linear", "sqrt"]
 Normalize = Literal["samples"] | Callable[[Any], Any] | None
 Whole = tuple[str, ...] | Literal["auto"]
+
+_CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "objective": ("memory", "throughput"),
+    "micro_batching": ("loader", "step"),
+    "on_oom": ("split", "raise"),
+    "batch_norm": ("warn", "ignore"),
+    "verify": (True, False),
+    "cache": (True, False),
+}
+_RATES = {"scale_lr": get_args(ScaleLr), "scale_beta2": (True, False)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,37 @@ class Options:
     tokens: int | None = None  # most of a window, if these decide where it ends
 
 
+def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
+    """Check the arguments of ``AutoAccumulate``, by name, and turn them into records."""
+    effective, normalize, budget = given["effective_batch_size"], given["normalize"], given["memory_budget"]
+    _refuse_rescaling(given["batch_norm"])
+    require_choice(**{name: (given[name], choices) for name, choices in {**_CHOICES, **_RATES}.items()})
+    if callable(normalize):
+        require_arguments("normalize", normalize, "batch", "len(batch)")
+    elif normalize is not None and not (isinstance(normalize, str) and normalize == "samples"):
+        raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
+    if budget is not None:  # refused here if it is one of no device
+        require_bytes("memory_budget", budget, 1 << 40, least=LEAST_BYTES)
+    tokens = read_tokens("effective_batch_size", effective) if isinstance(effective, str) else None
+    sizes = (given[name] for name in ("accumulate", "micro_batch_size", "max_micro_batch_size"))
+    request = read_request(effective if tokens is None else None, *sizes)
+    rates = RateRule(**{name: given[name] for name in _RATES})
+    scales_rates(request, rates)
+    whole, size_of = _read_whole(given["whole"], request), given["size_of"]
+    if size_of is not None or tokens is not None:
+        _check_size_of(given, request, whole)
+    options = Options(
+        **{name: given[name] for name in _CHOICES},
+        budget=budget,
+        normalize=None if whole and normalize == "samples" else normalize,  # all ranks have the same loss
+        whole=whole,
+        rates=rates,
+        size_of="auto" if tokens is not None and size_of is None else size_of,
+        tokens=tokens,
+    )
+    return request, options
+
+
 def read_request(
     effective_batch_size: ScheduleLike | None,
     accumulate: ScheduleLike | None,
@@ -117,7 +159,7 @@ def read_request(
     )
 
 
-def read_whole(whole: Any, request: Request) -> Whole:
+def _read_whole(whole: Any, request: Request) -> Whole:
     """Check the names of submodules that run over whole windows; a string is one name, or ``"auto"``."""
     if whole == "auto":
         names: Whole = "auto"
@@ -147,7 +189,7 @@ def scales_rates(request: Request, rule: RateRule) -> str:
     return " and ".join([*names, *(["scale_beta2=True"] if rule.scale_beta2 else [])])
 
 
-def refuse_rescaling(batch_norm: str) -> None:
+def _refuse_rescaling(batch_norm: str) -> None:
     """Refuse a choice that earlier versions had, and say what to do instead."""
     if isinstance(batch_norm, str) and batch_norm == "rescale":
         raise UserError(
@@ -158,16 +200,27 @@ def refuse_rescaling(batch_norm: str) -> None:
         )
 
 
-def check_size_of(size_of: Any, by_tokens: str | None, **others: Any) -> None:
+def _check_size_of(given: Mapping[str, Any], request: Request, whole: Whole) -> None:
     """Refuse a ``size_of`` that is no callable or name, and others that it, or windows by tokens, do not go with."""
+    size_of, effective = given["size_of"], given["effective_batch_size"]
     if callable(size_of):
         require_arguments("size_of", size_of, "dataset, index", "len(dataset[index])")
     elif size_of is not None and (not isinstance(size_of, str) or not size_of):
         raise UserError(f'{size_of=} must be a callable (dataset, index) -> int, the name of a column, or "auto".')
-    given = "size_of=" if by_tokens is None else f"effective_batch_size={by_tokens!r}"
-    for name, value in others.items() if size_of is not None or by_tokens is not None else ():
+    by_tokens = isinstance(effective, str)
+    by_index = by_tokens or callable(size_of)
+    others = {
+        "accumulate": given["accumulate"],
+        "micro_batching": "step" if given["micro_batching"] == "step" and by_index else None,
+        "whole": whole,
+        "effective_batch_size": request.by_window and effective,
+        "scale_lr": given["scale_lr"] if by_tokens and given["scale_lr"] != "none" else None,
+        "scale_beta2": by_tokens and given["scale_beta2"],
+    }
+    first = f"effective_batch_size={effective!r}" if by_tokens else "size_of="
+    for name, value in others.items():
         if value:
-            raise UserError(f"{given} and {name}={value!r} do not go together: leave one of them out.")
+            raise UserError(f"{first} and {name}={value!r} do not go together: leave one of them out.")
 
 
 def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, SparseBucket, make_buckets
 from lightning_ga.compat.gradient_dtype import has_grad_dtype
+from lightning_ga.compat.reduction import FIRST_BUCKET, Bucket, SparseBucket, make_buckets
 
 MOST = 25 * 2**20
 

@@ -31,6 +31,7 @@ def trainer(request: pytest.FixtureRequest) -> Any:
         "fit_loop.epoch_loop._results",
         "fit_loop.epoch_loop._batches_that_stepped",
         "fit_loop.epoch_loop._should_check_val_fx",
+        "fit_loop.epoch_loop.on_advance_end",
         "fit_loop.epoch_loop._build_kwargs",
         "fit_loop.epoch_loop.restarted_on_train_batch_end",
         "fit_loop.epoch_loop.restarted_on_last",

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.compat.buckets import Bucket, make_buckets
-from lightning_ga.compat.reduction import IN_FLIGHT, GradientReducer, WindowReduction
+from lightning_ga.compat.reduction import IN_FLIGHT, Bucket, GradientReducer, WindowReduction, make_buckets
 from lightning_ga.errors import UserError
 
 

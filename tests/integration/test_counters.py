@@ -53,3 +53,22 @@ def test_overfitting_turns_a_shuffle_off() -> None:
     with pytest.warns(UserWarning, match="turning off the train dataloader shuffling"):
         module, _ = fit(shuffled, AutoAccumulate(micro_batch_size=3), overfit_batches=2)
     assert module.windows == cut(range(8), 4) * 2
+
+
+class StopsAtTheFifth(Validated):
+    """Asks for an end in the middle of a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.should_stop |= 5 in batch[2].tolist()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("val_check_interval", [1, 5])
+def test_training_stops_with_the_batch_in_which_it_is_asked_to(val_check_interval: int) -> None:
+    """Not between two parts of it; validation follows, as in stock Lightning."""
+    settings = {"val_check_interval": val_check_interval}
+    stock, _ = fit(loader(), module=StopsAtTheFifth(), **settings)
+    ours, trainer = fit(loader(), AutoAccumulate(micro_batch_size=1), module=StopsAtTheFifth(), **settings)
+    assert ours.windows == stock.windows == cut(range(8), 4)
+    assert ours.steps_at_validation == stock.steps_at_validation
+    assert trainer.should_stop

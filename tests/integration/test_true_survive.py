@@ -29,7 +29,7 @@ from true_support import (
 )
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.fit.log_buffer import LogBuffer
+from lightning_ga.compat.logs import LogBuffer
 
 MODES = pytest.mark.parametrize("mode", ["loader", "step"])
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_ga.batch.counters import Kind, fitting_counter
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.compat import trial_steps
+from lightning_ga.compat import closures, trial_steps
 from lightning_ga.compat.trial_steps import PassPlace
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
 from lightning_ga.fit.exactness.halves import Halves, SampleBatch, uneven_kinds
@@ -191,7 +191,7 @@ class ExactnessCheck:
         If the optimizer's step is the module's own, it belongs to the passes, and weights have to move alike.
         """
         if self._numbers_matter is None:
-            steps = trial_steps.overrides(self._passes.trainer, "optimizer_step")
+            steps = closures.has_hook([self._module], "optimizer_step")
             names = [name for name, weight in self._module.named_parameters() if weight.requires_grad] if steps else []
 
             def run(ahead: int) -> Passes | None:  # the module may have no such batch, or need more of the loop

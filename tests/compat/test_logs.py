@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ga.fit.log_buffer import LogBuffer
+from lightning_ga.compat.logs import LogBuffer
 
 
 def logged(*pieces: tuple[float, int, list[tuple[str, Any, dict[str, Any]]]]) -> list[tuple[str, Any, dict[str, Any]]]:
     """Calls of ``log`` after these pieces: weight, samples, and what each logged."""
     ledger, calls = LogBuffer(), []
     for weight, samples, entries in pieces:
+        ledger.begin_piece(weight, samples)
         for name, value, settings in entries:
             ledger.note("training_step", name, torch.tensor(value), **settings)
-        ledger.keep(weight, samples)
     ledger.replay(lambda fx, name, value, **settings: calls.append((name, value.item(), settings)))
     return calls
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ga.fit.retry_policy import Ranks, RetryPolicy
+from lightning_ga.compat.ranks import Ranks, RetryPolicy
 
 SYNC = "SyncBatchNorm layers let ranks wait for each other in forward passes"
 APART = "Strategy exchanges gradients in a way of its own"
