@@ -286,7 +286,8 @@ class Fit:
         fills_up = source.keeps_groups and not source.cut_in_step
         if self.options.on_oom == "split" or source.cut_in_step or fills_up or engine.reducer is not None:
             self._window = TrainingWindow(self.trainer, engine, self.gradients, self._data, fills_up=fills_up)
-            self._held.enter_context(closures.intercepted_closures(self.trainer, self._closure))
+            closure = self._closure if self._later.are_made else self._window.closure
+            self._held.enter_context(closures.intercepted_closures(self.trainer, closure))
 
     def _closure(self, *given: Any) -> Any:
         """Return what runs the next micro-batch; see ``closures.intercepted_closures``."""

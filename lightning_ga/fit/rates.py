@@ -148,10 +148,6 @@ class WindowRates:
     def _groups(self) -> list[Values]:
         return [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
 
-    @property
-    def _others(self) -> list[Any]:
-        return list(self._trainer.callbacks[1:])  # AutoAccumulate is the first
-
 
 class StepSchedules:
     """Lets schedules by step be due as in a training in one pass, where the loop counts other batches."""
