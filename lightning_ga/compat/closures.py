@@ -104,7 +104,7 @@ BETWEEN_BATCHES = (
 def has_hook(owners: Iterable[Any], *names: str) -> bool:
     """Return whether one of these, modules or callbacks, has a hook of its own by one of these names."""
     hooks = (getattr(owner, name, None) for owner in owners for name in names)
-    stock = ("lightning.", "pytorch_lightning.", "lightning_ga.")
+    stock = ("lightning.", "pytorch_lightning.", "lightning_ga.callback", "lightning_ga.app.")
     return any(hook is not None and not getattr(hook, "__module__", "").startswith(stock) for hook in hooks)
 
 

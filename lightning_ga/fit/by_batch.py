@@ -47,9 +47,8 @@ class ByBatch:
         """Warn, as an epoch ends, of what decides by a value of the last batch."""
         if self._has_warned_of_monitors or self._trainer.accumulate_grad_batches == 1:
             return
-        if closures.has_hook(
-            [self._trainer.lightning_module], "on_train_epoch_end"
-        ):  # it may log the mean over the epoch by the same name
+        # This hook may log the mean over the epoch by the same name.
+        if closures.has_hook([self._trainer.lightning_module], "on_train_epoch_end"):
             return
         for who, value in intervals.followed_by_step(self._trainer):
             self._has_warned_of_monitors = True

@@ -85,9 +85,10 @@ def check_end_of_epoch(trainer: Any, source: TrainingSource) -> None:
     done, planned = loops.batches_processed(trainer), source.length
     if planned is None or done >= planned or not dataloaders.ran_out(trainer):
         return
+    if isinstance(source, PrebatchedSource):  # its own batches, fewer than it said
+        return
     loader = type(source.user_loader)
-    # A source of ready-made batches has its own, fewer than it said.
-    if not isinstance(source, PrebatchedSource) and loader.__iter__ is not DataLoader.__iter__:
+    if loader.__iter__ is not DataLoader.__iter__:
         raise UserError(
             f"The training loader {loader.__name__} has an __iter__ of its own, which ended after {done} of {planned} "
             'micro-batches: it seems to count the recipe\'s batches. Use micro_batching="step", or let its sampler say '

@@ -39,6 +39,12 @@ class Remeasured:
     matters: tuple[str, ...] = ()  # names of suspects that the gradient depends on, or may depend on
 
 
+_NOT_EXACT = {
+    "model": "Accumulation is not exact for this model",
+    "training": "Accumulation is not exact for this training",
+}
+
+
 class TrainingExactness:
     """Keeps the verdicts, and tells the user once if they are bad."""
 
@@ -134,7 +140,7 @@ class TrainingExactness:
             return
         self._unknown.add(reason)
         self.training = unmeasured(rounding(self._trainer), reason)
-        rank_zero_warn(str(self._sentence("this training")), category=ExactnessWarning)
+        rank_zero_warn(str(self._sentence("training")), category=ExactnessWarning)
 
     def learn_from_ranks(self) -> None:
         """Learn what other ranks have found on samples of theirs, since it is the first rank that tells."""
@@ -144,7 +150,7 @@ class TrainingExactness:
     def _learn(self, training: Exactness | None, splitting: Exactness | None, *, is_told: bool) -> None:
         before = self.training
         self.training, self.splitting = self._after(before, training), self._after(self.splitting, splitting)
-        sentence = self._sentence("this training")
+        sentence = self._sentence("training")
         if sentence and is_inexact(self.training) and not is_inexact(before) and not is_told:
             self._user_knows = True
             rank_zero_warn(sentence, category=ExactnessWarning)
@@ -162,16 +168,16 @@ class TrainingExactness:
         if self.training is None or self._user_knows:
             return None
         self._user_knows = True
-        return self._sentence("this model")
+        return self._sentence("model")
 
     def _sentence(self, what: str) -> str | None:
-        """Say that ``what`` is not exact, or not known to be; ``None`` if it is, or if the user accepts that."""
+        """Say that a model or training is not exact, or not known to be; ``None`` if it is, or if that is accepted."""
         verdict = self.training
         if verdict is not None and verdict.cause == "unmeasured":
-            return f"Whether accumulation is exact for {what} is not known: {verdict}."
+            return f"Whether accumulation is exact for this {what} is not known: {verdict}."
         is_accepted = verdict is not None and verdict.cause == "batch_norm" and self._options.batch_norm != "warn"
         is_told = is_inexact(verdict) and not is_accepted
-        return f"Accumulation is not exact for {what}, {verdict}." if is_told else None
+        return f"{_NOT_EXACT[what]}, {verdict}." if is_told else None
 
     def sentence_on_pieces(self, hooked: str | None) -> str:
         """Say whether a batch in pieces has the gradient of the whole, if a hook had changed a tensor before."""
