@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ga.batch.layout import Layout, SampleAxis, SampleCount, uncuttable
+from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount, uncuttable
 from lightning_ga.batch.pytree import is_array, is_plain_sequence, open_container, rebuild
 from lightning_ga.batch.split import BatchSlices
 from lightning_ga.errors import UserError
@@ -69,7 +69,9 @@ def find_padding(batches: Sequence[Any], layout: Layout, size_of: str) -> tuple[
             found = [each for each in real if each is not None and bool(each.any(1).all())]
             if len(found) < len(opened) or (kind == "ignored" and all(bool(each.all()) for each in found)):
                 continue
-            padding = Padding(path, kind, role.axis, _following([each.shape[1] for each in found], opened, layout))
+            padding = Padding(
+                path, kind, role.axis, _following(role.loader, [each.shape[1] for each in found], opened, layout)
+            )
             possible.append(padding)
             if _is_padding(padding, found, opened, layout):
                 certain.append(padding)
@@ -101,6 +103,9 @@ def slices_by_size(batch: Any, layout: Layout, paddings: Sequence[Padding], *, t
     bounds: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
     for padding in paddings:
         begins, ends, columns = padding.spans(parts)
+        # A sample of several loaders holds as many entries of each as keep their proportion.
+        entries = max(1, len(begins) // max(1, samples))
+        begins, ends = begins.view(samples, entries).amin(1), ends.view(samples, entries).amax(1)
         sizes = torch.maximum(sizes, ends - begins) if len(sizes) else ends - begins
         width = max(width, columns)
         for place in ((path, axis) for path, axes in padding.axes.items() for axis in axes if trims):
@@ -118,25 +123,39 @@ def slices_by_size(batch: Any, layout: Layout, paddings: Sequence[Padding], *, t
 
 def pick(batch: Any, layout: Layout, chosen: Tensor, trims: Mapping[tuple[str, int], tuple[int, int]] = {}) -> Any:
     """Return a batch of the chosen samples, in that order, with columns left out along some axes of its parts."""
-    return _picked("batch", batch, layout, chosen, trims)
+    samples = layout.samples(batch)
+    each = {loader: size // max(1, samples) for loader, size in layout.sizes(batch).items()}
+    return _Picked(layout.roles, each, chosen, trims).of("batch", batch)
 
 
-def _picked(path: str, node: Any, layout: Layout, chosen: Tensor, trims: Mapping[tuple[str, int], Any]) -> Any:
-    role = layout.roles.get(path)
-    if node is None:
-        return None
-    if role == "fields" and (children := open_container(node)) is not None:
-        return rebuild(node, [_picked(path + name, child, layout, chosen, trims) for name, child in children])
-    for axis in range(node.dim()) if isinstance(node, Tensor) and node.layout is torch.strided else ():
-        first, end = trims.get((path, axis), (0, node.shape[axis]))
-        if (first, end) != (0, node.shape[axis]):
-            node = node.narrow(axis, first, min(end, node.shape[axis]) - first)
-    if isinstance(role, SampleAxis):
-        places = (chosen[:, None] * role.per + torch.arange(role.per)).flatten()
-        return _rows(path, node, role.axis, places)
-    if isinstance(role, SampleCount):
-        return node.new_tensor(len(chosen)) if isinstance(node, Tensor) else type(node)(len(chosen))
-    return node
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """The chosen samples of a batch that holds ``each`` times as many of its loaders."""
+
+    roles: Mapping[str, Role]
+    each: Mapping[int, int]
+    chosen: Tensor
+    trims: Mapping[tuple[str, int], tuple[int, int]]
+
+    def of(self, path: str, node: Any) -> Any:
+        """Return what belongs to these samples in a part of the batch."""
+        role = self.roles.get(path)
+        if node is None:
+            return None
+        if role == "fields" and (children := open_container(node)) is not None:
+            return rebuild(node, [self.of(path + name, child) for name, child in children])
+        for axis in range(node.dim()) if isinstance(node, Tensor) and node.layout is torch.strided else ():
+            first, end = self.trims.get((path, axis), (0, node.shape[axis]))
+            if (first, end) != (0, node.shape[axis]):
+                node = node.narrow(axis, first, min(end, node.shape[axis]) - first)
+        if isinstance(role, SampleAxis):
+            entries = self.each[role.loader] * role.per
+            places = (self.chosen[:, None] * entries + torch.arange(entries)).flatten()
+            return _rows(path, node, role.axis, places)
+        if isinstance(role, SampleCount):
+            count = len(self.chosen) * self.each[role.loader]
+            return node.new_tensor(count) if isinstance(node, Tensor) else type(node)(count)
+        return node
 
 
 def _rows(path: str, node: Any, axis: int, places: Tensor) -> Any:
@@ -194,13 +213,13 @@ def _within(real: Tensor) -> Tensor:
 
 
 def _following(
-    widths: Sequence[int], opened: Sequence[Mapping[str, Any]], layout: Layout
+    loader: int, widths: Sequence[int], opened: Sequence[Mapping[str, Any]], layout: Layout
 ) -> dict[str, tuple[int, ...]]:
     """Return the axes that are as long as the samples are padded to, in all batches, by path."""
     found = {}
     for path, node in opened[0].items():
         role, kinds = layout.roles.get(path), len(set(widths))
-        is_by_sample = isinstance(role, SampleAxis)
+        is_by_sample = isinstance(role, SampleAxis) and role.loader == loader
         if not isinstance(node, Tensor) or not (is_by_sample or (role == "shared" and kinds > 1)):
             continue
         shapes = [tuple(parts[path].shape) for parts in opened if isinstance(parts.get(path), Tensor)]
