@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount, uncuttable
-from lightning_ga.batch.pytree import is_array, is_plain_sequence, open_container, rebuild
+from lightning_ga.batch.pytree import extents, is_array, is_plain_sequence, open_container, rebuild
 from lightning_ga.batch.split import BatchSlices
 from lightning_ga.errors import UserError
 from lightning_ga.plan.lengths import SizeLimits, piece_sizes
@@ -49,7 +49,7 @@ class Padding:
 
     def spans(self, parts: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
         """Return where each sample begins and ends, and the width of the batch."""
-        real = _real(self.kind, parts[self.path], self.samples)
+        real = _real(self.kind, self.path, self.samples, parts)
         if real is None:
             raise uncuttable(f"{self.path} no longer shows how long they are")
         return *_spans(real), real.shape[1]
@@ -65,7 +65,7 @@ def find_padding(batches: Sequence[Any], layout: Layout, size_of: str) -> tuple[
         if not is_meant or not isinstance(role, SampleAxis) or role.per > 1:
             continue
         for kind in _KINDS:
-            real = [_real(kind, parts.get(path), role.axis) for parts in opened]
+            real = [_real(kind, path, role.axis, parts) for parts in opened]
             found = [each for each in real if each is not None and bool(each.any(1).all())]
             if len(found) < len(opened) or (kind == "ignored" and all(bool(each.all()) for each in found)):
                 continue
@@ -92,7 +92,7 @@ def shows_lengths(batches: Sequence[Any], size_of: str, layout: Layout) -> bool:
     except UserError:
         return False
     opened = [dict(_parts("batch", batch, layout)) for batch in batches]
-    found = (_real(each.kind, parts[each.path], each.samples) for each in paddings for parts in opened)
+    found = (_real(each.kind, each.path, each.samples, parts) for each in paddings for parts in opened)
     return all(real is None or bool((real == _within(real)).all()) for real in found)
 
 
@@ -176,17 +176,24 @@ def _parts(path: str, node: Any, layout: Layout) -> Iterator[tuple[str, Any]]:
         yield from _parts(path + name, child, layout)
 
 
-def _real(kind: str, node: Any, samples: int) -> Tensor | None:
+def _real(kind: str, path: str, samples: int, parts: Mapping[str, Any]) -> Tensor | None:
     """Return which entries of each sample are no padding, if a part shows that in such a way."""
+    node = parts.get(path)
+    widest = max((max(extents(part) or (0,)) for part in parts.values()), default=0)
     if is_plain_sequence(node) and not all(type(each) is int for each in node):
         return None
     if not (isinstance(node, Tensor) or is_plain_sequence(node) or hasattr(node, "__array__")):
         return None
-    tensor = torch.as_tensor(node).detach().cpu()
+    try:
+        tensor = torch.as_tensor(node).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):  # texts, objects, whole numbers beyond 64 bits
+        return None
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     if kind == "lengths":
-        if tensor.dim() != 1 or tensor.dtype not in _INTEGERS or not len(tensor) or tensor.min() < 0:
+        if tensor.dim() != 1 or tensor.dtype not in _INTEGERS or not len(tensor):
+            return None
+        if tensor.min() < 0 or tensor.max() > widest:  # identifiers or times
             return None
         return torch.arange(int(tensor.max())) < tensor[:, None]
     if tensor.dim() != 2 or tensor.is_complex():

@@ -3,6 +3,7 @@
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -85,6 +86,14 @@ def test_what_looks_like_a_mask_or_lengths_is_none() -> None:
     assert padding.axes.keys() == {"batch['words']", "batch['mask']"}
     with pytest.raises(UserError, match="size_of='auto' finds no part"):
         find_padding([{name: value for name, value in {**batch, **more}.items() if name != "mask"}], LAYOUT, "auto")
+
+
+def test_what_is_no_number_or_larger_than_the_batch_shows_no_lengths() -> None:
+    """Texts in an array, times in nanoseconds, and numbers beyond 64 bits are read past."""
+    batches = [batch_of([3, 5, 2], shows="mask"), batch_of([4, 1, 1], shows="mask")]
+    for more in (np.array(["a", "b", "c"]), torch.full((3,), 10**18), [10**30] * 3):
+        (padding,) = find_padding([{**batch, "classes": more} for batch in batches], LAYOUT, "auto")
+        assert padding.path == "batch['mask']"
 
 
 def test_samples_lie_where_each_has_its_padding_at_its_ends() -> None:
