@@ -115,7 +115,11 @@ def slices_by_size(batch: Any, layout: Layout, paddings: Sequence[Padding], *, t
 
     def take(start: int, stop: int) -> Any:
         chosen = order[start:stop]
-        trims = {place: (int(b[chosen].min()), int(e[chosen].max())) for place, (b, e) in bounds.items()}
+        firsts = {place: int(begins[chosen].min()) for place, (begins, _) in bounds.items()}
+        # One column of padding at least, for samples without an entry.
+        trims = {
+            place: (firsts[place], max(firsts[place] + 1, int(e[chosen].max()))) for place, (_, e) in bounds.items()
+        }
         return pick(batch, layout, chosen, trims)
 
     return SizedSlices(samples, take, tuple(order.tolist()), tuple(sizes[order].tolist()), width)

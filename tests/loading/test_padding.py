@@ -88,6 +88,15 @@ def test_what_looks_like_a_mask_or_lengths_is_none() -> None:
         find_padding([{name: value for name, value in {**batch, **more}.items() if name != "mask"}], LAYOUT, "auto")
 
 
+@pytest.mark.parametrize("shows", ["mask", "hidden", "lengths"])
+def test_samples_without_an_entry_keep_a_column(shows: str) -> None:
+    """A maximum over no column is an error, which the whole batch does not have."""
+    paddings = find_padding([batch_of([3, 5, 2], shows=shows)], LAYOUT, "auto")
+    slices = slices_by_size(batch_of([4, 0, 0], shows=shows), LAYOUT, paddings)
+    assert slices.sizes == (4, 0, 0)
+    assert slices.take(1, 3)["words"].tolist() == [[0], [0]]
+
+
 def test_what_is_no_number_or_larger_than_the_batch_shows_no_lengths() -> None:
     """Texts in an array, times in nanoseconds, and numbers beyond 64 bits are read past."""
     batches = [batch_of([3, 5, 2], shows="mask"), batch_of([4, 1, 1], shows="mask")]
