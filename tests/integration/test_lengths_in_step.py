@@ -167,6 +167,18 @@ def test_a_mask_shows_which_axis_is_that_of_the_samples(width: int | None) -> No
     assert max(rows for rows, _ in module.shapes) > 4
 
 
+def with_positions(samples: list[Any]) -> Batch:
+    """One row of positions for all samples: words are the only axis that every part may have."""
+    batch = masked(samples)
+    return {**batch, "positions": torch.arange(batch["words"].shape[1])[None]}
+
+
+def test_words_are_not_taken_for_samples() -> None:
+    batches = [with_positions([DATA[number] for number in batch]) for batch in BATCHES[:-1]]
+    with pytest.raises(UserError, match="allow for no reading or for several"):
+        train(DataLoader(batches, batch_size=None))
+
+
 class InTwoAxes(Reading):
     """Samples have their numbers at each word."""
 
