@@ -5,7 +5,7 @@ few batches: beyond the lengths that it shows, every other part holds one value 
 the mask hold the padding. Nothing else is known of the model: the exactness check measures whether it sees padding.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,8 +96,15 @@ def shows_lengths(batches: Sequence[Any], size_of: str, layout: Layout) -> bool:
     return all(real is None or bool((real == _within(real)).all()) for real in found)
 
 
-def slices_by_size(batch: Any, layout: Layout, paddings: Sequence[Padding], *, trims: bool = True) -> SizedSlices:
-    """Return the slices of a batch with its longest samples first."""
+def slices_by_size(
+    batch: Any,
+    layout: Layout,
+    paddings: Sequence[Padding],
+    *,
+    trims: bool = True,
+    on_trim: Callable[[], None] = lambda: None,
+) -> SizedSlices:
+    """Return the slices of a batch with its longest samples first; ``on_trim`` is called for each without columns."""
     parts = dict(_parts("batch", batch, layout))
     samples, width, sizes = layout.samples(batch), 0, torch.zeros(0, dtype=torch.int64)
     bounds: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
@@ -120,6 +127,8 @@ def slices_by_size(batch: Any, layout: Layout, paddings: Sequence[Padding], *, t
         trims = {
             place: (firsts[place], max(firsts[place] + 1, int(e[chosen].max()))) for place, (_, e) in bounds.items()
         }
+        if any(span != (0, parts[path].shape[axis]) for (path, axis), span in trims.items()):
+            on_trim()
         return pick(batch, layout, chosen, trims)
 
     return SizedSlices(samples, take, tuple(order.tolist()), tuple(sizes[order].tolist()), width)

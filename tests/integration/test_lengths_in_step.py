@@ -256,6 +256,20 @@ def test_a_model_that_sees_its_padding_is_refused() -> None:
         train(ready_made(), module=SeesPadding())
 
 
+def test_padding_that_no_measured_sample_has_is_kept() -> None:
+    """The first batches are of one length, so that the check cannot see what a later one changes."""
+    longest = [number for number in ORDER if DATA.lengths[number] >= 12][:8]
+    groups = [longest[:4], longest[4:8], *cut(range(40), 20)]
+    batches = [masked([DATA[number] for number in group]) for group in groups]
+    for batch in batches[:2]:
+        batch.update({name: batch[name][:, :12] for name in ("words", "labels", "attention_mask")})
+    loader = DataLoader(batches, batch_size=None)
+    module, callback = train(loader, 2, module=SeesPadding())
+    whole, _ = fit(loader, module=SeesPadding(), max_epochs=1)
+    assert callback.exactness.cause == "exact"
+    assert worst_error(module.gradients, whole.gradients) <= 1e-12
+
+
 def test_batches_that_show_no_lengths_are_refused() -> None:
     batches = DataLoader(
         [{name: batch[name] for name in ("words", "number")} for batch in ready_made()], batch_size=None
