@@ -6,7 +6,7 @@ the mask hold the padding. Nothing else is known of the model: the exactness che
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -46,12 +46,21 @@ class Padding:
     kind: str  # one of ``_KINDS``
     samples: int  # the axis of the samples in that part
     axes: Mapping[str, tuple[int, ...]]  # by path
+    # By path of the others: the axis of the samples, the axis that is padded, and with what.
+    fills: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
 
     def spans(self, parts: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
         """Return where each sample begins and ends, and the width of the batch."""
         real = _real(self.kind, self.path, self.samples, parts)
         if real is None:
             raise uncuttable(f"{self.path} no longer shows how long they are")
+        if self.kind == "ignored":  # later samples may have targets for some of their entries only
+            for path, (samples, axis, fill) in self.fills.items():
+                part = parts.get(path)
+                if part is None:  # some batches may lack it
+                    continue
+                is_other = (part != fill).movedim((samples, axis), (0, 1))
+                real = real | is_other.reshape(*real.shape, -1).any(2).cpu()
         return *_spans(real), real.shape[1]
 
 
@@ -73,8 +82,8 @@ def find_padding(batches: Sequence[Any], layout: Layout, size_of: str) -> tuple[
                 path, kind, role.axis, _following(role.loader, [each.shape[1] for each in found], opened, layout)
             )
             possible.append(padding)
-            if _is_padding(padding, found, opened, layout):
-                certain.append(padding)
+            if (fills := _fills(padding, found, opened, layout)) is not None:
+                certain.append(replace(padding, fills=fills))
     chosen = certain if certain or size_of == "auto" else possible[:1]
     if not chosen:
         raise UserError(
@@ -191,7 +200,7 @@ def _parts(path: str, node: Any, layout: Layout) -> Iterator[tuple[str, Any]]:
 
 def _real(kind: str, path: str, samples: int, parts: Mapping[str, Any]) -> Tensor | None:
     """Return which entries of each sample are no padding, if a part shows that in such a way."""
-    node = parts.get(path)
+    node: Any = parts.get(path)
     widest = max((max(extents(part) or (0,)) for part in parts.values()), default=0)
     if is_plain_sequence(node) and not all(type(each) is int for each in node):
         return None
@@ -250,18 +259,27 @@ def _following(
     return found
 
 
-def _is_padding(padding: Padding, real: Sequence[Tensor], opened: Sequence[Mapping[str, Any]], layout: Layout) -> bool:
-    """Return whether all other parts hold one value beyond what a part shows, and some hold several before."""
-    tells = False
+def _fills(
+    padding: Padding, real: Sequence[Tensor], opened: Sequence[Mapping[str, Any]], layout: Layout
+) -> dict[str, tuple[int, int, float]] | None:
+    """Return the one value that each other part holds beyond what a part shows, and along which axes, by path.
+
+    ``None`` if one of them holds several there, or none of them holds several before.
+    """
+    tells, fills = False, dict[str, tuple[int, int, float]]()
     for path, axes in padding.axes.items():
         role = layout.roles.get(path)
         if path == padding.path or not isinstance(role, SampleAxis):
             continue
         checks = [partial(_values, opened, real, path, role.axis, axis) for axis in axes]
-        if not any(all(map(_is_one_value, check(beyond=True))) for check in checks):
-            return False
+        filled = [axis for axis, check in zip(axes, checks) if all(map(_is_one_value, check(beyond=True)))]
+        if not filled:
+            return None
+        values = torch.cat([each.flatten() for each in checks[axes.index(filled[0])](beyond=True)])
+        if len(values):
+            fills[path] = (role.axis, filled[0], values[0].item())
         tells |= not all(map(_is_one_value, checks[0](beyond=False)))
-    return tells and not all(bool(_within(each).all()) for each in real)
+    return fills if tells and not all(bool(_within(each).all()) for each in real) else None
 
 
 def _values(

@@ -97,6 +97,18 @@ def test_samples_without_an_entry_keep_a_column(shows: str) -> None:
     assert slices.take(1, 3)["words"].tolist() == [[0], [0]]
 
 
+@pytest.mark.parametrize("words", [1, 3])
+def test_words_without_a_target_are_no_padding(words: int) -> None:
+    """Later samples have targets for some of their words only, or for none."""
+    paddings = find_padding([batch_of([3, 5, 2], shows="labels")], LAYOUT, "auto")
+    batch = batch_of([4, 4, 2], shows="labels")
+    batch["labels"][1, 4 - words :] = -100
+    batch["labels"][2] = -100
+    slices = slices_by_size(batch, LAYOUT, paddings)
+    assert slices.sizes == (4, 4, 2)
+    assert slices.take(1, 3)["words"].tolist() == [[11, 12, 13, 14], [21, 22, 0, 0]]
+
+
 def test_what_is_no_number_or_larger_than_the_batch_shows_no_lengths() -> None:
     """Texts in an array, times in nanoseconds, and numbers beyond 64 bits are read past."""
     batches = [batch_of([3, 5, 2], shows="mask"), batch_of([4, 1, 1], shows="mask")]
