@@ -177,7 +177,8 @@ class _Reading:
 def read_ready_made(batches: Sequence[Any], decides: Callable[[Layout], bool] | None = None) -> Layout:
     """Read the layout of ready-made batches of one loader, of different sizes if there are any.
 
-    If several readings are possible, ``decides`` is asked of each: a mask has its padding at the ends of samples.
+    Unless samples can only come first, ``decides`` is asked of each reading: a mask has its padding at the ends of
+    samples.
 
     Examples:
         >>> import torch
@@ -198,7 +199,8 @@ def read_ready_made(batches: Sequence[Any], decides: Callable[[Layout], bool] | 
         return Layout({**roles})
 
     readings = _readings(axes, len(batches), all_of_them=decides is not None)
-    if len(readings) > 1 and decides is not None:
+    is_plain = len(readings) == 1 and all(found.get(readings[0], [0]) == [0] for found in axes.values())
+    if not is_plain and decides is not None:
         readings = [each for each in readings if decides(layout(each))]
     (samples,) = readings if len(readings) == 1 else (None,)
     if samples is None or any(_is_of_numbers(node) and samples in axes[path] for path, node in leaves[0].items()):

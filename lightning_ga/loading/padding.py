@@ -5,16 +5,16 @@ few batches: beyond the lengths that it shows, every other part holds one value 
 the mask hold the padding. Nothing else is known of the model: the exactness check measures whether it sees padding.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ga.batch.layout import Layout, SampleAxis, SampleCount, uncuttable
-from lightning_ga.batch.pytree import is_array, is_plain_sequence, open_container, rebuild
+from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount, uncuttable
+from lightning_ga.batch.pytree import extents, is_array, is_plain_sequence, open_container, rebuild
 from lightning_ga.batch.split import BatchSlices
 from lightning_ga.errors import UserError
 from lightning_ga.plan.lengths import SizeLimits, piece_sizes
@@ -46,12 +46,21 @@ class Padding:
     kind: str  # one of ``_KINDS``
     samples: int  # the axis of the samples in that part
     axes: Mapping[str, tuple[int, ...]]  # by path
+    # By path of the others: the axis of the samples, the axis that is padded, and with what.
+    fills: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
 
     def spans(self, parts: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
         """Return where each sample begins and ends, and the width of the batch."""
-        real = _real(self.kind, parts[self.path], self.samples)
+        real = _real(self.kind, self.path, self.samples, parts)
         if real is None:
             raise uncuttable(f"{self.path} no longer shows how long they are")
+        if self.kind == "ignored":  # later samples may have targets for some of their entries only
+            for path, (samples, axis, fill) in self.fills.items():
+                part = parts.get(path)
+                if part is None:  # some batches may lack it
+                    continue
+                is_other = (part != fill).movedim((samples, axis), (0, 1))
+                real = real | is_other.reshape(*real.shape, -1).any(2).cpu()
         return *_spans(real), real.shape[1]
 
 
@@ -65,14 +74,16 @@ def find_padding(batches: Sequence[Any], layout: Layout, size_of: str) -> tuple[
         if not is_meant or not isinstance(role, SampleAxis) or role.per > 1:
             continue
         for kind in _KINDS:
-            real = [_real(kind, parts.get(path), role.axis) for parts in opened]
+            real = [_real(kind, path, role.axis, parts) for parts in opened]
             found = [each for each in real if each is not None and bool(each.any(1).all())]
             if len(found) < len(opened) or (kind == "ignored" and all(bool(each.all()) for each in found)):
                 continue
-            padding = Padding(path, kind, role.axis, _following([each.shape[1] for each in found], opened, layout))
+            padding = Padding(
+                path, kind, role.axis, _following(role.loader, [each.shape[1] for each in found], opened, layout)
+            )
             possible.append(padding)
-            if _is_padding(padding, found, opened, layout):
-                certain.append(padding)
+            if (fills := _fills(padding, found, opened, layout)) is not None:
+                certain.append(replace(padding, fills=fills))
     chosen = certain if certain or size_of == "auto" else possible[:1]
     if not chosen:
         raise UserError(
@@ -90,17 +101,27 @@ def shows_lengths(batches: Sequence[Any], size_of: str, layout: Layout) -> bool:
     except UserError:
         return False
     opened = [dict(_parts("batch", batch, layout)) for batch in batches]
-    found = (_real(each.kind, parts[each.path], each.samples) for each in paddings for parts in opened)
+    found = (_real(each.kind, each.path, each.samples, parts) for each in paddings for parts in opened)
     return all(real is None or bool((real == _within(real)).all()) for real in found)
 
 
-def slices_by_size(batch: Any, layout: Layout, paddings: Sequence[Padding], *, trims: bool = True) -> SizedSlices:
-    """Return the slices of a batch with its longest samples first."""
+def slices_by_size(
+    batch: Any,
+    layout: Layout,
+    paddings: Sequence[Padding],
+    *,
+    trims: bool = True,
+    on_trim: Callable[[], None] = lambda: None,
+) -> SizedSlices:
+    """Return the slices of a batch with its longest samples first; ``on_trim`` is called for each without columns."""
     parts = dict(_parts("batch", batch, layout))
     samples, width, sizes = layout.samples(batch), 0, torch.zeros(0, dtype=torch.int64)
     bounds: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
     for padding in paddings:
         begins, ends, columns = padding.spans(parts)
+        # A sample of several loaders holds as many entries of each as keep their proportion.
+        entries = max(1, len(begins) // max(1, samples))
+        begins, ends = begins.view(samples, entries).amin(1), ends.view(samples, entries).amax(1)
         sizes = torch.maximum(sizes, ends - begins) if len(sizes) else ends - begins
         width = max(width, columns)
         for place in ((path, axis) for path, axes in padding.axes.items() for axis in axes if trims):
@@ -110,7 +131,13 @@ def slices_by_size(batch: Any, layout: Layout, paddings: Sequence[Padding], *, t
 
     def take(start: int, stop: int) -> Any:
         chosen = order[start:stop]
-        trims = {place: (int(b[chosen].min()), int(e[chosen].max())) for place, (b, e) in bounds.items()}
+        firsts = {place: int(begins[chosen].min()) for place, (begins, _) in bounds.items()}
+        # One column of padding at least, for samples without an entry.
+        trims = {
+            place: (firsts[place], max(firsts[place] + 1, int(e[chosen].max()))) for place, (_, e) in bounds.items()
+        }
+        if any(span != (0, parts[path].shape[axis]) for (path, axis), span in trims.items()):
+            on_trim()
         return pick(batch, layout, chosen, trims)
 
     return SizedSlices(samples, take, tuple(order.tolist()), tuple(sizes[order].tolist()), width)
@@ -118,25 +145,39 @@ def slices_by_size(batch: Any, layout: Layout, paddings: Sequence[Padding], *, t
 
 def pick(batch: Any, layout: Layout, chosen: Tensor, trims: Mapping[tuple[str, int], tuple[int, int]] = {}) -> Any:
     """Return a batch of the chosen samples, in that order, with columns left out along some axes of its parts."""
-    return _picked("batch", batch, layout, chosen, trims)
+    samples = layout.samples(batch)
+    each = {loader: size // max(1, samples) for loader, size in layout.sizes(batch).items()}
+    return _Picked(layout.roles, each, chosen, trims).of("batch", batch)
 
 
-def _picked(path: str, node: Any, layout: Layout, chosen: Tensor, trims: Mapping[tuple[str, int], Any]) -> Any:
-    role = layout.roles.get(path)
-    if node is None:
-        return None
-    if role == "fields" and (children := open_container(node)) is not None:
-        return rebuild(node, [_picked(path + name, child, layout, chosen, trims) for name, child in children])
-    for axis in range(node.dim()) if isinstance(node, Tensor) and node.layout is torch.strided else ():
-        first, end = trims.get((path, axis), (0, node.shape[axis]))
-        if (first, end) != (0, node.shape[axis]):
-            node = node.narrow(axis, first, min(end, node.shape[axis]) - first)
-    if isinstance(role, SampleAxis):
-        places = (chosen[:, None] * role.per + torch.arange(role.per)).flatten()
-        return _rows(path, node, role.axis, places)
-    if isinstance(role, SampleCount):
-        return node.new_tensor(len(chosen)) if isinstance(node, Tensor) else type(node)(len(chosen))
-    return node
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """The chosen samples of a batch that holds ``each`` times as many of its loaders."""
+
+    roles: Mapping[str, Role]
+    each: Mapping[int, int]
+    chosen: Tensor
+    trims: Mapping[tuple[str, int], tuple[int, int]]
+
+    def of(self, path: str, node: Any) -> Any:
+        """Return what belongs to these samples in a part of the batch."""
+        role = self.roles.get(path)
+        if node is None:
+            return None
+        if role == "fields" and (children := open_container(node)) is not None:
+            return rebuild(node, [self.of(path + name, child) for name, child in children])
+        for axis in range(node.dim()) if isinstance(node, Tensor) and node.layout is torch.strided else ():
+            first, end = self.trims.get((path, axis), (0, node.shape[axis]))
+            if (first, end) != (0, node.shape[axis]):
+                node = node.narrow(axis, first, min(end, node.shape[axis]) - first)
+        if isinstance(role, SampleAxis):
+            entries = self.each[role.loader] * role.per
+            places = (self.chosen[:, None] * entries + torch.arange(entries)).flatten()
+            return _rows(path, node, role.axis, places)
+        if isinstance(role, SampleCount):
+            count = len(self.chosen) * self.each[role.loader]
+            return node.new_tensor(count) if isinstance(node, Tensor) else type(node)(count)
+        return node
 
 
 def _rows(path: str, node: Any, axis: int, places: Tensor) -> Any:
@@ -157,17 +198,24 @@ def _parts(path: str, node: Any, layout: Layout) -> Iterator[tuple[str, Any]]:
         yield from _parts(path + name, child, layout)
 
 
-def _real(kind: str, node: Any, samples: int) -> Tensor | None:
+def _real(kind: str, path: str, samples: int, parts: Mapping[str, Any]) -> Tensor | None:
     """Return which entries of each sample are no padding, if a part shows that in such a way."""
+    node: Any = parts.get(path)
+    widest = max((max(extents(part) or (0,)) for part in parts.values()), default=0)
     if is_plain_sequence(node) and not all(type(each) is int for each in node):
         return None
     if not (isinstance(node, Tensor) or is_plain_sequence(node) or hasattr(node, "__array__")):
         return None
-    tensor = torch.as_tensor(node).detach().cpu()
+    try:
+        tensor = torch.as_tensor(node).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):  # texts, objects, whole numbers beyond 64 bits
+        return None
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     if kind == "lengths":
-        if tensor.dim() != 1 or tensor.dtype not in _INTEGERS or not len(tensor) or tensor.min() < 0:
+        if tensor.dim() != 1 or tensor.dtype not in _INTEGERS or not len(tensor):
+            return None
+        if tensor.min() < 0 or tensor.max() > widest:  # identifiers or times
             return None
         return torch.arange(int(tensor.max())) < tensor[:, None]
     if tensor.dim() != 2 or tensor.is_complex():
@@ -194,13 +242,13 @@ def _within(real: Tensor) -> Tensor:
 
 
 def _following(
-    widths: Sequence[int], opened: Sequence[Mapping[str, Any]], layout: Layout
+    loader: int, widths: Sequence[int], opened: Sequence[Mapping[str, Any]], layout: Layout
 ) -> dict[str, tuple[int, ...]]:
     """Return the axes that are as long as the samples are padded to, in all batches, by path."""
     found = {}
     for path, node in opened[0].items():
         role, kinds = layout.roles.get(path), len(set(widths))
-        is_by_sample = isinstance(role, SampleAxis)
+        is_by_sample = isinstance(role, SampleAxis) and role.loader == loader
         if not isinstance(node, Tensor) or not (is_by_sample or (role == "shared" and kinds > 1)):
             continue
         shapes = [tuple(parts[path].shape) for parts in opened if isinstance(parts.get(path), Tensor)]
@@ -211,18 +259,27 @@ def _following(
     return found
 
 
-def _is_padding(padding: Padding, real: Sequence[Tensor], opened: Sequence[Mapping[str, Any]], layout: Layout) -> bool:
-    """Return whether all other parts hold one value beyond what a part shows, and some hold several before."""
-    tells = False
+def _fills(
+    padding: Padding, real: Sequence[Tensor], opened: Sequence[Mapping[str, Any]], layout: Layout
+) -> dict[str, tuple[int, int, float]] | None:
+    """Return the one value that each other part holds beyond what a part shows, and along which axes, by path.
+
+    ``None`` if one of them holds several there, or none of them holds several before.
+    """
+    tells, fills = False, dict[str, tuple[int, int, float]]()
     for path, axes in padding.axes.items():
         role = layout.roles.get(path)
         if path == padding.path or not isinstance(role, SampleAxis):
             continue
         checks = [partial(_values, opened, real, path, role.axis, axis) for axis in axes]
-        if not any(all(map(_is_one_value, check(beyond=True))) for check in checks):
-            return False
+        filled = [axis for axis, check in zip(axes, checks) if all(map(_is_one_value, check(beyond=True)))]
+        if not filled:
+            return None
+        values = torch.cat([each.flatten() for each in checks[axes.index(filled[0])](beyond=True)])
+        if len(values):
+            fills[path] = (role.axis, filled[0], values[0].item())
         tells |= not all(map(_is_one_value, checks[0](beyond=False)))
-    return tells and not all(bool(_within(each).all()) for each in real)
+    return fills if tells and not all(bool(_within(each).all()) for each in real) else None
 
 
 def _values(

@@ -155,6 +155,7 @@ class BatchReader:
         self._paddings: dict[bool, tuple[Padding, ...]] = {}
         self.makes_anew = False  # whether parts of a batch are collated from its samples
         self.trims = True  # whether pieces of a batch are without columns of padding alone, where they are cut by size
+        self.has_trimmed = False  # whether a piece was cut so
         self._within: tuple[int, SizeLimits] | None = None  # limits if so many of the longest samples fit
 
     def on_host(self, batch: Any) -> Any:
@@ -284,7 +285,11 @@ class BatchReader:
                 "size_of= sorts the samples of a batch, and split_batch cuts neighbours: leave one of them out."
             )
         layout = self.layout(on_host=on_host)
-        return slices_by_size(batch, layout, self._padding(layout, on_host), trims=self.trims)
+        paddings = self._padding(layout, on_host)
+        return slices_by_size(batch, layout, paddings, trims=self.trims, on_trim=self._note_trim)
+
+    def _note_trim(self) -> None:
+        self.has_trimmed = True
 
     def samples_again(self, loader: "DataLoader[Any]", samples: list[Any]) -> "CollatedAgain | None":
         """Return samples to be collated in parts; ``None`` where batches come ready-made."""

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from rank_records import run_ranks
 from reference import StreamOf, cut, fit, permutation, worst_error
 from texts import LONGEST, Reading, Texts, pad, plain_gradients, windows_of
@@ -136,6 +137,24 @@ def test_batches_that_a_loader_collates(num_workers: int, collate: Any, size_of:
     assert all(rows == 1 or rows * columns <= callback.plan.size_budget for rows, columns in module.shapes)
 
 
+class Two(Reading):
+    """Learns from two loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
+
+
+@pytest.mark.parametrize("collate", [plain, masked])
+def test_batches_of_two_loaders_keep_their_proportion(collate: Any) -> None:
+    """8 samples of one and 24 of the other; all of them are trained on, whichever show their lengths."""
+    data = {"a": DataLoader(DATA, 8, collate_fn=masked), "b": DataLoader(DATA, 24, collate_fn=collate)}
+    cut_up, _ = train(CombinedLoader(data, "min_size"), module=Two())
+    whole, _ = fit(CombinedLoader(data, "min_size"), module=Two(), max_epochs=1)
+    assert windows_of(cut_up.micro_batches) == windows_of(whole.micro_batches)
+    assert worst_error(cut_up.gradients, whole.gradients) <= 1e-12
+    assert len(cut_up.shapes) > len(whole.shapes)
+
+
 @pytest.mark.parametrize("width", [None, LONGEST + 6])
 def test_a_mask_shows_which_axis_is_that_of_the_samples(width: int | None) -> None:
     """All parts have two axes, and batches are of one size: padding is at the ends of samples."""
@@ -146,6 +165,18 @@ def test_a_mask_shows_which_axis_is_that_of_the_samples(width: int | None) -> No
     module, _ = train(DataLoader(batches, batch_size=None), module=InTwoAxes())
     assert worst_error(module.gradients, plain_gradients(DATA, windows()[:-1])) <= 1e-12
     assert max(rows for rows, _ in module.shapes) > 4
+
+
+def with_positions(samples: list[Any]) -> Batch:
+    """One row of positions for all samples: words are the only axis that every part may have."""
+    batch = masked(samples)
+    return {**batch, "positions": torch.arange(batch["words"].shape[1])[None]}
+
+
+def test_words_are_not_taken_for_samples() -> None:
+    batches = [with_positions([DATA[number] for number in batch]) for batch in BATCHES[:-1]]
+    with pytest.raises(UserError, match="allow for no reading or for several"):
+        train(DataLoader(batches, batch_size=None))
 
 
 class InTwoAxes(Reading):
@@ -223,6 +254,20 @@ class SeesPadding(Reading):
 def test_a_model_that_sees_its_padding_is_refused() -> None:
     with pytest.raises(UserError, match="another gradient without columns of padding .relative error .*: mask"):
         train(ready_made(), module=SeesPadding())
+
+
+def test_padding_that_no_measured_sample_has_is_kept() -> None:
+    """The first batches are of one length, so that the check cannot see what a later one changes."""
+    longest = [number for number in ORDER if DATA.lengths[number] >= 12][:8]
+    groups = [longest[:4], longest[4:8], *cut(range(40), 20)]
+    batches = [masked([DATA[number] for number in group]) for group in groups]
+    for batch in batches[:2]:
+        batch.update({name: batch[name][:, :12] for name in ("words", "labels", "attention_mask")})
+    loader = DataLoader(batches, batch_size=None)
+    module, callback = train(loader, 2, module=SeesPadding())
+    whole, _ = fit(loader, module=SeesPadding(), max_epochs=1)
+    assert callback.exactness.cause == "exact"
+    assert worst_error(module.gradients, whole.gradients) <= 1e-12
 
 
 def test_batches_that_show_no_lengths_are_refused() -> None:

@@ -3,6 +3,7 @@
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -85,6 +86,35 @@ def test_what_looks_like_a_mask_or_lengths_is_none() -> None:
     assert padding.axes.keys() == {"batch['words']", "batch['mask']"}
     with pytest.raises(UserError, match="size_of='auto' finds no part"):
         find_padding([{name: value for name, value in {**batch, **more}.items() if name != "mask"}], LAYOUT, "auto")
+
+
+@pytest.mark.parametrize("shows", ["mask", "hidden", "lengths"])
+def test_samples_without_an_entry_keep_a_column(shows: str) -> None:
+    """A maximum over no column is an error, which the whole batch does not have."""
+    paddings = find_padding([batch_of([3, 5, 2], shows=shows)], LAYOUT, "auto")
+    slices = slices_by_size(batch_of([4, 0, 0], shows=shows), LAYOUT, paddings)
+    assert slices.sizes == (4, 0, 0)
+    assert slices.take(1, 3)["words"].tolist() == [[0], [0]]
+
+
+@pytest.mark.parametrize("words", [1, 3])
+def test_words_without_a_target_are_no_padding(words: int) -> None:
+    """Later samples have targets for some of their words only, or for none."""
+    paddings = find_padding([batch_of([3, 5, 2], shows="labels")], LAYOUT, "auto")
+    batch = batch_of([4, 4, 2], shows="labels")
+    batch["labels"][1, 4 - words :] = -100
+    batch["labels"][2] = -100
+    slices = slices_by_size(batch, LAYOUT, paddings)
+    assert slices.sizes == (4, 4, 2)
+    assert slices.take(1, 3)["words"].tolist() == [[11, 12, 13, 14], [21, 22, 0, 0]]
+
+
+def test_what_is_no_number_or_larger_than_the_batch_shows_no_lengths() -> None:
+    """Texts in an array, times in nanoseconds, and numbers beyond 64 bits are read past."""
+    batches = [batch_of([3, 5, 2], shows="mask"), batch_of([4, 1, 1], shows="mask")]
+    for more in (np.array(["a", "b", "c"]), torch.full((3,), 10**18), [10**30] * 3):
+        (padding,) = find_padding([{**batch, "classes": more} for batch in batches], LAYOUT, "auto")
+        assert padding.path == "batch['mask']"
 
 
 def test_samples_lie_where_each_has_its_padding_at_its_ends() -> None:

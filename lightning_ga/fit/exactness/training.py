@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement
@@ -98,7 +98,10 @@ class TrainingExactness:
         self.kinds.update(measured.kinds)
 
     def _refuse_to_trim(self, measured: Verdicts, reader: BatchReader, measure: Callable[[], Verdicts]) -> None:
-        """Refuse to leave columns of padding out if that alone changes the gradient, on any rank."""
+        """Refuse to leave columns of padding out if that alone changes the gradient, on any rank.
+
+        If no sample that was measured had such columns, they are kept in training.
+        """
         verdict, sees = measured.training, False
         if verdict.cause not in ("exact", "batch_norm"):
             reader.trims = False
@@ -109,6 +112,12 @@ class TrainingExactness:
             raise UserError(
                 "size_of= cuts batches in the step, and this model has another gradient without columns of padding"
                 f"{error}: mask the padding in the model and in its loss, or leave size_of= out."
+            )
+        if reader.trims and not reader.has_trimmed:
+            reader.trims = False
+            rank_zero_info(
+                "size_of= keeps columns of padding: the samples that were measured before training have none, so it is "
+                "not known whether the model has the same gradient without them."
             )
 
     def found_changed(self, former: Mapping[str, float | None]) -> None:
