@@ -229,7 +229,7 @@ class SizedBatchesPlan(AccumulationPlan):
         ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
         return (
             f"window {self.effective_batch_size} in {counted(self.batches, 'batch', 'es')}{ranks}, each sorted by size "
-            f"and cut into micro-batches of at most {self.size_budget:,} padded tokens, without columns of padding"
+            f"and cut into micro-batches of at most {self.size_budget:,} padded tokens"
         )
 
 

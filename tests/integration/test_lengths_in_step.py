@@ -190,8 +190,7 @@ def test_the_plan_in_words() -> None:
     _, callback = train(ready_made(), factor=2)
     budget = callback.plan.size_budget
     assert str(callback.plan) == (
-        f"window 64 in 2 batches, each sorted by size and cut into micro-batches of at most {budget} padded tokens, "
-        "without columns of padding"
+        f"window 64 in 2 batches, each sorted by size and cut into micro-batches of at most {budget} padded tokens"
     )
 
 
