@@ -4,6 +4,7 @@ Every order is a function of a seed and the epoch alone. So window k of epoch e 
 micro-batch and the number of ranks are, after a resume too.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
 
+from lightning_ga.errors import UserError
 from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.lengths import SizedShares, sample_order
@@ -124,7 +126,9 @@ class FromSampler(_UsersOrder):
 
     def __init__(self, sampler: Iterable[Any], size: int, *, runs_out: bool = False, shuffles: bool = False) -> None:
         super().__init__(sampler, runs_out=runs_out)
-        self.size, self._shuffles = size, shuffles
+        self.size: int = size
+        self._shuffles = shuffles
+        self._length = size  # of the sampler in the epoch read last
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the sampler's own order for one epoch."""
@@ -133,6 +137,18 @@ class FromSampler(_UsersOrder):
     def begin(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the order that training begins an epoch with."""
         self._drawn, self._key = self._read_epoch(epoch, seed), (epoch, seed)
+        name, found = type(self._samplers[0]).__name__, len(self._drawn)
+        if found < self.size:
+            raise UserError(
+                f"The sampler {name} yields {found} samples in epoch {epoch}, and its len() was {self.size} when "
+                "training began: windows are cut for that many. Let it yield as many in every epoch."
+            )
+        if self._length > self.size:
+            warnings.warn(
+                f"The sampler {name} has {self._length} samples in epoch {epoch}, and had {self.size} when training "
+                "began: only so many are trained on. Let it have as many in every epoch.",
+                stacklevel=2,
+            )
         return self._drawn
 
     def pool(self, epoch: int, seed: int) -> Sequence[Any]:
@@ -146,6 +162,8 @@ class FromSampler(_UsersOrder):
         return self.draw(epoch, seed)
 
     def _read_all(self, epoch: int, seed: int) -> list[Any]:
+        sampler = self._samplers[0]
+        self._length = len(sampler) if isinstance(sampler, Sized) else self.size  # before it changes as it ends
         found = self._read(self.size)
         if not self._shuffles or not found:
             return found

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from lightning_ga.errors import UserError
 from lightning_ga.loading.sampler import (
     FromBatches,
     FromSampler,
@@ -46,6 +47,22 @@ class ByEpoch(NumpySampler):
 
     def __iter__(self) -> Iterator[int]:
         return iter([(place + self.epoch) % SIZE for place in range(SIZE)])
+
+
+class Changing(NumpySampler):
+    """One that has another length in each epoch."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths, self.epoch = lengths, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.lengths[self.epoch]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
 
 
 def weighted(generator: torch.Generator | None = None) -> WeightedRandomSampler:
@@ -138,3 +155,13 @@ def test_only_an_order_without_a_generator_of_its_own_draws_a_seed() -> None:
         cut.arrange(0, EpochPlan(RegularWindows(4, 4), 2, 2, 1), enabled=True)
         list(cut)
         assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_sampler_that_changes_its_length_is_told() -> None:
+    """Epochs are cut for the length that it had at first."""
+    order = FromSampler(Changing(20, 24, 16), 20)
+    assert list(order.begin(0, 0)) == list(range(20))
+    with pytest.warns(UserWarning, match="has 24 samples in epoch 1, and had 20"):
+        assert list(order.begin(1, 0)) == list(range(20))
+    with pytest.raises(UserError, match="yields 16 samples in epoch 2, and its len.. was 20"):
+        order.begin(2, 0)
