@@ -62,9 +62,9 @@ class ChunkedModules:
     """Submodules of a training that run over its batches in chunks; in evaluation they run whole."""
 
     def __init__(self, trainer: Any, names: Sequence[str]) -> None:
-        root, self.size = trainer.lightning_module, ChunkSize(step_calls=_UNKNOWN, trainer=trainer)
+        root, self.size = trainer.lightning_module, ChunkSize(step_calls=_UNKNOWN)
         found = {_submodule(root, name): name for name in names}
-        self.forwards = {name: Chunks(module, self.size, name=name) for module, name in found.items()}
+        self.forwards = {name: Chunks(module, self.size, name=name, trainer=trainer) for module, name in found.items()}
         self.names = tuple(self.forwards)
         for module, name in found.items():
             inside = next((n for other, n in found.items() if other is not module and other in module.modules()), None)
@@ -96,9 +96,9 @@ def _submodule(module: Module, name: str) -> Module:
 class Chunks:
     """The forward pass of a module, in chunks; if it runs whole, it is noted what a check wants to know."""
 
-    def __init__(self, module: Module, size: ChunkSize, dim: int = 0, name: str = "") -> None:
+    def __init__(self, module: Module, size: ChunkSize, dim: int = 0, *, name: str = "", trainer: Any = None) -> None:
         self.module, self._whole, self._name = module, module.forward, name or type(module).__name__
-        self.size, self._dim = size, dim
+        self.size, self._dim, self._trainer = size, dim, trainer
         self.draws = False  # whether it draws random numbers
         # Of its outputs, 0 if one of them does not lead with the axis of its input; ``None`` if it was not called.
         self.bytes: int | None = None
@@ -106,8 +106,7 @@ class Chunks:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run it."""
-        trainer = self.size.trainer
-        if trainer is not None and not trainer.training:
+        if self._trainer is not None and not self._trainer.training:  # evaluation runs whole batches
             return self._whole(*arguments, **named)
         if self.size.samples is None:
             return self._watched(arguments, named)

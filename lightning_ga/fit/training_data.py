@@ -74,7 +74,12 @@ class TrainingData(StageBatches):
         self._loader_states = loops.take_loaders(checkpoint)
 
     def _make_source(self, loader: Any, position: Position) -> TrainingSource:
-        trainer = self._trainer
+        trainer, is_made = self._trainer, are_made_by(self._trainer.lightning_module, loader)
+        if is_made:
+            self.why_in_step = (
+                "The dataset holds the model, or a part of it: the loader would read samples before the model has "
+                "learned from those before them."
+            )
         settings = SourceSettings(
             recipe_factor=self._recipe_factor,
             world_size=trainer.world_size,
@@ -85,7 +90,7 @@ class TrainingData(StageBatches):
             shuffle=not trainer.overfit_batches,
             shuffles=position.shuffles,
             largest_over_ranks=partial(agreement.largest_over_ranks, trainer),
-            cut_in_step=self._cut_in_step or are_made_by(trainer.lightning_module, loader),
+            cut_in_step=self._cut_in_step or is_made,
         )
         size_of = self._size_of if isinstance(self._size_of, str) else None  # shown by batches, too
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)

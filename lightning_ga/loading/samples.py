@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from math import gcd
+from types import CellType
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ def are_made_by(model: torch.nn.Module, loader: Any) -> bool:
         return False  # workers have a copy of it
     held = [*reachable(getattr(loader, "dataset", None))]
     behind = [getattr(each, "__self__", None) for each in held]
-    behind += [cell.cell_contents for each in held for cell in getattr(each, "__closure__", None) or ()]
+    cells = [cell for each in held for cell in getattr(each, "__closure__", None) or ()]
+    behind += [cell.cell_contents for cell in cells if cell != CellType()]  # an empty one has no contents
     parts = set(map(id, model.modules()))
     return any(id(each) in parts for each in chain(held, *map(reachable, behind)))
 

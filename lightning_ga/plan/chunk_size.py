@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_ga.plan.accumulation import split_evenly
 
@@ -19,7 +18,6 @@ class ChunkSize:
     on_recompute: Callable[[], object] | None = None  # called once, as the first chunk is computed again
     recomputes_all: bool = False  # also a batch of one chunk: a module may be called several times in a step
     even: bool = False  # whether chunks are of near-equal size, as planned, or as large as may be
-    trainer: Any = None  # that trains: its evaluation runs whole batches
 
     def begin_step(self, window: int | None) -> None:
         """Begin a step on a batch of so many samples, if that is known."""

@@ -61,7 +61,10 @@ def contained(value: Any, seen: set[int], longest: int = sys.maxsize) -> Iterato
 
 
 def reachable(value: Any, most: int = 10_000) -> Iterator[Any]:
-    """Yield an object and those with attributes that it holds, at any depth; of large data only ``most`` values."""
+    """Yield an object and those with attributes that it holds, at any depth; of large data only ``most`` values.
+
+    Not the Trainer, which a datamodule holds, and a dataset by a method of one: it holds all else.
+    """
     pending, seen = deque([value]), set[int]()
     while pending and len(seen) < most:
         value = pending.popleft()
@@ -71,6 +74,13 @@ def reachable(value: Any, most: int = 10_000) -> Iterator[Any]:
         if isinstance(value, (dict, list, tuple, set, deque)):
             inner = value.values() if isinstance(value, dict) else value
             pending.extend(inner if len(value) <= _LONGEST else ())
-        elif isinstance(getattr(value, "__dict__", None), dict):
+        elif isinstance(getattr(value, "__dict__", None), dict) and not _is_trainer(value):
             yield value
             pending.extend(vars(value).values())
+
+
+def _is_trainer(value: Any) -> bool:
+    """Return whether an object is a Trainer, of either namespace of Lightning or derived from one."""
+    return any(
+        each.__name__ == "Trainer" and each.__module__.endswith("trainer.trainer") for each in type(value).__mro__
+    )

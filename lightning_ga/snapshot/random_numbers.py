@@ -117,10 +117,10 @@ class RandomState:
     Those of torch are of the host and of every device in use, unless they are given: looking for them takes time.
     """
 
-    def __init__(self, others: Iterable[Any] = (), *, torchs: Iterable[torch.Generator] | None = None) -> None:
+    def __init__(self, others: Iterable[Any] = (), *, of_torch: Iterable[torch.Generator] | None = None) -> None:
         self._others = [(generator, generator_state(generator)) for generator in others]
-        torchs = torch_generators() if torchs is None else torchs
-        self._torch = [(generator, generator.get_state()) for generator in torchs]
+        of_torch = torch_generators() if of_torch is None else of_torch
+        self._torch = [(generator, generator.get_state()) for generator in of_torch]
         self._numpy = _numpy.state()
         self._python = _python.state()
 

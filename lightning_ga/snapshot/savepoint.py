@@ -57,7 +57,7 @@ class Savepoint:
         """See which tensors there are."""
         self._parts = [*self._module.modules()]
         self.metrics = [part for part in self._parts if isinstance(part, Metric)]
-        self._generators, self._torchs = generators_of(self._module), torch_generators()
+        self._generators, self._of_torch = generators_of(self._module), torch_generators()
         tables = [part._buffers for part in self._parts]
         self._tables, self._empty = [table for table in tables if table], [table for table in tables if not table]
         self._had = [dict(table) for table in self._tables]
@@ -87,7 +87,7 @@ class Savepoint:
         """Look at the module anew if parts have been added to it."""
         if [*map(id, self._module.modules())] != [*map(id, self._parts)]:
             self._look()
-        self._torchs = torch_generators()  # a device may have been started
+        self._of_torch = torch_generators()  # a device may have been started
         self._read_flags()
 
     def take(self) -> None:
@@ -190,7 +190,7 @@ class Savepoint:
     def _read(self, copies: SmallCopies, start: "_Values | None" = None) -> "_Values":
         if self._some_flags != self._flags_of_some():
             self._read_flags()
-        values = _Values(self._module, copies, start, RandomState(torchs=self._torchs))
+        values = _Values(self._module, copies, start, RandomState(of_torch=self._of_torch))
         values.generators = [(each, generator_state(each)) for each in self._generators]
         values.numbers = [(part, _numbers(vars(part))) for part in self._layers]
         values.metrics = [(metric, metric_state(metric, whole=True)) for metric in self.metrics]

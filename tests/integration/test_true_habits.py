@@ -1,11 +1,12 @@
 """Habits of users' programs: datasets that read batches or ask the model, late buffers, second derivatives."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from torch.nn.functional import mse_loss, pad
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from true_support import (
@@ -100,6 +101,47 @@ def test_samples_that_the_model_makes_are_those_of_whole_batches(how: str, way: 
     ours, stock = run(Case(lambda: Policy(how), lambda: None), way), train(Policy(how), None)
     assert error(ours, stock) <= 1e-12
     assert ours.told == []
+
+
+def test_it_is_told_why_samples_that_the_model_makes_are_cut_in_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        train(Policy(), None, LOADER.callback(8, 4))
+    assert "cuts batches in the training step" in caplog.text
+    assert "The dataset holds the model" in caplog.text
+
+
+class Augmenting(LightningDataModule):
+    """A dataset has a method of its datamodule, which holds the Trainer."""
+
+    def augment(self, number: int) -> Any:
+        return pairs(16)[number]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Transformed(self.augment), batch_size=8)
+
+
+class Transformed(Dataset):
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        def make_again(number: int) -> Any:
+            return unset(number)  # its cell is empty
+
+        self.make, self.never = make, make_again
+        if len(self) < 0:
+            unset = make
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> Any:
+        return self.make(number)
+
+
+def test_a_dataset_that_holds_its_datamodule_is_cut_in_the_loader() -> None:
+    """The model is behind the Trainer, which is not looked through."""
+    callback = LOADER.callback(8, 4)
+    train(Task(), Augmenting(), callback)
+    assert callback._fit is not None
+    assert not callback._fit.source.cut_in_step
 
 
 class Padded(Dataset):

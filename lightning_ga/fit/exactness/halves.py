@@ -31,18 +31,17 @@ class Halves:
     def of(
         cls,
         take: Callable[[int, int], Any],
-        stop: int,
+        places: tuple[int, int | None, int],
         make_batch: Callable[[int], Any] | None = None,
         *,
-        start: int = 0,
-        middle: int | None = None,
         as_pieces: bool = False,
         on_device: bool = False,
     ) -> "Halves":
-        """Return the parts of a batch that ``take`` makes of its samples from ``start`` to ``stop``.
+        """Return the parts of a batch that ``take`` makes: ``places`` are its start, where it is cut, and its end.
 
         Without ``make_batch``, it makes the whole batch, too, which then is where the parts are.
         """
+        start, middle, stop = places
         middle = middle or (start + stop + 1) // 2
         return cls(
             parts=MicroBatches([take(start, middle), take(middle, stop)], as_pieces, on_device),
@@ -74,12 +73,12 @@ class SampleBatch:
 
     def loaded(self) -> Halves:
         """Return the halves as the loader makes them."""
-        return Halves.of(self._collate, self.fetched, partial(self._collate, 0, self.fetched))
+        return Halves.of(self._collate, (0, None, self.fetched), partial(self._collate, 0, self.fetched))
 
     def cut(self, take: Callable[[int, int], Any]) -> Halves:
         """Return the halves as the step gets them by ``take``, which comes from ``slices``."""
         on_device = self._cut_on_device
-        return Halves.of(take, self.size, lambda _: self._collated, as_pieces=True, on_device=on_device)
+        return Halves.of(take, (0, None, self.size), lambda _: self._collated, as_pieces=True, on_device=on_device)
 
     def slices(self, *, anew: bool = False) -> Callable[[int, int], Any]:
         """Return the function by which the step cuts the batch, or makes parts of it ``anew`` out of its samples."""

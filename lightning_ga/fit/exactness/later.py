@@ -216,9 +216,8 @@ class LaterChecks:
                 if stop - start < 2 or (layers and stop - start < 4):  # BatchNorm refuses one sample
                     known = Exactness(None, tolerance, "batch_norm", layers=layers) if layers else None
                     return Remeasured(known, matters)
-                halves = Halves.of(
-                    slices.take, stop, start=start, middle=middle, as_pieces=as_pieces, on_device=on_device
-                )
+                places = start, middle, stop
+                halves = Halves.of(slices.take, places, as_pieces=as_pieces, on_device=on_device)
                 verdict = check.judge(batch_pass, halves)
                 if measured.verdict is None or verdict.cause != "unmeasured":
                     measured = Remeasured(verdict, matters)
