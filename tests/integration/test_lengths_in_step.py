@@ -36,11 +36,6 @@ def masked(samples: list[Any]) -> Batch:
     return {**batch, "attention_mask": (batch["words"] != 0).long()}
 
 
-def padding_masked(samples: list[Any]) -> Batch:
-    batch = pad(samples)
-    return {"hidden": batch["words"] == 0, **batch}
-
-
 def lengths(samples: list[Any]) -> torch.Tensor:
     return torch.tensor([len(each["words"]) for each in samples])
 
@@ -52,16 +47,6 @@ def with_lengths(samples: list[Any]) -> Batch:
 def with_list(samples: list[Any]) -> Batch:
     """Lengths as plain numbers, which are read of collated samples only."""
     return {**pad(samples), "lengths": lengths(samples).tolist()}
-
-
-def with_pairs(samples: list[Any]) -> Batch:
-    return {**pad(samples), "lengths": lengths(samples), "pairs": pairs(samples)}
-
-
-def pairs(samples: list[Any]) -> torch.Tensor:
-    """Which words may look at which: two axes are padded."""
-    mask = pad(samples)["words"] != 0
-    return mask[:, :, None] & mask[:, None, :]
 
 
 def to_one_width(samples: list[Any]) -> Batch:
@@ -100,7 +85,7 @@ def windows(factor: int = 1) -> list[list[int]]:
     return [sum(BATCHES[start : start + factor], []) for start in range(0, len(BATCHES), factor)]
 
 
-COLLATES = [plain, masked, padding_masked, with_lengths, with_pairs, to_one_width, on_the_left]
+COLLATES = [plain, masked, with_lengths, to_one_width, on_the_left]
 
 
 @pytest.mark.parametrize("collate", COLLATES)
@@ -153,37 +138,6 @@ def test_batches_of_two_loaders_keep_their_proportion(collate: Any) -> None:
     assert windows_of(cut_up.micro_batches) == windows_of(whole.micro_batches)
     assert worst_error(cut_up.gradients, whole.gradients) <= 1e-12
     assert len(cut_up.shapes) > len(whole.shapes)
-
-
-@pytest.mark.parametrize("width", [None, LONGEST + 6])
-def test_a_mask_shows_which_axis_is_that_of_the_samples(width: int | None) -> None:
-    """All parts have two axes, and batches are of one size: padding is at the ends of samples."""
-    whole = to_one_width if width else masked
-    batches = [whole([DATA[number] for number in batch]) for batch in BATCHES[:-1]]
-    for batch in batches:
-        batch["number"] = batch["number"][:, None].expand(-1, batch["words"].shape[1]) * batch["attention_mask"]
-    module, _ = train(DataLoader(batches, batch_size=None), module=InTwoAxes())
-    assert worst_error(module.gradients, plain_gradients(DATA, windows()[:-1])) <= 1e-12
-    assert max(rows for rows, _ in module.shapes) > 4
-
-
-def with_positions(samples: list[Any]) -> Batch:
-    """One row of positions for all samples: words are the only axis that every part may have."""
-    batch = masked(samples)
-    return {**batch, "positions": torch.arange(batch["words"].shape[1])[None]}
-
-
-def test_words_are_not_taken_for_samples() -> None:
-    batches = [with_positions([DATA[number] for number in batch]) for batch in BATCHES[:-1]]
-    with pytest.raises(UserError, match="allow for no reading or for several"):
-        train(DataLoader(batches, batch_size=None))
-
-
-class InTwoAxes(Reading):
-    """Samples have their numbers at each word."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step({**batch, "number": batch["number"].amax(1)}, batch_idx)
 
 
 def test_the_plan_in_words() -> None:
@@ -278,11 +232,6 @@ def test_batches_that_show_no_lengths_are_refused() -> None:
             train(batches, size_of=size_of)
 
 
-def test_a_function_of_the_dataset_is_refused() -> None:
-    with pytest.raises(UserError, match="size_of= and micro_batching='step' do not go together"):
-        train(ready_made(), size_of=lambda data, index: 1)
-
-
 class Splits(Reading):
     def split_batch(self, batch: Any, sizes: Any) -> Iterator[Any]:
         parts = {name: value.split(sizes) for name, value in batch.items()}
@@ -304,12 +253,6 @@ def test_windows_of_a_stream_are_sorted_when_they_are_read(num_workers: int) -> 
     assert worst_error(module.gradients, plain_gradients(DATA, expected)) <= 1e-12
     assert all(rows == 1 or rows * columns <= callback.plan.size_budget for rows, columns in module.shapes)
     assert sum(rows * columns for rows, columns in module.shapes) < 0.6 * SIZE * LONGEST
-
-
-def test_a_stream_needs_what_its_batches_show() -> None:
-    loader = DataLoader(StreamOf(DATA), 16, collate_fn=masked)
-    with pytest.raises(UserError, match="a stream has no indices: .* size_of='attention_mask'"):
-        train(loader, micro_batching="loader", size_of=lambda data, index: 1)
 
 
 class OnRanks(Reading):

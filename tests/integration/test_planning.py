@@ -239,39 +239,3 @@ def test_a_wrong_argument_is_refused(arguments: dict[str, Any], message: str) ->
     given = {"module": Pictures(), "data": loader(), "device_memory": "16GiB", **arguments}
     with pytest.raises(UserError, match=message):
         plan_for_device(**given)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_sparse_gradients_are_taken_at_their_largest() -> None:
-    """Which rows are the same, nobody knows."""
-
-    class Sparse(Pictures):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Embedding(10, 8, sparse=True)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch[1]).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SparseAdam(self.parameters())
-
-    assert plan_for_device(Sparse(), loader(), "16GiB").unreliable[0].startswith("sparse gradients")
-
-
-class Sequences(Pictures):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.LSTM(8, 8, batch_first=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0].flatten(1, 2))[0].square().mean()
-
-
-def test_a_recurrent_layer_is_unreliable() -> None:
-    """Its flat list of weights is found all the same, and put back."""
-    module = Sequences()
-    flat = list(module.net._flat_weights)
-    planned = plan_for_device(module, loader(), "16GiB")
-    assert planned.unreliable[0] == "net (LSTM): the workspace of recurrent kernels is not seen"
-    assert all(a is b for a, b in zip(module.net._flat_weights, flat))

@@ -1,104 +1,314 @@
-"""Effective batch and factor by epoch, also after a resume in the middle of one and in a second fit."""
+"""Effective batches and factors by epoch, step and samples: each window is the one that a plain loop cuts."""
 
 import pickle
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from reference import Regression, Samples, StreamOf, Validated, cut, fit, plain_loop, quiet_trainer, worst_error
-from torch.utils.data import DataLoader
+from pairing import every_pair
+from rank_records import joined, run_ranks
+from reference import (
+    Regression,
+    Samples,
+    SizedStreamOf,
+    StreamOf,
+    Validated,
+    fit,
+    flat_gradient,
+    loss,
+    network,
+    permutation,
+    quiet_trainer,
+    worst_error,
+)
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_ga import AutoAccumulate, ExactnessWarning
+from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
+from lightning_ga.schedule import by_samples, by_step, from_lr_decay, geometric, linear, seesaw
+
+SIZE, EPOCHS, SEED = 53, 3, 7
+
+# By name: the schedule, and the count that a plain loop reads off it by hand, of (epoch, step, samples seen).
+Count = Callable[[int, int, int], int]
+SCHEDULES: dict[str, tuple[Any, Count]] = {
+    "by_step": (by_step({0: 8, 3: 12, 9: 4}), lambda e, k, n: 8 if k < 3 else 12 if k < 9 else 4),
+    "by_samples": (by_samples({0: 4, 20: 8, 70: 16}), lambda e, k, n: 4 if n < 20 else 8 if n < 70 else 16),
+    "linear": (linear(4, 24, steps=5), lambda e, k, n: min(24, 4 + 4 * k)),
+    "geometric": (geometric(4, 32, steps=9), lambda e, k, n: min(32, 4 * 2 ** (k // 3))),
+    "seesaw": (seesaw(8, samples=160), lambda e, k, n: 8 if n < 80 else 16),
+    "by epoch": ({0: 4, 1: 10, 2: 20}, lambda e, k, n: (4, 10, 20)[e]),
+    "callable": (lambda epoch: (4, 10, 10)[epoch], lambda e, k, n: (4, 10, 10)[e]),
+    "decay": (from_lr_decay(4, milestones=[1, 2], gamma=0.5), lambda e, k, n: 4 * 2**e),
+}
 
 
-class Factors(pl.Callback):
-    """Notes the factor of every epoch, and the plan's."""
+def windows_of(count: Count, orders: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What a plain loop would cut, one epoch's order after the other."""
+    windows: list[list[int]] = []
+    seen = 0
+    for epoch, order in enumerate(orders):
+        start = 0
+        while start < len(order):
+            windows.append(list(order[start : start + count(epoch, len(windows), seen)]))
+            start, seen = start + len(windows[-1]), seen + len(windows[-1])
+    return windows
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, idx: int) -> None:
-        pair = (trainer.current_epoch, trainer.accumulate_grad_batches)
-        if pair not in self.seen:
-            self.seen.append(pair)
+def plain_training(data: Samples, windows: list[list[int]], rates: list[float]) -> list[torch.Tensor]:
+    """Gradients of plain SGD in which each window is one batch, with a rate of its own."""
+    net, gradients = network(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for window, rate in zip(windows, rates, strict=True):
+        optimizer.zero_grad()
+        loss(net, data.inputs[window], data.targets[window]).backward()
+        gradients.append(flat_gradient(net))
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+    return gradients
+
+
+IN_ORDER = [range(SIZE)] * EPOCHS
+SHUFFLED = [permutation(SIZE, SEED, epoch) for epoch in range(EPOCHS)]
+LOADERS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "in order": (lambda: DataLoader(Samples(SIZE), 4), IN_ORDER),
+    "shuffled": (lambda: DataLoader(Samples(SIZE), 4, shuffle=True), SHUFFLED),
+    "workers": (lambda: DataLoader(Samples(SIZE), 4, shuffle=True, num_workers=2), SHUFFLED),
+    "stream": (lambda: DataLoader(StreamOf(Samples(SIZE)), 4), IN_ORDER),
+    "sized stream": (lambda: DataLoader(SizedStreamOf(Samples(SIZE)), 4), IN_ORDER),
+    "batch sampler": (
+        lambda: DataLoader(Samples(SIZE), batch_sampler=Own(SequentialSampler(range(SIZE)), 4, False)),
+        IN_ORDER,
+    ),
+    "ready-made": (lambda: ReadyMade(), IN_ORDER),
+}
+STREAMS = (
+    "stream",
+    "sized stream",
+    "ready-made",
+)  # they begin anew: a resume in mid-epoch repeats samples, as in stock
+
+
+class Own(BatchSampler):
+    """A batch sampler of the user's own, whose batches are not mixed."""
+
+
+class ReadyMade:
+    """Batches that are no DataLoader's."""
+
+    def __iter__(self) -> Any:
+        return iter(DataLoader(Samples(SIZE), 4))
+
+
+class SaveAll(pl.Callback):
+    """A checkpoint after every optimizer step, and the factor in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.factors = folder, list[int]()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+            self.factors.append(trainer.accumulate_grad_batches)
+
+
+def in_order(samples: int = 48, batch_size: int = 4) -> Any:
+    return DataLoader(Samples(samples), batch_size)
+
+
+def train(loader: Any, *callbacks: pl.Callback, **settings: Any) -> tuple[Any, pl.Trainer]:
+    return fit(loader, *callbacks, **{"max_epochs": EPOCHS, "seed": SEED, **settings})
+
+
+def scheduled(schedule: Any, micro_batch: Any = 2, **settings: Any) -> AutoAccumulate:
+    return AutoAccumulate(schedule, micro_batch_size=micro_batch, verify=False, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:from_lr_decay ends with")
+@pytest.mark.filterwarnings("ignore:.*number of training batches")
+@pytest.mark.filterwarnings("ignore:Several data workers")
+@every_pair(name=list(SCHEDULES), loader=list(LOADERS), mode=["loader", "step"], micro_batch=[1, 3, 4, 100])
+def test_each_window_is_that_of_a_plain_loop(
+    name: str, loader: str, mode: Any, micro_batch: int, tmp_path: Path
+) -> None:
+    """In the middle of epochs too, whatever cuts the batches; and after a resume at any window.
+
+    Rows hold every pair of values, and resume at every third window, from one of the first three on, by turns. The
+    count of steps in advance is right where the data have an end that is known.
+    """
+    schedule, count = SCHEDULES[name]
+    make, orders = LOADERS[loader]
+    windows, data = windows_of(count, orders), Samples(SIZE)
+
+    ours = scheduled(schedule, micro_batch, micro_batching=mode)
+    module, trainer = train(make(), ours, SaveAll(tmp_path))
+    assert module.windows == windows
+    falls = len(windows) if name != "seesaw" else next(k for k in range(99) if sum(map(len, windows[:k])) >= 80)
+    rates = [0.1] * falls + [0.1 / 2**0.5] * (len(windows) - falls)
+    assert worst_error(module.gradients, plain_training(data, windows, rates)) <= 1e-12
+    assert trainer.global_step == len(windows)
+    assert ours.optimizer_steps() == (None if loader in ("stream", "ready-made") else len(windows))
+    ends = [step for step in range(1, len(windows)) if sum(map(len, windows[:step])) % SIZE == 0]
+    first = 1 + (list(SCHEDULES).index(name) + list(LOADERS).index(loader)) % 3
+    for turn, step in enumerate(ends if loader in STREAMS else range(first, len(windows), 3)):
+        resumed, _ = train(
+            make(), scheduled(schedule, (2, 4, 7)[turn % 3], micro_batching=mode), ckpt_path=tmp_path / f"{step}.ckpt"
+        )
+        assert resumed.windows[step:] == windows[step:]
+        assert worst_error(resumed.gradients, module.gradients[step:]) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("loader", ["in order", "shuffled", "batch sampler", "stream"])
+@pytest.mark.parametrize(
+    ("schedule", "factor"),
+    [
+        (by_step({0: 1, 4: 3}), lambda e, k: 1 if k < 4 else 3),
+        ({1: 3}, lambda e, k: 3 if e else 1),
+        (3, lambda e, k: 3),
+    ],
+    ids=["by step", "by epoch, of which the first is one", "constant"],
+)
+def test_the_factor_follows_the_schedule_too(
+    schedule: Any, factor: Any, loader: str, mode: Any, tmp_path: Path
+) -> None:
+    """A factor counts micro-batches of the size that fits, or the recipe's batches in step mode."""
+    make, orders = LOADERS[loader]
+    windows = windows_of(lambda e, k, n: 4 * factor(e, k), orders)
+
+    def callback() -> AutoAccumulate:
+        return scheduled(None, 4, accumulate=schedule, micro_batching=mode)
+
+    ours, saver = callback(), SaveAll(tmp_path)
+    module, _ = train(make(), ours, saver)
+    assert module.windows == windows
+    assert saver.factors[0] == factor(0, 0)
+    assert saver.factors[-1] == 3
+    assert ours.optimizer_steps() == (None if loader == "stream" else len(windows))
+    ends = [step for step in range(4, 99) if sum(map(len, windows[:step])) % SIZE == 0]
+    step = ends[0] if loader == "stream" else 9
+    resumed, _ = train(make(), callback(), ckpt_path=tmp_path / f"{step}.ckpt")
+    assert resumed.windows[step:] == windows[step:]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["by_samples", "linear", "geometric"])
+def test_ranks_cut_the_windows_of_one(name: str, tmp_path: Path) -> None:
+    """Two ranks and three, and a resume on another number of them in mid-epoch."""
+    schedule, count = SCHEDULES[name]
+    windows = [sorted(window) for window in windows_of(count, LOADERS["shuffled"][1])]
+    settings: dict[str, Any] = {"size": SIZE, "batch_size": 2, "trainer": {"max_epochs": EPOCHS}}
+    accumulate = {"effective_batch_size": schedule, "micro_batch_size": 3, "verify": False}
+    two = run_ranks(tmp_path / "two", ranks=2, accumulate=accumulate, save=True, **settings)
+    assert joined(two) == windows
+    step = 6 if name == "geometric" else 8
+    settings["ckpt_path"] = str(tmp_path / "two" / f"step{step}.ckpt")
+    alone, _ = train(LOADERS["shuffled"][0](), AutoAccumulate(**accumulate), ckpt_path=settings["ckpt_path"])
+    assert [sorted(window) for window in alone.windows[step:]] == windows[step:]
+    three = run_ranks(tmp_path / "three", ranks=3, accumulate=accumulate, **settings)
+    assert joined(three)[step:] == windows[step:]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_ranks_with_streams_of_their_own_see_samples_of_all(mode: str, tmp_path: Path) -> None:
+    """Each rank has its half of a window; ends of streams count what they held, on every rank."""
+    accumulate = {"effective_batch_size": by_samples({0: 4, 40: 8, 60: 12}), "micro_batch_size": 6}
+    settings = {"size": 45, "batch_size": 6, "loader": "stream", "trainer": {"max_epochs": EPOCHS}}
+    records = run_ranks(tmp_path, ranks=2, accumulate={**accumulate, "micro_batching": mode}, **settings)
+    # 23 and 22 samples an epoch: windows of 4 (2 a rank) up to 40 samples, then of 8, of which the last holds 5.
+    totals = [len(set(a) | set(b)) for a, b in zip(*(record["windows"] for record in records))]
+    assert totals == [*[4] * 10, 5, 8, 8, 12, 12, 5, 12, 12, 12, 9]
+
+
+def test_the_recipe_decides_when_validation_is_due(micro_batching: Any) -> None:
+    """``val_check_interval`` counts its batches, whatever windows have become; a window that is open ends first."""
+    callback = scheduled(by_step({0: 4, 3: 12}))
+    module, _ = train(in_order(), callback, module=Validated(), max_epochs=1, val_check_interval=3)
+    # After 3, 6, 9 and 12 batches: 12 samples are 3 steps, then windows of 12 follow.
+    assert module.steps_at_validation == [3, 4, 5, 6]
+    assert [len(window) for window in module.windows] == [4, 4, 4, 12, 12, 12]
+
+
+def test_the_plan_is_that_of_the_current_window() -> None:
+    """``callback.plan`` and ``trainer.accumulate_grad_batches`` change at a window's border, not in a ragged one."""
+    seen: list[tuple[int, int, int]] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            factor = trainer.accumulate_grad_batches
+            seen.append((callback.plan.effective_batch_size, callback.plan.factor, batch_idx % factor))  # type: ignore[union-attr]
+
+    callback = scheduled(linear(2, 6, steps=2), micro_batching="loader")
+    _, trainer = train(in_order(15), callback, Watch(), max_epochs=1)
+    assert seen == [(2, 1, 0), (4, 2, 0), (4, 2, 1), (6, 3, 0), (6, 3, 1), (6, 3, 2), (6, 3, 0), (6, 3, 1)]
+    assert type(trainer.accumulate_grad_batches) is int
+
+
+def test_the_probe_tries_what_the_largest_window_needs() -> None:
+    """A limit that holds the first windows alone would run out of memory later."""
+    callback = AutoAccumulate(by_step({0: 4, 5: 24}), cache=False)
+    train(in_order(), callback, max_epochs=2)
+    assert callback.probe is not None
+    assert callback.probe.limit == (24 if callback._options.micro_batching == "loader" else 4)
 
 
 @pytest.mark.parametrize(
-    "schedule", [{0: 4, 1: 10, 3: 20}, lambda epoch: (4, 10, 10, 20)[epoch]], ids=["mapping", "callable"]
+    ("schedule", "count"),
+    [
+        (by_samples({0: 4, 60: 8}), lambda e, k, n: 4 if n < 60 else 8),
+        ({0: 4, 2: 12}, lambda e, k, n: 4 if e < 2 else 12),
+    ],
 )
-def test_the_effective_batch_follows_the_epoch(schedule: object, micro_batching: str) -> None:
-    """Every epoch's gradients are those of its own whole batch; the factor counts what the loader yields."""
-    dataset = Samples(30)
-    factors = Factors()
-    module, _ = fit(
-        DataLoader(dataset, batch_size=4), AutoAccumulate(schedule, micro_batch_size=5), factors, max_epochs=4
-    )
-    windows = [window for size in (4, 10, 10, 20) for window in cut(range(30), size)]
-    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
-    yielded = 5 if micro_batching == "loader" else 4  # micro-batches, or the recipe's batches
-    assert factors.seen == [(epoch, -(-size // yielded)) for epoch, size in enumerate((4, 10, 10, 20))]
-
-
-@pytest.mark.parametrize("schedule", [3, {0: 1, 1: 3}, {1: 3}, lambda epoch: 3 if epoch else 1])
-def test_the_factor_follows_the_epoch(schedule: object) -> None:
-    """``accumulate`` fixes the factor; before a mapping's first epoch it is one."""
-    dataset = Samples(30)
-    factors = Factors()
-    module, _ = fit(DataLoader(dataset, batch_size=4), AutoAccumulate(accumulate=schedule, micro_batch_size=4), factors)
-    first = 3 if schedule == 3 else 1
-    assert factors.seen == [(0, first), (1, 3)]
-    windows = cut(range(30), 4 * first) + cut(range(30), 12)
-    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
-
-
-def test_a_second_fit_of_the_same_trainer_goes_on_with_the_schedule(micro_batching: str) -> None:
-    """The factor that the first fit left in the trainer is not taken for the recipe's."""
-    dataset = Samples(24)
-    factors = Factors()
-    callback = AutoAccumulate({0: 4, 2: 12}, micro_batch_size=2)
-    module, trainer = fit(DataLoader(dataset, batch_size=4), callback, factors, max_epochs=2)
-    yielded = 2 if micro_batching == "loader" else 4
-    assert trainer.accumulate_grad_batches == 4 // yielded
+def test_a_second_fit_goes_on_with_epochs_steps_and_samples(schedule: Any, count: Count) -> None:
+    """All count from the start of training; the factor that the first fit left is not taken for the recipe's."""
+    module, trainer = train(in_order(32), scheduled(schedule), max_epochs=1)
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, DataLoader(dataset, batch_size=4))
-    assert factors.seen == [(0, 4 // yielded), (1, 4 // yielded), (2, 12 // yielded)]
+    trainer.fit(module, in_order(32))
+    assert module.windows == windows_of(count, [range(32)] * 3)
 
 
-def test_the_schedule_holds_after_a_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    """Lightning's own scheduler trains on at factor 1 there."""
-    dataset = Samples(30)
-    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    same_key = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=0)
-    schedule = {0: 10, 1: 15}
-    whole, _ = fit(
-        DataLoader(dataset, batch_size=5),
-        AutoAccumulate(schedule, micro_batch_size=5),
-        checkpoint,
-        enable_checkpointing=True,
-    )
-    factors = Factors()
-    resumed, _ = fit(
-        DataLoader(dataset, batch_size=5),
-        AutoAccumulate(schedule, micro_batch_size=5),
-        factors,
-        same_key,
-        enable_checkpointing=True,
-        ckpt_path=tmp_path / "step=4.ckpt",
-    )
-    assert factors.seen == [(1, 3)]
-    assert worst_error(resumed.gradients, whole.gradients[4:]) <= 1e-12
+def test_a_checkpoint_of_stock_lightning_knows_steps_and_samples(tmp_path: Path) -> None:
+    """The loop's counts tell how many there have been."""
+    train(in_order(), SaveAll(tmp_path), max_epochs=2)
+    for schedule in (by_step({0: 4, 16: 8}), by_samples({0: 4, 64: 8})):
+        for step in (12, 14):
+            module, _ = train(in_order(), scheduled(schedule, 4), ckpt_path=tmp_path / f"{step}.ckpt", max_epochs=2)
+            assert [len(window) for window in module.windows[step:]] == [4] * (16 - step) + [8] * 4
+
+
+def test_another_schedule_after_a_resume_holds_from_the_step_on(tmp_path: Path) -> None:
+    """The windows before are what they were: neither steps nor samples are counted by the new schedule."""
+    train(in_order(), scheduled(4, 4), SaveAll(tmp_path), max_epochs=1)
+    later = scheduled(by_step({0: 16, 6: 6, 8: 10}), 3)
+    module, _ = train(in_order(), later, ckpt_path=tmp_path / "5.ckpt", max_epochs=1)
+    assert module.windows[5:] == [list(range(20, 36)), list(range(36, 42)), list(range(42, 48))]
+
+
+@pytest.mark.parametrize("loader", ["batch sampler", "ready-made"])
+def test_a_later_window_that_cannot_be_cut_is_refused_at_the_start(loader: str) -> None:
+    """Before any work is lost, though the first windows could have been trained on."""
+    module = Regression()
+    with pytest.raises(UserError, match="effective_batch_size=6 is no whole number of batches"):
+        train(LOADERS[loader][0](), scheduled(by_step({0: 4, 9: 6}), 4), module=module)
+    assert module.micro_batches == []
+
+
+def test_growth_beyond_a_tenth_of_the_data_is_warned_of() -> None:
+    """There a larger batch no longer does what a lower rate does."""
+    with pytest.warns(ExactnessWarning, match="ends with batches of 10 samples, above a tenth of the 60 of an epoch"):
+        train(in_order(60, 2), scheduled(from_lr_decay(2, milestones=[1], gamma=0.2)), max_epochs=2)
 
 
 @pytest.mark.parametrize("schedule", [None, 8, {0: 8, 2: 4}])
 def test_the_callback_can_be_pickled(schedule: object) -> None:
     callback = AutoAccumulate(schedule, micro_batch_size=4)
-    fit(DataLoader(Samples(16), batch_size=8), callback, max_epochs=1)
+    train(in_order(16, 8), callback, max_epochs=1)
     copied = pickle.loads(pickle.dumps(callback))
     assert copied.plan is None
-    fit(DataLoader(Samples(16), batch_size=8), copied, max_epochs=1)
+    train(in_order(16, 8), copied, max_epochs=1)
     assert copied.plan == callback.plan
 
 
@@ -111,26 +321,19 @@ def test_a_failed_fit_leaves_the_trainer_as_it_was() -> None:
 
     trainer = quiet_trainer(AutoAccumulate(micro_batch_size=1), accumulate_grad_batches=2)
     with pytest.warns(ExactnessWarning, match="on purpose"), pytest.raises(RuntimeError, match="on purpose"):
-        trainer.fit(Failing(), DataLoader(Samples(8), batch_size=4))
+        trainer.fit(Failing(), in_order(8))
     assert trainer.accumulate_grad_batches == 2
     assert "setup_data" not in vars(trainer.fit_loop)
     assert "dataloader" not in vars(trainer.fit_loop._data_source)
 
 
 class ByEpoch(Validated):
-    """Notes the learning rate of every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates: list[float] = []
+    """A rate that halves with each epoch, and is noted with every step."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
+        optimizer, self.rates = super().configure_optimizers(), list[float]()
+        optimizer.register_step_pre_hook(lambda chosen, *_: self.rates.append(chosen.param_groups[0]["lr"]))
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        super().on_before_optimizer_step(optimizer)
-        self.rates.append(optimizer.param_groups[0]["lr"])
 
 
 @pytest.mark.parametrize("micro_batch", [4, 3])

@@ -55,28 +55,21 @@ def test_steps_are_counted_in_advance(arguments: dict[str, Any], settings: dict[
         assert module.estimate == module.steps
 
 
-@pytest.mark.loader_only(reason="it is without the callback, and need not run twice")
-def test_steps_are_counted_without_the_callback_too() -> None:
+def test_a_stream_has_no_count() -> None:
+    """The answer is then Lightning's own, with the callback or without it."""
+    for callbacks in ([], [AutoAccumulate(micro_batch_size=2)]):
+        stream = DataLoader(StreamOf(Samples(30)), batch_size=4)
+        module, _ = fit(stream, *callbacks, module=Scheduled(), max_steps=5)
+        assert module.steps == 5
     module, trainer = fit(loader(), module=Scheduled(), accumulate_grad_batches=3)
     assert module.steps == trainer.global_step == 6
-
-
-def test_a_stream_has_no_count() -> None:
-    """The answer is then Lightning's own."""
-    module, _ = fit(
-        DataLoader(StreamOf(Samples(30)), batch_size=4),
-        AutoAccumulate(micro_batch_size=2),
-        module=Scheduled(),
-        max_steps=5,
-    )
-    assert module.steps == 5
 
 
 def cosine(optimizer: Any, steps: int) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 
 
-def one_cycle_too_long(optimizer: Any, steps: int) -> Any:
+def four_times(optimizer: Any, steps: int) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4 * steps)
 
 
@@ -87,8 +80,10 @@ def test_a_horizon_that_is_right_says_nothing() -> None:
 
 
 def test_a_horizon_that_is_wrong_warns_with_both_numbers() -> None:
+    """But where stock Lightning takes as many steps, it is the user's own."""
     with pytest.warns(ExactnessWarning, match="OneCycleLR ends after 32 steps and training takes 8"):
-        fit(loader(), AutoAccumulate(8, micro_batch_size=3), module=Scheduled(one_cycle_too_long))
+        fit(loader(), AutoAccumulate(8, micro_batch_size=3), module=Scheduled(four_times))
+    fit(loader(), AutoAccumulate(micro_batch_size=3), module=Scheduled(four_times))
 
 
 @pytest.mark.parametrize("frequency", [1, 2, 3])

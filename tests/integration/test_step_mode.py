@@ -7,10 +7,8 @@ import pytest
 import torch
 from reference import Regression, Samples, fit, plain_loop, worst_error
 from torch.utils.data import DataLoader
-from wide import Wide
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.testing import limit_memory
 
 SAMPLES, BATCH = 45, 8  # a ragged batch, in a ragged window where the factor is 2 or 4
 
@@ -51,23 +49,3 @@ def test_steps_that_return_nothing() -> None:
     fit(loader(), in_step(3), module=module, max_epochs=1, accumulate_grad_batches=2)
     windows = [[0, 1, 2, 6, 7], list(range(16, 32)), list(range(32, 45))]
     assert worst_error(module.gradients, plain_loop(Samples(SAMPLES), windows)) <= 1e-12
-
-
-def test_the_limit_counts_the_whole_batch_where_it_lies_in_the_same_memory() -> None:
-    """On a CPU what is cut off a batch is not freed: a fit at the limit found never runs out."""
-
-    def train(micro_batch: int | str, on_oom: str = "raise") -> AutoAccumulate:
-        callback = AutoAccumulate(micro_batch_size=micro_batch, micro_batching="step", verify=False, on_oom=on_oom)
-        data = Samples(512)
-        with limit_memory(60_000):
-            fit(DataLoader(data, batch_size=256), callback, module=Wide(), max_epochs=1)
-        return callback
-
-    probed = train("auto", on_oom="split")
-    limit = probed.probe.limit
-    assert probed.oom_events == 0
-    assert 1 < limit < 40
-    assert dict(probed.probe.curve)[limit + 1] > 60_000
-    train(limit)
-    with pytest.raises(torch.OutOfMemoryError):
-        train(2 * limit)

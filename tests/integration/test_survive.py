@@ -10,11 +10,9 @@ import torchmetrics
 from faults import Arm, Faults
 from reference import FEATURES, Regression, Samples, fit, loss, quiet_trainer, worst_error
 from torch.utils.data import DataLoader
-from wide import Wide
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.snapshot.savepoint import Savepoint
-from lightning_ga.testing import limit_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
 MODES = pytest.mark.parametrize("mode", ["loader", "step"])
@@ -23,11 +21,10 @@ MODES = pytest.mark.parametrize("mode", ["loader", "step"])
 class Watched(Regression):
     """Logs, has a metric, and running statistics that a failed attempt must not move."""
 
-    def __init__(self, normalized: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.register_buffer("tracked", torch.zeros((), dtype=torch.int64))
         self.error = torchmetrics.MeanSquaredError()
-        self.normalized = normalized
         self.outputs: list[Any] = []
         self.sizes: list[int] = []
 
@@ -141,27 +138,6 @@ def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
     assert f"({FEATURES},)" in message.replace(f"(1, {FEATURES})", f"({FEATURES},)")
     for way_out in ("precision", "checkpointing", "memory_budget"):
         assert way_out in message
-
-
-@MODES
-def test_a_real_device_that_is_too_small(mode: str) -> None:
-    """Micro-batches of 40 under a budget that holds about 20."""
-
-    class Plain(Wide):
-        configure_optimizers = Regression.configure_optimizers
-
-    def run(budget: str | int) -> Any:
-        callback = AutoAccumulate(40, micro_batch_size=40, micro_batching=mode, verify=False)
-        torch.manual_seed(0)
-        module = Plain()
-        with limit_memory(budget):
-            fit(DataLoader(Samples(100), batch_size=40), callback, module=module)
-        return module, callback
-
-    whole, _ = run("1GiB")
-    small, callback = run(45_000)
-    assert callback.oom_events >= 1
-    close(list(small.parameters()), list(whole.parameters()))
 
 
 class Evaluated(Regression):

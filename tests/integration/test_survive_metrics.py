@@ -136,12 +136,6 @@ def test_a_metric_counts_each_batch_once(kind: str, updates: bool) -> None:
     close(module.values, expected(kind, since=FAILS - 1, size=BATCH // 2, updates=updates))
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_a_metric_sees_pieces_as_one_batch(kind: str) -> None:
-    ours = AutoAccumulate(micro_batch_size=3, micro_batching="step", verify=False)
-    close(train(Measured(ALL[kind]), ours).values, expected(kind, since=0, size=3))
-
-
 @pytest.mark.parametrize("kind", [pytest.param("groups", marks=pytest.mark.slow), "plain", "running"])
 def test_memory_runs_out_at_any_operation_of_a_metric(kind: str) -> None:
     """What ``forward`` sets while it runs, whether ranks are asked and graphs are kept, is as before too."""

@@ -13,9 +13,7 @@ from true_support import (
     FEATURES,
     LOADER,
     Case,
-    Memory,
     Task,
-    Trained,
     Way,
     cut_rightly,
     each_cut,
@@ -28,7 +26,7 @@ from true_support import (
     train,
 )
 
-from lightning_ga import AutoAccumulate, UserError
+from lightning_ga import UserError
 
 
 def whole_batches() -> DataLoader[Any]:
@@ -48,19 +46,6 @@ class Centered(Task):
 @each_oom
 def test_a_first_buffer_that_comes_at_the_start_is_there_after_an_error(way: Way) -> None:
     cut_rightly(Case(Centered, whole_batches), way)
-
-
-def test_buffers_of_layers_that_had_none_are_there_after_an_error() -> None:
-    """Pruning puts masks into layers at the end of an epoch."""
-    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-
-    def pruned(*ours: Any, memory: Memory | None = None) -> Trained:
-        masks = callbacks.ModelPruning("l1_unstructured", amount=0.2)
-        return train(Task(), whole_batches(), *ours, masks, memory=memory, max_epochs=2)
-
-    ours = pruned(AutoAccumulate(micro_batch_size=8, micro_batching="step"), memory=Memory(3, place="backward"))
-    assert ours.callback.oom_events == 1
-    assert error(ours, pruned()) <= 1e-12
 
 
 class Rollouts(IterableDataset):
@@ -223,19 +208,6 @@ def test_gradients_keep_their_graph_over_a_window(way: Way) -> None:
     assert error(ours, stock) <= 1e-12
 
 
-def test_a_horizon_that_is_the_users_own_says_nothing() -> None:
-    """As stock Lightning takes as many steps, whatever the horizon."""
-
-    class Cycled(Task):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [
-                {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 50), "interval": "step"}
-            ]
-
-    assert train(Cycled(), whole_batches(), AutoAccumulate(micro_batch_size=3)).told == []
-
-
 class WarmedUp(Task):
     """The learning rate is set before the optimizer's step, in which the last backward pass of a window runs."""
 
@@ -278,7 +250,7 @@ class Multiscale:
 
 
 @each_cut
-@pytest.mark.parametrize("every", [1, 3, 10])
+@pytest.mark.parametrize("every", [1, 10])
 def test_a_collate_function_that_counts_its_batches_is_told(every: int, way: Way) -> None:
     case = Case(Task, lambda: DataLoader(pairs(96), batch_size=8, collate_fn=Multiscale(every)))
     if way.mode == "step":

@@ -4,35 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset
 from true_support import Case, Task, each_way, error, network, one_pass, pairs, run, train
 
 from lightning_ga import AutoAccumulate, UserError
-
-
-class Classes(Task):
-    """One class in nine is rare, and weighs more."""
-
-    def __init__(self) -> None:
-        super().__init__(outputs=2)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        weights = torch.tensor([0.2, 5.0], dtype=torch.float64)
-        return cross_entropy(self.predict(batch[0]), batch[1], weight=weights)
-
-
-def of_rare_classes() -> DataLoader[Any]:
-    samples = [(x, int(number % 9 == 4)) for number, (x, _) in enumerate(pairs(36))]
-    return DataLoader(samples, batch_size=12)
-
-
-@each_way
-def test_a_rare_class_is_among_the_samples_that_are_measured(way: Any) -> None:
-    ours = run(Case(Classes, of_rare_classes, 12, 4), way)
-    assert ours.cause == "weighted"
-    assert len(ours.told) == (0 if way.fails else 1)
-    assert "same result" not in " ".join(ours.ran_out)
 
 
 class Mined(Task):

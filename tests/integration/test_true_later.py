@@ -185,7 +185,7 @@ def test_kinds_of_samples_that_come_later_are_measured(name: str, way: Way, monk
         assert any(f"normalize={counter}" in text for text in ours.told)
 
 
-@pytest.mark.parametrize("places", [(5,), (0,), (7,), (0, 1), (0, 2), (5, 6), (0, 4), (1, 3, 5, 7)], ids=str)
+@pytest.mark.parametrize("places", [(5,), (0, 1), (0, 4), (1, 3, 5, 7)], ids=str)
 @each_cut
 def test_a_rare_sample_is_found_wherever_it_lies_in_its_batch(places: tuple[int, ...], way: Way) -> None:
     """In any piece, and also where the halves of a piece hold as many."""
@@ -272,12 +272,6 @@ class Averaged(Task):
             old.lerp_(new.detach(), 0.1)
 
 
-class ReadsAverage(Averaged):
-    def loss(self, batch: Any) -> torch.Tensor:
-        predicted = self.predict(batch[0])
-        return mse_loss(predicted, batch[1]) + mse_loss(predicted, self.average(batch[0]) + 1)
-
-
 @each_way
 def test_an_average_that_no_loss_reads_is_no_matter(way: Way) -> None:
     ours = run(Case(Averaged, loader), way, max_epochs=2)
@@ -285,13 +279,6 @@ def test_an_average_that_no_loss_reads_is_no_matter(way: Way) -> None:
     assert ours.told == []
     assert ours.cause == "exact"
     assert all("hook" not in text and "Its gradient" not in text for text in ours.ran_out)
-
-
-@each_cut
-def test_an_average_that_the_loss_reads_matters(way: Way) -> None:
-    ours = run(Case(ReadsAverage, loader), way, max_epochs=2)
-    assert ours.cause == "stateful"
-    assert len(ours.told) == 1
 
 
 class Normalized(Task):

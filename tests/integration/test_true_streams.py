@@ -7,9 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.trainer import call
 from pairing import every_pair
-from reference import quiet_trainer
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 from true_support import (
@@ -29,7 +27,6 @@ from true_support import (
 )
 
 from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.compat import trial_steps
 
 MODES = pytest.mark.parametrize("mode", ["loader", "step"])
 
@@ -67,13 +64,6 @@ class IterableSlice:
         yield from islice(self.stream, self.length)
 
 
-class OwnIterator(IterableSlice):
-    """The same, which hands its iterator out."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.stream, self.length)
-
-
 class Endless(IterableDataset[Any]):
     """Samples of one stream; an epoch ends after some, and the next goes on."""
 
@@ -96,7 +86,6 @@ def endless_batches(size: int = 8) -> Iterator[Any]:
 
 STREAMS: dict[str, Callable[[], Any]] = {
     "IterableSlice": lambda: IterableSlice(endless_batches(), 4),
-    "islice": lambda: OwnIterator(endless_batches(), 4),
     "a dataset of samples": lambda: DataLoader(Endless(32), batch_size=8),
     "a dataset of batches": lambda: DataLoader(SlicedDataset(endless_batches(), 4), batch_size=None),
     "a dictionary of them": lambda: {"only": IterableSlice(endless_batches(), 4)},
@@ -233,46 +222,6 @@ def test_groups_are_trained_as_they_come_where_no_effective_batch_is_asked_for(w
     ours = run(case, way)
     assert all(len(set(groups)) == 1 for _, groups in Groups.noted)
     assert error(ours, one_pass(case)) <= 1e-12
-
-
-def loaders() -> Any:
-    return [DataLoader(pairs(32), batch_size=8), DataLoader(pairs(32), batch_size=8)]
-
-
-class Hooks(pl.Callback):
-    """Counts what it is called for."""
-
-    def __init__(self) -> None:
-        self.called: list[str] = []
-
-    def on_train_start(self, *_: Any) -> None:
-        self.called.append("start")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.called.append("batch")
-
-    def on_train_end(self, *_: Any) -> None:
-        self.called.append("end")
-
-
-@pytest.fixture
-def _hooks_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a test does to Lightning's function, the next one finds it as it was."""
-    monkeypatch.setattr(call, "_call_callback_hooks", call._call_callback_hooks)
-
-
-@pytest.mark.usefixtures("_hooks_as_they_were")
-def test_other_trainers_of_the_process_are_not_muted() -> None:
-    """Only the callbacks of the trainer whose probe runs hear nothing."""
-    data = DataLoader(pairs(16), batch_size=8)
-    mine, theirs = Hooks(), Hooks()
-    muted, other = quiet_trainer(mine, max_epochs=1), quiet_trainer(theirs, max_epochs=1)
-    with trial_steps.muted(muted):
-        other.fit(Task(), data)
-        muted.fit(Task(), data)
-    assert (mine.called, theirs.called) == ([], ["start", "batch", "batch", "end"])
-    quiet_trainer(mine, max_epochs=1).fit(Task(), data)
-    assert mine.called == theirs.called
 
 
 class Shared(IterableDataset[Any]):

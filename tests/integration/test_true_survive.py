@@ -1,10 +1,8 @@
 """What is said and done when memory runs out is true: of limits, results, random numbers and what a step gathers."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
-from faults import Faults
 from pairing import every_pair
 from torch.utils.data import DataLoader
 from true_support import (
@@ -16,11 +14,8 @@ from true_support import (
     Queued,
     Summed,
     Task,
-    Trained,
     Way,
-    cut_rightly,
     each_oom,
-    each_way,
     error,
     one_pass,
     pairs,
@@ -29,7 +24,6 @@ from true_support import (
 )
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.compat.logs import LogBuffer
 
 MODES = pytest.mark.parametrize("mode", ["loader", "step"])
 
@@ -57,11 +51,6 @@ def test_the_limit_falls_below_what_failed_each_time(mode: str) -> None:
     ours = train(Task(), loader(24), callback, memory=memory)
     assert max(memory.sizes[5:]) < 6
     assert error(ours, train(Task(), loader(24))) <= 1e-12
-
-
-@each_way
-def test_parts_are_as_one_pass(way: Way) -> None:
-    cut_rightly(Case(Task, lambda: loader(8)), way)
 
 
 INEXACT = {
@@ -96,58 +85,3 @@ def test_what_was_not_measured_is_not_called_the_same(way: Way) -> None:
     ours = train(case.module(), case.loader(), way.callback(8, 3, verify=False), memory=way.memory())
     assert error(ours, one_pass(case)) <= 1e-12
     assert "same result" not in ours.ran_out[0]
-
-
-class MetaTensor(torch.Tensor):
-    """A tensor that runs code of its own in every operation, as MONAI's does."""
-
-    within = False
-    operations: ClassVar[list[bool]] = []  # of training: whether each was within a step
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if Memory.in_use is not None and Memory.in_use.armed:
-            MetaTensor.operations.append(MetaTensor.within)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-class LogsTensors(Task):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        MetaTensor.within = True
-        value = self.loss(batch)
-        self.log("loss", value.detach().clone().as_subclass(MetaTensor), on_step=True, on_epoch=True)
-        MetaTensor.within = False
-        return value
-
-
-def logged(trained: Trained) -> list[float]:
-    return [float(trained.trainer.callback_metrics[name]) for name in ("loss_step", "loss_epoch")]
-
-
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_memory_that_runs_out_while_logs_are_replayed_is_survived(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The values in the end are those of the run in which it did not; logs of whole batches are not replayed."""
-
-    def fit() -> Trained:
-        return train(LogsTensors(), loader(8), AutoAccumulate(micro_batch_size=4, micro_batching="step"))
-
-    right, faults, replay = fit(), Faults(at), LogBuffer.replay
-
-    def armed(*given: Any) -> None:
-        faults.armed = Memory.in_use is not None and Memory.in_use.armed and faults.count < at
-        replay(*given)
-        faults.armed = False
-
-    monkeypatch.setattr(LogBuffer, "replay", armed)
-    with faults:
-        ours = fit()
-    assert faults.count == at
-    assert error(ours, right) <= 1e-12
-    assert logged(ours) == pytest.approx(logged(right))
-
-
-@MODES
-def test_what_is_logged_is_replayed_as_plain_tensors(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MetaTensor, "operations", [])
-    train(LogsTensors(), loader(8), AutoAccumulate(micro_batch_size=4, micro_batching=mode))
-    assert set(MetaTensor.operations) == {True}

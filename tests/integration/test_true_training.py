@@ -139,7 +139,7 @@ class SkipsNan(Task):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("place", [16, 20, 23])
+@pytest.mark.parametrize("place", [16, 23])
 @each_way
 def test_a_window_with_a_loss_that_is_no_number_is_left_out_whole(place: int, way: Way) -> None:
     samples = [(x, y * torch.nan if number in (place, place + 16) else y) for number, (x, y) in enumerate(pairs(48))]
@@ -204,7 +204,7 @@ class OverwritingByNumPy(Task):
 
 
 @pytest.mark.parametrize("module", [Overwriting, OverwritingByNumPy])
-@pytest.mark.parametrize(("mode", "at"), [("loader", 1), ("loader", 5), ("step", 1), ("step", 5)])
+@pytest.mark.parametrize(("mode", "at"), [("loader", 1), ("step", 5)])
 def test_a_batch_that_is_overwritten_unseen_is_not_run_again(module: Any, mode: str, at: int) -> None:
     callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
     with pytest.raises(UserError, match="had changed its batch in place"):

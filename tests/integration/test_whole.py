@@ -2,7 +2,6 @@
 
 import copy
 import math
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,13 +184,6 @@ def test_without_whole_the_sentence_names_it() -> None:
     assert callback.exactness.cause == "coupled"
 
 
-def test_compiled_submodules_run_in_chunks() -> None:
-    module = Contrastive()
-    module.encoder = torch.compile(module.encoder, backend="eager")
-    fit(module, whole(micro_batch_size=16))
-    assert worst(module.gradients, whole_batches(Contrastive(), 200, WINDOW)) <= 1e-12
-
-
 class Odd(Contrastive):
     """A step of its own kind; what is done to the encoder is a function of it and the inputs."""
 
@@ -303,30 +295,6 @@ def test_random_views_hide_no_encoder_that_mixes_samples() -> None:
         fit(Odd("random views", kind_of="batch norm"), whole(micro_batch_size=16))
 
 
-def test_a_stream_survives_as_other_data_do() -> None:
-    """And its windows are counted in samples."""
-    module, callback, faults = Contrastive(joined=True), whole(micro_batch_size=32), Faults(60)
-    with faults, pytest.warns(UserWarning, match="chunks of 32 .* in chunks of at most 16 samples, with the same res"):
-        fit(module, callback, Arm(faults), stream=True)
-    assert worst(module.gradients, whole_batches(Contrastive(joined=True), 200, WINDOW)) <= 1e-12
-
-
-class DropsByFunction(Contrastive):
-    """Drops by a function, in a part that is computed again in the backward pass."""
-
-    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
-        def run(values: torch.Tensor) -> torch.Tensor:
-            return self.head(nn.functional.dropout(self.encoder(values), 0.5, self.training))
-
-        return torch.utils.checkpoint.checkpoint(run, inputs, use_reentrant=False).square().mean()
-
-
-def test_functional_dropout_in_checkpoints_hides_no_verdict() -> None:
-    callback = AutoAccumulate(effective_batch_size=WINDOW, micro_batch_size=16)
-    fit(DropsByFunction(), callback)
-    assert callback.exactness.cause == "exact"
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_losses_that_gather_the_batch_of_all_ranks(world_size: int, tmp_path: Path) -> None:
@@ -372,19 +340,6 @@ def test_throughput_keeps_the_chunks_that_fit(joined: bool, budget: int, kept: i
     assert callback.plan.kept_chunks == callback.probe.kept_chunks == kept
     assert (f", {kept} of them not computed again" in str(callback.plan)) == bool(kept)
     assert callback.probe.steps <= 6 + 1 + kept
-
-
-def test_throughput_refuses_no_budget_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no step near the budget may run, and hardly a chunk of one sample fits."""
-    monkeypatch.setattr("lightning_ga.probe.trials.agreement.is_sharded", lambda trainer: True)
-    trained = {}
-    for objective in ("memory", "throughput"):
-        for budget in (753, 757, 761):
-            with suppress(UserError):
-                fit(Contrastive(joined=True), whole(objective=objective), memory=f"{budget}KiB")
-                trained.setdefault(objective, []).append(budget)
-    assert trained["memory"] == trained["throughput"]
-    assert 0 < len(trained["memory"]) < 3
 
 
 def test_memory_that_runs_out_lets_no_chunk_be_kept(tmp_path: Path) -> None:

@@ -93,11 +93,6 @@ def attending(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
     return net.layer(net.attend(hidden, hidden)).square().mean()
 
 
-def translating(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
-    """With the product of the longest source and the longest target."""
-    return net.layer(net.attend(net.embed(batch[1]), net.embed(batch[0]))).square().mean()
-
-
 def recurrent(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
     """Step by step along the longest sequence."""
     state, hidden = torch.zeros(len(batch[0]), DIM), net.embed(batch[0])
@@ -134,11 +129,6 @@ def train(
 PADDED: dict[str, tuple[Any, int, list[list[int]]]] = {
     "attention": (attending, 12_000_000, [lengths()]),
     "recurrence": (recurrent, 260_000, [lengths()]),
-    "attention of sources and targets": (
-        translating,
-        12_000_000,
-        [lengths(seed=1), lengths(longest_at=HIDDEN + 5, seed=2)],
-    ),
 }
 
 
