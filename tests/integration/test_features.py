@@ -69,19 +69,6 @@ def test_the_learning_rate_finder(mode: str, tmp_path: Path, monkeypatch: pytest
     assert max(len(indices) for _, indices in module.micro_batches[30:]) <= MICRO_BATCH
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
-def test_memory_that_runs_out_within_the_finder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is not survived: the finder takes all callbacks out and runs the recipe."""
-
-    class Full(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(torch.OutOfMemoryError):
-        train(LearningRateFinder(num_training_steps=20), mode="step", module=Full(), enable_checkpointing=True)
-
-
 @row("`torch.compile`")
 @every_pair(what=["module", "net"], mode=BOTH, oom=MAYBE)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

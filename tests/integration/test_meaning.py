@@ -1,6 +1,5 @@
 """What users write for Lightning keeps its meaning: intervals by time, streams with a limit, forgotten closures."""
 
-import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loops.optimization.automatic import Closure
-from reference import Regression, Samples, StreamOf, fit
+from reference import Regression, Samples, fit
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from lightning_ga import AutoAccumulate, UserError
@@ -43,24 +42,6 @@ def test_validation_by_time(interval: Any, micro_batch_size: int) -> None:
     assert trainer.global_step == module.validated[-1] == 4
 
 
-class Planning(Regression):
-    """Makes a schedule that has to know its steps."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
-        self.steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.steps)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-@pytest.mark.parametrize("micro_batch_size", [8, 3])
-def test_a_stream_with_a_limit_has_as_many_steps(micro_batch_size: int) -> None:
-    callback, data = AutoAccumulate(micro_batch_size=micro_batch_size), DataLoader(StreamOf(Samples(200)), batch_size=8)
-    module, trainer = fit(data, callback, module=Planning(), limit_train_batches=4)
-    assert (module.steps, trainer.global_step) == (8, 8)
-    assert trainer.num_training_batches == 4 * -(-8 // micro_batch_size)
-
-
 class OwnStep(Regression):
     """Looks at the closure that it is given, or forgets it."""
 
@@ -82,11 +63,6 @@ def test_an_optimizer_step_gets_lightnings_closure_and_may_not_forget_it(micro_b
         fit(loader(), callback, module=OwnStep(forgets=True))
 
 
-class Paired(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return sum(torch.nn.functional.mse_loss(self.net(part[0]), part[1]) for part in batch)
-
-
 def test_the_seed_of_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are spawned begin with it, whatever else was seeded; without it torch's seed decides."""
 
@@ -99,22 +75,6 @@ def test_the_seed_of_everything_decides_the_order(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pl, "seed_everything", lambda *_, **__: None)
     monkeypatch.delenv("PL_GLOBAL_SEED")
     assert order(1) != order(2)
-
-
-def test_a_resume_that_repeats_samples_is_warned_of(tmp_path: Any) -> None:
-    """Loaders whose place nobody keeps begin anew, as in stock Lightning."""
-
-    def train(ckpt_path: Any = None) -> None:
-        saving = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-        loaders, settings = [loader(), loader()], {"max_epochs": 1, "enable_checkpointing": True}
-        fit(loaders, AutoAccumulate(micro_batch_size=4), saving, module=Paired(), ckpt_path=ckpt_path, **settings)
-
-    train()
-    (path,) = [path for path in tmp_path.iterdir() if "step=2" in path.name]
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        train(path)
-    assert any("ended before the epoch ended" in str(each.message) for each in told)
 
 
 class Thawing(pl.Callback):

@@ -39,20 +39,6 @@ def exact(module: Normed, data: Samples) -> tuple[float, float]:
     return float((grads - mean).square().sum(1).mean()), float(mean.square().sum())
 
 
-def test_moments_are_unbiased_for_micro_batches_of_any_sizes() -> None:
-    """Over many draws they are the true variance and squared mean."""
-    torch.manual_seed(0)
-    mean, found = torch.tensor([1.0, 2.0]), []
-    for _ in range(4000):
-        draws = mean + 3 * torch.randn(11, 2)
-        parts = draws.split([5, 3, 2, 1])
-        norms = [(len(part), float(part.mean(0).square().sum())) for part in parts]
-        found.append(window_moments(norms, float(draws.mean(0).square().sum())))
-    spread, square = torch.tensor(found).mean(0)
-    assert spread == pytest.approx(18, rel=0.03)
-    assert square == pytest.approx(5, rel=0.05)
-
-
 @pytest.mark.parametrize("mode", ["loader", "step"])
 @pytest.mark.parametrize("micro_batch", [3, 4])
 def test_the_estimate_is_that_of_per_sample_gradients(mode: Any, micro_batch: int) -> None:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.app.errors import explain
-from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.meters import meter_of
@@ -89,19 +87,6 @@ class Wide(Plain):
         return self.body(x) + 0 * sum(parameter.sum() for parameter in self.unused.parameters())
 
 
-class Blind(LiveTensorMeter):  # type: ignore[no-untyped-call]
-    """Meters as before, and looks at no origin."""
-
-    def __init__(self, owner: Any, allocator: Any, **arguments: Any) -> None:
-        super().__init__(**arguments)
-
-    def note_batch(self, tensors: Any) -> None:
-        pass
-
-    def origins(self, *, complete: bool) -> None:
-        pass
-
-
 def data() -> TensorDataset:
     return TensorDataset(torch.randn(SAMPLES, TOKENS, WIDTH), torch.zeros(SAMPLES, TOKENS, dtype=torch.long))
 
@@ -147,25 +132,6 @@ def test_state_is_told_to_the_byte() -> None:
     parts = dict(held(trained(module)).parts)
     assert parts["parameters"] == parts["gradients"] == weights
     assert 2 * weights <= parts["optimizer state"] <= 2 * weights + 100 * max(8, rounding)
-
-
-@pytest.mark.parametrize("make", [Plain, Attention, Keeping])
-def test_looking_changes_nothing(make: Callable[[], Plain], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what the probe finds nor how many steps it takes; nor the training."""
-
-    def run() -> tuple[Any, list[Tensor]]:
-        torch.manual_seed(0)
-        module = make()
-        found = trained(module, "1GiB" if make is Keeping else "1500KiB").probe  # what is kept grows in training
-        assert found is not None
-        trials = tuple(replace(trial, seconds=0.0) for trial in found.trials)
-        return replace(found, seconds=0.0, trials=trials, holders=None), [p.detach() for p in module.parameters()]
-
-    found, weights = run()
-    monkeypatch.setattr("lightning_ga.probe.meters.OriginMeter", Blind)
-    blind, same = run()
-    assert found == blind
-    assert all(map(torch.equal, weights, same))
 
 
 @pytest.mark.parametrize("budget", ["20KiB", "0.1MB", 30_000])

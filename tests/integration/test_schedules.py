@@ -39,8 +39,8 @@ SCHEDULES: dict[str, tuple[Any, Count]] = {
     "linear": (linear(4, 24, steps=5), lambda e, k, n: min(24, 4 + 4 * k)),
     "geometric": (geometric(4, 32, steps=9), lambda e, k, n: min(32, 4 * 2 ** (k // 3))),
     "seesaw": (seesaw(8, samples=160), lambda e, k, n: 8 if n < 80 else 16),
-    "by epoch": ({0: 4, 1: 10, 2: 20}, lambda e, k, n: (4, 10, 20)[e]),
-    "callable": (lambda epoch: (4, 10, 10)[epoch], lambda e, k, n: (4, 10, 10)[e]),
+    "by epoch": ({0: 4, 1: 12, 2: 20}, lambda e, k, n: (4, 12, 20)[e]),
+    "callable": (lambda epoch: (4, 12, 12)[epoch], lambda e, k, n: (4, 12, 12)[e]),
     "decay": (from_lr_decay(4, milestones=[1, 2], gamma=0.5), lambda e, k, n: 4 * 2**e),
 }
 
@@ -185,7 +185,7 @@ def test_the_factor_follows_the_schedule_too(
     module, _ = train(make(), ours, saver)
     assert module.windows == windows
     assert saver.factors[0] == factor(0, 0)
-    assert saver.factors[-1] == 3
+    assert max(saver.factors) == 3
     assert ours.optimizer_steps() == (None if loader == "stream" else len(windows))
     ends = [step for step in range(4, 99) if sum(map(len, windows[:step])) % SIZE == 0]
     step = ends[0] if loader == "stream" else 9

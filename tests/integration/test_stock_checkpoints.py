@@ -119,34 +119,10 @@ class StatefulLoader(DataLoader[Any]):
         self.skipped = state["done"]
 
 
-class Endless(Iterator[Any]):
-    """One iterator for all epochs."""
-
-    def __init__(self) -> None:
-        self.inner = iter(Samples(200)[index] for index in range(200))
-
-    def __next__(self) -> Any:
-        return default_collate([next(self.inner) for _ in range(8)])
-
-
 @pytest.mark.parametrize("cut", CUTS)
 def test_nothing_is_lost_of_data_that_go_on_where_they_were_left(cut: Any) -> None:
     module, _ = run(cut, data=Shelf())
     assert [index for _, indices in module.micro_batches for index in indices] == list(range(80))
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_an_iterator_is_read_on_in_the_next_epoch(cut: Any) -> None:
-    module, trainer = run(cut, data=Endless(), limit_train_batches=5)
-    stock, _ = run(None, data=Endless(), limit_train_batches=5)
-    assert trainer.global_step == 10
-    seen = [[index for _, indices in each.micro_batches for index in indices] for each in (module, stock)]
-    assert seen[0] == seen[1]
-
-
-def test_a_generator_ends_with_its_first_epoch() -> None:
-    module, _ = run({"micro_batch_size": 3}, data=(batch for batch in Shelf()), max_epochs=1)
-    assert [index for _, indices in module.micro_batches for index in indices] == list(range(40))
 
 
 KEEP_THEIR_PLACE: dict[str, tuple[Callable[[], Any], list[int], int]] = {

@@ -183,31 +183,6 @@ def test_padding_that_depends_on_what_is_read_at_once_is_told(way: Way) -> None:
     assert len(ours.told) == 1
 
 
-class Curved(Task):
-    """The gradients of a window keep their graph, as for an optimizer that takes second derivatives."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward(create_graph=True)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        weights = [*self.parameters()]
-        norm = sum(weight.grad.square().sum() for weight in weights)
-        with torch.enable_grad():
-            curvature = torch.autograd.grad(norm, weights)
-        for weight, value in zip(weights, curvature):
-            weight.grad = weight.grad.detach() + 0.01 * value
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@each_cut
-def test_gradients_keep_their_graph_over_a_window(way: Way) -> None:
-    """Measurements in mid-window would put weights back, which autograd takes for a change."""
-    ours, stock = (
-        train(Curved(), DataLoader(pairs(48), batch_size=8), *callbacks) for callbacks in ([way.callback(8, 3)], [])
-    )
-    assert error(ours, stock) <= 1e-12
-
-
 class WarmedUp(Task):
     """The learning rate is set before the optimizer's step, in which the last backward pass of a window runs."""
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset
-from true_support import Case, Task, each_way, error, network, one_pass, pairs, run, train
+from torch.utils.data import DataLoader
+from true_support import Case, Task, each_way, network, pairs, run, train
 
 from lightning_ga import AutoAccumulate, UserError
 
@@ -102,35 +102,3 @@ def test_autocast_is_not_taken_for_coupling(micro_batching: str) -> None:
     callback = AutoAccumulate(micro_batch_size=3, micro_batching=micro_batching)
     ours = train(module, DataLoader(samples, batch_size=8), callback, precision="bf16-mixed")
     assert (ours.cause, ours.told) == ("exact", [])
-
-
-class Rows(Dataset[Any]):
-    """Four rows of most samples, and other numbers of two that are rare."""
-
-    def __len__(self) -> int:
-        return 36
-
-    def __getitem__(self, index: int) -> Any:
-        rows = {29: 2, 31: 6}.get(index, 4)
-        return torch.stack([pairs(36)[index][0]] * rows), torch.full((rows, 1), float(index), dtype=torch.float64)
-
-
-class ByBag(Task):
-    """Compares neighbouring rows: where bags are cut through, neighbours are others."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        predicted = self.predict(batch[0]).view(-1, 2)
-        return (predicted[:, 0] - predicted[:, 1] + batch[1].view(-1, 2)[:, 0]).square().mean()
-
-
-def joined(samples: Any) -> Any:
-    return torch.cat([rows for rows, _ in samples]), torch.cat([marks for _, marks in samples])
-
-
-@each_way
-def test_rows_that_are_joined_are_cut_between_samples(way: Any) -> None:
-    case = Case(ByBag, lambda: DataLoader(Rows(), batch_size=12, collate_fn=joined), 12, 4)
-    ours = run(case, way)
-    assert all(size % 2 == 0 for size in ours.memory.sizes)  # 4 samples of 4 rows, but for bags of 2 and of 6
-    assert {size for size in ours.memory.sizes if size <= 26} <= {14, 16, 18, 22, 24, 26}
-    assert ours.cause != "exact" or error(ours, one_pass(case)) <= 1e-12

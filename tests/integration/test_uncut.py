@@ -88,18 +88,3 @@ def test_an_effective_batch_must_be_a_whole_number_of_batches() -> None:
     module, trainer = fit(Sized(), AutoAccumulate(24, micro_batch_size=4, verify=False))
     assert [len(window) for window in module.windows] == [24, 13] * 2
     assert trainer.accumulate_grad_batches == 3
-
-
-class Shorter(Sized):
-    """Says that it has more batches than it yields."""
-
-    def __len__(self) -> int:
-        return super().__len__() + 2
-
-
-def test_data_that_end_before_their_length_end_the_epoch() -> None:
-    """As in stock Lightning; here after two full windows."""
-    module, trainer = fit(Shorter(32), AutoAccumulate(micro_batch_size=3), accumulate_grad_batches=2)
-    windows = [list(range(0, 16)), list(range(16, 32))] * 2
-    assert worst_error(module.gradients, plain_loop(Samples(32), windows)) <= 1e-12
-    assert (module.windows, trainer.global_step) == (windows, 4)

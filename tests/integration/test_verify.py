@@ -23,10 +23,6 @@ class Model(Regression):
         return self.loss(self.net(batch[0]), batch[1])
 
 
-def normalized() -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Linear(FEATURES, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-    )
 
 
 def plain() -> torch.nn.Module:
@@ -45,20 +41,6 @@ def test_independent_samples_are_found_exact() -> None:
     assert exactness.cause == "exact"
     assert exactness.micro_steps in (15, 17)  # where the loader cuts, two more places of the epoch are tried
     assert exactness.relative_error <= 1e-12
-
-
-def test_batch_norm_may_be_known_about() -> None:
-    assert verify(normalized(), torch.nn.functional.mse_loss, batch_norm="ignore").exactness.cause == "batch_norm"
-
-
-def test_verification_can_be_turned_off() -> None:
-    assert verify(normalized(), torch.nn.functional.mse_loss, verify=False).exactness is None
-
-
-def test_a_micro_batch_of_one_is_measured_on_more() -> None:
-    callback = AutoAccumulate(micro_batch_size=1)
-    fit(DataLoader(Samples(8), batch_size=2), callback, max_epochs=1)
-    assert callback.exactness.cause == "exact"
 
 
 def test_what_fails_in_the_check_does_not_fail_the_run() -> None:

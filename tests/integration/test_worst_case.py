@@ -47,12 +47,6 @@ def padded(samples: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
     return [pad_sequence(list(field), batch_first=True) for field in zip(*samples)]
 
 
-def packed(samples: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """One long sequence and the place of each sample in it."""
-    (tokens,) = zip(*samples)
-    return [torch.cat(tokens), torch.tensor([len(each) for each in tokens])]
-
-
 class Attention(torch.nn.Module):
     """Softmax attention, its matrix written out."""
 
@@ -107,20 +101,13 @@ def unpadded(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
     return net.layer(torch.relu(net.layer(net.embed(batch[0])[real]))).square().mean()
 
 
-def concatenated(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
-    """No padding at all."""
-    tokens, sizes = batch
-    hidden = net.layer(torch.relu(net.layer(net.embed(tokens))))
-    return torch.stack([part.square().mean() for part in hidden.split(sizes.tolist())]).mean()
-
-
 def train(
-    loss: Any, dataset: Any, collate: Any, budget: int, micro_batch: Any = "auto", steps: int = -1, **settings: Any
+    loss: Any, dataset: Any, budget: int, micro_batch: Any = "auto", steps: int = -1, **settings: Any
 ) -> AutoAccumulate:
     """The callback after one epoch, or some steps of it, on an emulated device of this size."""
     effective = 64 if micro_batch == "auto" else 4 * micro_batch  # all micro-batches as large as may be, the last too
     callback = AutoAccumulate(effective, micro_batch_size=micro_batch, on_oom="raise", verify=False, cache=False)
-    loader = DataLoader(dataset, batch_size=16, collate_fn=collate, **{"shuffle": True, **settings})
+    loader = DataLoader(dataset, batch_size=16, collate_fn=padded, **{"shuffle": True, **settings})
     with limit_memory(budget):
         fit(loader, callback, module=model_of(loss), max_epochs=1, max_steps=steps)
     return callback
@@ -142,51 +129,47 @@ LARGER = pytest.mark.loader_only(
 def test_the_one_long_sequence_of_every_field_is_found_and_decides(kind: str) -> None:
     """An epoch at the limit never runs out; one sample more does as soon as the longest is among them."""
     loss, budget, fields = PADDED[kind]
-    limit = train(loss, Sequences(*fields), padded, budget).probe.limit
+    limit = train(loss, Sequences(*fields), budget).probe.limit
     assert 2 <= limit < 64
     worst = Sequences(*[[LONGEST] * 64] * len(fields))
-    train(loss, worst, padded, budget, limit)
+    train(loss, worst, budget, limit)
     with pytest.raises(torch.OutOfMemoryError):
-        train(loss, worst, padded, budget, limit + 1)
-
-
-ROUTED = {"packed": (concatenated, packed, 900_000), "masked": (unpadded, padded, 1_000_000)}
+        train(loss, worst, budget, limit + 1)
 
 
 @LARGER
-@pytest.mark.parametrize("kind", ROUTED)
-def test_where_tokens_count_the_heaviest_samples_are_tried(kind: str) -> None:
+def test_where_tokens_count_the_heaviest_samples_are_tried() -> None:
     """No two batches are alike, so sizes are tried one by one; the limit is that of the heaviest samples."""
-    loss, collate, budget = ROUTED[kind]
-    found = train(loss, Sequences(lengths()), collate, budget).probe
+    loss, budget = unpadded, 1_000_000
+    found = train(loss, Sequences(lengths()), budget).probe
     assert found.method != "replay"
     assert 4 < found.limit < 32
     for micro_batch in (found.limit, found.limit + 1):
         first_window = [SHORTEST] * 4 * micro_batch  # after it there is state in the optimizer
         dataset = Sequences([*first_window, *sorted(lengths(), reverse=True)])
         with pytest.raises(torch.OutOfMemoryError) if micro_batch > found.limit else nullcontext():
-            train(loss, dataset, collate, budget, micro_batch, shuffle=False)
+            train(loss, dataset, budget, micro_batch, shuffle=False)
 
 
 def test_workers_look_as_well_and_streams_are_read_to_their_end() -> None:
     loss, budget, _ = PADDED["recurrence"]
     dataset = Sequences(lengths(300, longest_at=299))
-    known = train(loss, dataset, padded, budget, steps=1).probe.limit
-    assert train(loss, dataset, padded, budget, steps=1, num_workers=2).probe.limit == known
-    assert train(loss, StreamOf(dataset), padded, budget, steps=1, shuffle=None).probe.limit == known
+    known = train(loss, dataset, budget, steps=1).probe.limit
+    assert train(loss, dataset, budget, steps=1, num_workers=2).probe.limit == known
+    assert train(loss, StreamOf(dataset), budget, steps=1, shuffle=None).probe.limit == known
 
 
 @LARGER
 def test_samples_that_there_was_no_time_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what to do about them; a sorted data set is safe, as its first and last samples are always seen."""
     loss, budget, _ = PADDED["recurrence"]
-    known = train(loss, Sequences(lengths()), padded, budget, steps=1).probe.limit
+    known = train(loss, Sequences(lengths()), budget, steps=1).probe.limit
     monkeypatch.setattr("lightning_ga.loading.largest_samples.LOOK_SECONDS", -1.0)
     with pytest.warns(UserWarning, match=r"time to look at 128 of 700: .*Sort the dataset.*max_micro_batch_size"):
-        train(loss, Sequences(lengths()), padded, 10**9, steps=1)
+        train(loss, Sequences(lengths()), 10**9, steps=1)
     for descending in (False, True):
         with pytest.warns(UserWarning, match="time to look at"):
-            found = train(loss, Sequences(sorted(lengths(), reverse=descending)), padded, budget, steps=1)
+            found = train(loss, Sequences(sorted(lengths(), reverse=descending)), budget, steps=1)
         assert found.probe.limit == known
 
 
@@ -221,7 +204,7 @@ def test_looking_at_samples_changes_nothing_in_a_dataset(wrap: Any) -> None:
     limit: Any = "auto"
     for _ in range(2):
         dataset = Changing()
-        limit = train(loss, wrap(dataset), padded, budget, limit).plan.micro_batch_size
+        limit = train(loss, wrap(dataset), budget, limit).plan.micro_batch_size
         records.append((dataset.reads, list(dataset.cache), dataset.nested, dataset.drawn))
     assert records[0] == records[1]
     assert records[0][0] >= 192  # whole windows
