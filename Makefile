@@ -31,9 +31,9 @@ test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(if $(SLOW),--hypothesis-profile thorough,-m 'not slow') $(ARGS)
 
 # What runs on a simulated CUDA device, if it can be built here.
-ON_CUDA := exactness survive survive_update traceless resume step_mode
-MORE_ON_CUDA := counters features lbfgs other_callbacks probe recovery schedules sparse step_counts token_weights \
-	true_hidden verify whole
+ON_CUDA := exactness survive survive_update traceless resume
+MORE_ON_CUDA := features lbfgs probe recovery schedules sparse step_counts token_weights \
+	true_verdicts whole
 
 test-cuda: $(VENV)/.installed-dev
 	@if built=$$($(VENV)/bin/python tests/simulated_cuda/build.py); then \

@@ -18,7 +18,7 @@ from hypothesis import settings
 # the last of them in the end, and most of them share one server of forks.
 LONG = {
     *("test_forks", "test_invariance", "test_ranks", "test_ranks_memory", "test_ranks_survive"),
-    *("test_setrlimit", "test_sharded", "test_sharded_survive", "test_terminal", "test_public"),
+    *("test_setrlimit", "test_sharded", "test_terminal", "test_public"),
     *("test_atomic", "test_benchmarks_chaos", "test_benchmarks_probe", "test_examples", "test_survive", "test_train"),
 }
 

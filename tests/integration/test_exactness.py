@@ -5,11 +5,31 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from reference import Samples, SizedStreamOf, StreamOf, Validated, cut, fit, permutation, plain_loop, worst_error
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, WeightedRandomSampler
+from reference import (
+    Regression,
+    Samples,
+    SizedStreamOf,
+    StreamOf,
+    Validated,
+    cut,
+    fit,
+    permutation,
+    plain_loop,
+    worst_error,
+)
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from lightning_ga import AutoAccumulate
 
@@ -22,6 +42,26 @@ class FixedLoader(DataLoader):
 
     def __init__(self, samples: Dataset, *, size: int) -> None:
         super().__init__(samples, batch_size=size, shuffle=False)
+
+
+class Batches:
+    """Any iterable of batches."""
+
+    def __init__(self, samples: Samples, size: int) -> None:
+        self.samples, self.size = samples, size
+
+    def __iter__(self) -> Iterator[Any]:
+        parts = torch.arange(len(self.samples)).split(self.size)
+        return ((self.samples.inputs[part], self.samples.targets[part], part) for part in parts)
+
+
+class Sized(Batches):
+    def __len__(self) -> int:
+        return -(-len(self.samples) // self.size)
+
+
+class Stream(Batches, IterableDataset):
+    """Ready-made batches of a dataset."""
 
 
 def in_order(dataset: Samples, epoch: int) -> list[int]:
@@ -55,30 +95,34 @@ WAYS = {
         lambda d, b: DataLoader(d, b, shuffle=True, generator=torch.Generator().manual_seed(11)),
         lambda d, epoch: permutation(len(d), 11, epoch),
     ),
+    "an iterable": (Batches, in_order),
+    "a sized iterable": (Sized, in_order),
+    "batch_size=None": (lambda d, b: DataLoader(Stream(d, b), batch_size=None), in_order),
 }
+CUT_IN_STEP = ("an iterable", "a sized iterable", "batch_size=None")
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("draw", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_gradients_equal_the_recipe_run_whole(way: str, draw: int) -> None:
-    """Relative error ≤ 1e-12 in fp64 for random sizes, ragged windows included, and as many steps."""
+def test_gradients_equal_the_recipe_run_whole(way: str, draw: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Relative error ≤ 1e-12 in fp64 for random sizes, ragged windows included, and as many steps.
+
+    Data that cannot be cut anew are cut in the step, with one line that says so.
+    """
     rng = random.Random(f"{way} {draw}")
     dataset = Samples(rng.randint(20, 90))
     batch_size, factor, limit = rng.randint(1, 20), rng.randint(1, 4), rng.randint(1, 24)
     make, order = WAYS[way]
 
-    module, trainer = fit(
-        make(dataset, batch_size),
-        AutoAccumulate(micro_batch_size=limit),
-        accumulate_grad_batches=factor,
-        max_epochs=EPOCHS,
-        seed=SEED,
-    )
-
+    callback, settings = AutoAccumulate(micro_batch_size=limit), {"max_epochs": EPOCHS, "seed": SEED}
+    with caplog.at_level("INFO"):
+        module, _ = fit(make(dataset, batch_size), callback, accumulate_grad_batches=factor, **settings)
     windows = [w for epoch in range(EPOCHS) for w in cut(order(dataset, epoch), batch_size * factor)]
     assert [sorted(window) for window in module.windows] == [sorted(window) for window in windows]
     assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
     assert max(len(indices) for _, indices in module.micro_batches) <= limit
+    if way in CUT_IN_STEP:
+        assert sum("cuts batches in the training step" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,3 +224,37 @@ def test_random_numbers_of_a_sampler_are_a_function_of_the_epoch() -> None:
     assert all(sorted(sum(epoch, [])) == list(range(40)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert worst_error(module.gradients, plain_loop(Samples(40), windows)) <= 1e-12
+
+
+IN_STEP: dict[str, Any] = {"micro_batching": "step", "verify": False}
+
+
+def test_a_batch_without_such_hooks_stays_on_the_host_and_travels_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    real = pl.LightningModule._apply_batch_transfer_handler
+
+    def noted(module: Any, batch: Any, *arguments: Any, **settings: Any) -> Any:
+        moved.append(len(batch[0]))
+        return real(module, batch, *arguments, **settings)
+
+    monkeypatch.setattr(pl.LightningModule, "_apply_batch_transfer_handler", noted)
+    fit(DataLoader(Samples(45), 8), AutoAccumulate(micro_batch_size=3, **IN_STEP), max_epochs=1)
+    # On a CPU there is nothing to move: the batch is there.
+    assert moved == ([3, 3, 2] * 5 + [3, 2] if torch.cuda.is_available() else [8] * 5 + [5])
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_steps_that_return_nothing() -> None:
+    """For a piece: the mean is over the others. For a batch: it is passed over, as in stock Lightning."""
+
+    class Skipping(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            kept = not set(batch[2].tolist()) & self.skipped
+            return super().training_step(batch, batch_idx) if kept else None
+
+    module = Skipping()
+    module.skipped = {3, 4, 5, *range(8, 16)}  # the second piece, and a whole batch
+    callback, settings = AutoAccumulate(micro_batch_size=3, **IN_STEP), {"accumulate_grad_batches": 2}
+    fit(DataLoader(Samples(45), 8), callback, module=module, max_epochs=1, **settings)
+    windows = [[0, 1, 2, 6, 7], list(range(16, 32)), list(range(32, 45))]
+    assert worst_error(module.gradients, plain_loop(Samples(45), windows)) <= 1e-12

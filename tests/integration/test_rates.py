@@ -128,17 +128,6 @@ def test_each_rate_is_that_of_a_loop_by_hand(
             assert [group["lr"] for group in stock] == [0.01, 0.03]  # unscaled, for whoever resumes it
 
 
-def test_seesaw_divides_the_rate_where_it_doubles_the_batch() -> None:
-    """By √2 each time, beside a scheduler for the warm-up."""
-    module = Rates(lambda optimizer: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)))
-    train(module, AutoAccumulate(seesaw(4, samples=120), micro_batch_size=4, verify=False))
-    warm_up = [min(1.0, (step + 1) / 5) for step in range(len(module.read))]
-    doublings = [0] * 15 + [1] * (len(module.read) - 15)  # 60 of 120 samples are 15 windows
-    assert [rate for rate, _ in module.read] == [
-        0.01 * early * 2.0 ** (-times / 2) for early, times in zip(warm_up, doublings)
-    ]
-
-
 def test_two_hands_on_one_rate_are_refused() -> None:
     """A step of the user's own that sets the rate is named, with the value that it set."""
 

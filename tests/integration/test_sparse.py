@@ -41,7 +41,7 @@ def mean_square(embedded: torch.Tensor) -> torch.Tensor:
 
 
 class Lookup(pl.LightningModule):
-    """One embedding; how it looks words up is a choice."""
+    """One embedding."""
 
     def __init__(self, table: torch.nn.Module) -> None:
         super().__init__()
@@ -58,28 +58,6 @@ class Lookup(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SparseAdam(list(self.parameters()), lr=0.1, eps=1e-100)
-
-
-class Functional(torch.nn.Module):
-    """Asks for sparse gradients in its forward pass only."""
-
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__()
-        self.rows = torch.nn.Parameter(torch.randn(rows, columns))
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.embedding(words, self.rows, sparse=True)
-
-
-class Bag(torch.nn.Module):
-    """An ``EmbeddingBag`` of one word a bag."""
-
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__()
-        self.bag = torch.nn.EmbeddingBag(rows, columns, sparse=True)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.bag(words.view(-1, 1)).view(*words.shape, -1)
 
 
 def embedding(rows: int, columns: int, sparse: bool = True) -> torch.nn.Embedding:
@@ -108,7 +86,7 @@ class Meter(pl.Callback):
         self.bytes = self.memory.peak_bytes - sum(tensor.nbytes for tensor in tensors) - self.batch_bytes
 
 
-def peak_beyond_parameters(factor: int, table: Any, normalize: Any = "samples") -> int:
+def peak_beyond_parameters(factor: int, normalize: Any) -> int:
     """Of the second window of ``factor`` micro-batches on the large embedding."""
     window = factor * MICRO_BATCH
     data = Words(2 * window, LARGE[0])
@@ -118,19 +96,15 @@ def peak_beyond_parameters(factor: int, table: Any, normalize: Any = "samples") 
             DataLoader(data, batch_size=window),
             AutoAccumulate(micro_batch_size=MICRO_BATCH, normalize=normalize),
             meter,
-            module=Lookup(table(*LARGE)),
+            module=Lookup(embedding(*LARGE)),
             max_epochs=1,
         )
     return meter.bytes
 
 
-@pytest.mark.parametrize(
-    ("table", "normalize"),
-    [(embedding, "samples"), (embedding, torch.numel), (Bag, "samples"), (Functional, torch.numel)],
-    ids=["embedding", "embedding by tokens", "bag", "functional by tokens"],
-)
-def test_the_peak_does_not_grow_with_the_factor(table: Any, normalize: Any) -> None:
-    two, many = (peak_beyond_parameters(factor, table, normalize) for factor in (2, 32))
+@pytest.mark.parametrize("normalize", ["samples", torch.numel], ids=["samples", "tokens"])
+def test_the_peak_does_not_grow_with_the_factor(normalize: Any) -> None:
+    two, many = (peak_beyond_parameters(factor, normalize) for factor in (2, 32))
     assert many <= 1.1 * two
     assert many < LARGE[0] * LARGE[1] * 4 / 10
 

@@ -239,22 +239,6 @@ def test_what_an_evaluation_survives_makes_training_no_smaller(monkeypatch: pyte
         assert (callback.plan.micro_batch_size == 8) == (where == "validation")
 
 
-def test_an_error_that_was_survived_is_no_struggle_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator counts it, too; the limit becomes what went through, not less."""
-    monkeypatch.setattr("lightning_ga.fit.engine.RetryWatch", Counts)
-
-    class Full(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if len(batch[0]) > 4:
-                Counts.risen = True
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return loss(self.net, batch[0], batch[1])
-
-    callback = AutoAccumulate(16, micro_batch_size=8, verify=False)
-    fit(DataLoader(Samples(32), batch_size=8), callback, module=Full())
-    assert (callback.oom_events, callback.plan.micro_batch_size) == (1, 4)
-
-
 @pytest.mark.parametrize("call", [0, 2, 3, 8])
 def test_batches_that_do_not_fit_on_the_device_travel_in_pieces(call: int) -> None:
     """If one of these does not reach it either, those before it stay counted, and add to gradients once."""
@@ -285,28 +269,3 @@ def test_checkpoints_keep_the_count_and_the_limit(tmp_path: Any) -> None:
     fit(loader, second, ckpt_path=tmp_path / "run.ckpt", max_epochs=2)
     assert second.oom_events == 1
     assert second.plan.micro_batch_size == 4
-
-
-class Unregistered(Regression):
-    """A scale that only the optimizer knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = [torch.ones(1, dtype=torch.float64, requires_grad=True)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return loss(lambda inputs: self.net(inputs) * self.scales[0], batch[0], batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([*self.parameters(), *self.scales], lr=0.1)
-
-
-def test_gradients_that_no_module_or_hook_tells_of() -> None:
-    """Memory runs out in the backward pass of a window's later micro-batch, and nothing is added twice."""
-    whole, _, faults, _ = train(module=Unregistered(), epochs=1)
-    assert faults.count > 30
-    for at in range(faults.count // 3, 2 * faults.count // 5, 2):
-        again, callback, _, _ = train(at, module=Unregistered(), epochs=1)
-        assert callback.oom_events == 1
-        close(list(again.parameters()), list(whole.parameters()))
-        close(again.scales, whole.scales)

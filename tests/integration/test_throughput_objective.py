@@ -51,18 +51,3 @@ def test_the_smallest_of_the_fast_sizes_is_taken_and_remembered() -> None:
     assert max(timing.micro_batch_size for timing in found.timings) <= found.limit
     again = run()
     assert (again.probe.source, again.probe.timings, again.plan) == ("cache", found.timings, callback.plan)
-
-
-def test_training_is_that_of_the_micro_batch_it_took() -> None:
-    """Timing leaves no trace either: bit for bit the run with the size given."""
-
-    def weights(callback: AutoAccumulate) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        module = Slow()
-        fit(DataLoader(Samples(128), batch_size=64, shuffle=True), callback, module=module, max_epochs=2)
-        return list(module.parameters())
-
-    timed = AutoAccumulate(64, memory_budget=BUDGET, objective="throughput")
-    ours = weights(timed)
-    given = weights(AutoAccumulate(64, micro_batch_size=timed.plan.micro_batch_size))
-    assert all(torch.equal(a, b) for a, b in zip(ours, given))

@@ -1,4 +1,4 @@
-"""Training after a probe is bit for bit the training with the same micro-batch and no probe."""
+"""Training after a probe and a check is bit for bit the training with the same micro-batch and neither."""
 
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,13 @@ def test_a_probe_leaves_no_trace(settings: dict[str, Any], budget: str, tmp_path
     assert probed.plan.factor > 1
     fixed = AutoAccumulate(micro_batch_size=probed.probe.limit, batch_norm="ignore")
     assert difference(after_probe, run(tmp_path / "fixed", fixed, workers=2, **made())) is None
+
+
+@pytest.mark.filterwarnings("ignore::lightning_ga.ExactnessWarning")
+def test_the_check_leaves_no_trace(tmp_path: Path) -> None:
+    with_check = run(tmp_path / "with", AutoAccumulate(micro_batch_size=5))
+    without = run(tmp_path / "without", AutoAccumulate(micro_batch_size=5, verify=False))
+    assert difference(with_check, without) is None
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

@@ -1,6 +1,5 @@
 """The user's own code: its errors stay where they are raised, its hooks run once, and events say what is left to it."""
 
-import warnings
 import weakref
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from reference import Regression, Samples, fit, quiet_trainer
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, UserError
+from lightning_ga import AutoAccumulate
 
 MODES = ("loader", "step")
 
@@ -194,61 +193,12 @@ def test_what_hooks_changed_between_two_micro_batches_is_met_again(callback: Any
     torch.testing.assert_close(weights(at), weights(0), rtol=1e-12, atol=1e-14)
 
 
-class Overwrites(Regression):
-    """Halves its batch in place; memory runs out in the second piece of the first batch."""
-
-    attempts = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.attempts += 1
-        batch[0].mul_(0.5)
-        if self.attempts == 2:
-            raise out_of_memory()
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_batch_that_ran_in_pieces_and_was_overwritten_is_not_run_again() -> None:
-    """On a CPU pieces share memory with their batch."""
-    with pytest.raises(UserError, match="had changed its batch in place"):
-        fit(data(), ours("step", 8), module=Overwrites())
-
-
 def test_a_mistake_after_a_fit_is_told_as_it_is(tmp_path: Any) -> None:
     """What the fit has left does not get in its way."""
     trainer = quiet_trainer(ours("loader"), max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(Regression(), data())
     with pytest.raises(ValueError, match="best"):
         trainer.test(Regression(), data(), ckpt_path="best")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_event_names_what_counts_batches_from_the_next_epoch_on(mode: str) -> None:
-    """A schedule that follows a value of each batch meets more and smaller batches, where the loader cuts them."""
-
-    class Plateau(Regression):
-        attempts = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.attempts += 1
-            if self.attempts == 2:
-                raise out_of_memory()
-            value = super().training_step(batch, batch_idx)
-            self.log("loss", value)
-            return value
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "loss"},
-            }
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(data(), ours(mode, 16), module=Plateau())
-    (text,) = [str(each.message) for each in caught if "Memory ran out" in str(each.message)]
-    assert ("(ReduceLROnPlateau by step)" in text) == (mode == "loader")
 
 
 class RunsOutOnce(Regression):

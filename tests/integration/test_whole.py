@@ -191,7 +191,6 @@ class Odd(Contrastive):
         super().__init__(kind_of)
         self.odd = kind
         self.online = self.encoder
-        self.codes = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
         if kind in ENCODERS:
             self.encoder = self.online = ENCODERS[kind]().double()
 
@@ -200,8 +199,6 @@ class Odd(Contrastive):
             inputs = inputs + 0.3 * torch.randn_like(inputs)
         if self.odd == "a method":
             one, other = self.encoder.features(inputs), self.encoder.features(inputs.tanh())
-        elif self.odd == "codes":
-            one, other = (self.encoder(each, self.codes * 2) for each in (inputs, inputs.tanh()))
         else:
             return super().loss(inputs)
         similarities = nn.functional.normalize(one) @ nn.functional.normalize(other).T
@@ -247,14 +244,7 @@ class ByMethod(MixesSamples):
         return self.net(inputs)
 
 
-class WithCodes(MixesSamples):
-    """Attends to a table of eight codes."""
-
-    def forward(self, inputs: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        return (self.net(inputs) @ codes).softmax(1) @ codes.T
-
-
-ENCODERS = {"counts": Counts, "follows": Follows, "overwrites": Overwrites, "a method": ByMethod, "codes": WithCodes}
+ENCODERS = {"counts": Counts, "follows": Follows, "overwrites": Overwrites, "a method": ByMethod}
 
 
 @pytest.mark.parametrize(
@@ -274,13 +264,12 @@ def test_encoders_that_cannot_run_in_chunks_are_refused(kind: str, names: Any, s
     assert sentence in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["random views", "two backward passes", "codes", "a second name"])
+@pytest.mark.parametrize("kind", ["random views", "two backward passes", "a second name"])
 def test_steps_that_may_run_in_chunks(kind: str) -> None:
-    """Views at random, the graph used twice, a table as long as a window of 8, a name for a shared encoder."""
-    name, window = ("online",) if kind == "a second name" else ("encoder",), 8 if kind == "codes" else WINDOW
-    settings = {"effective_batch_size": window, "whole": name}
-    module, callback, kept = Odd(kind), whole(micro_batch_size=4, **settings), Odd(kind)
-    for each, ours in ((module, callback), (kept, whole(micro_batch_size=window, **settings))):
+    """Views at random, the graph used twice, a second name for an encoder."""
+    name = ("online",) if kind == "a second name" else ("encoder",)
+    module, callback, kept = Odd(kind), whole(micro_batch_size=4, whole=name), Odd(kind)
+    for each, ours in ((module, callback), (kept, whole(micro_batch_size=WINDOW, whole=name))):
         torch.manual_seed(5)
         fit(each, ours)
     assert callback.exactness.cause == "exact"

@@ -31,7 +31,7 @@ import psutil
 
 SUPPORT = Path(__file__).parent
 PATHS = (SUPPORT, SUPPORT.parents[1])
-PRELOADED = ("forks", "ranks", "sharded", "survivors", "sharded_survivors", "address_space")
+PRELOADED = ("forks", "ranks", "sharded", "survivors", "address_space")
 AT_WORK = 3.0  # seconds of CPU time that show that a process goes on; a rank that waits uses 0.3 in two minutes
 PATIENCE = 120  # seconds in which less than that is used by something that hangs
 LAST_RESORT = 600  # seconds

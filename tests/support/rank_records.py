@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import ranks
-import survivors
 import torch
-from forks import Ended, forked
+from forks import forked
 
 
 def run_ranks(folder: Path, *, program: Any = ranks, **settings: Any) -> list[dict[str, Any]]:
@@ -20,8 +19,3 @@ def run_ranks(folder: Path, *, program: Any = ranks, **settings: Any) -> list[di
 def joined(records: list[dict[str, Any]]) -> list[list[int]]:
     """Distinct samples of each window over all ranks: a rank without one runs a stand-in."""
     return [sorted({index for part in parts for index in part}) for parts in zip(*(r["windows"] for r in records))]
-
-
-def start(folder: Path, scenarios: dict[str, Any], ranks: int, program: Any = survivors) -> Ended:
-    """Run scenarios one after the other; all ranks end, or the test fails."""
-    return forked(program.main, scenarios, folder, ranks, folder=folder)

@@ -1,5 +1,6 @@
 """Trains a model sharded over gloo ranks (FSDP 2); each rank writes what it saw."""
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from lightning_ga import AutoAccumulate
 
 
 class Sharded(Regression):
-    """The reference model, its layers sharded over the ranks."""
+    """The reference model, its layers sharded over the ranks; memory may run out in a batch of this rank."""
+
+    fails_at: int | None = None
 
     def configure_model(self) -> None:
         if not self.device_mesh:
@@ -23,6 +26,12 @@ class Sharded(Regression):
         mesh = self.device_mesh["data_parallel"]
         for layer in (self.net[0], self.net[2], self.net):
             fully_shard(layer, mesh=mesh)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx == self.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in self.net.parameters()]))
@@ -41,7 +50,9 @@ def train(settings: dict[str, Any], folder: Path) -> None:
         data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo", save_distributed_checkpoint=False
     )
     loader = DataLoader(Samples(settings["size"]), settings["batch_size"], shuffle=True)
-    module, trainer = fit(loader, callback, module=Sharded(), strategy=strategy, devices=2)
+    module = Sharded()
+    module.fails_at = settings.get("fails", {}).get(os.environ["RANK"])
+    _, trainer = fit(loader, callback, module=module, strategy=strategy, devices=2)
     record = {
         "windows": module.windows,
         "gradients": module.gradients,

@@ -3,7 +3,7 @@
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, ExactnessWarning
-
-Run = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Task(pl.LightningModule):
@@ -213,12 +211,12 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(scenarios: dict[str, Any], folder: Path, ranks: int, run: Run = run) -> int:
+def main(scenarios: dict[str, Any], folder: Path, ranks: int) -> int:
     """All scenarios on as many ranks."""
-    return in_ranks(ranks, live, scenarios, folder, run)
+    return in_ranks(ranks, live, scenarios, folder)
 
 
-def live(scenarios: dict[str, Any], folder: Path, run: Run) -> int:
+def live(scenarios: dict[str, Any], folder: Path) -> int:
     """The life of one rank; its exit code."""
     warnings.simplefilter("ignore")
     rank, name = os.environ["RANK"], ""

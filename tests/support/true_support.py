@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 from reference import quiet_trainer
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
 from lightning_ga.memory.oom import is_out_of_memory
@@ -72,18 +73,32 @@ class Observer(pl.Callback):
 
 
 class Task(pl.LightningModule):
-    """A loss of one's own on a small network, by SGD."""
+    """A loss of one's own on a small network, by SGD.
 
-    def __init__(self, inputs: int = FEATURES, outputs: int = 1, lr: float = 0.1) -> None:
+    Args:
+        own: The loss of a task and a batch; without one that of a regression.
+        state: Buffers, submodules and other attributes besides.
+    """
+
+    def __init__(self, own: Any = None, *, inputs: int = FEATURES, outputs: int = 1, **state: Any) -> None:
         super().__init__()
         self.net = network(inputs, outputs)
-        self.lr = lr
+        self.own = own
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch)
 
     def loss(self, batch: Any) -> torch.Tensor:
-        inputs, targets = batch
+        if self.own is not None:
+            return self.own(self, batch)
+        return self.regression(*batch)
+
+    def regression(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return mse_loss(self.predict(inputs), targets)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -98,7 +113,7 @@ class Task(pl.LightningModule):
         return hidden
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
 def network(inputs: int = FEATURES, outputs: int = 1) -> torch.nn.Sequential:
@@ -224,12 +239,16 @@ def by_turns(values: Iterable[Any], *, fails: bool = True, name: str = "name") -
     return pytest.mark.parametrize((name, "way"), rows)
 
 
+def of_pairs(samples: int = 48, batch: int = 8, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(pairs(samples), batch_size=batch, **settings)
+
+
 @dataclass(frozen=True)
 class Case:
     """A module, its loader, and how its batches are cut."""
 
-    module: Callable[[], pl.LightningModule]
-    loader: Callable[[], Any]
+    module: Callable[[], pl.LightningModule] = Task
+    loader: Callable[[], Any] = of_pairs
     batch: int = 8
     micro: int = 3
 
@@ -263,15 +282,32 @@ def error(ours: Trained, oracle: Trained | Stock) -> float:
     return max(float((mine - right).norm() / right.norm()) for mine, right in both)
 
 
-def cut_rightly(case: Case, way: Way, **arguments: Any) -> Trained:
+def cut_rightly(case: Case, way: Way, *, arguments: dict[str, Any] | None = None, **settings: Any) -> Trained:
     """Assert that the case trains as in one pass, and that this is what is said of it."""
-    ours, oracle = run(case, way, arguments=arguments), one_pass(case)
+    ours, oracle = run(case, way, arguments=arguments, **settings), one_pass(case, **settings)
     assert error(ours, oracle) <= ROUNDING
     assert ours.cause == "exact" or (ours.cause == "unmeasured" and case.micro == 1)
     assert ours.told == []
     assert ours.callback.oom_events == len(ours.ran_out) == (1 if way.fails else 0)
     assert all("with the same result" in text for text in ours.ran_out) or ours.cause != "exact"
     assert min(ours.memory.sizes) < min(oracle.memory.sizes)
+    return ours
+
+
+def told(
+    case: Case, way: Way, cause: str, words: str = "", *, arguments: dict[str, Any] | None = None, **settings: Any
+) -> Trained:
+    """Assert that the case trains otherwise than in one pass, and that this is said, with its cause and these words.
+
+    Once, before training or within it; after an error of memory in what is said of that.
+    """
+    ours = run(case, way, arguments=arguments, **settings)
+    assert error(ours, one_pass(case, **settings)) > 1e-4
+    assert ours.cause in cause.split("|")
+    texts = ours.told or ours.ran_out
+    assert len(texts) == 1
+    assert re.search(words, texts[0], re.IGNORECASE), texts[0]
+    assert ours.told or "with the same result" not in texts[0]
     return ours
 
 
@@ -309,52 +345,49 @@ def parts_of_at_most(texts: Sequence[str]) -> int:
     return int(found[1])
 
 
-# --- one model for each verdict ----------------------------------------------------------------
+# --- one loss for each verdict -----------------------------------------------------------------
 
 
-class Normalized(Task):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(FEATURES).double()
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss([self.norm(batch[0]), batch[1]])
+def normalized() -> Task:
+    norm = torch.nn.BatchNorm1d(FEATURES).double()
+    return Task(lambda task, batch: task.regression(task.norm(batch[0]), batch[1]), norm=norm)
 
 
-class Contrastive(Task):
-    def loss(self, batch: Any) -> torch.Tensor:
-        views = torch.stack([self.predict(batch[0]), self.predict(batch[0] + batch[1])])[:, :, 0]
-        return torch.nn.functional.cross_entropy(torch.outer(*views), torch.arange(len(views[0])))
+def contrastive(task: Task, batch: Any) -> torch.Tensor:
+    views = torch.stack([task.predict(batch[0]), task.predict(batch[0] + batch[1])])[:, :, 0]
+    return cross_entropy(torch.outer(*views), torch.arange(len(views[0])))
 
 
-class Summed(Task):
-    def loss(self, batch: Any) -> torch.Tensor:
-        return 0.01 * mse_loss(self.predict(batch[0]), batch[1], reduction="sum")
+def summed(task: Task, batch: Any) -> torch.Tensor:
+    return 0.01 * mse_loss(task.predict(batch[0]), batch[1], reduction="sum")
 
 
-class ClassWeighted(Task):
-    def __init__(self) -> None:
-        super().__init__(outputs=3)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        weight = torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64)
-        classes = (batch[0][:, 0] * 10).long() % 3
-        return torch.nn.functional.cross_entropy(self.predict(batch[0]), classes, weight)
+def class_weighted(task: Task, batch: Any) -> torch.Tensor:
+    weight = torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64)
+    classes = (batch[0][:, 0] * 10).long() % 3
+    return cross_entropy(task.predict(batch[0]), classes, weight)
 
 
-class Queued(Task):
+def queued() -> Task:
     """The loss looks at a queue of earlier samples, which the step fills."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.linspace(-1, 1, 24, dtype=torch.float64).view(24, 1))
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        predicted = self.predict(batch[0])
-        value = (predicted - batch[1]).square().mean() + (predicted @ self.queue.T).logsumexp(1).mean()
-        self.queue = torch.cat([self.queue[len(predicted) :], predicted.detach()])
+    def loss(task: Task, batch: Any) -> torch.Tensor:
+        predicted = task.predict(batch[0])
+        value = mse_loss(predicted, batch[1]) + (predicted @ task.queue.T).logsumexp(1).mean()
+        task.queue = torch.cat([task.queue[len(predicted) :], predicted.detach()])
         return value
 
+    return Task(loss, queue=torch.linspace(-1, 1, 24, dtype=torch.float64).view(24, 1))
+
+
+VERDICTS: dict[str, tuple[str, Callable[[], pl.LightningModule], str]] = {
+    "BatchNorm": ("batch_norm", normalized, r"BatchNorm"),
+    "a sum over samples": ("sum", lambda: Task(summed), "sum"),
+    "in-batch negatives": ("coupled", lambda: Task(contrastive), "coupl|compar|each other"),
+    "class weights": ("weighted", lambda: Task(class_weighted, outputs=3), "weight|mean over"),
+    "a queue": ("stateful", queued, "queue"),
+}
+"""By what a program does: the cause, the program, and what is said of it."""
 
 # --- optimizers ---------------------------------------------------------------------------------
 
