@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import CombinedLoader
 from rank_records import run_ranks
 from reference import StreamOf, cut, fit, permutation, worst_error
 from texts import LONGEST, Reading, Texts, pad, plain_gradients, windows_of
@@ -120,24 +119,6 @@ def test_batches_that_a_loader_collates(num_workers: int, collate: Any, size_of:
     module, callback = train(loader, size_of=size_of)
     assert worst_error(module.gradients, plain_gradients(DATA, windows())) <= 1e-12
     assert all(rows == 1 or rows * columns <= callback.plan.size_budget for rows, columns in module.shapes)
-
-
-class Two(Reading):
-    """Learns from two loaders."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
-
-
-@pytest.mark.parametrize("collate", [plain, masked])
-def test_batches_of_two_loaders_keep_their_proportion(collate: Any) -> None:
-    """8 samples of one and 24 of the other; all of them are trained on, whichever show their lengths."""
-    data = {"a": DataLoader(DATA, 8, collate_fn=masked), "b": DataLoader(DATA, 24, collate_fn=collate)}
-    cut_up, _ = train(CombinedLoader(data, "min_size"), module=Two())
-    whole, _ = fit(CombinedLoader(data, "min_size"), module=Two(), max_epochs=1)
-    assert windows_of(cut_up.micro_batches) == windows_of(whole.micro_batches)
-    assert worst_error(cut_up.gradients, whole.gradients) <= 1e-12
-    assert len(cut_up.shapes) > len(whole.shapes)
 
 
 def test_the_plan_in_words() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loops.optimization.automatic import Closure
-from reference import Regression, Samples, fit
+from reference import Regression, Samples, Validated, fit
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from lightning_ga import AutoAccumulate, UserError
@@ -19,27 +19,13 @@ def loader(samples: int = 32, **settings: Any) -> DataLoader[Any]:
     return DataLoader(Samples(samples), batch_size=8, **settings)
 
 
-class Validating(Regression):
-    """Notes after how many optimizer steps it is validated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.validated: list[int] = []
-
-    def val_dataloader(self) -> Any:
-        return loader(8)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validated.append(self.trainer.global_step)
-
-
 @pytest.mark.parametrize("interval", ["00:00:00:00", {"seconds": 0}])
 @pytest.mark.parametrize("micro_batch_size", [8, 3])
 def test_validation_by_time(interval: Any, micro_batch_size: int) -> None:
     """An interval of no seconds is due after every batch."""
     callback, settings = AutoAccumulate(micro_batch_size=micro_batch_size), {"val_check_interval": interval}
-    module, trainer = fit(loader(), callback, module=Validating(), max_epochs=1, **settings)
-    assert trainer.global_step == module.validated[-1] == 4
+    module, trainer = fit(loader(), callback, module=Validated(), max_epochs=1, **settings)
+    assert trainer.global_step == module.steps_at_validation[-1] == 4
 
 
 class OwnStep(Regression):
@@ -75,25 +61,6 @@ def test_the_seed_of_everything_decides_the_order(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pl, "seed_everything", lambda *_, **__: None)
     monkeypatch.delenv("PL_GLOBAL_SEED")
     assert order(1) != order(2)
-
-
-class Thawing(pl.Callback):
-    """Thaws the model when the first epoch starts."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.requires_grad_(True)
-
-
-def test_a_model_that_is_frozen_until_later_trains_without_a_probe() -> None:
-    """A trial step that fails for want of what later hooks do is told, and costs the run nothing."""
-    module = Regression()
-    module.requires_grad_(False)
-    callback = AutoAccumulate(cache=False)
-    with pytest.warns(UserWarning, match=r"no limit, as a trial step ended in RuntimeError: .*micro_batch_size="):
-        _, trainer = fit(loader(), callback, Thawing(), module=module, max_epochs=1)
-    assert trainer.global_step == 4
-    assert callback.probe is None
-    assert callback.exactness.cause == "unmeasured"
 
 
 class Nothing(IterableDataset[Any]):

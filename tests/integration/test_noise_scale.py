@@ -67,22 +67,28 @@ class Half(Normed):
         return torch.optim.SGD(self.parameters(), lr=0.0, fused=self.fused)
 
 
-def scaled(scale: float) -> dict[str, Any]:
-    """fp16 with a GradScaler that begins at a scale; Lightning would turn 16-mixed into bf16 on the CPU."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
-    return {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)}
+def in_halves(mode: Any, module: Half, scale: float | None = None, **settings: Any) -> Any:
+    """The estimate; with fp16 and a GradScaler, as Lightning would turn 16-mixed into bf16 on the CPU."""
+    if scale is not None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+        settings = {"plugins": pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)}
+    noise, callback = NoiseScale(200), AutoAccumulate(60, micro_batch_size=4, micro_batching=mode, verify=False)
+    data = DataLoader(Samples(SIZE, torch.float32), 10)
+    fit(data, callback, noise, module=module, max_epochs=4, **settings)
+    return noise.estimate
 
 
 @pytest.mark.parametrize("mode", ["loader", "step"])
-@pytest.mark.parametrize("scale", [None, 2.0**8, 2.0**24])
-def test_the_estimate_is_that_of_single_precision(mode: Any, scale: float | None) -> None:
+@pytest.mark.parametrize("settings", [{"precision": "bf16-mixed"}, {"scale": 2.0**8}, {"scale": 2.0**24}])
+def test_the_estimate_is_that_of_single_precision(mode: Any, settings: dict[str, Any]) -> None:
     """Under autocast and a GradScaler; windows that overflow leave no NaN behind."""
-    found = []
-    for more in ({}, {"precision": "bf16-mixed"} if scale is None else scaled(scale)):
-        noise, callback = NoiseScale(200), AutoAccumulate(60, micro_batch_size=4, micro_batching=mode, verify=False)
-        fit(DataLoader(Samples(SIZE, torch.float32), 10), callback, noise, module=Half(), max_epochs=4, **more)
-        found.append(noise.estimate)
-    assert found[1].value == pytest.approx(found[0].value, rel=0.05)
+    assert in_halves(mode, Half(), **settings).value == pytest.approx(in_halves(mode, Half()).value, rel=0.05)
+
+
+def test_gradients_that_are_still_scaled_are_refused() -> None:
+    """A fused optimizer unscales them within its own step."""
+    with pytest.raises(UserError, match="a fused optimizer gets gradients that the GradScaler has scaled"):
+        in_halves("loader", Half(fused=True), scale=256.0)
 
 
 class Written(NoiseScale):
@@ -162,30 +168,13 @@ class WithBatchNorm(Normed):
 @pytest.mark.parametrize(
     ("module", "callbacks", "message"),
     [
-        (Normed, [NoiseScale()], "AutoAccumulate is not among the callbacks"),
-        (Regression, [AutoAccumulate(micro_batch_size=2), NoiseScale()], "no LayerNorm, GroupNorm or RMSNorm"),
-        (
-            WithBatchNorm,
-            [AutoAccumulate(micro_batch_size=2, verify=False), NoiseScale()],
-            "BatchNorm makes the samples",
-        ),
-        (Normed, [AutoAccumulate(micro_batch_size=10), NoiseScale()], "a window is one micro-batch: set micro_batch"),
+        (Normed, [], "AutoAccumulate is not among the callbacks"),
+        (Regression, [AutoAccumulate(micro_batch_size=2)], "no LayerNorm, GroupNorm or RMSNorm"),
+        (WithBatchNorm, [AutoAccumulate(micro_batch_size=2, verify=False)], "BatchNorm makes the samples"),
+        (Normed, [AutoAccumulate(micro_batch_size=10)], "a window is one micro-batch: set micro_batch"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(module: Any, callbacks: list[Any], message: str) -> None:
     """Before the first step, with the reason."""
     with pytest.raises(UserError, match=f"NoiseScale cannot measure here: .*{message}"):
-        fit(DataLoader(Samples(40), 10), *callbacks, module=module())
-
-
-def test_gradients_that_are_still_scaled_are_refused() -> None:
-    """A fused optimizer unscales them within its own step."""
-    with pytest.raises(UserError, match="a fused optimizer gets gradients that the GradScaler has scaled"):
-        callback = AutoAccumulate(60, micro_batch_size=4, verify=False)
-        fit(
-            DataLoader(Samples(SIZE, torch.float32), 10),
-            callback,
-            NoiseScale(),
-            module=Half(fused=True),
-            **scaled(256.0),
-        )
+        fit(DataLoader(Samples(40), 10), *callbacks, NoiseScale(), module=module())

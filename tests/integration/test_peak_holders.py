@@ -1,4 +1,4 @@
-"""What holds the memory, told by a real fit: planted culprits are named, and looking changes nothing."""
+"""What holds the memory, told by a real fit: planted culprits are named, to the byte where it is state."""
 
 import re
 from collections.abc import Callable
@@ -54,13 +54,10 @@ class Scores(nn.Module):
 class Attention(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Scores(), Scores()])
+        self.blocks = nn.Sequential(Scores(), Scores())
 
     def mixed(self, x: Tensor) -> Tensor:
-        x = self.body(x.repeat(1, 8, 1))
-        for block in self.blocks:
-            x = block(x)
-        return x.unflatten(1, (8, TOKENS)).mean(1)
+        return self.blocks(self.body(x.repeat(1, 8, 1))).unflatten(1, (8, TOKENS)).mean(1)
 
 
 class Keeping(Plain):
@@ -87,14 +84,19 @@ class Wide(Plain):
         return self.body(x) + 0 * sum(parameter.sum() for parameter in self.unused.parameters())
 
 
-def data() -> TensorDataset:
-    return TensorDataset(torch.randn(SAMPLES, TOKENS, WIDTH), torch.zeros(SAMPLES, TOKENS, dtype=torch.long))
+class Bursting(Plain):
+    """Its second step takes more than any device has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step:
+            torch.zeros(1 << 40)
+        return super().training_step(batch, batch_idx)
 
 
-def trained(module: Plain, budget: Any = "1GiB", **settings: Any) -> AutoAccumulate:
-    callback = AutoAccumulate(32, memory_budget=budget, cache=settings.pop("cache", False), verify=False)
-    trainer = quiet_trainer(callback, max_epochs=1, **settings)
-    trainer.fit(module, DataLoader(data(), batch_size=32))
+def trained(module: Plain, effective: int = 32, **settings: Any) -> AutoAccumulate:
+    callback = AutoAccumulate(effective, cache=False, verify=False, **settings)
+    data = TensorDataset(torch.randn(SAMPLES, TOKENS, WIDTH), torch.zeros(SAMPLES, TOKENS, dtype=torch.long))
+    quiet_trainer(callback, max_epochs=1).fit(module, DataLoader(data, batch_size=effective))
     return callback
 
 
@@ -107,19 +109,19 @@ def held(callback: AutoAccumulate) -> Attribution:
     return holders
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "remedy"),
-    [
-        (lambda: Plain(classes=2000), "logits and their loss", "chunked or fused cross-entropy"),
-        (Attention, "activations of blocks.", "activation checkpointing"),
-        (Keeping, "kept after the step, made in ", "appends tensors"),
-        (Wide, "optimizer state", "less state"),
-    ],
-    ids=["huge-logits", "naive-attention", "growing-list", "adam"],
-)
+CULPRITS: dict[str, tuple[Callable[[], Plain], str, str]] = {
+    "huge logits": (lambda: Plain(classes=2000), "logits and their loss", "chunked or fused cross-entropy"),
+    "naive attention": (Attention, "activations of blocks.", "activation checkpointing"),
+    "a growing list": (Keeping, "kept after the step, made in ", "appends tensors"),
+    "Adam": (Wide, "optimizer state", "less state"),
+}
+
+
+@pytest.mark.parametrize("culprit", CULPRITS)
 @pytest.mark.parametrize("budget", ["1GiB", None], ids=["tried", "predicted"])
-def test_the_culprit_is_the_largest_part(make: Callable[[], Plain], name: str, remedy: str, budget: str | None) -> None:
-    holders = held(trained(make(), budget))
+def test_the_culprit_is_the_largest_part(culprit: str, budget: str | None) -> None:
+    make, name, remedy = CULPRITS[culprit]
+    holders = held(trained(make(), memory_budget=budget))
     assert holders.by_kind()[0][0] in name
     assert any(part.startswith(name) for part, _ in holders.parts[:2])
     assert remedy in holders.remedy
@@ -129,40 +131,29 @@ def test_state_is_told_to_the_byte() -> None:
     module = Wide()
     rounding = meter_of(numbered(None), ProbedTraining()).rounding
     weights = sum(-(-parameter.nbytes // rounding) * rounding for parameter in module.parameters())
-    parts = dict(held(trained(module)).parts)
+    parts = dict(held(trained(module, memory_budget="1GiB")).parts)
     assert parts["parameters"] == parts["gradients"] == weights
     assert 2 * weights <= parts["optimizer state"] <= 2 * weights + 100 * max(8, rounding)
 
 
-@pytest.mark.parametrize("budget", ["20KiB", "0.1MB", 30_000])
+@pytest.mark.parametrize("budget", ["20KiB", 30_000])
 def test_following_the_advice_of_the_budget_error_succeeds(budget: str | int) -> None:
     """And the error says what holds the memory."""
     with pytest.raises(UserError) as caught:
-        trained(Attention(), budget)
+        trained(Attention(), memory_budget=budget)
     message = str(caught.value)
     assert re.search(r"held by: activations [\d.]+ \S+ \(blocks.0 ", message)
     proposed = message.partition("memory_budget=")[2].partition("memory_budget=")[2].partition(" is enough")[0]
     assert proposed
-    assert trained(Attention(), eval(proposed)).plan is not None
-
-
-class Bursting(Plain):
-    """Its second step takes more than any device has."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.trainer.global_step:
-            torch.zeros(1 << 40)
-        return super().training_step(batch, batch_idx)
+    assert trained(Attention(), memory_budget=eval(proposed)).plan is not None
 
 
 @pytest.mark.filterwarnings("ignore:Memory ran out in")
 @pytest.mark.parametrize("on_oom", ["split", "raise"])
 def test_errors_that_end_a_run_say_what_holds_the_memory(on_oom: Any) -> None:
     """As a note, which Python prints below the error, and the command line after its sentence."""
-    callback = AutoAccumulate(8, on_oom=on_oom, cache=False, verify=False)
-    trainer = quiet_trainer(callback, max_epochs=1)
     with limit_memory("64MiB"), pytest.raises((UserError, RuntimeError)) as caught:
-        trainer.fit(Bursting(), DataLoader(data(), batch_size=8))
+        trained(Bursting(), 8, on_oom=on_oom)
     (note,) = caught.value.__notes__
     assert note.startswith("As the probe recorded it: at the peak of ")
     assert "held by: temporaries " in note

@@ -35,7 +35,6 @@ class Pictures(pl.LightningModule):
         )
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=10)
         self.settings = settings
-        self.starts = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         logits = self.net(batch[0])
@@ -61,14 +60,8 @@ def loader(dataset: Any = None, batch_size: int = 64) -> Any:
 
 @pytest.mark.parametrize(
     ("settings", "foreach"),
-    [
-        ({}, True),
-        pytest.param({"gradient_clip_val": 0.1}, False, marks=pytest.mark.slow),
-        ({"gradient_clip_val": 0.1}, True),
-        ({"precision": "bf16-mixed"}, False),
-        pytest.param({"accumulate_grad_batches": 2}, False, marks=pytest.mark.slow),
-    ],
-    ids=["plain", "clipped one by one", "clipped", "bf16", "recipe of two"],
+    [({"gradient_clip_val": 0.1}, True), ({"precision": "bf16-mixed"}, False), ({"accumulate_grad_batches": 2}, False)],
+    ids=["clipped", "bf16", "recipe of two"],
 )
 def test_the_estimate_for_a_cpu_is_what_a_probe_measures_there(settings: dict[str, Any], foreach: bool) -> None:
     """Budget, limit, plan and every peak, within what metrics and logging keep."""
@@ -96,22 +89,24 @@ def test_the_limit_fits_and_one_more_does_not() -> None:
     assert planned.unreliable == ()
 
 
+class Large(Dataset[Any]):
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1, 64, 64), 1
+
+
+class Wide(Pictures):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+        )
+
+
 def test_a_large_device_takes_no_memory_here() -> None:
     """80 GiB of activations are worked out in some megabytes."""
-
-    class Large(Dataset[Any]):
-        def __len__(self) -> int:
-            return 1_000_000
-
-        def __getitem__(self, index: int) -> Any:
-            return torch.zeros(1, 64, 64), 1
-
-    class Wide(Pictures):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Conv2d(1, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-                                     nn.Linear(64, 10))  # fmt: skip
-
     plan_for_device(Wide(), loader(Large(), 8), "16GiB")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     planned = plan_for_device(Wide(), loader(Large(), 500_000), "80GiB")
@@ -123,7 +118,7 @@ def test_a_large_device_takes_no_memory_here() -> None:
 
 def everything(module: pl.LightningModule) -> list[Any]:
     """Module, metric states and random numbers, as bytes."""
-    values = [*module.state_dict().values(), module.accuracy.tp, module.starts, module.training, module.net[1].training]
+    values = [*module.state_dict().values(), module.accuracy.tp, module.training, module.net[1].training]
     values += [parameter.grad for parameter in module.parameters()]
     streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
     return [v.numpy().tobytes() if isinstance(v, torch.Tensor) else repr(v) for v in (*values, *streams)]
@@ -176,12 +171,9 @@ class Arrays(Pictures):
 
 
 def test_a_step_that_needs_its_data_is_refused_in_one_sentence() -> None:
-    module = Arrays()
-    before = everything(module)
     with pytest.raises(UserError, match="cannot be planned for another device.*the probe measures") as caught:
-        plan_for_device(module, loader(), "16GiB")
+        plan_for_device(Arrays(), loader(), "16GiB")
     assert len(str(caught.value).splitlines()) == 1
-    assert everything(module) == before
 
 
 class Total(torchmetrics.SumMetric):
@@ -195,13 +187,11 @@ class Measuring(Pictures):
     def __init__(self) -> None:
         super().__init__()
         self.total, self.kept = Total(), torchmetrics.CatMetric()
-        self.area = torchmetrics.AUROC("multiclass", num_classes=10)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.total(loss.detach())
         self.kept(loss.detach())
-        self.area.update(self.net(batch[0]).softmax(1), batch[1])
         self.log("total", self.total)
         return loss
 

@@ -78,22 +78,12 @@ def test_steps_find_the_callbacks_and_callbacks_hear_of_no_trial() -> None:
     assert counting.calls == 2 * callback.plan.factor
 
 
-def test_lazy_modules_and_growing_optimizers_are_refused_with_the_way_out() -> None:
+def test_growing_optimizers_are_refused_with_the_way_out() -> None:
     """Rather than a wrong limit."""
-
-    class Lazy(Wide):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.Linear(8, 1)).double()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     class Growing(Wide):
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(UserError, match="lazy module"):
-        probe(Lazy())
     with pytest.raises(UserError, match="LBFGS keeps a history"):
         probe(Growing())

@@ -82,6 +82,82 @@ def places(phases: Iterable[str], batches: Iterable[int], **settings: Any) -> di
     }
 
 
+UNUSED: dict[str, Any] = {"task": {"parts": ["unused"]}, "strategy": {"find_unused_parameters": True}}
+STATIC, BUFFERS, SPARSE = (
+    {"strategy": {"static_graph": True}},
+    *({"task": {"parts": [p]}} for p in ("buffers", "sparse")),
+)
+UNEVEN: dict[str, Any] = {"accumulate": {"effective_batch_size": 25, "micro_batch_size": 4}}
+HALF = {"task": {"dtype": "bfloat16"}}
+ALONE: dict[str, Any] = {"task": {"parts": ["gathers after batches"]}}
+WHOLE = {"effective_batch_size": 24, "micro_batch_size": 12}
+SURVIVED: dict[str, tuple[int, dict[str, Any]]] = {
+    "whatever the module is made of": (
+        2,
+        {
+            "unused": scenario((1, (0, 0, "backward", 1)), **UNUSED),
+            "unused-late": scenario((0, (0, 2, "late", 1)), (1, (1, 1, "late", 1)), **UNUSED),
+            "static": scenario((1, (0, 0, "late", 1)), **STATIC),
+            "static-forward": scenario((0, (0, 0, "forward", 1)), **STATIC),
+            "static-raise": scenario(accumulate={**LOADER, "on_oom": "raise"}, **STATIC),
+            "views": scenario((1, (0, 1, "late", 1)), strategy={"gradient_as_bucket_view": True}),
+            "buffers": scenario((1, (0, 0, "forward", 1)), **BUFFERS),
+            "buffers-late": scenario((0, (0, 2, "backward", 1)), **BUFFERS, accumulate=STEP),
+            "sparse": scenario((1, (0, 1, "late", 1)), (1, (1, 2, "forward", 1)), **SPARSE),
+            "all": scenario((1, (0, 0, "late", 1)), **{**UNUSED, "task": {"parts": ["unused", "sparse", "buffers"]}}),
+        },
+    ),
+    "all ranks at once, one again and again, counts that are known only as they come": (
+        2,
+        {
+            "all": scenario(*((rank, (0, 1, "late", 1)) for rank in range(2))),
+            "all-step": scenario(*((rank, (0, 1, "late", 1)) for rank in range(2)), accumulate=STEP),
+            "again": scenario(
+                (1, (0, 0, "forward", 2)), (1, (0, 3, "late", 1)), accumulate={**LOADER, "micro_batch_size": 6}
+            ),
+            "both": scenario((0, (0, 0, "late", 1)), (1, (1, 1, "forward", 1))),
+            "counted": scenario((1, (0, 0, "forward", 1)), counted=True),
+            "counted-step": scenario((0, (0, 0, "late", 1)), counted=True, accumulate=STEP),
+        },
+    ),
+    "three ranks, windows of 25 in shares of 9, 8 and 8, and one of 11": (
+        3,
+        {
+            "forward": scenario((2, (0, 0, "forward", 1)), **UNEVEN),
+            "late": scenario((0, (0, 2, "late", 1)), (2, (1, 1, "late", 1)), **UNEVEN),
+            "ragged": scenario((1, (0, 6, "backward", 1)), **UNEVEN),
+            "step": scenario((1, (0, 0, "late", 1)), accumulate={**UNEVEN["accumulate"], "micro_batching": "step"}),
+            "static": scenario((2, (0, 0, "late", 1)), **UNEVEN, **STATIC),
+            "unused": scenario((2, (0, 1, "late", 1)), **UNEVEN, **UNUSED),
+        },
+    ),
+    "sums in float32 of gradients in half precision, on ranks that run pieces and on others": (
+        2,
+        {
+            **{f"{n}-clean": scenario(accumulate=each, **HALF) for n, each in enumerate((LOADER, WHOLE, STEP))},
+            **{
+                f"{n}-faulty": scenario((1, (0, 1, "backward", 1)), accumulate=each, **HALF)
+                for n, each in enumerate((LOADER, WHOLE, STEP))
+            },
+            **places(("late",), (0, 2), task={"dtype": "float32"}),
+        },
+    ),
+    "a rank that measures alone asks no other": (
+        2,
+        {
+            mode: scenario((1, (0, 1, "backward", 1)), accumulate={**each, "verify": True}, **ALONE)
+            for mode, each in {"loader": LOADER, "step": STEP}.items()
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SURVIVED)
+def test_gradients_are_those_of_the_whole_batch(name: str, tmp_path: Path) -> None:
+    ranks, scenarios = SURVIVED[name]
+    check(scenarios, run(tmp_path, scenarios, ranks))
+
+
 def test_in_every_phase_and_place_of_a_window(tmp_path: Path) -> None:
     scenarios = {**places(PHASES, (0, 1, 2, 6)), **places(["forward"], [0], trainer={"max_epochs": 2})}
     scenarios |= {f"step-{name}": each for name, each in places(PHASES, (0, 2), accumulate=STEP).items()}
@@ -90,65 +166,14 @@ def test_in_every_phase_and_place_of_a_window(tmp_path: Path) -> None:
     assert records["forward-0"][0]["micro_batch"] == 2
 
 
-def test_whatever_the_module_is_made_of(tmp_path: Path) -> None:
-    """Unused parameters, static graphs, gradients that are views of buckets, sparse ones, and shared buffers."""
-    unused: dict[str, Any] = {"task": {"parts": ["unused"]}, "strategy": {"find_unused_parameters": True}}
-    first = {"buffers": {"parts": ["buffers"]}, "sparse": {"parts": ["sparse"]}}
-    scenarios = {
-        "unused": scenario((1, (0, 0, "backward", 1)), **unused),
-        "unused-late": scenario((0, (0, 2, "late", 1)), (1, (1, 1, "late", 1)), **unused),
-        "static": scenario((1, (0, 0, "late", 1)), strategy={"static_graph": True}),
-        "static-forward": scenario((0, (0, 0, "forward", 1)), strategy={"static_graph": True}),
-        "static-raise": scenario(accumulate={**LOADER, "on_oom": "raise"}, strategy={"static_graph": True}),
-        "views": scenario((1, (0, 1, "late", 1)), strategy={"gradient_as_bucket_view": True}),
-        "buffers": scenario((1, (0, 0, "forward", 1)), task=first["buffers"]),
-        "buffers-late": scenario((0, (0, 2, "backward", 1)), task=first["buffers"], accumulate=STEP),
-        "sparse": scenario((1, (0, 1, "late", 1)), (1, (1, 2, "forward", 1)), task=first["sparse"]),
-        "all-parts": scenario((1, (0, 0, "late", 1)), **{**unused, "task": {"parts": ["unused", "sparse", "buffers"]}}),
-    }
-    check(scenarios, run(tmp_path, scenarios, 2))
-
-
-def test_whatever_befalls_the_ranks(tmp_path: Path) -> None:
-    """All of them at once, one again and again, one in each epoch; counts that are known only as they come."""
-    everywhere = [(rank, (0, 1, "late", 1)) for rank in range(2)]
-    scenarios = {
-        "all": scenario(*everywhere),
-        "all-step": scenario(*everywhere, accumulate=STEP),
-        "again": scenario(
-            (1, (0, 0, "forward", 2)), (1, (0, 3, "late", 1)), accumulate={**LOADER, "micro_batch_size": 6}
-        ),
-        "both": scenario((0, (0, 0, "late", 1)), (1, (1, 1, "forward", 1))),
-        "counted": scenario((1, (0, 0, "forward", 1)), counted=True),
-        "counted-step": scenario((0, (0, 0, "late", 1)), counted=True, accumulate=STEP),
-    }
-    check(scenarios, run(tmp_path, scenarios, 2))
-
-
-def test_three_ranks_with_uneven_shares(tmp_path: Path) -> None:
-    """Windows of 25 in shares of 9, 8 and 8; the last window of an epoch has 11 samples."""
-    uneven = {"effective_batch_size": 25, "micro_batch_size": 4}
-    unused: dict[str, Any] = {"task": {"parts": ["unused"]}, "strategy": {"find_unused_parameters": True}}
-    scenarios = {
-        "forward": scenario((2, (0, 0, "forward", 1)), accumulate=uneven),
-        "late": scenario((0, (0, 2, "late", 1)), (2, (1, 1, "late", 1)), accumulate=uneven),
-        "ragged": scenario((1, (0, 6, "backward", 1)), accumulate=uneven),
-        "step": scenario((1, (0, 0, "late", 1)), accumulate={**uneven, "micro_batching": "step"}),
-        "static": scenario((2, (0, 0, "late", 1)), accumulate=uneven, strategy={"static_graph": True}),
-        "unused": scenario((2, (0, 1, "late", 1)), accumulate=uneven, **unused),
-    }
-    check(scenarios, run(tmp_path, scenarios, 3))
-
-
 def test_logs_are_exchanged_once(tmp_path: Path) -> None:
     """With ``sync_dist`` on every step, a retry on one rank logs what would have been logged without."""
-    scenarios: dict[str, Any] = {}
-    for mode, accumulate in (("loader", LOADER), ("step", STEP)):
-        scenarios[f"{mode}-clean"] = scenario(accumulate=accumulate, trainer={"max_epochs": 1})
-        for phase in ("forward", "late"):
-            scenarios[f"{mode}-{phase}"] = scenario(
-                (1, (0, 1, phase, 1)), accumulate=accumulate, trainer={"max_epochs": 1}
-            )
+    once = {"trainer": {"max_epochs": 1}}
+    scenarios = {
+        f"{mode}-{phase or 'clean'}": scenario(*([(1, (0, 1, phase, 1))] if phase else []), accumulate=each, **once)
+        for mode, each in {"loader": LOADER, "step": STEP}.items()
+        for phase in ("", "forward", "late")
+    }
     records = run(tmp_path, scenarios, 2)
     for name, (ours, _) in records.items():
         clean = records[f"{name.split('-')[0]}-clean"][0]
@@ -179,11 +204,12 @@ def test_validation_of_one_rank_in_pieces(tmp_path: Path) -> None:
 
 def test_the_average_is_that_of_distributed_data_parallel(tmp_path: Path) -> None:
     """To the bit on two ranks. ``on_oom="raise"`` leaves it to the last backward pass of a window."""
-    unused: dict[str, Any] = {"task": {"parts": ["unused"], "dtype": "float32"}}
-    unused["strategy"] = {"find_unused_parameters": True}
-    kinds: dict[str, Any] = {"unused": unused, "buffers": {"task": {"parts": ["buffers"], "dtype": "float32"}}}
+    kinds: dict[str, Any] = {"unused": UNUSED, "buffers": BUFFERS}
     scenarios = {
-        f"{kind}-{on_oom}": scenario(accumulate={**LOADER, "on_oom": on_oom}, **settings)
+        f"{kind}-{on_oom}": scenario(
+            accumulate={**LOADER, "on_oom": on_oom},
+            **{**settings, "task": {**settings["task"], "dtype": "float32"}},
+        )
         for kind, settings in kinds.items()
         for on_oom in ("split", "raise")
     }
@@ -243,27 +269,6 @@ def test_what_one_rank_finds_while_it_trains_is_told_by_the_first(tmp_path: Path
         assert first["cause"] == second["cause"] == "coupled"
         assert ["Accumulation is not exact for this training" in text for text in first["told"]] == [True]
         assert not second["told"]
-
-
-@pytest.mark.parametrize("mode", [LOADER, STEP], ids=["loader", "step"])
-def test_a_rank_that_measures_alone_asks_no_other(mode: Any, tmp_path: Path) -> None:
-    fits = scenario((1, (0, 1, "backward", 1)), accumulate={**mode, "verify": True})
-    scenarios = {"gathers": {**fits, "task": {"parts": ["gathers after batches"]}}}
-    check(scenarios, run(tmp_path, scenarios, 2))
-
-
-def test_precisions(tmp_path: Path) -> None:
-    """Sums in float32 on ranks that run pieces and on those that do not; one micro-batch a window, and several."""
-    whole = {"effective_batch_size": 24, "micro_batch_size": 12}
-    scenarios = {
-        f"{name}-{faulty}": scenario(
-            *([(1, (0, 1, "backward", 1))] if faulty else []), accumulate=accumulate, task={"dtype": "bfloat16"}
-        )
-        for name, accumulate in {"several": LOADER, "one": whole, "step": STEP}.items()
-        for faulty in (False, True)
-    }
-    scenarios |= places(("late",), (0, 2), task={"dtype": "float32"})
-    check(scenarios, run(tmp_path, scenarios, 2))
 
 
 # --- gradients are exchanged while the last backward pass of a window runs -----------------------

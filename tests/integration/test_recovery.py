@@ -1,7 +1,6 @@
 """A trial that runs out of memory, in whatever way, leaves none of its bytes behind; and none brings in the killer."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from reference import FEATURES, Regression, Samples, fit, loss
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
@@ -20,22 +20,46 @@ from lightning_ga.probe.trials import ProbedTrainer
 from lightning_ga.testing import limit_memory
 
 MOST = 21
+Trials = list[tuple[int, int, int]]
 
 
 class Small(Regression):
-    """Keeps no tensors of its own, as memory is counted."""
+    """Keeps no tensors of its own, as memory is counted; its loss is a function."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.compute(batch[0], batch[1])
+    def __init__(self, compute: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
 
-    def compute(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return loss(self.net, inputs, targets)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.compute(self.net, batch[0], batch[1])
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         pass
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters())
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[[LiveTensorMeter], Trials]:
+    """Of every trial its size, the bytes alive when it starts, and the most that it takes beside them."""
+    run = ProbedTrainer.step
+
+    def noted_by(meter: LiveTensorMeter) -> Trials:
+        seen: Trials = []
+
+        def noted(training: ProbedTrainer, size: int, recorder: Any) -> None:
+            meter.start()
+            before = meter.live_bytes
+            try:
+                run(training, size, recorder)
+            finally:
+                seen.append((size, before, meter.peak_bytes - before))
+
+        monkeypatch.setattr(ProbedTrainer, "step", noted)
+        return seen
+
+    return noted_by
 
 
 def wrapped() -> None:
@@ -60,41 +84,20 @@ FAILURES = {
 }
 
 
-class Failing(Small):
-    """Fails above a size, in the forward or in the backward pass, with activations alive."""
-
-    def __init__(self, failure: Any, *, backward: bool, most: int = MOST) -> None:
-        super().__init__()
-        self.failure, self.in_backward, self.most = failure, backward, most
-
-    def compute(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = self.net[1](self.net[0](inputs))
-        if len(inputs) > self.most:
-            if not self.in_backward:
-                self.failure()
-            hidden.register_hook(lambda _: self.failure())
-        return (self.net[2](hidden) - targets).square().mean()
-
-
-def trials(monkeypatch: pytest.MonkeyPatch, meter: LiveTensorMeter) -> list[tuple[int, int]]:
-    """Size of every trial, and the bytes alive when it starts."""
-    seen: list[tuple[int, int]] = []
-    run = ProbedTrainer.step
-
-    def noted(training: ProbedTrainer, size: int, recorder: Any) -> None:
-        seen.append((size, meter.live_bytes))
-        run(training, size, recorder)
-
-    monkeypatch.setattr(ProbedTrainer, "step", noted)
-    return seen
-
-
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("kind", FAILURES)
-def test_a_failed_trial_leaves_not_a_byte(kind: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_trial_leaves_not_a_byte(kind: str, backward: bool, trials: Any) -> None:
     """The next one starts with exactly the bytes that the failed one started with, and so does training."""
-    callback = AutoAccumulate(64, verify=False, cache=False)
-    alive = []
+    failure, alive = FAILURES[kind], []
+
+    def failing(net: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Fail above a size, in the forward or in the backward pass, with activations alive."""
+        hidden = net[1](net[0](inputs))
+        if len(inputs) > MOST:
+            if not backward:
+                failure()
+            hidden.register_hook(lambda _: failure())
+        return (net[2](hidden) - targets).square().mean()
 
     class Watch(pl.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -104,46 +107,33 @@ def test_a_failed_trial_leaves_not_a_byte(kind: str, backward: bool, monkeypatch
             meter.add(module.parameters())
             alive.append(meter.live_bytes)
 
+    callback = AutoAccumulate(64, verify=False, cache=False)
     with limit_memory(10**8) as meter:
-        seen = trials(monkeypatch, meter)
-        fit(
-            DataLoader(Samples(64), batch_size=64),
-            callback,
-            Watch(),
-            module=Failing(FAILURES[kind], backward=backward),
-            max_epochs=1,
-        )
+        seen = trials(meter)
+        fit(DataLoader(Samples(64), batch_size=64), callback, Watch(), module=Small(failing), max_epochs=1)
     assert callback.probe.limit == MOST
-    assert sum(size > MOST for size, _ in seen) >= 2
-    warm = seen[1:]  # from the second on there is state in the optimizer
-    assert len({live for _, live in warm}) == 1
+    assert sum(size > MOST for size, *_ in seen) >= 2
+    assert len({live for _, live, _ in seen[1:]}) == 1  # from the second on there is state in the optimizer
     assert alive[0] == alive[1]
 
 
 ROOM = 60_000  # bytes that the control group leaves
 
 
-class Alone(Small):
+def alone(net: Any, inputs: Tensor, targets: Tensor) -> Tensor:
     """One sample at a time: no two sizes have the same stream, so nothing can be predicted."""
-
-    def compute(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return torch.stack([loss(self.net, one[None], two[None]) for one, two in zip(inputs, targets)]).mean()
+    return torch.stack([loss(net, one[None], two[None]) for one, two in zip(inputs, targets)]).mean()
 
 
-class Similar(Small):
+def similar(net: Any, inputs: Tensor, targets: Tensor) -> Tensor:
     """Memory grows with the square of the samples."""
-
-    def compute(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = self.net[0](inputs)
-        return (hidden @ hidden.T).square().mean() + loss(self.net, inputs, targets)
+    hidden = net[0](inputs)
+    return (hidden @ hidden.T).square().mean() + loss(net, inputs, targets)
 
 
-class Enormous(Small):
+def enormous(net: Any, inputs: Tensor, targets: Tensor) -> Tensor:
     """Two samples take more than there is."""
-
-    def compute(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        wide = inputs.repeat(1, 60_000)
-        return loss(self.net, wide[:, :FEATURES], targets)
+    return loss(net, inputs.repeat(1, 60_000)[:, :FEATURES], targets)
 
 
 class ProbedError(Exception):
@@ -158,7 +148,7 @@ class Stop(pl.Callback):
 
 
 @pytest.fixture
-def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process in a control group that leaves little, on a machine that has more."""
     group = tmp_path / "sys/fs/cgroup/job"
     group.mkdir(parents=True)
@@ -169,45 +159,26 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "control_group_limits", partial(memory.control_group_limits, tmp_path))
 
 
-@contextmanager
-def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """Size of every trial, and the most bytes that it took beside what was alive."""
-    peaks: list[tuple[int, int]] = []
-    run = ProbedTrainer.step
-    with LiveTensorMeter() as meter:
-
-        def noted(training: ProbedTrainer, size: int, recorder: Any) -> None:
-            meter.start()
-            before = meter.live_bytes
-            try:
-                run(training, size, recorder)
-            finally:
-                peaks.append((size, meter.peak_bytes - before))
-
-        monkeypatch.setattr(ProbedTrainer, "step", noted)
-        yield peaks
-
-
-@pytest.mark.usefixtures("container")
+@pytest.mark.usefixtures("_container")
 @pytest.mark.filterwarnings("ignore:memory_budget='1GiB' is above the")
-@pytest.mark.parametrize(("module", "method"), [(Small, "prediction"), (Alone, "below"), (Similar, "prediction")])
+@pytest.mark.parametrize(("compute", "method"), [(loss, "prediction"), (alone, "below"), (similar, "prediction")])
 @pytest.mark.parametrize("budget", [None, "1GiB"])
-def test_no_trial_comes_near_the_memory_that_there_is(
-    module: Any, method: str, budget: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_trial_comes_near_the_memory_that_there_is(compute: Any, method: str, budget: Any, trials: Any) -> None:
     """A fifth stays free: the limit is predicted, or approached from below with steps that fit for sure."""
     callback = AutoAccumulate(4_000, memory_budget=budget, verify=False, cache=False)
-    with measured(monkeypatch) as peaks, pytest.raises(ProbedError):
-        fit(DataLoader(Samples(4_000), batch_size=64), callback, Stop(), module=module(), max_epochs=1)
+    with LiveTensorMeter() as meter, pytest.raises(ProbedError):
+        seen = trials(meter)
+        fit(DataLoader(Samples(4_000), batch_size=64), callback, Stop(), module=Small(compute), max_epochs=1)
     assert callback.probe.method == method
     assert 8 <= callback.probe.limit < 4_000
     assert all(trial.fits for trial in callback.probe.trials)
-    assert max(peak for _, peak in peaks) < 0.85 * ROOM
+    assert max(peak for *_, peak in seen) < 0.85 * ROOM
     assert callback.probe.peak_bytes <= callback.probe.budget_bytes
 
 
-@pytest.mark.usefixtures("container")
-def test_a_sample_that_is_too_large_is_stopped_at_the_first_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="micro_batch_size=1, the smallest"), measured(monkeypatch) as peaks:
-        fit(DataLoader(Samples(512), batch_size=64), AutoAccumulate(256, cache=False), module=Enormous())
-    assert [size for size, _ in peaks] == [2, 1]
+@pytest.mark.usefixtures("_container")
+def test_a_sample_that_is_too_large_is_stopped_at_the_first_operation(trials: Any) -> None:
+    with pytest.raises(UserError, match="micro_batch_size=1, the smallest"), LiveTensorMeter() as meter:
+        seen = trials(meter)
+        fit(DataLoader(Samples(512), batch_size=64), AutoAccumulate(256, cache=False), module=Small(enormous))
+    assert [size for size, *_ in seen] == [2, 1]

@@ -325,28 +325,3 @@ def test_a_failed_fit_leaves_the_trainer_as_it_was() -> None:
     assert trainer.accumulate_grad_batches == 2
     assert "setup_data" not in vars(trainer.fit_loop)
     assert "dataloader" not in vars(trainer.fit_loop._data_source)
-
-
-class ByEpoch(Validated):
-    """A rate that halves with each epoch, and is noted with every step."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer, self.rates = super().configure_optimizers(), list[float]()
-        optimizer.register_step_pre_hook(lambda chosen, *_: self.rates.append(chosen.param_groups[0]["lr"]))
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-
-@pytest.mark.parametrize("micro_batch", [4, 3])
-@pytest.mark.parametrize("factor", [1, 2])
-def test_a_stream_shorter_than_the_limit_ends_its_epoch_as_any(
-    factor: int, micro_batch: int, micro_batching: str
-) -> None:
-    """As stock Lightning where the limit is what the stream has; beyond, that leaves out what ends an epoch."""
-
-    def end(limit: int, *callbacks: pl.Callback) -> tuple[list[int], list[float]]:
-        stream, settings = DataLoader(StreamOf(Samples(20)), batch_size=4), {"accumulate_grad_batches": factor}
-        module, _ = fit(stream, *callbacks, module=ByEpoch(), limit_train_batches=limit, **settings)
-        return module.steps_at_validation, module.rates
-
-    assert end(8, AutoAccumulate(micro_batch_size=micro_batch)) == end(5)
-    assert end(8) != end(5)

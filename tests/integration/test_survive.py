@@ -1,6 +1,7 @@
 """Memory runs out at every place of a training step: the run goes on, and no gradient changes."""
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -170,10 +171,10 @@ class Evaluated(Regression):
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.evaluate(batch, "val")
 
-    def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def test_step(self, batch: Any) -> torch.Tensor:
         return self.evaluate(batch, "test")
 
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def predict_step(self, batch: Any) -> torch.Tensor:
         self.fit(batch, self.most)
         return self.net(batch[0])
 
@@ -183,7 +184,7 @@ class Evaluated(Regression):
 
 @pytest.mark.parametrize("most", [{"most": 3}, {"most": 1000, "travels": 2}], ids=["step", "transfer"])
 def test_validation_test_and_prediction_run_in_pieces(most: dict[str, int]) -> None:
-    """What they log and return is that of whole batches; the size that fits is remembered."""
+    """What they log and return is that of whole batches; steps need not take the number of their batch."""
     loader = DataLoader(Samples(20), batch_size=8)
     results = []
     for module in (Evaluated(**most), Evaluated(1000)):
@@ -213,30 +214,34 @@ class Counts:
         Counts.risen = False
 
 
-def test_what_an_evaluation_survives_makes_training_no_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a struggle in training does."""
+STRUGGLES: list[tuple[str, Any, str]] = [
+    ("validation", None, ""),
+    ("training", None, "to go on with 8 samples, .* no pass has more than 7"),
+    ("training", lambda data, index: 1, "with 8 of the longest samples, .* more than 7 of the longest samples, or as"),
+]
+
+
+@pytest.mark.parametrize(("where", "size_of", "told"), STRUGGLES)
+def test_what_an_evaluation_survives_makes_training_no_smaller(
+    where: str, size_of: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a struggle of the allocator in training does, which says so."""
     monkeypatch.setattr("lightning_ga.fit.engine.RetryWatch", Counts)
 
     class Struggling(Evaluated):
-        where = "validation"
-
         def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            Counts.risen |= self.where == "validation" and len(batch[0]) > self.most
+            Counts.risen |= where == "validation" and len(batch[0]) > self.most
             return super().validation_step(batch, batch_idx)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            Counts.risen |= self.where == "training"
+            Counts.risen |= where == "training" and self.global_step == 0
             return loss(self.net, batch[0], batch[1])
 
-    loader = DataLoader(Samples(20), batch_size=8)
-    for where in ("validation", "training"):
-        module, callback = Struggling(), AutoAccumulate(micro_batch_size=8)
-        module.where = where
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The allocator had to free its cache")
-            quiet_trainer(callback, num_sanity_val_steps=0, max_epochs=3).fit(module, loader, loader)
-        assert callback.oom_events == 1
-        assert (callback.plan.micro_batch_size == 8) == (where == "validation")
+    callback, data = AutoAccumulate(micro_batch_size=8, size_of=size_of), DataLoader(Samples(20), batch_size=8)
+    with pytest.warns(UserWarning, match=told) if told else nullcontext():
+        quiet_trainer(callback, num_sanity_val_steps=0, max_epochs=3).fit(Struggling(), data, data)
+    assert callback.oom_events == 1
+    assert (callback.plan.micro_batch_size == 8) == (where == "validation")
 
 
 @pytest.mark.parametrize("call", [0, 2, 3, 8])

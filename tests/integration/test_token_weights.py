@@ -114,24 +114,6 @@ def test_a_micro_batch_without_tokens_is_left_out(by_hand: bool, empty: Sequence
     assert worst_error(module.gradients, plain_tagger(dataset, cut(range(16), 8))) <= 1e-12
 
 
-def test_half_precision_overflows_no_more_often_than_without_weights() -> None:
-    """The GradScaler's scale after training is the same with token weights as with none."""
-    scales = []
-    for normalize in (None, TargetTokens()):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
-        module = Tagger()
-        module.net.float()
-        fit(
-            DataLoader(Sequences(64), batch_size=16),
-            AutoAccumulate(micro_batch_size=3, normalize=normalize, verify=False),
-            module=module,
-            plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
-            max_epochs=4,
-        )
-        scales.append(scaler.get_scale())
-    assert scales[1] >= scales[0]
-
-
 def test_a_window_without_tokens_is_an_error() -> None:
     """Rather than a step of NaN."""
     with pytest.raises(UserError, match="counted 0 in all micro-batches of a window"):

@@ -410,18 +410,6 @@ class Functional(nn.Module):
         return functional.dropout(inputs, 0.4, training=self.training)
 
 
-class Always(nn.Module):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return functional.dropout(inputs, 0.4)
-
-
-class InVain(nn.Module):
-    """Draws numbers that change nothing."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + 0 * torch.rand(inputs.shape)
-
-
 class Recurrent(nn.Module):
     """Each sample is a sequence of two vectors of three; dropout is drawn within the kernel."""
 
@@ -450,14 +438,6 @@ def test_dropout_of_any_kind_is_left_out_of_the_measurement(name: str, way: Way)
     assert (ours.cause, ours.told) == ("exact", [])
     assert ours.callback.exactness.relative_error <= ROUNDING
     assert all(part.training for part in ours.module.modules())
-
-
-@each_cut
-@pytest.mark.parametrize("layer", [Always, InVain])
-def test_random_numbers_that_no_layer_knows_of_are_no_error(layer: Callable[[], nn.Module], way: Way) -> None:
-    ours = run(case(lambda: within(layer())), way)
-    assert ours.told == []
-    assert ours.cause == "exact" or (ours.cause == "random" and layer is Always)
 
 
 @each_cut
@@ -598,13 +578,6 @@ def test_what_is_exact_only_when_collated_is_not_cut_in_silence(way: Way) -> Non
 
 
 # --- the check itself ---------------------------------------------------------------------------
-
-
-def test_the_error_is_measured_without_a_step() -> None:
-    """Of an epoch of one window too, whose gradients are clipped."""
-    callback = AutoAccumulate(64, micro_batch_size=8)
-    ours = train(Task(), of_pairs(64, 64), callback, gradient_clip_val=0.01)
-    assert ours.callback.exactness.relative_error <= ROUNDING
 
 
 def particular(task: Task, batch: Any) -> Tensor:

@@ -30,75 +30,55 @@ def lengths(size: int = SIZE, *, longest_at: int = HIDDEN, seed: int = 0) -> lis
 
 
 class Sequences(Dataset):
-    """Sample i holds one sequence of tokens for each list of lengths."""
+    """Sample i holds one sequence of tokens."""
 
-    def __init__(self, *by_field: list[int]) -> None:
-        self.by_field = by_field
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
 
     def __len__(self) -> int:
-        return len(self.by_field[0])
+        return len(self.lengths)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.arange(each[index]) % 50 + 1 for each in self.by_field)
-
-
-def padded(samples: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """Every field to its own longest."""
-    return [pad_sequence(list(field), batch_first=True) for field in zip(*samples)]
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.arange(self.lengths[index]) % 50 + 1,)
 
 
-class Attention(torch.nn.Module):
-    """Softmax attention, its matrix written out."""
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(query @ key.transpose(1, 2), -1) @ key
+def padded(samples: list[tuple[torch.Tensor]]) -> list[torch.Tensor]:
+    """To the longest of a batch."""
+    return [pad_sequence([tokens for (tokens,) in samples], batch_first=True)]
 
 
-class Parts(torch.nn.Module):
-    """What all these models are made of."""
+class Model(pl.LightningModule):
+    """Embedded tokens, a layer, and a loss that is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Callable[["Model", torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.embed = torch.nn.Embedding(51, DIM, padding_idx=0)
-        self.layer = torch.nn.Linear(DIM, DIM)
-        self.attend = Attention()
+        self.embed, self.layer = torch.nn.Embedding(51, DIM, padding_idx=0), torch.nn.Linear(DIM, DIM)
+        self.loss = loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(self, batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def model_of(loss: Callable[[Parts, list[torch.Tensor]], torch.Tensor]) -> Any:
-    """A module whose loss this is."""
-
-    class Model(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Parts()
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return loss(self.net, batch)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-    return Model()
-
-
-def attending(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
+def attending(net: Model, tokens: torch.Tensor) -> torch.Tensor:
     """The memory of a batch grows with the square of its longest sequence."""
-    hidden = net.embed(batch[0])
-    return net.layer(net.attend(hidden, hidden)).square().mean()
+    hidden = net.embed(tokens)
+    return net.layer(torch.softmax(hidden @ hidden.transpose(1, 2), -1) @ hidden).square().mean()
 
 
-def recurrent(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
+def recurrent(net: Model, tokens: torch.Tensor) -> torch.Tensor:
     """Step by step along the longest sequence."""
-    state, hidden = torch.zeros(len(batch[0]), DIM), net.embed(batch[0])
+    state, hidden = torch.zeros(len(tokens), DIM), net.embed(tokens)
     for step in range(0, hidden.shape[1], 20):
         state = torch.tanh(net.layer(state) + hidden[:, step])
     return state.square().mean()
 
 
-def unpadded(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
+def unpadded(net: Model, tokens: torch.Tensor) -> torch.Tensor:
     """A mask routes tokens: how many there are is known only in the step."""
-    real = batch[0] != 0
-    return net.layer(torch.relu(net.layer(net.embed(batch[0])[real]))).square().mean()
+    return net.layer(torch.relu(net.layer(net.embed(tokens)[tokens != 0]))).square().mean()
 
 
 def train(
@@ -109,16 +89,12 @@ def train(
     callback = AutoAccumulate(effective, micro_batch_size=micro_batch, on_oom="raise", verify=False, cache=False)
     loader = DataLoader(dataset, batch_size=16, collate_fn=padded, **{"shuffle": True, **settings})
     with limit_memory(budget):
-        fit(loader, callback, module=model_of(loss), max_epochs=1, max_steps=steps)
+        fit(loader, callback, module=Model(loss), max_epochs=1, max_steps=steps)
     return callback
 
 
-PADDED: dict[str, tuple[Any, int, list[list[int]]]] = {
-    "attention": (attending, 12_000_000, [lengths()]),
-    "recurrence": (recurrent, 260_000, [lengths()]),
-}
-
-
+PADDED = {"attention": (attending, 12_000_000), "recurrence": (recurrent, 260_000)}
+BUDGET = PADDED["recurrence"][1]
 LARGER = pytest.mark.loader_only(
     reason="its micro-batches are larger than the loader's batches, which a step only makes smaller"
 )
@@ -126,12 +102,12 @@ LARGER = pytest.mark.loader_only(
 
 @LARGER
 @pytest.mark.parametrize("kind", PADDED)
-def test_the_one_long_sequence_of_every_field_is_found_and_decides(kind: str) -> None:
+def test_the_one_long_sequence_is_found_and_decides(kind: str) -> None:
     """An epoch at the limit never runs out; one sample more does as soon as the longest is among them."""
-    loss, budget, fields = PADDED[kind]
-    limit = train(loss, Sequences(*fields), budget).probe.limit
+    loss, budget = PADDED[kind]
+    limit = train(loss, Sequences(lengths()), budget).probe.limit
     assert 2 <= limit < 64
-    worst = Sequences(*[[LONGEST] * 64] * len(fields))
+    worst = Sequences([LONGEST] * 64)
     train(loss, worst, budget, limit)
     with pytest.raises(torch.OutOfMemoryError):
         train(loss, worst, budget, limit + 1)
@@ -152,24 +128,22 @@ def test_where_tokens_count_the_heaviest_samples_are_tried() -> None:
 
 
 def test_workers_look_as_well_and_streams_are_read_to_their_end() -> None:
-    loss, budget, _ = PADDED["recurrence"]
     dataset = Sequences(lengths(300, longest_at=299))
-    known = train(loss, dataset, budget, steps=1).probe.limit
-    assert train(loss, dataset, budget, steps=1, num_workers=2).probe.limit == known
-    assert train(loss, StreamOf(dataset), budget, steps=1, shuffle=None).probe.limit == known
+    known = train(recurrent, dataset, BUDGET, steps=1).probe.limit
+    assert train(recurrent, dataset, BUDGET, steps=1, num_workers=2).probe.limit == known
+    assert train(recurrent, StreamOf(dataset), BUDGET, steps=1, shuffle=None).probe.limit == known
 
 
 @LARGER
 def test_samples_that_there_was_no_time_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what to do about them; a sorted data set is safe, as its first and last samples are always seen."""
-    loss, budget, _ = PADDED["recurrence"]
-    known = train(loss, Sequences(lengths()), budget, steps=1).probe.limit
+    known = train(recurrent, Sequences(lengths()), BUDGET, steps=1).probe.limit
     monkeypatch.setattr("lightning_ga.loading.largest_samples.LOOK_SECONDS", -1.0)
     with pytest.warns(UserWarning, match=r"time to look at 128 of 700: .*Sort the dataset.*max_micro_batch_size"):
-        train(loss, Sequences(lengths()), 10**9, steps=1)
+        train(recurrent, Sequences(lengths()), 10**9, steps=1)
     for descending in (False, True):
         with pytest.warns(UserWarning, match="time to look at"):
-            found = train(loss, Sequences(sorted(lengths(), reverse=descending)), budget, steps=1)
+            found = train(recurrent, Sequences(sorted(lengths(), reverse=descending)), BUDGET, steps=1)
         assert found.probe.limit == known
 
 
@@ -199,12 +173,11 @@ class Changing(Dataset):
 @pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(200))], ids=["plain", "wrapped"])
 def test_looking_at_samples_changes_nothing_in_a_dataset(wrap: Any) -> None:
     """Neither counters and caches nor any random number that training draws."""
-    loss, budget, _ = PADDED["recurrence"]
     records = []
     limit: Any = "auto"
     for _ in range(2):
         dataset = Changing()
-        limit = train(loss, wrap(dataset), budget, limit).plan.micro_batch_size
+        limit = train(recurrent, wrap(dataset), BUDGET, limit).plan.micro_batch_size
         records.append((dataset.reads, list(dataset.cache), dataset.nested, dataset.drawn))
     assert records[0] == records[1]
     assert records[0][0] >= 192  # whole windows
