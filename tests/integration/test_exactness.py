@@ -10,7 +10,6 @@ import pytest
 import torch
 import torchmetrics
 from reference import (
-    Regression,
     Samples,
     SizedStreamOf,
     StreamOf,
@@ -60,6 +59,13 @@ class Sized(Batches):
         return -(-len(self.samples) // self.size)
 
 
+class Shorter(Sized):
+    """Says that it has more batches than it yields."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 2
+
+
 class Stream(Batches, IterableDataset):
     """Ready-made batches of a dataset."""
 
@@ -97,9 +103,10 @@ WAYS = {
     ),
     "an iterable": (Batches, in_order),
     "a sized iterable": (Sized, in_order),
+    "an iterable that ends before its length": (Shorter, in_order),
     "batch_size=None": (lambda d, b: DataLoader(Stream(d, b), batch_size=None), in_order),
 }
-CUT_IN_STEP = ("an iterable", "a sized iterable", "batch_size=None")
+CUT_IN_STEP = ("an iterable", "a sized iterable", "an iterable that ends before its length", "batch_size=None")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -241,20 +248,3 @@ def test_a_batch_without_such_hooks_stays_on_the_host_and_travels_in_pieces(monk
     fit(DataLoader(Samples(45), 8), AutoAccumulate(micro_batch_size=3, **IN_STEP), max_epochs=1)
     # On a CPU there is nothing to move: the batch is there.
     assert moved == ([3, 3, 2] * 5 + [3, 2] if torch.cuda.is_available() else [8] * 5 + [5])
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_steps_that_return_nothing() -> None:
-    """For a piece: the mean is over the others. For a batch: it is passed over, as in stock Lightning."""
-
-    class Skipping(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            kept = not set(batch[2].tolist()) & self.skipped
-            return super().training_step(batch, batch_idx) if kept else None
-
-    module = Skipping()
-    module.skipped = {3, 4, 5, *range(8, 16)}  # the second piece, and a whole batch
-    callback, settings = AutoAccumulate(micro_batch_size=3, **IN_STEP), {"accumulate_grad_batches": 2}
-    fit(DataLoader(Samples(45), 8), callback, module=module, max_epochs=1, **settings)
-    windows = [[0, 1, 2, 6, 7], list(range(16, 32)), list(range(32, 45))]
-    assert worst_error(module.gradients, plain_loop(Samples(45), windows)) <= 1e-12

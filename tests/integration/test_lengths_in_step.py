@@ -121,6 +121,26 @@ def test_batches_that_a_loader_collates(num_workers: int, collate: Any, size_of:
     assert all(rows == 1 or rows * columns <= callback.plan.size_budget for rows, columns in module.shapes)
 
 
+class InTwoAxes(Reading):
+    """Samples have their numbers at each word."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step({**batch, "number": batch["number"].amax(1)}, batch_idx)
+
+
+def test_a_mask_shows_which_axis_is_that_of_the_samples() -> None:
+    """All parts have two axes, and batches are of one size: padding is at the ends of samples; else none is taken."""
+    batches = [masked([DATA[number] for number in batch]) for batch in BATCHES[:-1]]
+    in_one_row = [{**batch, "positions": torch.arange(batch["words"].shape[1])[None]} for batch in batches]
+    with pytest.raises(UserError, match="allow for no reading or for several"):
+        train(DataLoader(in_one_row, batch_size=None))
+    for batch in batches:
+        batch["number"] = batch["number"][:, None].expand(-1, batch["words"].shape[1]) * batch["attention_mask"]
+    module, _ = train(DataLoader(batches, batch_size=None), module=InTwoAxes())
+    assert worst_error(module.gradients, plain_gradients(DATA, windows()[:-1])) <= 1e-12
+    assert max(rows for rows, _ in module.shapes) > 4
+
+
 def test_the_plan_in_words() -> None:
     _, callback = train(ready_made(), factor=2)
     budget = callback.plan.size_budget

@@ -16,7 +16,7 @@ from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.app.errors import explain
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.probe.finder import numbered
-from lightning_ga.probe.meters import meter_of
+from lightning_ga.probe.meters import PeakHolders, meter_of
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.testing import limit_memory
 
@@ -134,6 +134,10 @@ def test_state_is_told_to_the_byte() -> None:
     parts = dict(held(trained(module, memory_budget="1GiB")).parts)
     assert parts["parameters"] == parts["gradients"] == weights
     assert 2 * weights <= parts["optimizer state"] <= 2 * weights + 100 * max(8, rounding)
+
+
+def test_nothing_is_said_of_steps_that_nobody_looked_at() -> None:
+    assert PeakHolders(rounding=1).at(8, 1000) is None
 
 
 @pytest.mark.parametrize("budget", ["20KiB", 30_000])

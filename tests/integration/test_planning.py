@@ -229,3 +229,40 @@ def test_a_wrong_argument_is_refused(arguments: dict[str, Any], message: str) ->
     given = {"module": Pictures(), "data": loader(), "device_memory": "16GiB", **arguments}
     with pytest.raises(UserError, match=message):
         plan_for_device(**given)
+
+
+class Recurrent(Pictures):
+    """A flat list of weights is found all the same, and put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(8, 8, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0].flatten(1, 2))[0].square().mean()
+
+
+class Sparse(Pictures):
+    """Which rows of a table are the same, nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Embedding(10, 8, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[1]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    ("module", "doubt"),
+    [(Recurrent, "net (LSTM): the workspace of recurrent kernels is not seen"), (Sparse, "sparse gradients")],
+)
+def test_what_is_taken_at_its_largest_or_not_seen_is_named(module: Any, doubt: str) -> None:
+    planned = module()
+    flat = list(getattr(planned.net, "_flat_weights", ()))
+    assert plan_for_device(planned, loader(), "16GiB").unreliable[0].startswith(doubt)
+    assert all(a is b for a, b in zip(getattr(planned.net, "_flat_weights", ()), flat, strict=True))

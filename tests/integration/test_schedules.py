@@ -13,6 +13,7 @@ from rank_records import joined, run_ranks
 from reference import (
     Regression,
     Samples,
+    SaveAll,
     SizedStreamOf,
     StreamOf,
     Validated,
@@ -102,18 +103,6 @@ class ReadyMade:
         return iter(DataLoader(Samples(SIZE), 4))
 
 
-class SaveAll(pl.Callback):
-    """A checkpoint after every optimizer step, and the factor in it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.factors = folder, list[int]()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if not trainer.fit_loop._should_accumulate():
-            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
-            self.factors.append(trainer.accumulate_grad_batches)
-
-
 def in_order(samples: int = 48, batch_size: int = 4) -> Any:
     return DataLoader(Samples(samples), batch_size)
 
@@ -154,7 +143,9 @@ def test_each_window_is_that_of_a_plain_loop(
     first = 1 + (list(SCHEDULES).index(name) + list(LOADERS).index(loader)) % 3
     for turn, step in enumerate(ends if loader in STREAMS else range(first, len(windows), 3)):
         resumed, _ = train(
-            make(), scheduled(schedule, (2, 4, 7)[turn % 3], micro_batching=mode), ckpt_path=tmp_path / f"{step}.ckpt"
+            make(),
+            scheduled(schedule, (2, 4, 7)[turn % 3], micro_batching=mode),
+            ckpt_path=tmp_path / f"step{step}.ckpt",
         )
         assert resumed.windows[step:] == windows[step:]
         assert worst_error(resumed.gradients, module.gradients[step:]) <= 1e-12
@@ -189,7 +180,7 @@ def test_the_factor_follows_the_schedule_too(
     assert ours.optimizer_steps() == (None if loader == "stream" else len(windows))
     ends = [step for step in range(4, 99) if sum(map(len, windows[:step])) % SIZE == 0]
     step = ends[0] if loader == "stream" else 9
-    resumed, _ = train(make(), callback(), ckpt_path=tmp_path / f"{step}.ckpt")
+    resumed, _ = train(make(), callback(), ckpt_path=tmp_path / f"step{step}.ckpt")
     assert resumed.windows[step:] == windows[step:]
 
 
@@ -275,7 +266,7 @@ def test_a_checkpoint_of_stock_lightning_knows_steps_and_samples(tmp_path: Path)
     train(in_order(), SaveAll(tmp_path), max_epochs=2)
     for schedule in (by_step({0: 4, 16: 8}), by_samples({0: 4, 64: 8})):
         for step in (12, 14):
-            module, _ = train(in_order(), scheduled(schedule, 4), ckpt_path=tmp_path / f"{step}.ckpt", max_epochs=2)
+            module, _ = train(in_order(), scheduled(schedule, 4), ckpt_path=tmp_path / f"step{step}.ckpt", max_epochs=2)
             assert [len(window) for window in module.windows[step:]] == [4] * (16 - step) + [8] * 4
 
 
@@ -283,7 +274,7 @@ def test_another_schedule_after_a_resume_holds_from_the_step_on(tmp_path: Path) 
     """The windows before are what they were: neither steps nor samples are counted by the new schedule."""
     train(in_order(), scheduled(4, 4), SaveAll(tmp_path), max_epochs=1)
     later = scheduled(by_step({0: 16, 6: 6, 8: 10}), 3)
-    module, _ = train(in_order(), later, ckpt_path=tmp_path / "5.ckpt", max_epochs=1)
+    module, _ = train(in_order(), later, ckpt_path=tmp_path / "step5.ckpt", max_epochs=1)
     assert module.windows[5:] == [list(range(20, 36)), list(range(36, 42)), list(range(42, 48))]
 
 

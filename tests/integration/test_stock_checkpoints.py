@@ -163,3 +163,16 @@ def test_a_checkpoint_of_an_error_goes_on_with_the_batch_that_failed(writes: Any
     module, trainer = run(reads, ckpt_path=tmp_path / "error.ckpt")
     assert trainer.global_step == 12
     assert sum(len(indices) for _, indices in module.micro_batches) == 44
+
+
+class Paired(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return sum(torch.nn.functional.mse_loss(self.net(part[0]), part[1]) for part in batch)
+
+
+def test_a_resume_that_repeats_samples_is_warned_of(tmp_path: Path) -> None:
+    """Loaders whose place nobody keeps begin anew, as in stock Lightning."""
+    cut, two = {"micro_batch_size": 4}, [loader(32), loader(32)]
+    path = checkpoints(tmp_path, cut, {"every_n_train_steps": 2}, data=two, module=Paired(), max_epochs=1)[0]
+    with pytest.warns(UserWarning, match="ended before the epoch ended"):
+        run(cut, data=two, module=Paired(), repeats="always", ckpt_path=path, max_epochs=1)

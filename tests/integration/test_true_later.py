@@ -174,6 +174,18 @@ def test_a_rare_sample_is_found_wherever_it_lies_in_its_batch(places: tuple[int,
     assert len(ours.told) == 1
 
 
+def rare_class(task: Task, batch: Any) -> Tensor:
+    """One class in nine is rare, and weighs more."""
+    return cross_entropy(task.predict(batch[0]), batch[1], weight=torch.tensor([0.2, 5.0], dtype=torch.float64))
+
+
+@each_way
+def test_a_rare_class_is_among_the_samples_that_are_measured(way: Way) -> None:
+    samples = [(x, int(number % 9 == 4)) for number, (x, _) in enumerate(pairs(36))]
+    case = Case(lambda: Task(rare_class, outputs=2), lambda: DataLoader(samples, batch_size=12), 12, 4)
+    told(case, way, "weighted")
+
+
 def weighed(task: Task, batch: Any) -> Tensor:
     """A mean by weights of samples, of which few are not one."""
     errors = (task.predict(batch[0]) - batch[1]).square().mean(1)
@@ -511,6 +523,24 @@ def test_a_window_with_a_loss_that_is_no_number_is_left_out_whole(place: int, wa
     assert error(ours, one_pass(case)) <= ROUNDING
     (text,) = ours.told
     assert "the whole window is left out" in text
+
+
+class SkipsEmpty(Task):
+    """Leaves out batches without a positive sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        positive = batch[1][:, 0] > 0
+        return self.regression(batch[0][positive], batch[1][positive]) if positive.any() else None
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@each_cut
+def test_a_window_is_trained_if_parts_hold_nothing_to_train_on(way: Way) -> None:
+    samples = [(x, y.abs() * (1 if number % 8 < 3 else -1)) for number, (x, y) in enumerate(pairs(48))]
+    case = Case(SkipsEmpty, lambda: DataLoader(samples, batch_size=8))
+    ours = run(case, way)
+    assert error(ours, one_pass(case)) <= ROUNDING
+    assert ours.cause in ("weighted", "coupled", "stateful")
 
 
 # --- memory that runs out -----------------------------------------------------------------------

@@ -23,6 +23,7 @@ from true_support import (
     by_turns,
     comes_from_memory,
     cut_rightly,
+    each_cut_in_step,
     each_oom,
     each_way,
     error,
@@ -434,6 +435,24 @@ def test_a_limit_in_volumes_is_kept_to(mode: str) -> None:
     assert error(ours, one_pass(case)) <= 1e-12
     assert callback.oom_events == 1
     assert memory.sizes == [32] + 12 * [16]
+
+
+@each_cut_in_step
+def test_volumes_of_which_few_have_another_number_of_crops_are_not_cut_wrongly(way: Way) -> None:
+    """Those that are looked at have four each, and one later has two."""
+
+    def some() -> Any:
+        found = volumes(48)
+        found[29] = found[29][:2]
+        return DataLoader(found, batch_size=8, collate_fn=crops)
+
+    case = Case(segmentation, some, 8, 2)
+    try:
+        ours = run(case, way)
+    except UserError as failure:
+        assert "split_batch" in str(failure)  # noqa: PT017
+    else:
+        assert ours.cause != "exact" or error(ours, one_pass(case)) <= 1e-12
 
 
 @pytest.mark.parametrize("broken", [(3, 4, 20), (0, 1, 2, 3, 4, 5, 6)])

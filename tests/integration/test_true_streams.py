@@ -27,7 +27,6 @@ from true_support import (
     Way,
     cut_rightly,
     each_cut,
-    each_oom,
     each_way,
     error,
     of_pairs,
@@ -257,6 +256,28 @@ def test_a_loader_whose_batches_grow_has_its_limit_looked_for_again(
     assert error(ours, train(Growing(), None, **settings)) <= ROUNDING
 
 
+def empty_at_first() -> Any:
+    """Nothing in the first epoch."""
+    data = Iterated(lambda: iter(pairs(48) if data.epochs else []))
+    data.epochs = 0
+    return DataLoader(data, batch_size=8)
+
+
+class CountsEpochs(pl.Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.train_dataloader.dataset.epochs += 1
+
+
+def test_a_stream_that_is_empty_at_first_trains_later_where_the_loader_cuts() -> None:
+    """And is refused in step mode."""
+    ours = train(Task(), empty_at_first(), LOADER.callback(8, 3), CountsEpochs(), max_epochs=2)
+    stock = train(Task(), empty_at_first(), CountsEpochs(), max_epochs=2)
+    assert len(stock.gradients) == 6
+    assert error(ours, stock) <= ROUNDING
+    with pytest.raises(UserError, match=r"the loader yields no sample in the first epoch: let that epoch have some"):
+        train(Task(), empty_at_first(), STEP.callback(8, 3), max_epochs=2)
+
+
 # --- data that hold the model, or read batches --------------------------------------------------
 
 
@@ -428,21 +449,6 @@ def test_a_replay_buffer_that_steps_fill_is_told(is_read: bool, way: Way) -> Non
 
 
 # --- programs -----------------------------------------------------------------------------------
-
-
-class Centered(Task):
-    """Its first buffer comes when training starts."""
-
-    def on_train_start(self) -> None:
-        self.register_buffer("middle", torch.linspace(-1, 1, FEATURES, dtype=torch.float64))
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.regression(batch[0] - self.middle, batch[1])
-
-
-@each_oom
-def test_a_first_buffer_that_comes_at_the_start_is_there_after_an_error(way: Way) -> None:
-    cut_rightly(Case(Centered), way)
 
 
 class WarmedUp(Task):

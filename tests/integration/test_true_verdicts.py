@@ -204,7 +204,8 @@ class Tables(Task):
     """Tables that are filled when they are first needed: as large as is needed, by the samples, or by how many came."""
 
     def __init__(self, kind: str, matters_from: int | None = None) -> None:
-        super().__init__(kind=kind, matters_from=matters_from, table=torch.zeros(FEATURES, dtype=torch.float64))
+        dtype = torch.long if kind == "count" else torch.float64
+        super().__init__(kind=kind, matters_from=matters_from, table=torch.zeros(FEATURES, dtype=dtype))
 
     def loss(self, batch: Any) -> Tensor:
         if self.kind == "samples":
@@ -438,6 +439,15 @@ def test_dropout_of_any_kind_is_left_out_of_the_measurement(name: str, way: Way)
     assert (ours.cause, ours.told) == ("exact", [])
     assert ours.callback.exactness.relative_error <= ROUNDING
     assert all(part.training for part in ours.module.modules())
+
+
+@each_cut
+@pytest.mark.parametrize("draws", [lambda x: functional.dropout(x, 0.4), lambda x: x + 0 * torch.rand(x.shape)])
+def test_random_numbers_that_no_layer_knows_of_are_no_error(draws: Any, way: Way) -> None:
+    """Dropout in evaluation too, and numbers that change nothing."""
+    ours = run(case(lambda: Task(lambda task, batch: task.regression(draws(batch[0]), batch[1]))), way)
+    assert ours.told == []
+    assert ours.cause in ("exact", "random")
 
 
 @each_cut

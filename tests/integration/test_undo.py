@@ -159,3 +159,15 @@ def test_samples_that_are_drawn_anew_are_told_however_rarely_they_differ() -> No
     module.on_before_backward = fails
     with pytest.warns(UserWarning, match="Its parts draw random numbers of their own"):
         fit(DataLoader(Augmented(64), 4), AutoAccumulate(16, micro_batch_size=4), module=module, max_epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore:Whether accumulation is exact for this model is not known:UserWarning")
+@MODES
+@pytest.mark.parametrize("at", [1, 3])
+def test_memory_that_runs_out_in_the_check_is_no_mistake_of_the_model(at: int, mode: Any) -> None:
+    """It is told as what it is, and training is what it is without."""
+    found, right, checked = RunsOut(at), RunsOut(), AutoAccumulate(micro_batch_size=8, micro_batching=mode)
+    fit(data(), checked, module=found)
+    assert "memory ran out in the check" in str(checked.exactness)
+    fit(data(), ours(mode), module=right)
+    torch.testing.assert_close([*found.net.parameters()], [*right.net.parameters()], rtol=1e-12, atol=1e-14)

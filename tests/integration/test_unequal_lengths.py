@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from rank_records import joined, run_ranks
-from reference import Samples, SaveAt, StreamOf, cut, fit, permutation, plain_loop, worst_error
+from reference import Samples, SaveAll, SaveAt, StreamOf, cut, fit, permutation, plain_loop, worst_error
 from texts import LONGEST, Reader, Reading, Texts, pad, plain_gradients, windows_of
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
@@ -198,12 +198,11 @@ def test_training_may_end_before_its_last_window() -> None:
 def test_a_resume_goes_on_with_the_next_window(run: Any, tokens: bool, tmp_path: Path) -> None:
     """After each of them, with another micro-batch."""
     windows = epochs(2, tokens)
-    saved = [SaveAt(tmp_path / f"{step}.ckpt", step) for step in range(1, len(windows))]
-    whole, _ = run(4, *saved)
-    for save in saved:
-        resumed, callback = run(7, ckpt_path=save.path)
-        assert windows_of(resumed.micro_batches) == in_any_order(windows[save.step :])
-        assert worst_error(resumed.gradients, whole.gradients[save.step :]) <= 1e-12
+    whole, _ = run(4, SaveAll(tmp_path))
+    for step in range(1, len(windows)):
+        resumed, callback = run(7, ckpt_path=tmp_path / f"step{step}.ckpt")
+        assert windows_of(resumed.micro_batches) == in_any_order(windows[step:])
+        assert worst_error(resumed.gradients, whole.gradients[step:]) <= 1e-12
         assert callback.optimizer_steps() == len(windows)
 
 

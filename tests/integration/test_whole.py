@@ -2,6 +2,8 @@
 
 import copy
 import math
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +338,18 @@ def test_throughput_keeps_the_chunks_that_fit(joined: bool, budget: int, kept: i
     assert callback.plan.kept_chunks == callback.probe.kept_chunks == kept
     assert (f", {kept} of them not computed again" in str(callback.plan)) == bool(kept)
     assert callback.probe.steps <= 6 + 1 + kept
+
+
+def test_throughput_refuses_no_budget_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no step near the budget may run, and hardly a chunk of one sample fits."""
+    monkeypatch.setattr("lightning_ga.probe.trials.agreement.is_sharded", lambda trainer: True)
+    trained: dict[Any, list[int]] = {"memory": [], "throughput": []}
+    for objective, budget in product(trained, (753, 757, 761)):
+        with suppress(UserError):
+            fit(Contrastive(joined=True), whole(objective=objective), memory=f"{budget}KiB")
+            trained[objective].append(budget)
+    assert trained["memory"] == trained["throughput"]
+    assert 0 < len(trained["memory"]) < 3
 
 
 def test_memory_that_runs_out_lets_no_chunk_be_kept(tmp_path: Path) -> None:

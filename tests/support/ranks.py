@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from reference import LossBySample, Samples, StreamOf, fit
+from reference import LossBySample, Samples, SaveAll, StreamOf, fit
 from torch.utils.data import DataLoader, Sampler, Subset
 
 from lightning_ga import AutoAccumulate
@@ -37,7 +37,7 @@ def main(settings: dict[str, Any], folder: Path) -> None:
     fit(
         loader,
         callback,
-        *([Save(folder)] if settings.get("save") else []),
+        *([SaveAll(folder)] if settings.get("save") else []),
         *([] if trouble is None else [trouble]),
         module=module,
         ckpt_path=ckpt_path,
@@ -190,17 +190,6 @@ class OwnShare(Sampler[int]):
 
     def share(self) -> range:
         return range(torch.distributed.get_rank(), 45, 2)
-
-
-class Save(Callback):
-    """A checkpoint after every optimizer step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if not trainer.fit_loop._should_accumulate():
-            trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
 
 
 def own_stream(size: int, batch_size: int, ranks: int) -> Any:

@@ -112,6 +112,18 @@ class SaveAt(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SaveAll(pl.Callback):
+    """A checkpoint after every optimizer step, and the factor of each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.factors = folder, list[int]()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
+            self.factors.append(trainer.accumulate_grad_batches)
+
+
 def network(dtype: torch.dtype = torch.float64) -> torch.nn.Sequential:
     """The same weights on every call."""
     with torch.random.fork_rng():
