@@ -23,8 +23,7 @@ def made_with(result: Result) -> str:
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "lightning", "timm") if versions.get(name))
     return (
         f"Made by `{result.command}` on {result.data}, with {named}, {versions['threads']} CPU thread"
-        f"{'s' if versions['threads'] > 1 else ''}; "
-        "CPU s is the processor time of the whole row, evaluation included."
+        f"{'s' if versions['threads'] > 1 else ''}."
     )
 
 
