@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Parameter
 
 from lightning_ga.compat import patching
-from lightning_ga.compat.agreement import sequence_number
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
+from lightning_ga.compat.ranks import sequence_number
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.gradients import Gradients, counted_additions
 

@@ -8,10 +8,10 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.compat import agreement, loops
+from lightning_ga.compat import loops, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.epochs import effective_batch, recipe_micro_batch
+from lightning_ga.fit.progress import effective_batch, recipe_micro_batch
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import evaluates_again
 from lightning_ga.loading.lengths import Sized, SizedBatches, SizedSource
@@ -106,7 +106,7 @@ class TrainingLimit:
         kept = None
         if restored is not None:  # it holds if all ranks run on the hardware of the checkpoint's first rank
             same = restored.hardware == self.hardware()
-            kept = restored if agreement.smallest_over_ranks(self._trainer, int(same)) else None
+            kept = restored if ranks.smallest_over_ranks(self._trainer, int(same)) else None
         found = self._looked_for(epoch, kept)
         if kept is not None and kept.limit is not None:  # memory ran out in that run
             found = min(found, kept.limit)
@@ -146,7 +146,7 @@ class TrainingLimit:
 
     def lower(self) -> None:
         """Plan no more samples than proved too much on any rank; ranks call this together."""
-        limit = agreement.smallest_over_ranks(self._trainer, self._engine.limit("training") or NO_LIMIT)
+        limit = ranks.smallest_over_ranks(self._trainer, self._engine.limit("training") or NO_LIMIT)
         if self.most is None or limit >= self.most:
             return
         self.most = limit
@@ -267,7 +267,7 @@ class TrainingLimit:
             found = probe(self._setup(epoch, search), self._options, high=search.high)
         except Exception as error:
             memory = is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
-            if memory or isinstance(error, UserError) or agreement.is_distributed(self._trainer):
+            if memory or isinstance(error, UserError) or ranks.is_distributed(self._trainer):
                 raise  # ranks probe together or not at all
             rank_zero_warn(
                 f"The probe found no limit, as a trial step ended in {type(error).__name__}: {error}. Training goes on "

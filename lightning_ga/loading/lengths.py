@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_ga.batch.sizes import Field, leaves
+from lightning_ga.batch.layout import Field, leaves
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import SAMPLES_KEPT, ScanOrder
 from lightning_ga.loading.reader import BatchReader

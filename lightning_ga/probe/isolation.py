@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from lightning_ga.compat import patching, transfer, trial_steps
+from lightning_ga.compat import dataloaders, patching, trial_steps
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState
 from lightning_ga.snapshot.random_numbers import RandomState
-from lightning_ga.snapshot.reached import ReachedState
 from lightning_ga.snapshot.savepoint import Savepoint
-from lightning_ga.snapshot.state import OptimizerState, SavedGradients, SwappedState, TensorValues
+from lightning_ga.snapshot.state import OptimizerState, ReachedState, SavedGradients, SwappedState, TensorValues
 
 
 @contextmanager
@@ -62,7 +61,7 @@ def hooks_apart(trainer: Any) -> Iterator[None]:
     """Let hooks of batches be called apart from training, as a context: what they change is put back."""
     profiler, trainer.profiler = trainer.profiler, patching.sibling(trainer, "profilers").PassThroughProfiler()
     try:
-        with _kept_apart(trainer) if transfer.hooks_see_batches(trainer) else nullcontext():
+        with _kept_apart(trainer) if dataloaders.hooks_see_batches(trainer) else nullcontext():
             yield
     finally:
         trainer.profiler = profiler

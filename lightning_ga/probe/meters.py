@@ -18,7 +18,7 @@ from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.segments import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.memory.vendors import WITH_STATISTICS
-from lightning_ga.plan.attribution import Attribution
+from lightning_ga.plan.records import Attribution
 from lightning_ga.probe.prediction import extrapolate
 from lightning_ga.probe.training import ProbedTraining
 

@@ -17,8 +17,8 @@ from lightning_ga.fit.exactness.differences import Differences, compare, distanc
 from lightning_ga.fit.exactness.halves import Halves, SampleBatch, uneven_kinds
 from lightning_ga.fit.exactness.passes import MicroBatches, Passes, PassRunner, named_state
 from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.rebatch import length_of
 from lightning_ga.loading.samples import counts_batches
-from lightning_ga.loading.streams import length_of
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import (

@@ -10,16 +10,15 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
-from lightning_ga.compat import agreement, gradient_dtype
-from lightning_ga.compat.transfer import BatchTransfer
+from lightning_ga.compat import gradient_dtype, ranks
+from lightning_ga.compat.dataloaders import BatchTransfer
 from lightning_ga.compat.trial_steps import PassPlace, call_before_step, end_epoch_of, run_pass, without_logs
 from lightning_ga.fit.exactness.arithmetic import WithoutDropout, eager, exact_arithmetic, stop_dropping
 from lightning_ga.fit.exactness.differences import Gradient
 from lightning_ga.loading.samples import copied_if_possible
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.probe.isolation import isolated
-from lightning_ga.snapshot.checksums import checksums, differ
-from lightning_ga.snapshot.copies import is_writable
+from lightning_ga.snapshot.copies import checksums, differ, is_writable
 from lightning_ga.snapshot.plain import summaries
 from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
 
@@ -62,7 +61,7 @@ def traceless_passes(trainer: Any, *, plain: bool, begins: bool = True) -> Itera
     """Return a context in which passes run without dropout, and with exact arithmetic; all state is restored."""
     with ExitStack() as stack:
         restore = stack.enter_context(isolated(trainer, begins=begins))
-        for context in (eager(), exact_arithmetic(trainer, plain=plain), WithoutDropout(), agreement.alone()):
+        for context in (eager(), exact_arithmetic(trainer, plain=plain), WithoutDropout(), ranks.alone()):
             stack.enter_context(context)
         yield PassRunner(trainer, restore, begins=begins)
 
