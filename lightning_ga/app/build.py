@@ -36,7 +36,7 @@ from lightning_ga.app.checkpoints import AtomicCheckpointIO, load_initial_weight
 from lightning_ga.app.plan_report import PlanReport
 from lightning_ga.app.progress import make_progress
 from lightning_ga.app.values import walk
-from lightning_ga.compat.planned_trainer import settings_on_this_host
+from lightning_ga.compat.ranks import settings_on_this_host
 from lightning_ga.errors import UserError
 
 MODULE, TRANSFORM = "torch.nn.Module", "builtins.object"

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ga.batch.split import BatchSlices
+from lightning_ga.batch.layout import BatchSlices
 from lightning_ga.compat import dataloaders, logs, loops, ranks
 from lightning_ga.compat.ranks import Ranks
 from lightning_ga.compat.reduction import GradientReducer
@@ -25,7 +25,7 @@ from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.allocator import RetryWatch
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory
-from lightning_ga.probe.isolation import hooks_apart
+from lightning_ga.probe.training import hooks_apart
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
 

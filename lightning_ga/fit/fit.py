@@ -12,6 +12,7 @@ from lightning_ga.compat import closures, dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.by_batch import ByBatch
+from lightning_ga.fit.checks import Told
 from lightning_ga.fit.chunks import ChunkedModules
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.exactness.later import LaterChecks
@@ -21,7 +22,6 @@ from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
 from lightning_ga.fit.progress import PlannedEpoch, Progress, check_growth, optimizer_steps, plan_epoch, plan_window
 from lightning_ga.fit.rates import StepSchedules, WindowFactors, WindowRates
-from lightning_ga.fit.told import Told
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import TrainingWindow
 from lightning_ga.fit.window_gradients import WindowGradients

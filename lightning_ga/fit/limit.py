@@ -23,8 +23,8 @@ from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult, lowered, still_holds
 from lightning_ga.probe.cache import hardware, remember
-from lightning_ga.probe.isolation import hooks_apart
 from lightning_ga.probe.planned.estimate import estimate
+from lightning_ga.probe.training import hooks_apart
 from lightning_ga.probe.trials import StepCut, TrainingSetup, probe
 
 NO_LIMIT = 2**31

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.layout import BatchSlices, LayoutError
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import dataloaders
 from lightning_ga.compat.logs import LogBuffer, LogTap, current_hook, return_to_hook
 from lightning_ga.errors import UserError

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount, uncuttable
+from lightning_ga.batch.layout import BatchSlices, Layout, Role, SampleAxis, SampleCount, uncuttable
 from lightning_ga.batch.pytree import extents, is_array, is_plain_sequence, open_container, rebuild
-from lightning_ga.batch.split import BatchSlices
 from lightning_ga.errors import UserError
 from lightning_ga.plan.lengths import SizeLimits, piece_sizes
 

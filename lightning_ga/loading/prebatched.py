@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ga.batch.layout import Layout, LayoutError, largest_extent, length_of_first
-from lightning_ga.batch.split import slices_by_hook, slices_of
+from lightning_ga.batch.layout import Layout, LayoutError, largest_extent, length_of_first, slices_by_hook, slices_of
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.padding import pick

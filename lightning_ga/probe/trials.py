@@ -38,10 +38,9 @@ from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import RETRIES, ProbeResult, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
 from lightning_ga.probe.finder import numbered
-from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import meter_of
 from lightning_ga.probe.prober import Budget, Prober
-from lightning_ga.probe.training import ProbedTraining
+from lightning_ga.probe.training import ProbedTraining, isolated
 from lightning_ga.probe.within_limit import fastest, limits_by_size, pass_cost, time_windows
 
 MOST_KEPT = 3  # chunks that are tried to be kept: more would fit in larger chunks

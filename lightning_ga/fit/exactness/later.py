@@ -9,19 +9,18 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lightning_ga.batch.counters import Kind, kinds_of
-from lightning_ga.batch.split import BatchSlices
+from lightning_ga.batch.layout import BatchSlices
 from lightning_ga.compat import loops, ranks
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import ExactnessCheck, batch_norm_layers
 from lightning_ga.fit.exactness.differences import norm
-from lightning_ga.fit.exactness.halves import Halves, telling_cut
+from lightning_ga.fit.exactness.halves import Halves, Kind, kinds_of, telling_cut
 from lightning_ga.fit.exactness.passes import (
     MicroBatches,
     Sums,
     changed_names,
     numbers_of,
+    rounding,
     state_sums,
     traceless_passes,
 )

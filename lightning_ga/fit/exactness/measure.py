@@ -15,11 +15,17 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced
 from lightning_ga.errors import UserError
 from lightning_ga.fit.chunks import ChunkedModules, Chunks, installed
-from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import Count, ExactnessCheck, batch_norm_layers, is_users_error
 from lightning_ga.fit.exactness.differences import Gradient, distance, norm
 from lightning_ga.fit.exactness.halves import SampleBatch
-from lightning_ga.fit.exactness.passes import PassRunner, changed_names, numbers_of, state_sums, traceless_passes
+from lightning_ga.fit.exactness.passes import (
+    PassRunner,
+    changed_names,
+    numbers_of,
+    rounding,
+    state_sums,
+    traceless_passes,
+)
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import attempt, is_out_of_memory

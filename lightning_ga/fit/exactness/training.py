@@ -11,8 +11,8 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import ranks
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.chunks import ChunkedModules
-from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.measure import measure_exactness
+from lightning_ga.fit.exactness.passes import rounding
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options

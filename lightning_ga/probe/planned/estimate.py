@@ -31,10 +31,10 @@ from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.planned_device import PlannedDevice
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import format_bytes, least_budget
-from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import TensorMeter
 from lightning_ga.probe.planned.fakes import Answers, PlainCopies, grown, hidden_workspaces, without_values
 from lightning_ga.probe.prober import Budget, Prober
+from lightning_ga.probe.training import isolated
 from lightning_ga.probe.trials import ProbedTrainer, TrainingSetup
 
 # Under autocast, floating arguments of these are cast to 32 bits ...
