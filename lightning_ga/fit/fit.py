@@ -11,8 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.compat import closures, dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
-from lightning_ga.fit.by_batch import ByBatch
-from lightning_ga.fit.checks import Told
+from lightning_ga.fit.checks import ByBatch, Told
 from lightning_ga.fit.chunks import ChunkedModules
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.exactness.later import LaterChecks

@@ -13,7 +13,7 @@ from lightning_ga.errors import ExactnessWarning
 from lightning_ga.plan.config import Normalize
 from lightning_ga.plan.weights import KnownWindow, LateWindow, WindowWeights, count_items
 from lightning_ga.plan.windows import Chunk
-from lightning_ga.snapshot.gradients import ZeroedAdditions, coalesce_gradients, sparse_parameters
+from lightning_ga.snapshot.copies import ZeroedAdditions, coalesce_gradients, sparse_parameters
 
 
 class WindowGradients:
