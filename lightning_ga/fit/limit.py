@@ -164,7 +164,7 @@ class TrainingLimit:
         engine.lower("training", max(1, samples * 15 // 16))
         of, than = "samples", ""
         if self._options.size_of is not None:
-            of, than = "of the longest samples", " of the longest samples, or as many padded tokens"
+            of, than = "of the longest samples", " of the longest samples, or as much as these hold"
         warnings.warn(
             f"The allocator had to free its cache to go on with {samples} {of}, which is slow and may end in an "
             f"out-of-memory error: from now on no pass has more than {engine.limit('training')}{than}.",
