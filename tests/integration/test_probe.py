@@ -59,25 +59,6 @@ def test_the_limit_holds_where_a_scaler_overflows_at_first() -> None:
         fit(DataLoader(data, batch_size=64), callback, module=Loud().float(), max_epochs=8, plugins=plugin())
 
 
-def test_steps_find_the_callbacks_and_callbacks_hear_of_no_trial() -> None:
-    """They may be looked up, and are called for real batches only."""
-
-    class Counting(pl.Callback):
-        calls = 0
-
-        def on_before_backward(self, *_: Any) -> None:
-            self.calls += 1
-
-    class Looking(Wide):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            assert any(isinstance(callback, Counting) for callback in self.trainer.callbacks)
-            return super().training_step(batch, batch_idx)
-
-    counting = Counting()
-    callback = probe(Looking(), callbacks=[counting])
-    assert counting.calls == 2 * callback.plan.factor
-
-
 def test_growing_optimizers_are_refused_with_the_way_out() -> None:
     """Rather than a wrong limit."""
 

@@ -161,13 +161,23 @@ def test_samples_that_are_drawn_anew_are_told_however_rarely_they_differ() -> No
         fit(DataLoader(Augmented(64), 4), AutoAccumulate(16, micro_batch_size=4), module=module, max_epochs=1)
 
 
-@pytest.mark.filterwarnings("ignore:Whether accumulation is exact for this model is not known:UserWarning")
 @MODES
-@pytest.mark.parametrize("at", [1, 3])
-def test_memory_that_runs_out_in_the_check_is_no_mistake_of_the_model(at: int, mode: Any) -> None:
+def test_memory_that_runs_out_in_a_part_of_the_check_is_no_mistake_of_the_model(mode: Any) -> None:
     """It is told as what it is, and training is what it is without."""
-    found, right, checked = RunsOut(at), RunsOut(), AutoAccumulate(micro_batch_size=8, micro_batching=mode)
-    fit(data(), checked, module=found)
-    assert "memory ran out in the check" in str(checked.exactness)
+    started: list[bool] = []
+
+    class Starts(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            started.append(True)
+
+    def fails_in_check(module: RunsOut, batch: Any) -> torch.Tensor:
+        if not started and len(batch[0]) <= 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return mse_loss(module.net(batch[0]), batch[1])
+
+    found, right = RunsOut(0, fails_in_check), RunsOut()
+    checked = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
+    with pytest.warns(UserWarning, match="is not known: not measured: memory ran out in the check"):
+        fit(data(), checked, Starts(), module=found)
     fit(data(), ours(mode), module=right)
-    torch.testing.assert_close([*found.net.parameters()], [*right.net.parameters()], rtol=1e-12, atol=1e-14)
+    assert all(map(torch.equal, found.net.parameters(), right.net.parameters()))

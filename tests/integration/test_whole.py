@@ -342,7 +342,7 @@ def test_throughput_keeps_the_chunks_that_fit(joined: bool, budget: int, kept: i
 
 def test_throughput_refuses_no_budget_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no step near the budget may run, and hardly a chunk of one sample fits."""
-    monkeypatch.setattr("lightning_ga.probe.trials.agreement.is_sharded", lambda trainer: True)
+    monkeypatch.setattr("lightning_ga.probe.trials.ranks.is_sharded", lambda trainer: True)
     trained: dict[Any, list[int]] = {"memory": [], "throughput": []}
     for objective, budget in product(trained, (753, 757, 761)):
         with suppress(UserError):
