@@ -44,7 +44,7 @@ def plain_newton(dataset: Samples, windows: list[list[int]], line_search: str | 
 
 
 @every_pair(
-    micro_batch=[1, 3, 8],
+    micro_batch=[1, 3],
     line_search=[None, "strong_wolfe"],
     normalize={"known in advance": "samples", "counted": CountSamples()},
 )

@@ -39,8 +39,7 @@ def exact(module: Normed, data: Samples) -> tuple[float, float]:
     return float((grads - mean).square().sum(1).mean()), float(mean.square().sum())
 
 
-@pytest.mark.parametrize("mode", ["loader", "step"])
-@pytest.mark.parametrize("micro_batch", [3, 4])
+@pytest.mark.parametrize(("mode", "micro_batch"), [("loader", 3), ("step", 4)])
 def test_the_estimate_is_that_of_per_sample_gradients(mode: Any, micro_batch: int) -> None:
     """Within three of its standard errors, whatever micro-batches weigh in their window."""
     module, data, noise = Normed(), Samples(SIZE), NoiseScale(windows=200)

@@ -157,8 +157,7 @@ def test_a_largest_micro_batch_bounds_the_samples() -> None:
     are(epochs(2), module)
 
 
-@pytest.mark.parametrize("size_of", ["lengths", "words", "auto"])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("size_of", "num_workers"), [("lengths", 0), ("words", 0), ("auto", 1)])
 def test_sizes_by_name(size_of: str, num_workers: int) -> None:
     """A column of the dataset, a field of its samples, or the extent that varies: the same micro-batches."""
     module, _ = train(4, size_of=size_of, num_workers=num_workers, max_epochs=1)
@@ -196,10 +195,10 @@ def test_training_may_end_before_its_last_window() -> None:
 
 @KINDS
 def test_a_resume_goes_on_with_the_next_window(run: Any, tokens: bool, tmp_path: Path) -> None:
-    """After each of them, with another micro-batch."""
+    """With another micro-batch."""
     windows = epochs(2, tokens)
     whole, _ = run(4, SaveAll(tmp_path))
-    for step in range(1, len(windows)):
+    for step in range(1, len(windows), 3):
         resumed, callback = run(7, ckpt_path=tmp_path / f"step{step}.ckpt")
         assert windows_of(resumed.micro_batches) == in_any_order(windows[step:])
         assert worst_error(resumed.gradients, whole.gradients[step:]) <= 1e-12
@@ -276,15 +275,12 @@ def test_ranks_share_windows_out_by_size(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_resume_on_another_number_of_ranks_goes_on_with_the_next_window(
-    before: int, after: int, tmp_path: Path
-) -> None:
+def test_a_resume_on_another_number_of_ranks_goes_on_with_the_next_window(tmp_path: Path) -> None:
     """From the middle of an epoch, with another micro-batch; no window is another, and none is cut at its edge."""
     windows = shuffled(53, 40)
     steps = len(windows) // 2 - 2
-    checkpoint = {"ckpt_path": str(tmp_path / f"{before}" / f"step{steps}.ckpt")}
-    for ranks, micro_batch, given in ((before, 2, {"save": True}), (after, 3, checkpoint)):
+    checkpoint = {"ckpt_path": str(tmp_path / "2" / f"step{steps}.ckpt")}
+    for ranks, micro_batch, given in ((2, 2, {"save": True}), (1, 3, checkpoint)):
         accumulate = {"effective_batch_size": "40 tokens", "micro_batch_size": micro_batch, "size_of": ramp}
         records = run_ranks(tmp_path / f"{ranks}", ranks=ranks, size=53, batch_size=4, accumulate=accumulate, **given)
     assert joined(records)[-len(windows) + steps :] == in_any_order(windows[steps:])

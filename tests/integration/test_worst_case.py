@@ -170,14 +170,13 @@ class Changing(Dataset):
         return (torch.arange(self.lengths[index]) % 50 + 1,)
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(200))], ids=["plain", "wrapped"])
-def test_looking_at_samples_changes_nothing_in_a_dataset(wrap: Any) -> None:
-    """Neither counters and caches nor any random number that training draws."""
+def test_looking_at_samples_changes_nothing_in_a_dataset() -> None:
+    """Nor in one that it wraps: neither counters and caches nor any random number that training draws."""
     records = []
     limit: Any = "auto"
     for _ in range(2):
         dataset = Changing()
-        limit = train(recurrent, wrap(dataset), BUDGET, limit).plan.micro_batch_size
+        limit = train(recurrent, Subset(dataset, range(200)), BUDGET, limit).plan.micro_batch_size
         records.append((dataset.reads, list(dataset.cache), dataset.nested, dataset.drawn))
     assert records[0] == records[1]
     assert records[0][0] >= 192  # whole windows

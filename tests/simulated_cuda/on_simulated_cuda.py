@@ -16,18 +16,10 @@ import pytorch_lightning
 # Tests that say something about the simulation, or about a CPU, where they say nothing about a GPU.
 BYTES = "its budget is counted in bytes of tensors, as on a CPU; this device hands out blocks of 512 bytes"
 ONLY_CPU = "on a CPU nothing may come near the memory that there is; a GPU may run out"
-HIDDEN = "an update of lists of tensors, the optimizer's choice here, is refused under the test's dispatch mode"
 EXPLAINED: dict[str, str] = {
     "integration/test_probe.py::test_training_at_the_limit_fits_and_one_more_does_not": BYTES,
     "integration/test_recovery.py::test_a_sample_that_is_too_large_is_stopped_at_the_first_operation": ONLY_CPU,
     "integration/test_recovery.py::test_no_trial_comes_near_the_memory_that_there_is": ONLY_CPU,
-    "integration/test_step_mode.py::test_the_limit_counts_the_whole_batch_where_it_lies_in_the_same_memory": (
-        "on a GPU the batch that the loader made lies elsewhere"
-    ),
-    "integration/test_survive.py::test_a_real_device_that_is_too_small[loader]": HIDDEN,
-    "integration/test_survive.py::test_gradients_that_no_module_or_hook_tells_of": (
-        "its weight belongs to no module, so that no Trainer moves it to the device"
-    ),
     "integration/test_throughput_objective.py::test_the_smallest_of_the_fast_sizes_is_taken_and_remembered": BYTES,
     "integration/test_traceless.py::test_a_probe_leaves_no_trace[fp16]": BYTES,
     "integration/test_whole.py::test_the_probe_finds_the_chunk": BYTES,
