@@ -438,15 +438,14 @@ def test_a_limit_in_volumes_is_kept_to(mode: str) -> None:
 
 
 @each_cut_in_step
-def test_volumes_of_which_few_have_another_number_of_crops_are_not_cut_wrongly(way: Way) -> None:
-    """Those that are looked at have four each, and one later has two."""
+def test_samples_of_which_few_have_another_number_of_rows_are_not_cut_wrongly(way: Way) -> None:
+    """Those that are looked at have four each, joined to one tensor, and one later has two."""
 
-    def some() -> Any:
-        found = volumes(48)
-        found[29] = found[29][:2]
-        return DataLoader(found, batch_size=8, collate_fn=crops)
+    def joined(samples: Sequence[Any]) -> list[Tensor]:
+        return [torch.cat(part) for part in zip(*samples)]
 
-    case = Case(segmentation, some, 8, 2)
+    rows = [(torch.stack([x] * n), y.expand(n, 1)) for (x, y), n in zip(pairs(36), [4] * 29 + [2] + [4] * 6)]
+    case = Case(loader=lambda: DataLoader(rows, batch_size=12, collate_fn=joined), batch=12, micro=4)
     try:
         ours = run(case, way)
     except UserError as failure:
