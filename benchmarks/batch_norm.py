@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.measure import quiet
 from benchmarks.output import as_text, empty_table, write_json
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import quiet, quiet_trainer
 from benchmarks.training import EFFECTIVE, TRAINED_ON, convolutions, digits
 from lightning_ga import AutoAccumulate
 

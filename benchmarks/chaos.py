@@ -23,8 +23,8 @@ from rich.table import Table
 
 from benchmarks.disasters.stories import MODELS, MOMENTS, PLACES, draw, undisturbed
 from benchmarks.disasters.telling import WORST, Told, tell
-from benchmarks.measure import quiet
 from benchmarks.output import as_text, error, write_json
+from benchmarks.trainers import quiet
 
 COLUMNS = ("loader, 1 rank", "step, 1 rank", "loader, 2 ranks", "step, 2 ranks")
 

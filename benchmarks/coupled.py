@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
-from benchmarks.measure import quiet
 from benchmarks.output import as_text, empty_table, error, write_json
+from benchmarks.trainers import quiet
 from lightning_ga import in_chunks
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 

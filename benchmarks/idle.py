@@ -25,10 +25,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import quiet
 from benchmarks.output import as_text, empty_table, write_json
 from benchmarks.torchrun import run_on_ranks, write_as_first_rank
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import quiet, quiet_trainer
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
 

@@ -23,8 +23,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import quiet
 from benchmarks.output import RESULTS, as_text, empty_table, error, installed, read_json, write_json
+from benchmarks.trainers import quiet
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
 from lightning_ga.data.definitions import TextDataset, pad, read_definitions

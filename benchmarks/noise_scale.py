@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import quiet
 from benchmarks.output import as_text, empty_table, write_json
 from benchmarks.schedules import Network, fashion
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import quiet, quiet_trainer
 from lightning_ga import AutoAccumulate
 from lightning_ga.callbacks import NORMS, NoiseScale
 

@@ -27,9 +27,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import quiet
 from benchmarks.output import MET, as_text, empty_table, write_json
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import quiet, quiet_trainer
 from benchmarks.turns import Stopwatch, interval, pooled_median, take_turns
 from lightning_ga import AutoAccumulate
 from lightning_ga.fit.window_gradients import scale_gradients

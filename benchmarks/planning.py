@@ -22,10 +22,9 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from benchmarks.cuda_dispatch import forward_rows
-from benchmarks.measure import quiet
 from benchmarks.output import as_text, empty_table, error, write_json
 from benchmarks.planning_cases import CASES, CLASSES, Case
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import quiet, quiet_trainer
 from lightning_ga import AutoAccumulate, ProbeResult
 from lightning_ga.plan.planned_device import planned_device
 

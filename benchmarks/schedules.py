@@ -18,9 +18,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import quiet
 from benchmarks.output import RESULTS, as_text, empty_table, read_json, write_json
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import quiet, quiet_trainer
 from lightning_ga import AutoAccumulate, optimizer_steps
 from lightning_ga.data import Definitions, FashionMNIST
 from lightning_ga.models import GPT

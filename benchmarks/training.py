@@ -22,9 +22,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
-from benchmarks.measure import quiet
 from benchmarks.output import MET, as_text, empty_table, error, write_json
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import quiet, quiet_trainer
 from lightning_ga import AutoAccumulate
 
 EFFECTIVE = 64
