@@ -20,8 +20,8 @@ from torch import Tensor
 
 from benchmarks.cases import CASES, FP64_TARGET, HALF_TARGETS, LEGEND, WHOLE_TARGET, Case
 from benchmarks.output import MET, as_text, conclude, empty_table, error, options
+from benchmarks.processes import run_on_ranks, write_as_first_rank
 from benchmarks.stacks import HELD_IN, UnsupportedError, accelerate, ours, relative_error, stock_lightning, whole_batch
-from benchmarks.torchrun import run_on_ranks, write_as_first_rank
 from benchmarks.trainers import quiet
 
 COLUMNS = {
