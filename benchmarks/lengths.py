@@ -25,7 +25,7 @@ from benchmarks.output import RESULTS, as_text, conclude, empty_table, error, in
 from benchmarks.trainers import quiet, quiet_trainer
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
-from lightning_ga.data.definitions import TextDataset, pad, read_definitions
+from lightning_ga.data.sets import TextDataset, pad, read_definitions
 from lightning_ga.models.gpt import GPT
 from lightning_ga.weights import TargetTokens
 
