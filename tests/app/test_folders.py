@@ -44,12 +44,6 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, mode):
     assert all(folder.is_dir() for folder in folders)
 
 
-def test_a_folder_is_one_line(tmp_path):
-    config = configuration("${mine}/x", mine=f"{tmp_path}/a\ntouch b")
-    with pytest.raises(UserError, match="control characters"), ExitStack() as locks:
-        own(config, RunMode.MULTIRUN, locks)
-
-
 def test_a_folder_in_use_is_refused(tmp_path):
     """Whatever it holds; when the first run has ended it is free."""
     with ExitStack() as locks:
@@ -152,12 +146,6 @@ def test_jobs_of_a_sweep_have_folders_of_their_own(command):
     run = command("-m", *SMALL, "dry_run=true", "seed=1,2", "hydra.sweep.dir=many", "hydra.sweep.subdir=same")
     assert run.code == 1
     assert "for two jobs of this sweep" in run.err
-
-
-@pytest.mark.parametrize("option", ["--help", "-h"])
-def test_help_makes_no_folder(command, option):
-    assert command(option).code == 0
-    assert not Path("outputs").exists()
 
 
 def test_jobs_without_a_number_come_last(tmp_path: Path) -> None:

@@ -141,21 +141,15 @@ def test_a_variable_is_written_by_its_name(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda content: content.pop("pytorch-lightning_version"), "pytorch-lightning_version is missing"),
         (lambda content: content.update({"pytorch-lightning_version": "2.x"}), "cannot be taken over"),
-        (lambda content: content["loops"].pop("fit_loop"), "no checkpoint that Lightning wrote: loops"),
         (lambda content: content["callbacks"].update(AutoAccumulate={"position": 3}), "state of AutoAccumulate"),
         (
             lambda content: content["callbacks"]["AutoAccumulate"]["position"].update(epoch=-1),
             "state of AutoAccumulate",
         ),
-        (lambda content: content["optimizer_states"][0]["state"].clear(), "no state that fits its weights"),
         (lambda content: content["optimizer_states"][0]["param_groups"].clear(), "cannot be taken over"),
-        (lambda content: content.update(optimizer_states=[]), "model.init_from="),
-        (lambda content: content["optimizer_states"][0]["param_groups"][0].update(lr="x"), "other values are its lr"),
         (lambda content: content["optimizer_states"][0]["param_groups"][0].update(lr=math.nan), "other values are its"),
         (lambda content: content["optimizer_states"][0]["param_groups"][0].update(betas=(9.0,)), "are its betas"),
-        (lambda content: content["loops"].update(fit_loop={"state_dict": {}}), "that Lightning wrote: loops"),
         (lambda content: content.update(lr_schedulers=[{}]), "cannot be taken over"),
     ],
 )

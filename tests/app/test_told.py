@@ -22,31 +22,6 @@ def own_experiment(text: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("data:\n  batch_size: 7\n", "does not begin with the line '# @package _global_'"),
-        ("# @package _global_\ntrainr:\n  max_epochs: 1\n", "sets trainr, which nothing reads; did you mean trainer?"),
-        ("# @package _global_\ndata:\n  batch_size: [1\n", 'small.yaml", line 4, column 1'),
-        ("# @package _global_\ndata:\n\tbatch_size: 1\n", 'small.yaml", line 3, column 1'),
-        ("# @package _global_\ntrainer:\n  max_epoch: 1\n", "unexpected keyword argument 'max_epoch'"),
-        ("# @package _global_\npaths:\n  output: x\n", "sets paths.output, which nothing reads"),
-        ("# @package _global_\nallow_targets: [os]\n", "allow_targets=os stands in a configuration file"),
-        (
-            "# @package _global_\nmodel:\n  name: '\\${oc.env:PL_GLOBAL_SEED,x}'\n",
-            "model.name=${oc.env:PL_GLOBAL_SEED,x} is an interpolation that is left",
-        ),
-        ("# @package _global_\ndefaults:\n  - override /optimizer: nope\n", "optimizer=nope does not exist"),
-    ],
-)
-def test_a_mistake_in_ones_own_file_is_told(command, text, words):
-    run = command(*own_experiment(text))
-    assert run.code == 1
-    assert run.err.startswith("Error: ")
-    assert len(run.err.strip().splitlines()) == 1
-    assert words in run.err
-
-
-@pytest.mark.parametrize(
     ("line", "words"),
     [
         (["-m", "seed=glob(*)"], "seed=glob(*) stands for no value, so that the sweep has no job: write the values"),
@@ -168,12 +143,6 @@ def test_predictions_name_classes_and_probabilities(command, shared):
         assert row["class"] == row["prediction"]
         assert row["probability"] == row[f"p({row['class']})"]
         assert sum(float(value) for name, value in row.items() if name.startswith("p(")) == pytest.approx(1, abs=1e-4)
-
-
-def test_version_is_this_packages(command):
-    """Not Hydra's."""
-    run = command("--version")
-    assert (run.code, run.out) == (0, "lightning_ga 0.1.0\n")
 
 
 def test_what_an_experiment_builds_is_resolved_once(command, monkeypatch):

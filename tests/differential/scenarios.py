@@ -22,7 +22,7 @@ from faults import Arm, Faults
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
-from recorder import End, Journal, Record, Rows, Told, Watcher, end_of, watched
+from recorder import Journal, Record, Rows, Told, Watcher, end_of, watched
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from torch.utils.data import WeightedRandomSampler as Weighted
@@ -96,7 +96,7 @@ class Run:
         # Where samples are looked at before training, hooks are called, and what they change of the module is put back.
         verifies = dict(mode.settings, **(scenario.ours or {})).get("verify", True)
         self.journal = Journal(on_module=verifies or "hooks_of_the_transfer" in scenario.name)
-        self.ends: list[End] = []
+        self.ends: list[Record] = []
         self.notes: dict[str, Any] = {}
         self.loggers: list[Rows] = []
         self.trainers = 0
@@ -173,7 +173,7 @@ def record(scenario: Scenario, mode: Mode, folder: Path) -> Record:
                 scenario.train(run)
         finally:
             run.notes["rows"] = [row for logger in run.loggers for row in logger.rows]
-    survived = any("Memory ran out in training" in text for _, text in records[0].warnings)
+    survived = any("Memory ran out in training" in text for _, text in records[0]["warnings"])
     assert survived == (mode.fails and run.faults.count >= FAILS_AT)
     return records[0]
 
