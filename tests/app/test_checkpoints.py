@@ -204,13 +204,6 @@ def test_a_checkpoint_of_other_content_is_refused(changes, words):
         require_checkpoint(Path("a.ckpt"), {**WHOLE, **changes}, fit=True)
 
 
-def test_a_checkpoint_within_itself_is_refused():
-    loops = {}
-    loops["fit_loop"] = loops
-    with pytest.raises(UserError, match="loops"):
-        require_checkpoint(Path("a.ckpt"), {**WHOLE, "loops": loops}, fit=True)
-
-
 def trained(make, net):
     """A checkpoint's part of an optimizer that has stepped."""
     optimizer = make(net.parameters())

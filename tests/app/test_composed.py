@@ -153,7 +153,6 @@ NINE = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]" for n in 
         (FIRST + "\n".join(f"a{n}: &a{n} [{f'*a{n - 1}' if n else 'x'}]" for n in range(999)), "is too large, with"),
         (f"{FIRST}x: '{'y' * 1_100_000}'\n", "is not a regular file of at most 1,000,000 bytes"),
         ("- a\n- b\n", "holds no keys"),
-        ("data:\n  batch_size: 7\n", "does not begin with the line '# @package _global_'"),
         (FIRST.encode() + b"x: \xff\n", "is not UTF-8"),
         (f"{FIRST}x: \x00\n", "is no valid YAML"),
         (f"\ufeff{FIRST}seed: 1\n", "begins with a byte order mark"),

@@ -75,10 +75,6 @@ def test_accumulate_has_the_arguments_of_the_callback(option: str):
         assert section == parameters
 
 
-def test_accumulate_off_is_no_callback():
-    assert composed("accumulate=off").accumulate is None
-
-
 @pytest.mark.parametrize(
     ("experiment", "batch", "accumulate", "precision"),
     [

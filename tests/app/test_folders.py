@@ -181,21 +181,6 @@ def test_no_way_leads_into_the_folder_of_another_run(command, shared, setting):
     assert contents(first.folder) == before
 
 
-def test_a_folder_for_checkpoints_is_one_runs(command):
-    """Beside its own folder, too: a second run would replace the first one's, in silence."""
-    shared_folder = ("callbacks.best.dirpath=kept", "callbacks.last.dirpath=kept", "paths.output_dir=out")
-    assert command(*SMALL, *shared_folder, folder="first").code == 0
-    before = contents(Path("kept"))
-    for arguments in ((*SMALL, *shared_folder[:2]), ("-m", "seed=1,2", *SMALL, *shared_folder[:2])):
-        second = command(*arguments, folder="second")
-        assert second.code == 1
-        assert "kept', where callbacks.best writes, holds what a run leaves (" in second.err
-    third = command(*SMALL, shared_folder[2], folder="third")
-    assert "holds what a run leaves" in third.err
-    assert "/out" in third.err
-    assert contents(Path("kept")) == before
-
-
 @pytest.mark.parametrize("name", ["predictions.csv", "report.html", "train.log", "versions.json"])
 def test_a_file_of_the_users_own_is_not_replaced(command, name):
     """If a run would write one of its name; there is nothing to go on with."""

@@ -21,6 +21,11 @@ def own_experiment(text: str) -> tuple[str, ...]:
     return "--config-dir", "mine", "experiment=small", "model=mlp"
 
 
+def test_an_experiment_without_its_first_line_is_told(command):
+    run = command(*own_experiment("data:\n  batch_size: 7\n"))
+    assert "does not begin with the line '# @package _global_'" in run.err
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -95,22 +100,6 @@ def test_the_checkpoint_that_was_taken_is_told_with_what_differs(command, shared
     same = command(*TINY, "task=test", f"ckpt_path={first.folder}", folder="third")
     assert f"Checkpoint: {first.folder / 'checkpoints' / 'best.ckpt'}" in same.out
     assert same.err == ""
-
-
-def test_a_checkpoint_of_another_run_is_refused(command, shared):
-    """Another model or optimizer, and bare weights, each with the way out."""
-    first = shared(*TINY, folder="first")
-    path = first.folder / "checkpoints" / "last.ckpt"
-    other = command(*TINY, "model.hidden=[8]", f"ckpt_path={path}", folder="other")
-    assert other.code == 1
-    assert "is the checkpoint of another model" in other.err
-    sgd = command(*TINY, "optimizer=sgd", f"ckpt_path={path}", folder="sgd")
-    assert sgd.code == 1
-    assert "holds the state of another optimizer than SGD" in sgd.err
-    torch.save(torch.load(path, weights_only=True)["state_dict"], "weights.pt")
-    bare = command(*TINY, "ckpt_path=weights.pt", folder="bare")
-    assert bare.code == 1
-    assert "model.init_from=weights.pt" in bare.err
 
 
 def test_a_training_starts_from_bare_weights(command, shared):

@@ -123,6 +123,8 @@ def test_a_small_device_says_what_fills_its_memory(command):
     printed = " ".join(small.out.split())
     assert all(line in printed for line in (where, held, remedy))
     assert (small.folder / "probe.png").read_bytes().startswith(b"\x89PNG")
+    assert not (small.folder / "checkpoints").exists()
+    assert "Epoch" not in small.out
 
 
 def test_a_run_that_survived_says_so_at_its_end(command, shared, monkeypatch):
@@ -322,15 +324,6 @@ def test_a_user_brings_configurations(command):
     path.write_text("# @package _global_\ndefaults:\n  - override /model: mlp\ndata:\n  batch_size: 7\n")
     run = command("experiment=small", "--config-dir", "mine", "--cfg", "job", "-p", "data")
     assert "batch_size: 7" in run.out
-
-
-def test_a_dry_run_stops_before_the_first_step(command):
-    run = command(*SMALL, "dry_run=true", "accumulate.memory_budget=20MiB")
-    assert run.code == 0, run.err
-    assert "probe" in run.out
-    assert "Epoch" not in run.out
-    assert json.loads((run.folder / "plan.json").read_text())["probe"]["limit"] >= 1
-    assert not (run.folder / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed"])

@@ -1,13 +1,13 @@
 """Batches are counted and cut by their layout, by the module's hook, or by collating their samples anew."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from reference import quiet_trainer
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from reference import StreamOf, quiet_trainer
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_ga.batch import pytree as structures
 from lightning_ga.batch.layout import LayoutError
@@ -17,21 +17,7 @@ from lightning_ga.loading.reader import BatchReader, CollatedAgain, CollatedBatc
 SIZE = 24
 
 
-class Rows(Dataset[Any]):
-    """Sample i is a vector full of i, and i."""
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3,), float(index)), index
-
-
-class Endless(IterableDataset[Any]):
-    """A stream."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(SIZE))
+ROWS = [(torch.full((3,), float(index)), index) for index in range(SIZE)]
 
 
 class Plain(pl.LightningModule):
@@ -53,7 +39,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loader_of(collate: Callable[[list[Any]], Any] = default_collate, dataset: Any = None) -> "DataLoader[Any]":
-    return DataLoader(Rows() if dataset is None else dataset, 8, collate_fn=collate)
+    return DataLoader(ROWS if dataset is None else dataset, 8, collate_fn=collate)
 
 
 def collated(*loaders: "DataLoader[Any]", combine: Callable[[list[Any]], Any] | None = None) -> CollatedBatches:
@@ -157,7 +143,7 @@ def test_indices_are_from_all_over_the_dataset() -> None:
     """Of a stream there are none, and of a dataset without a length those of the first batch."""
     assert indices_of(loader_of()) == [0, 17, 10, 3, 20, 13, 6, 23]
     assert indices_of(loader_of(dataset=[(0, 0)] * 3)) == [0, 2, 1]
-    assert indices_of(DataLoader(Endless(), 4)) == [None] * 8
+    assert indices_of(DataLoader(StreamOf(range(SIZE)), 4)) == [None] * 8
 
     class Lookup(Dataset[Any]):
         def __getitem__(self, index: str) -> str:
