@@ -174,9 +174,7 @@ def test_a_disk_that_is_full_in_mid_training_says_what_was_saved(command, monkey
     """After the sentence on the disk; the checkpoint before is whole."""
     fail_in_save(monkeypatch, 2, OSError(errno.ENOSPC, "No space left on device"))
     run = command(*TINY, "callbacks=last")
-    assert run.code == 1
-    (line,) = run.err.splitlines()
-    last = run.folder / "checkpoints" / "last.ckpt"
+    line, last = run.mistake, run.folder / "checkpoints" / "last.ckpt"
     assert "cannot be written: No space left on device. Choose another folder" in line
     assert line.endswith(f"ckpt_path={last}")
     assert "8 optimizer steps were done; the state after the last epoch is in" in line

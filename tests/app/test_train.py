@@ -163,8 +163,7 @@ def test_a_run_has_a_name_and_tags(command):
 
 def test_a_wrong_name_makes_no_folder(command):
     run = command(*TINY, "run.name=../x", "hydra.run.dir='here${named:${run.name}}'")
-    assert run.code == 1
-    assert run.err.startswith("Error: run.name=../x must be a name of letters, digits")
+    assert run.mistake.startswith("Error: run.name=../x must be a name of letters, digits")
     assert not list(Path.cwd().iterdir())
 
 
@@ -262,11 +261,8 @@ def test_a_mistake_ends_in_one_sentence(command, arguments, parts):
     """Exit code 1 and one line on stderr that names the mistake and the way out; nothing is trained."""
     Path("empty.yaml").write_text("seed: 1\n")
     run = command(*arguments)
-    assert run.code == 1
-    assert run.err.startswith("Error: ")
-    assert len(run.err.strip().splitlines()) == 1
     for part in parts:
-        assert part in run.err
+        assert part in run.mistake
     assert "Epoch" not in run.out
 
 
@@ -290,9 +286,7 @@ def test_a_search_without_a_number_is_refused(monkeypatch, measured):
 
 @pytest.mark.skipif(find_spec("optuna") is not None, reason="the extra 'sweep' is installed")
 def test_a_search_without_its_package_says_what_to_install(command):
-    run = command("search=optuna")
-    assert run.code == 1
-    assert run.err.strip() == (
+    assert command("search=optuna").mistake == (
         "Error: hydra/sweeper=optuna needs a package that is not installed: pip install 'lightning_ga[sweep]'"
     )
 
@@ -360,9 +354,7 @@ def test_a_finished_run_says_that_it_is_complete(command, shared):
 def test_one_cycle_is_not_prolonged(command):
     command(*TINY, "lr_scheduler=onecycle", folder="first")
     run = command(*TINY, "lr_scheduler=onecycle", "ckpt_path=last", "trainer.max_epochs=3", folder="second")
-    assert run.code == 1
-    assert run.err.startswith("Error: OneCycleLR was made for 8 optimizer steps and cannot be prolonged to 12")
-    assert len(run.err.strip().splitlines()) == 1
+    assert run.mistake.startswith("Error: OneCycleLR was made for 8 optimizer steps and cannot be prolonged to 12")
 
 
 def test_best_is_tested_validated_and_predicted_with(command, quick):
@@ -398,9 +390,7 @@ def test_a_sweep_runs_every_combination_and_goes_on_where_it_ended(command):
     assert lines[-4:-1] == again.out.splitlines()[-4:-1]
     before = {path: path.read_bytes() for path in Path("multirun").rglob("*") if path.is_file()}
     other = "-m", *TINY, "optimizer.lr=0.01", "seed=1", "hydra.sweep.dir=multirun"
-    refused = command(*other)
-    assert refused.code == 1
-    assert "multirun/0' holds what a run leaves (config.yaml, result.json, plan.json)" in refused.err
+    assert "multirun/0' holds what a run leaves (config.yaml, result.json, plan.json)" in command(*other).err
     assert {path: path.read_bytes() for path in before if path.name != "multirun.yaml"}.items() <= before.items()
     assert command(*other, "overwrite=true").code == 0
     assert Path("multirun/0/result.json").read_bytes() != before[Path("multirun/0/result.json")]
@@ -419,8 +409,7 @@ def test_a_failed_job_of_a_sweep_is_named(command):
 
 def test_a_sweep_refuses_several_processes_per_job(command):
     run = command("-m", *TINY, "trainer=ddp", "seed=1,2", "hydra.sweep.dir=multirun")
-    assert run.code == 1
-    assert "cannot start several processes" in run.err
+    assert "cannot start several processes" in run.mistake
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import lightning_ga
 from benchmarks.coupled import LOSSES, simclr
 from lightning_ga import UserError, in_chunks
 from lightning_ga.memory.live_tensors import LiveTensorMeter
@@ -236,8 +235,3 @@ class Numbered(nn.Module):
 def test_what_cannot_run_in_chunks_is_refused(module: nn.Module, given: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence), in_chunks(module, chunk=2):
         module(given)
-
-
-def test_a_chunk_holds_a_sample() -> None:
-    with pytest.raises(UserError, match="chunk=0 must be"), lightning_ga.in_chunks(nn.Linear(1, 1), chunk=0):
-        pass

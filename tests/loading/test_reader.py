@@ -58,42 +58,10 @@ def samples_of(loader: "DataLoader[Any]", count: int = 8) -> CollatedAgain:
     return CollatedAgain(loader, [loader.dataset[index] for index in range(count)])
 
 
-def test_batches_are_counted_and_cut_where_samples_lie() -> None:
-    """Every batch of a loader, the last one too; the layout is read once."""
-    loader = loader_of()
-    read = reader(Plain(), collated(loader))
-    assert not read.is_read()
-    assert read.count(first(loader)) == 8
-    assert read.is_read()
-    assert read.layout() is read.layout()
-    slices = read.slices(first(loader), expected=8)
-    assert slices.samples == 8
-    assert slices.take(2, 5)[1].tolist() == [2, 3, 4]
-    assert slices.take(2, 5)[0].shape == (3, 3)
-    assert not read.makes_anew
-    assert read.count([torch.zeros(5, 3), torch.zeros(5)], expected=8) == 5
-
-
 def packed(batch: list[Any]) -> dict[str, Any]:
     """Rows of all samples and where they end."""
     rows = [torch.full((index % 3 + 1, 2), float(index)) for _, index in batch]
     return {"rows": torch.cat(rows), "ends": torch.tensor([len(each) for each in rows]).cumsum(0)}
-
-
-def test_packed_batches_are_cut_by_collating_their_samples_anew() -> None:
-    """Each slice is what the collate function makes of its samples; from then on all batches are cut so."""
-    loader = loader_of(packed)
-    read = reader(Plain(), collated(loader))
-    batch, again = first(loader), samples_of(loader)
-    with pytest.raises(LayoutError, match="split_batch"):
-        read.slices(batch, expected=8)
-    slices = read.slices(batch, expected=8, samples=lambda: again)
-    assert slices.samples == 8
-    assert structures.same_values(slices.take(3, 6), packed([(None, 3), (None, 4), (None, 5)]))
-    assert read.makes_anew
-    read.check(lambda: again)
-    with pytest.raises(LayoutError, match="split_batch"):
-        read.check(lambda: None)
 
 
 def test_batches_that_are_not_the_same_again_cannot_be_collated_anew() -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.memory.live_tensors import LiveTensorMeter, uncounted
-from lightning_ga.probe.prediction import extrapolate
 
 FROZEN = nn.Parameter(torch.zeros(50), requires_grad=False)
 
@@ -168,22 +167,6 @@ def test_training_is_bitwise_the_same_under_the_meter() -> None:
     with LiveTensorMeter():
         found = train(metered, 4, 3)
     assert all(torch.equal(a, b) for a, b in zip(expected, found))
-
-
-def test_replayed_peaks_are_measured_peaks() -> None:
-    """Whole loops at three sizes, warm-up included: the third is predicted to the byte."""
-    traces, peaks = [], []
-    for samples in (4, 8, 50):
-        model, memory = Residual(), LiveTensorMeter()
-        memory.start(record=True)
-        with memory:
-            train(model, samples, 2)
-        traces.append(memory.trace(samples))
-        peaks.append(memory.peak_bytes)
-    assert [trace.peak() for trace in traces] == peaks
-    prediction = extrapolate(*traces[:2])
-    assert prediction is not None
-    assert prediction(50) == peaks[2]
 
 
 def test_what_is_made_on_the_host_never_counts() -> None:
