@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.weights import (
     AttentionMaskTokens,
     KnownWindow,
@@ -107,33 +106,6 @@ def test_counters_count_what_a_loss_is_a_mean_over(counter: Any, batch: Any, exp
 def test_what_cannot_be_counted_is_refused_with_the_way_out(counter: Any, batch: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         counter(batch)
-
-
-@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 20))
-def test_equal_micro_batches_weigh_exactly_one(micro_batch: int, factor: int, world_size: int) -> None:
-    plan = plan_accumulation(micro_batch * factor * world_size, micro_batch=micro_batch, world_size=world_size)
-    window = KnownWindow(world_size)
-    for position, count in enumerate(plan.chunks[0]):
-        window = window.weigh(count, window=plan.effective_batch_size, factor=factor, first=position == 0).trained()
-        assert window.weight == 1.0
-    assert window.close(factor)[0] == 1.0
-
-
-@given(st.lists(st.integers(1, 60), min_size=2, max_size=6), st.data())
-def test_a_skipped_micro_batch_leaves_the_mean_over_the_others(row: list[int], data: st.DataObject) -> None:
-    """Steps that return ``None`` have no gradient; the window is then the rest, one window after another."""
-    window = KnownWindow(world_size=1)
-    for _ in range(2):
-        skipped = data.draw(st.sets(st.integers(0, len(row) - 1), max_size=len(row) - 1))
-        means, _all = means_and_all([row])
-        weights = []
-        for i, count in enumerate(row):
-            window = window.weigh(count, window=sum(row), factor=len(row), first=i == 0)
-            weights.append(0.0 if i in skipped else window.weight)
-            window = window if i in skipped else window.trained()
-        scale, window = window.close(len(row))
-        rest = torch.cat([gradient_of(n, i) for i, n in enumerate(row) if i not in skipped]).mean(0)
-        torch.testing.assert_close(seen_by_the_optimizer(means, [weights], len(row)) * scale, rest)
 
 
 @given(COUNTS.filter(lambda counts: sum(map(sum, counts)) > 0), st.sampled_from([1.0, 7.0, 64.0]), st.integers(0, 3))
