@@ -143,10 +143,7 @@ def test_no_larger_batch_than_the_verdict_follows_within_the_bound(losses: dict[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            [],
-            "ckpt_path=RUN is missing: python -m lightning_ga.batch_size ckpt_path=RUN takes the folder of a run, ba",
-        ),
+        ([], "ckpt_path=RUN is missing: python -m lightning_ga.batch_size ckpt_path=RUN takes the folder of a run, ba"),
         (["ckpt_path=a", "sampels=3"], "sampels= is no argument: .* batch=, samples=, seeds=, scale_lr=, scale_beta2"),
         (["--help"], "--help= is no argument: "),
         (["ckpt_path=nowhere"], "ckpt_path=nowhere is not a file"),

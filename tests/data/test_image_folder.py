@@ -43,10 +43,7 @@ def break_pictures(folder: Path) -> dict[str, str]:
             lambda root: (write_classes(root), write_classes(root, classes=("bird",), count=1)),
             r"each of the 3 classes in both parts: class bird has a single sample left",
         ),
-        (
-            lambda root: (write_classes(root), (root / "train" / "emu").mkdir()),
-            "classes without a picture: emu",
-        ),
+        (lambda root: (write_classes(root), (root / "train" / "emu").mkdir()), "classes without a picture: emu"),
         (
             lambda root: (write_classes(root), write_classes(root, "val", ("cat", "dog", "emu"))),
             r"val' has classes that are not in train/: emu",

@@ -35,12 +35,7 @@ def batch_of(lengths: list[int], *, shows: str, left: bool = False, extra: int =
         return torch.nn.functional.pad(batch, (extra, 0) if left else (0, extra), value=value)
 
     mask = padded([torch.ones_like(row) for row in words], 0)
-    shown = {
-        "mask": mask,
-        "hidden": mask == 0,
-        "lengths": torch.tensor(lengths),
-        "labels": padded(words, -100),
-    }
+    shown = {"mask": mask, "hidden": mask == 0, "lengths": torch.tensor(lengths), "labels": padded(words, -100)}
     return {"words": padded(words, 0), "number": torch.arange(len(lengths)), shows: shown[shows]}
 
 

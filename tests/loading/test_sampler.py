@@ -9,14 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.sampler import (
-    FromBatches,
-    FromSampler,
-    Order,
-    Sequential,
-    Shuffled,
-    WindowBatchSampler,
-)
+from lightning_ga.loading.sampler import FromBatches, FromSampler, Order, Sequential, Shuffled, WindowBatchSampler
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 
 SIZE = 24

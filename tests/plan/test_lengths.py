@@ -101,7 +101,7 @@ def test_padding_is_near_the_least(factor: int) -> None:
                     least[start] + (end - start) * ordered[start]
                     for start in range(end)
                     if end - start == 1 or (end - start) * ordered[start] <= budget
-                ),
+                )
             )
             for end in range(1, len(ordered) + 1)
         ]
