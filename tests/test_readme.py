@@ -55,11 +55,11 @@ def test_command_lines_compose(line: str, command):
 
 
 def test_the_small_device_gives_the_same_result(command):
-    """The two commands of the second chapter end with the same numbers."""
+    """The two commands of the second chapter come to the same numbers, here after an epoch."""
     whole, small = (line for line in command_lines() if line.startswith("trainer=cpu model=mlp data.batch_size=256"))
     results = []
     for name, line in (("whole", whole), ("small", small)):
-        run = command(*line.split(), folder=name)
+        run = command(*line.split(), "trainer.max_epochs=1", folder=name)
         assert run.code == 0, run.err
         results.append([float(x) for x in re.search(r"test/acc (\S+), test/loss (\S+),", run.out).groups()])
     assert results[0] == pytest.approx(results[1], rel=2e-3)  # rounding: sums have another order

@@ -98,16 +98,24 @@ def test_overwriting_removes_what_runs_leave_and_nothing_else(tmp_path):
     assert contents(tmp_path).keys() == {"mine.txt", "mine.json", "checkpoints/notes.txt", "data/x.csv"}
 
 
-@pytest.mark.parametrize("key", ["hydra.run.dir", "paths.output_dir", "callbacks.best.dirpath", "logger.csv.save_dir"])
-def test_a_second_run_in_a_folder_changes_nothing_there(command, shared, key):
+@pytest.mark.parametrize(
+    ("key", "arguments"),
+    [
+        ("hydra.run.dir", ()),
+        ("hydra.run.dir", ("task=test", "ckpt_path=outputs/run")),
+        ("paths.output_dir", ("dry_run=true",)),
+        ("callbacks.best.dirpath", ()),
+        ("logger.csv.save_dir", ()),
+    ],
+)
+def test_a_second_run_in_a_folder_changes_nothing_there(command, shared, key, arguments):
     """One sentence, before anything is written."""
     first = shared(*SMALL)
     before = contents(first.folder)
-    for arguments in ([], ["dry_run=true"], ["task=test", f"ckpt_path={first.folder}"]):
-        elsewhere = [] if key == "hydra.run.dir" else ["hydra.run.dir=elsewhere"]
-        place = first.folder / "checkpoints" if key.endswith("dirpath") else first.folder
-        second = command(*SMALL, *arguments, f"{key}={place}", *elsewhere)
-        assert "holds what a run leaves" in second.mistake
+    elsewhere = [] if key == "hydra.run.dir" else ["hydra.run.dir=elsewhere"]
+    place = first.folder / "checkpoints" if key.endswith("dirpath") else first.folder
+    second = command(*SMALL, *arguments, f"{key}={place}", *elsewhere)
+    assert "holds what a run leaves" in second.mistake
     assert contents(first.folder) == before
 
 
@@ -177,7 +185,7 @@ def test_no_way_leads_into_the_folder_of_another_run(command, shared, setting):
     assert contents(first.folder) == before
 
 
-@pytest.mark.parametrize("name", ["predictions.csv", "report.html", "train.log", "versions.json"])
+@pytest.mark.parametrize("name", ["predictions.csv", "train.log"])
 def test_a_file_of_the_users_own_is_not_replaced(command, name):
     """If a run would write one of its name; there is nothing to go on with."""
     Path("mine").mkdir()

@@ -110,7 +110,7 @@ def test_the_page_of_a_killed_run_says_what_is_missing(tmp_path, capsys):
 NOT_UTF8 = b"caf\xe9".decode("utf-8", "surrogateescape")
 
 
-@pytest.mark.parametrize("name", ["$\\frac{", "a$b$", "_hidden", "x\x1b[2Jy", NOT_UTF8, "<b>&"])
+@pytest.mark.parametrize("name", ["_$\\frac{", "x\x1b[2Jy<b>&", NOT_UTF8])
 def test_a_run_may_have_any_name(tmp_path, name, capsys):
     folders = [leave_run(tmp_path / name / run) for run in ("one", "two")]
     main([str(folders[0])])

@@ -11,7 +11,7 @@ import torch
 
 from lightning_ga.app.progress import quiet_lightning
 
-TINY = ("model=mlp", "debug=default", "trainer.max_epochs=1", "accumulate.micro_batch_size=16")
+TINY = ("model=mlp", "model.hidden=[32]", "debug=default", "trainer.max_epochs=1", "accumulate.micro_batch_size=16")
 
 
 def own_experiment(text: str) -> tuple[str, ...]:
@@ -109,12 +109,12 @@ def test_a_training_starts_from_bare_weights(command, shared):
     torch.save({name.removeprefix("net."): value for name, value in weights.items()}, "weights.pt")
     run = command(*TINY, "task=test", "model.init_from=weights.pt", folder="second")
     assert run.code == 0, run.err
-    assert "Weights: 8 of 8 from weights.pt" in run.out
+    assert "Weights: 4 of 4 from weights.pt" in run.out
     assert json.loads((run.folder / "result.json").read_text())["test/acc"] == trained["test/acc"]
     wider = command(*TINY, f"model.init_from={path}", "model.num_classes=12", folder="third")
-    assert "Weights: 6 of 8 from" in wider.out
-    assert "2 keep their first values: 7.bias, 7.weight" in wider.out
-    none = command(*TINY, "model.init_from=weights.pt", "model.hidden=[9]", folder="fourth")
+    assert "Weights: 2 of 4 from" in wider.out
+    assert "2 keep their first values: 3.bias, 3.weight" in wider.out
+    none = command(*TINY, "model.init_from=weights.pt", "model.hidden=[9]", "model.num_classes=12")
     assert none.code == 1
     assert "is one of this model" not in none.out
 

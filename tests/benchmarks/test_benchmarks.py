@@ -25,7 +25,13 @@ def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, "0")
 
 
-@pytest.mark.parametrize("name", ["fidelity", "output", "overhead", "startup"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fidelity", "output", "overhead", "startup", "sampler", "gpu", "disasters.telling"),
+        *("probing.cells", "probing.programs", "probing.training"),
+    ],
+)
 def test_doctests(name: str) -> None:
     """Examples in docstrings hold."""
     assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0

@@ -1,7 +1,5 @@
 """The benchmark of the probe: its counters, its peers on a tiny model, its tables and targets."""
 
-import doctest
-import importlib
 import json
 import logging
 from dataclasses import asdict
@@ -33,12 +31,6 @@ def _tiny_and_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
-
-
-@pytest.mark.parametrize("name", ["gpu", "probing.cells", "probing.programs", "probing.training"])
-def test_doctests(name: str) -> None:
-    """Examples in docstrings hold."""
-    assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
 
 
 def test_every_program_meets_the_same_limit() -> None:

@@ -1,6 +1,5 @@
 """The table, the record and the targets of the sampler's benchmark; what it times is left to it."""
 
-import doctest
 from typing import Any
 
 import pytest
@@ -17,11 +16,6 @@ def cells(**measured: float) -> list[dict[str, Any]]:
         for size in sampler.SIZES
         for name in sampler.SAMPLERS
     ]
-
-
-def test_doctests() -> None:
-    """Examples in docstrings hold."""
-    assert doctest.testmod(sampler).failed == 0
 
 
 def test_the_table_fits_80_columns_and_cuts_nothing_off() -> None:

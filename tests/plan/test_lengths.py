@@ -97,11 +97,9 @@ def test_padding_is_near_the_least(factor: int) -> None:
     for _ in range(factor):
         least = [0.0] + [
             min(
-                (
-                    least[start] + (end - start) * ordered[start]
-                    for start in range(end)
-                    if end - start == 1 or (end - start) * ordered[start] <= budget
-                )
+                least[start] + (end - start) * ordered[start]
+                for start in range(end)
+                if end - start == 1 or (end - start) * ordered[start] <= budget
             )
             for end in range(1, len(ordered) + 1)
         ]
