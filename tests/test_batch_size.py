@@ -68,9 +68,7 @@ def by_hand(checkpoint: Path, windows: list[list[int]], lr: float) -> float:
 
 
 @pytest.mark.parametrize(("samples", "rounded"), [(40, 48), (120, 128)])
-def test_a_branch_is_a_plain_training_from_the_checkpoint(
-    samples: int, rounded: int, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_branch_is_a_plain_training_from_the_checkpoint(samples, rounded, checkpoint, tmp_path):
     """The same samples for every batch, with the rate that the rule says; a second call measures nothing again."""
     told: list[str] = []
     settings: dict[str, Any] = {"batch": 4, "samples": samples, "folder": tmp_path, "seeds": 2, "scale_lr": "linear"}

@@ -45,9 +45,7 @@ def killed_in_write(number: int, *arguments: str) -> None:
     assert run.code == -signal.SIGKILL, run.output[-2000:]
 
 
-def test_a_checkpoint_reaches_the_disk_before_it_takes_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_reaches_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
     """And the name after it: a loss of power leaves the old one or the new one."""
     place, events = tmp_path / "last.ckpt", []
     synced, replaced = os.fsync, Path.replace

@@ -57,9 +57,7 @@ def small_cell(**changes: Any) -> dict[str, Any]:
     return {"model": "ViT", "gib": 0.5, "kind": EMULATED, "limit": 20, "programs": {OURS: mine, BINSEARCH: theirs}}
 
 
-def test_the_benchmark_prints_80_columns_and_exits_by_its_targets(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_benchmark_prints_80_columns_and_exits_by_its_targets(monkeypatch, capsys, tmp_path):
     """A quick run leaves the results of the last full one alone."""
     cost = {"model": "ViT", "operations": 3, "limit_us": 10.0, "trace_us": 12.0}
     monkeypatch.setattr(probe, "emulation_cost", lambda: cost)

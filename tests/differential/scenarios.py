@@ -108,24 +108,14 @@ class Run:
         ours = [] if self.mode is STOCK else [self.ours()]
         if self.scenario.with_callback is not None and number not in self.scenario.with_callback:
             ours = []
-        quiet: dict[str, Any] = {
-            "max_epochs": 2,
-            "enable_checkpointing": any(isinstance(each, stock.Checkpoint) for each in callbacks),
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "accelerator": "cpu",
-            "devices": 1,
-            "num_sanity_val_steps": 0,
-            "log_every_n_steps": 1,
-            "default_root_dir": self.folder,
-        }
-        if not settings.get("barebones"):
-            self.loggers.append(Rows(self.folder / f"logs{number}"))
-            quiet["logger"] = self.loggers[-1]
-        else:
-            quiet = {name: quiet[name] for name in ("max_epochs", "accelerator", "devices", "default_root_dir")}
-        arm = [Arm(self.faults)] if self.mode.fails and ours else []
-        return pl.Trainer(callbacks=[*ours, *callbacks, Watcher(self.journal), *arm], **{**quiet, **settings})
+        watching = [*ours, *callbacks, Watcher(self.journal), *([Arm(self.faults)] if self.mode.fails and ours else [])]
+        if settings.get("barebones"):  # which takes no argument that turns off what it has not
+            where = {"accelerator": "cpu", "devices": 1, "default_root_dir": self.folder}
+            return pl.Trainer(max_epochs=2, callbacks=watching, **where, **settings)
+        self.loggers.append(Rows(self.folder / f"logs{number}"))
+        saves = any(isinstance(each, stock.Checkpoint) for each in callbacks)
+        ours_by_default = {"logger": self.loggers[-1], "enable_checkpointing": saves, "log_every_n_steps": 1}
+        return reference.quiet_trainer(*watching, **{**ours_by_default, "default_root_dir": self.folder, **settings})
 
     def ours(self) -> AutoAccumulate:
         """The callback, as the mode sets it."""

@@ -59,9 +59,7 @@ def step(towers: Towers, loss: Callable[..., Tensor], dtype: torch.dtype, chunk:
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_losses_that_couple_the_batch_have_the_gradient_of_the_whole(
-    loss: Callable[..., Tensor], dtype: torch.dtype, most: float
-) -> None:
+def test_losses_that_couple_the_batch_have_the_gradient_of_the_whole(loss, dtype, most):
     ours, whole = Towers(dtype), Towers(dtype)
     step(ours, loss, dtype, chunk=5)
     step(whole, loss, dtype)

@@ -104,9 +104,7 @@ def recipe_length(size: int, batch: int, world_size: int, limit: int | float, *,
 
 
 @given(TOTALS, BATCHES, FACTORS, WORLD_SIZES, LIMITS, st.integers(0, 3))
-def test_windows_are_slices_of_one_order_on_any_hardware(
-    total: int, batch: int, factor: int, world_size: int, limit: int, epoch: int
-) -> None:
+def test_windows_are_slices_of_one_order_on_any_hardware(total, batch, factor, world_size, limit, epoch):
     ranks = feeds(lambda rank: DataLoader(range(total), batch, shuffle=True), world_size, factor)
     for feed in ranks:
         plan = feed.arrange(epoch, None, limit)
@@ -143,9 +141,7 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
 
 
 @given(TOTALS, FACTORS, WORLD_SIZES, LIMITS, TRAINER_LIMITS)
-def test_batches_of_a_custom_batch_sampler_are_joined(
-    total: int, factor: int, world_size: int, limit: int, trainer_limit: int | float
-) -> None:
+def test_batches_of_a_custom_batch_sampler_are_joined(total, factor, world_size, limit, trainer_limit):
     """A window is the next factor × ranks of the user's batches, cut anew into micro-batches that fit."""
     batches = Growing(total).batches
     length = -(-len(batches) // world_size)
@@ -178,9 +174,7 @@ def test_batches_of_a_custom_batch_sampler_are_joined(
 
 
 @given(TOTALS, WORLD_SIZES, LIMITS, WORLD_SIZES, LIMITS, st.integers(4, 30), st.booleans(), st.data())
-def test_an_interrupted_epoch_goes_on_anywhere(
-    total: int, before: int, limit: int, after: int, other: int, effective: int, custom: bool, data: st.DataObject
-) -> None:
+def test_an_interrupted_epoch_goes_on_anywhere(total, before, limit, after, other, effective, custom, data):
     """Interrupted after any window and resumed on other ranks with another limit, every sample comes once."""
 
     def make(rank: int) -> DataLoader[Any]:
@@ -218,9 +212,7 @@ def grouped(total: int, batch: int, *, drop_last: bool = False) -> DataLoader[in
 
 
 @given(TOTALS, BATCHES, FACTORS, LIMITS, st.integers(1, 4))
-def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(
-    total: int, batch: int, factor: int, limit: int, number: int
-) -> None:
+def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(total, batch, factor, limit, number):
     """What is asked for replaces the recipe's factor; batches are not mixed, and the last one may be ragged."""
     batches = [list(range(start, min(start + batch, total))) for start in range(0, total, batch)]
     (feed,) = feeds(lambda rank: grouped(total, batch), 1, factor)
@@ -252,9 +244,7 @@ def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_effective_batch_that_would_mix_batches_of_a_batch_sampler_is_refused(
-    make: Callable[[int], DataLoader[Any]], effective: int, message: str, world_size: int
-) -> None:
+def test_an_effective_batch_that_would_mix_batches_of_a_batch_sampler_is_refused(make, effective, message, world_size):
     for feed in feeds(make, world_size):
         with pytest.raises(UserError, match=rf"effective_batch_size{message}"):
             feed.arrange(0, effective, 2)
@@ -302,9 +292,7 @@ def test_ranks_with_orders_of_their_own_share_windows_evenly() -> None:
 
 
 @given(TOTALS, BATCHES, FACTORS, LIMITS, st.booleans(), st.none() | st.integers(1, 12))
-def test_streams_are_cut_as_they_come(
-    total: int, batch: int, factor: int, limit: int, sized: bool, trainer_limit: int | None
-) -> None:
+def test_streams_are_cut_as_they_come(total, batch, factor, limit, sized, trainer_limit):
     """A stream yields its samples in its order; with a length the epoch's end is known, otherwise not."""
     dataset = (SizedStreamOf if sized else StreamOf)(range(total))
     (feed,) = feeds(

@@ -151,9 +151,7 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
         pytest.param([1, 1, 1], False, (3, 4, 4), 1, id="small blocks have a segment of their own"),
     ],
 )
-def test_a_segment_grows_by_pages_behind_what_is_free(
-    mib: list[int], freely: bool, peaks: tuple[int, ...], again: int
-) -> None:
+def test_a_segment_grows_by_pages_behind_what_is_free(mib, freely, peaks, again):
     segments = ExpandableSegments(replace(EXPANDABLE, grows_freely=freely))
     blocks = [segments.allocate(size * MIB) for size in mib]
     assert segments.peaks == tuple(peak * MIB for peak in peaks)

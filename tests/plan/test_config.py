@@ -18,9 +18,7 @@ def request(
 
 
 @given(STEPS, COUNTS, st.none() | COUNTS, st.integers(1, 6), st.integers(0, 4), st.integers(1, 4))
-def test_no_larger_micro_batch_is_probed_than_an_epoch_can_use(
-    steps: dict[int, int], recipe: int, total: int | None, world_size: int, first: int, epochs: int
-) -> None:
+def test_no_larger_micro_batch_is_probed_than_an_epoch_can_use(steps, recipe, total, world_size, first, epochs):
     """It is the largest chunk of any of these epochs if memory were no limit."""
     asked = request(effective=steps)
     shares = []
@@ -34,9 +32,7 @@ def test_no_larger_micro_batch_is_probed_than_an_epoch_can_use(
 
 
 @given(STEPS, COUNTS, st.integers(1, 2000), st.integers(1, 6))
-def test_a_fixed_factor_leaves_a_full_window_an_epoch(
-    steps: dict[int, int], recipe: int, total: int, world_size: int
-) -> None:
+def test_a_fixed_factor_leaves_a_full_window_an_epoch(steps, recipe, total, world_size):
     asked = request(accumulate=steps)
     limit = asked.useful_limit(range(8), recipe=recipe, total=total, world_size=world_size)
     largest = max(asked.effective_batch(epoch, limit, world_size) or 0 for epoch in range(8))

@@ -44,9 +44,7 @@ def planned(
 
 @settings(deadline=None)
 @given(SIZES, LIMITS, WORLD_SIZES, st.integers(0, 3))
-def test_every_sample_is_in_one_chunk_within_the_limits(
-    sizes: list[int], limits: SizeLimits, world_size: int, more: int
-) -> None:
+def test_every_sample_is_in_one_chunk_within_the_limits(sizes, limits, world_size, more):
     """On all ranks as many chunks, none above the limits but of one sample, also if there are more than needed."""
     factor = -(-chunks_needed(sizes, limits) // world_size) + more
     ranks = cut_by_size(sizes, limits, factor=factor, world_size=world_size)
@@ -78,9 +76,7 @@ def test_no_cut_of_sorted_samples_needs_fewer_chunks(sizes: list[int], limits: S
 
 @settings(deadline=None)
 @given(SIZES, LIMITS, WORLD_SIZES)
-def test_the_costs_of_ranks_differ_by_a_micro_batch_at_most(
-    sizes: list[int], limits: SizeLimits, world_size: int
-) -> None:
+def test_the_costs_of_ranks_differ_by_a_micro_batch_at_most(sizes, limits, world_size):
     factor = -(-chunks_needed(sizes, limits) // world_size)
     ranks = cut_by_size(sizes, limits, factor=factor, world_size=world_size)
     totals = [sum(cost(sizes, chunk) for chunk in chunks) for chunks in ranks]
@@ -131,9 +127,7 @@ def check_windows(epoch: EpochPlan, expected: list[list[int]], sizes: list[int],
 
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 40), LIMITS, WORLD_SIZES, st.integers(0, 60))
-def test_windows_keep_their_samples_on_any_hardware(
-    sizes: list[int], window: int, limits: SizeLimits, world_size: int, done: int
-) -> None:
+def test_windows_keep_their_samples_on_any_hardware(sizes, window, limits, world_size, done):
     """Each window holds a slice of the order, after a resume too; ranks step together, and all samples are done."""
     _, epoch = planned(sizes, window, limits, world_size, min(done, len(sizes)))
     begin, size = min(done, len(sizes)), max(window, world_size)
@@ -181,9 +175,7 @@ def test_fewer_of_the_longest_lower_both_limits() -> None:
 
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 40), LIMITS, WORLD_SIZES)
-def test_more_micro_batches_than_needed_are_worth_the_padding_that_they_save(
-    sizes: list[int], window: int, limits: SizeLimits, world_size: int
-) -> None:
+def test_more_micro_batches_than_needed_are_worth_the_padding_that_they_save(sizes, window, limits, world_size):
     """None where a pass costs more than any padding; the padding falls as passes cost less."""
     dear, _ = planned(sizes, window, replace(limits, pass_cost=10**9), world_size)
     free, _ = planned(sizes, window, replace(limits, pass_cost=0), world_size)
@@ -207,9 +199,7 @@ def plain_cut(sizes: list[int], tokens: int) -> list[list[int]]:
 
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 200), LIMITS, WORLD_SIZES, st.data())
-def test_windows_by_tokens_are_the_same_on_any_hardware_and_after_a_resume(
-    sizes: list[int], tokens: int, limits: SizeLimits, world_size: int, data: st.DataObject
-) -> None:
+def test_windows_by_tokens_are_the_same_on_any_hardware_and_after_a_resume(sizes, tokens, limits, world_size, data):
     """Those of the plain way; each is cut into as many micro-batches on every rank, within the limits."""
     expected = plain_cut(sizes, tokens)
     done = data.draw(st.integers(0, len(expected)))

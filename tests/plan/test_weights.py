@@ -109,9 +109,7 @@ def test_what_cannot_be_counted_is_refused_with_the_way_out(counter: Any, batch:
 
 
 @given(COUNTS.filter(lambda counts: sum(map(sum, counts)) > 0), st.sampled_from([1.0, 7.0, 64.0]), st.integers(0, 3))
-def test_late_weights_give_the_mean_once_the_window_is_over(
-    counts: list[list[int]], reference: float, missing: int
-) -> None:
+def test_late_weights_give_the_mean_once_the_window_is_over(counts, reference, missing):
     """Counts that are known only as they come: gradients are scaled once, by the counts of all ranks."""
     factor, world_size = len(counts[0]) + missing, len(counts)
     means, whole = means_and_all(counts)

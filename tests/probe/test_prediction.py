@@ -5,16 +5,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from streams import CONSTANT_OR_GROWING, SQUARES, FakeDevice, Size, streams
+from streams import CONSTANT_OR_GROWING, SQUARES, FakeDevice, streams
 
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting, paired
 
 
 @given(streams(st.one_of(CONSTANT_OR_GROWING, SQUARES)), st.integers(1, 6), st.integers(1, 6), st.integers(1, 300))
-def test_prediction_is_exact_for_constant_affine_and_quadratic_storages(
-    stream: tuple[list[Size], list[int]], low: int, apart: int, samples: int
-) -> None:
+def test_prediction_is_exact_for_constant_affine_and_quadratic_storages(stream, low, apart, samples):
     device = FakeDevice(stream, 0)
     prediction = extrapolate(device.trace(low + apart), device.trace(low))
     assert prediction is not None

@@ -1,7 +1,5 @@
 """The cause of a difference follows from the numbers alone."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -35,9 +33,7 @@ NAN = float("nan")
         (0.5, COUPLED, 0.0, {}, "coupled", True),
     ],
 )
-def test_the_cause_is_named(
-    error: float, alone: Any, noise: float, besides: dict[str, Any], cause: str, measured: bool
-) -> None:
+def test_the_cause_is_named(error, alone, noise, besides, cause, measured):
     """State comes before noise, noise before the loss; a number is given unless noise hides it."""
     verdict = judge(Exactness(error, 1e-6, "exact", **besides), alone, noise=noise)
     assert verdict.cause == cause
