@@ -3,14 +3,12 @@
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import pytorch_lightning
 import torch
-from forks import forked
 
 import lightning_ga
 from lightning_ga import AutoAccumulate, UserError
@@ -42,16 +40,6 @@ def test_importing_the_package_loads_none_of_the_heavy_libraries() -> None:
     heavy = "('hydra', 'timm', 'matplotlib', 'sklearn', 'torch', 'lightning')"
     code = f"import sys, lightning_ga; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def loaded_with_the_callback() -> None:
-    """Say what a process has imported that has the callback."""
-
-    print({"hydra", "timm", "sklearn"} & {*sys.modules})
-
-
-def test_the_callback_brings_no_library_of_the_command_line(tmp_path: Path) -> None:
-    assert forked(loaded_with_the_callback, folder=tmp_path).output == "set()\n"
 
 
 def test_the_signature_is_the_one_that_others_write_against() -> None:

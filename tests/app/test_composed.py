@@ -43,11 +43,10 @@ def test_hydra_builds_nothing_before_the_job(section, words):
 @pytest.mark.parametrize(
     "target",
     [
-        "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+        *("hydra._internal.core_plugins.basic_launcher.BasicLauncher", "optuna.samplers.TPESampler"),
         "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
         "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
         "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
-        "optuna.samplers.TPESampler",
     ],
 )
 def test_launchers_and_sweepers_of_hydras_plugins_are_built(target):
