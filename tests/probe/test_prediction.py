@@ -103,12 +103,6 @@ def predicted(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) ->
     return predictor
 
 
-def test_temporaries_of_each_sample_are_no_obstacle() -> None:
-    predictor = predicted(step(4, workspaces=4), step(8, workspaces=8))
-    for samples in (8, 16, 100):
-        assert predictor(samples) == step(samples, workspaces=samples)[0].peak()
-
-
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 300))
 def test_tensors_are_paired_whatever_is_between_them(few: int, many: int, constant: int) -> None:
     steps = step(4, workspaces=few, constant=constant), step(8, workspaces=many, constant=constant)
