@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_ga.compat import closures, patching
-from lightning_ga.snapshot.gradients import coalesce_gradients
+from lightning_ga.snapshot.copies import coalesce_gradients
 from lightning_ga.snapshot.state import Attributes
 
 
