@@ -321,3 +321,11 @@ def test_a_fraction_of_a_stream_without_a_length_is_refused() -> None:
     (feed,) = feeds(lambda rank: DataLoader(StreamOf(range(9)), 2), 1, limit_batches=0.5)
     with pytest.raises(UserError, match=r"limit_train_batches=0.5 is a fraction.*whole number of batches"):
         feed.arrange(0, None, 2)
+
+
+def test_drop_last_drops_the_ragged_window() -> None:
+    (feed,) = feeds(lambda rank: DataLoader(range(30), 4, drop_last=True), 1, 2)
+    feed.arrange(0, None, 3)
+    assert trained_on([feed]) == cut(list(range(24)), 8)
+    with pytest.raises(UserError, match=r"effective_batch_size=31.*30 samples.*drop_last=False"):
+        feed.arrange(0, 31, 3)
