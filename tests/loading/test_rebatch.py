@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_ga.errors import UserError
 from lightning_ga.loading.rebatch import read_loader, rebatch
 from lightning_ga.loading.sampler import FromBatches, WindowBatchSampler
-from lightning_ga.loading.samples import collate_samples, collect_samples, peekable
+from lightning_ga.loading.samples import collate_samples, collect_samples
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 
 SIZE = 11
@@ -38,14 +38,6 @@ class OnceOnly(IterableDataset[int]):
 
     def __next__(self) -> int:
         return next(self.source)
-
-
-class Reopened(StreamOf):
-    """A stream that cannot be copied but starts anew on every pass."""
-
-    def __init__(self, dataset: Any) -> None:
-        super().__init__(dataset)
-        self.handle = iter_numbers()
 
 
 class FixedArguments(DataLoader[int]):
@@ -176,14 +168,6 @@ class Endless:
 def test_a_loader_that_cannot_be_cut_is_refused(loader: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_loader(loader, world_size=1)
-
-
-@pytest.mark.parametrize("dataset", [StreamOf, SizedStreamOf, Reopened])
-def test_samples_of_a_stream_are_looked_at_without_losing_them(dataset: type) -> None:
-    loader = peekable(DataLoader(dataset(range(SIZE)), 3))
-    assert collect_samples(loader, [None] * 4) == [0, 1, 2, 3]
-    assert collect_samples(loader, [None] * 4) == [0, 1, 2, 3]
-    assert numbers(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
 
 
 def test_a_stream_that_can_be_read_only_once_is_left_alone() -> None:

@@ -1,9 +1,8 @@
 """The cause of a difference follows from the numbers alone."""
 
 import pytest
-import torch
 
-from lightning_ga.fit.exactness.differences import Differences, distance, judge, norm
+from lightning_ga.fit.exactness.differences import Differences, judge
 from lightning_ga.plan.exactness import Exactness
 
 SUMMED = Differences(error=0.5, summed=0.0, best_weight=2.0, best_error=0.3)
@@ -38,11 +37,3 @@ def test_the_cause_is_named(error, alone, noise, besides, cause, measured):
     verdict = judge(Exactness(error, 1e-6, "exact", **besides), alone, noise=noise)
     assert verdict.cause == cause
     assert verdict.relative_error == (error if measured else None)
-
-
-def test_sparse_gradients_are_compared_by_their_rows() -> None:
-    dense = torch.tensor([[0.0], [3.0], [4.0]])
-    assert norm([dense.to_sparse()]) == norm([dense]) == 5.0
-    assert distance([dense.to_sparse()], [dense]) == 0.0
-    assert distance([dense.to_sparse()], [2 * dense]) == 1.0
-    assert distance([torch.zeros(2)], [torch.ones(2)]) == 0.0
