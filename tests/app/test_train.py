@@ -409,7 +409,8 @@ def test_a_failed_job_of_a_sweep_is_named(command):
 
 def test_a_sweep_refuses_several_processes_per_job(command):
     run = command("-m", *TINY, "trainer=ddp", "seed=1,2", "hydra.sweep.dir=multirun")
-    assert "cannot start several processes" in run.mistake
+    assert run.code == 1
+    assert "cannot start several processes" in run.err
 
 
 @pytest.mark.slow
