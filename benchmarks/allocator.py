@@ -30,12 +30,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.output import RESULTS, as_text, empty_table, read_json, write_json
+from benchmarks.output import (
+    RESULTS,
+    Target,
+    as_text,
+    at_least,
+    at_most,
+    empty_table,
+    judged,
+    lacks_cuda,
+    options,
+    read_json,
+    write_json,
+)
 from benchmarks.probe import quiet
 from benchmarks.probing.cells import HIGH, SMALL, exhaustive, passes
 from benchmarks.probing.devices import GIB, capped_cuda
 from benchmarks.probing.models import MODELS
-from benchmarks.probing.tables import Target, judged
 from benchmarks.probing.training import Training
 from lightning_ga import find_micro_batch
 
@@ -100,7 +111,7 @@ def confirmed(make: Callable[[], Training], guess: int) -> int:
     torch.cuda.empty_cache()
     training = make()
     training.step(SMALL)
-    return exhaustive(lambda size: passes(training, size), guess)
+    return exhaustive(partial(passes, training), guess)
 
 
 @contextmanager
@@ -156,16 +167,14 @@ def measured_apart(text: str, *arguments: str) -> list[dict[str, Any]]:
 
 
 def targets(settings: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Target]:
+    """Those of all cells together; they are given by setting."""
     cells = [cell for each in settings.values() for cell in each]
-    least = min((cell["found"] / cell["limit"] for cell in cells), default=0.0)
-    steps = [cell["steps"] for cell in cells] or [0]
-    errors = max((cell["errors"] for cell in cells), default=0)
     median = max((statistics.median(cell["steps"] for cell in each) for each in settings.values()), default=0)
     return [
-        Target("found ÷ limit, least", least, least >= FOUND, f"at least {FOUND}"),
-        Target("training steps, median of the worst setting", median, median <= MEDIAN, f"at most {MEDIAN}"),
-        Target("training steps, most", max(steps), max(steps) <= MOST, f"at most {MOST}"),
-        Target("out-of-memory errors of a search, most", errors, errors <= ERRORS, f"at most {ERRORS}"),
+        at_least("found ÷ limit, least", min((cell["found"] / cell["limit"] for cell in cells), default=0.0), FOUND),
+        at_most("training steps, median of the worst setting", median, MEDIAN),
+        at_most("training steps, most", max((cell["steps"] for cell in cells), default=0), MOST),
+        at_most("out-of-memory errors of a search, most", max((cell["errors"] for cell in cells), default=0), ERRORS),
     ]
 
 
@@ -181,17 +190,14 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.allocator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS), help="default: all")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="default: all")
-    parser.add_argument("--budgets", nargs="*", type=float, default=list(BUDGETS), help=f"GiB (default: {BUDGETS})")
+    parser = options("allocator", __doc__)
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS), help="which ones")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="what is trained")
+    parser.add_argument("--budgets", nargs="*", type=float, default=list(BUDGETS), help="GiB")
     parser.add_argument("--only", choices=list(SETTINGS), help=argparse.SUPPRESS)  # in a process of its own
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("benchmarks.allocator needs a CUDA device, and PyTorch sees none.", file=sys.stderr)
+    if lacks_cuda("allocator"):
         return 2
     quiet()
     if asked.only:

@@ -9,13 +9,11 @@ evaluation alone, seed by seed. Beside it stands
 weights differ.
 """
 
-import argparse
 import copy
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any, Literal
 
@@ -24,12 +22,11 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
-from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, write_json
-from benchmarks.trainers import quiet_trainer
-from benchmarks.training import EFFECTIVE, TRAINED_ON, convolutions, digits
+from benchmarks.output import as_text, conclude, empty_table, options
+from benchmarks.trainers import quiet, quiet_trainer
+from benchmarks.training import EFFECTIVE, TRAINED_ON, Digits, convolutions, digits, in_order
 from lightning_ga import AutoAccumulate
 
 MICRO_BATCHES = (4, 2)
@@ -37,29 +34,15 @@ Schedule = Literal["constant", "cosine"]
 RATES = {"constant": "constant learning rate", "cosine": "learning rate that falls to 0"}
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """A trained network on the held-out digits."""
-
-    loss: float
-    accuracy: float
-    statistics: float
-
-
-class Digits(pl.LightningModule):
-    """Two convolutions with BatchNorm."""
+class Scheduled(Digits):
+    """Two convolutions with BatchNorm, and a learning rate that stays or falls."""
 
     def __init__(self, schedule: Schedule) -> None:
-        super().__init__()
+        super().__init__(convolutions(nn.BatchNorm2d, nn.ReLU))
         self.schedule = schedule
-        self.net = convolutions(nn.BatchNorm2d, nn.ReLU)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        images, labels = batch
-        return nn.functional.cross_entropy(self.net(images), labels)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        optimizer = super().configure_optimizers()
         if self.schedule == "constant":
             return optimizer
         steps = self.trainer.max_epochs * math.ceil(TRAINED_ON / EFFECTIVE)
@@ -67,17 +50,14 @@ class Digits(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
 
 
-def train(schedule: Schedule, micro: int, seed: int, epochs: int, *, rescaled: bool = False) -> Digits:
+def train(schedule: Schedule, micro: int, seed: int, epochs: int, *, rescaled: bool = False) -> Scheduled:
     """Train from the seed's weights on the seed's order of samples, if ``rescaled`` with a momentum for the factor."""
-    dataset, _, _ = digits(torch.float32)
     pl.seed_everything(seed, verbose=False)
-    module = Digits(schedule)
+    module = Scheduled(schedule)
     if rescaled:
         rescale_momentum(module.net, EFFECTIVE // micro)
-    order = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
     callback = AutoAccumulate(EFFECTIVE, micro_batch_size=micro, batch_norm="ignore")
-    trainer = quiet_trainer(max_epochs=epochs, callbacks=[callback])
-    trainer.fit(module, DataLoader(dataset, batch_size=micro, sampler=order))
+    quiet_trainer(max_epochs=epochs, callbacks=[callback]).fit(module, in_order(digits(torch.float32)[0], micro, seed))
     return module
 
 
@@ -89,7 +69,7 @@ def rescale_momentum(net: nn.Module, factor: int) -> None:
             layer.momentum = 1 - (1 - layer.momentum) ** (1 / factor)
 
 
-def updated(module: Digits) -> nn.Module:
+def updated(module: Scheduled) -> nn.Module:
     """The network with the statistics of the whole training set, under its last weights."""
     net = copy.deepcopy(module.net)
     update_bn(DataLoader(digits(torch.float32)[0], batch_size=TRAINED_ON), net)
@@ -97,20 +77,20 @@ def updated(module: Digits) -> nn.Module:
 
 
 @torch.no_grad()
-def evaluated(net: nn.Module, oracle: nn.Module) -> Evaluated:
+def evaluated(net: nn.Module, oracle: nn.Module) -> dict[str, float]:
     """A network on the held-out digits, and its statistics beside those of the oracle."""
     _, images, labels = digits(torch.float32)
     logits, ours, whole = net.eval()(images), _statistics(net), _statistics(oracle)
     loss = float(nn.functional.cross_entropy(logits, labels))
     accuracy = float((logits.argmax(1) == labels).double().mean())
-    return Evaluated(loss, accuracy, float((ours - whole).norm() / whole.norm()))
+    return {"loss": loss, "accuracy": accuracy, "statistics": float((ours - whole).norm() / whole.norm())}
 
 
 def _statistics(net: nn.Module) -> Tensor:
     return torch.cat([buffer.flatten() for buffer in net.buffers() if buffer.is_floating_point()])
 
 
-def rows_of(schedule: Schedule, seed: int, epochs: int) -> tuple[dict[str, Evaluated], bool]:
+def rows_of(schedule: Schedule, seed: int, epochs: int) -> tuple[dict[str, dict[str, float]], bool]:
     """All programs from one seed, and whether those with equal passes ended with equal weights."""
     whole, same = train(schedule, EFFECTIVE, seed, epochs), True
     oracle = updated(whole)
@@ -125,15 +105,6 @@ def rows_of(schedule: Schedule, seed: int, epochs: int) -> tuple[dict[str, Evalu
         rows[f"{name}, update_bn"] = evaluated(oracle, oracle)
         same &= all(torch.equal(a, b) for a, b in zip(plain.parameters(), rescaled.parameters()))
     return rows, same
-
-
-def _legend(epochs: int, seeds: int) -> str:
-    return (
-        f"scikit-learn digits, {TRAINED_ON:,} to train on, {epochs} epochs, means of {seeds} seeds.\n"
-        "statistics: relative distance of the running statistics to those of the\n"
-        "training set under the last weights. gain: the loss without less this one, by\n"
-        "seed, ± the standard error; above 0 is better than doing nothing."
-    )
 
 
 def table(groups: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -156,14 +127,20 @@ def _gain(plain: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, flo
 
 
 def text(record: Mapping[str, Any]) -> str:
-    return as_text(table(record["groups"]), _legend(record["epochs"], len(record["seeds"])))
+    legend = (
+        f"scikit-learn digits, {TRAINED_ON:,} to train on, {record['epochs']} epochs, means of {len(record['seeds'])} "
+        "seeds.\n"
+        "statistics: relative distance of the running statistics to those of the\n"
+        "training set under the last weights. gain: the loss without less this one, by\n"
+        "seed, ± the standard error; above 0 is better than doing nothing."
+    )
+    return as_text(table(record["groups"]), legend)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, show, write; 1 if rescaling changed a weight."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.batch_norm", description=__doc__)
-    parser.add_argument("--epochs", type=int, default=5, help="epochs of each training (default: 5)")
-    parser.add_argument("--seeds", type=int, default=8, help="seeds of each program (default: 8)")
+    parser = options("batch_norm", __doc__)
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of each training")
+    parser.add_argument("--seeds", type=int, default=8, help="seeds of each program")
     settings = parser.parse_args(arguments)
     quiet()
     start, seeds = time.process_time(), range(settings.seeds)
@@ -172,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for schedule in RATES:
         by_seed = [rows_of(schedule, seed, settings.epochs) for seed in seeds]
         same_weights &= all(same for _, same in by_seed)
-        groups[schedule] = {name: [asdict(rows[name]) for rows, _ in by_seed] for name in by_seed[0][0]}
+        groups[schedule] = {name: [rows[name] for rows, _ in by_seed] for name in by_seed[0][0]}
     record = {
         "epochs": settings.epochs,
         "seeds": list(seeds),
@@ -180,8 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cpu_seconds": round(time.process_time() - start, 1),
         "groups": groups,
     }
-    print(f"{text(record)}\n{write_json('batch_norm', record).name}, {record['cpu_seconds']} s of the processor")
-    return int(not same_weights)
+    return conclude("batch_norm", record, text, [] if same_weights else ["weights differ"])
 
 
 if __name__ == "__main__":

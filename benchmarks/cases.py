@@ -1,8 +1,18 @@
-"""The rows of the fidelity table: what is trained, how it is cut, and what must come out."""
+"""The rows of the fidelity table: what is trained, how it is cut, and what must come out.
 
-from collections.abc import Sequence
+Losses are means over samples or over tokens, or couple the batch.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.networks import Apply, perceptron
+from lightning_ga.plan.weights import TargetTokens
 
 Precision = Literal["true", "bf16-mixed", "16-mixed", "bf16-true"]
 Kind = Literal["sgd", "sparse_adam", "lbfgs", "lbfgs_strong_wolfe"]
@@ -69,3 +79,78 @@ fp64; "ours" and "whole" (one batch, no accumulation) in fp32. In the rows bf16
 and fp16 all compute in that; in bf16-true the weights are bf16, in fp64 too.
 ᵃ 43+43+42. ᵇ The same; the change of the parameters in one step of several
 closure calls. BatchNorm, which no accumulation can get right, has no target."""
+
+FEATURES, CLASSES = 32, 10
+LENGTH, WORDS, VOCABULARY = 12, 50, 1000
+IGNORED = -100  # what cross_entropy leaves out unless told otherwise
+
+Columns = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Data and network; functions of the seed alone."""
+
+    draw: Callable[[int, torch.Generator], Columns]
+    layers: Callable[[], nn.Module]
+    seed: int
+    normalize: Any = "samples"
+
+    def network(self, seed: int, dtype: torch.dtype, held_in: torch.dtype = torch.float32) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return self.layers().to(held_in).to(dtype)
+
+    def rows(self, samples: int, seed: int, dtype: torch.dtype) -> TensorDataset:
+        """Samples that are drawn in fp32, so that every precision sees the same numbers."""
+        columns = self.draw(samples, torch.Generator().manual_seed(self.seed + seed))
+        return TensorDataset(*(column.to(dtype) if column.is_floating_point() else column for column in columns))
+
+
+def images(samples: int, generator: torch.Generator) -> Columns:
+    """Features and a class that depends on them."""
+    inputs = torch.randn(samples, FEATURES, generator=generator)
+    noise = torch.randn(samples, CLASSES, generator=generator)
+    return inputs, (inputs[:, :CLASSES] + noise).argmax(1)
+
+
+def sentences(samples: int, generator: torch.Generator) -> Columns:
+    """Words and targets; a sentence has 1 to 12 targets, the rest is padding."""
+    words = torch.randint(WORDS, (samples, LENGTH), generator=generator)
+    lengths = torch.randint(1, LENGTH + 1, (samples, 1), generator=generator)
+    return words, torch.where(torch.arange(LENGTH) < lengths, (words * 7 + 3) % WORDS, IGNORED)
+
+
+def bags(samples: int, generator: torch.Generator) -> Columns:
+    """A few words of a large vocabulary, and a class."""
+    words = torch.randint(VOCABULARY, (samples, 4), generator=generator)
+    return words, words.sum(1) % CLASSES
+
+
+def normed_perceptron() -> nn.Module:
+    """BatchNorm couples the samples of a micro-batch."""
+    return nn.Sequential(nn.Linear(FEATURES, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, CLASSES))
+
+
+def tagger() -> nn.Module:
+    """A prediction for each word."""
+    return nn.Sequential(nn.Embedding(WORDS, 16), nn.Tanh(), nn.Linear(16, WORDS))
+
+
+def sparse_bag() -> nn.Module:
+    """An embedding with sparse gradients and nothing else: SparseAdam takes no dense ones."""
+    return nn.Sequential(nn.Embedding(VOCABULARY, CLASSES, sparse=True), Apply(lambda vectors: vectors.mean(1)))
+
+
+TASKS = {
+    "samples": Task(images, lambda: perceptron((FEATURES, 64, CLASSES), nn.Tanh), 1000),
+    "tokens": Task(sentences, tagger, 2000, normalize=TargetTokens(key=1)),
+    "sparse": Task(bags, sparse_bag, 3000),
+    "batch norm": Task(images, normed_perceptron, 1000),
+}
+
+
+def loss_of(net: nn.Module, batch: Any) -> Tensor:
+    """Mean over samples or, where each has many targets, over all targets that count."""
+    inputs, targets = batch
+    return nn.functional.cross_entropy(net(inputs).flatten(0, -2), targets.flatten())

@@ -7,7 +7,6 @@ hardware. Every run has to end, with the weights, the validation loss, the learn
 samples of a run that nothing happened to. Exits with 1 if one of them does not.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -17,14 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich import box
 from rich.table import Table
 
 from benchmarks.disasters.stories import MODELS, MOMENTS, PLACES, draw, undisturbed
 from benchmarks.disasters.telling import WORST, Told, tell
-from benchmarks.measure import quiet
-from benchmarks.output import as_text, error, write_json
+from benchmarks.output import as_text, conclude, empty_table, error, options
+from benchmarks.trainers import quiet
 
 COLUMNS = ("loader, 1 rank", "step, 1 rank", "loader, 2 ranks", "step, 2 ranks")
 
@@ -57,10 +54,7 @@ def summarize(stories: Sequence[Told]) -> dict[str, Any]:
 
 def table(record: Mapping[str, Any]) -> Table:
     """A row for each kind of misfortune."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("", no_wrap=True)
-    for name in COLUMNS:
-        shown.add_column(name.replace(", ", ",\n"), justify="right")
+    shown = empty_table(("",), (name.replace(", ", ",\n") for name in COLUMNS))
     columns = [record["columns"][name] for name in COLUMNS]
     for title, kind in (("out of memory", "faults"), ("killed", "kills")):
         shown.add_row(title, *(str(sum(one[kind].values())) for one in columns))
@@ -82,22 +76,18 @@ def text(record: Mapping[str, Any]) -> str:
         f"killed {kills} times, and resumed. Weights may differ by {WORST:.0e} of their norm from\n"
         f"those of a run that nothing happened to. Seed {record['seed']}.\n"
     )
-    if broken:
-        legend += "BROKEN PROMISES:\n" + "\n".join(broken)
-    else:
-        legend += "All ended, with its optimizer steps, learning rates and samples."
-    return as_text(table(record), legend)
+    kept = "All ended, with its optimizer steps, learning rates and samples."
+    return as_text(table(record), legend + ("\n".join(["BROKEN PROMISES:", *broken]) if broken else kept))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tell stories until there were enough faults, show, write; 1 if a promise was broken."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
-    parser.add_argument("--faults", type=int, default=300, help="out-of-memory errors, at least (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="decides what happens (default: 0)")
-    parser.add_argument("--keep", type=Path, help="folder for diaries and output of all runs (default: none is kept)")
+    parser = options("chaos", __doc__)
+    parser.add_argument("--faults", type=int, default=300, help="out-of-memory errors, at least")
+    parser.add_argument("--seed", type=int, default=0, help="decides what happens")
+    parser.add_argument("--keep", type=Path, help="folder for diaries and output of all runs")
     settings = parser.parse_args(arguments)
     quiet()
-    torch.set_num_threads(1)
     start, rng, stories = time.perf_counter(), random.Random(settings.seed), []
     with tempfile.TemporaryDirectory() as temporary:
         folder = settings.keep or Path(temporary)
@@ -110,8 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\rrun {len(stories)}: {survived} of {settings.faults} errors", end="", flush=True)
     record = {"seed": settings.seed, "seconds": round(time.perf_counter() - start, 1), **summarize(stories)}
     record["broken"] += broken
-    print(f"\r{text(record)}\n{write_json('chaos', record).name}, {record['seconds']} s")
-    return int(bool(record["broken"]))
+    return conclude("chaos", record, text, record["broken"])
 
 
 if __name__ == "__main__":

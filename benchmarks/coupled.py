@@ -6,11 +6,10 @@ micro-batches without gradients, then each micro-batch again with the whole loss
 the whole batch in fp64, for the encoders and for the temperature apart. Exits with 1 if a target is missed.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,8 +18,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
-from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, error, write_json
+from benchmarks.output import as_text, conclude, empty_table, error, options
+from benchmarks.trainers import quiet
 from lightning_ga import in_chunks
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 
@@ -74,9 +73,14 @@ class Towers(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(0.5))
         self.to(dtype)
 
+    @property
+    def nets(self) -> tuple[nn.Module, nn.Module]:
+        return self.one, self.other
+
     def gradients(self) -> tuple[Tensor, Tensor]:
-        encoders = [*self.one.parameters(), *self.other.parameters()]
-        return torch.cat([p.grad.flatten() for p in encoders if p.grad is not None]), _gradient(self.temperature)
+        encoders = [p.grad.flatten() for net in self.nets for p in net.parameters() if p.grad is not None]
+        temperature = self.temperature.grad
+        return torch.cat(encoders), torch.zeros(1) if temperature is None else temperature.flatten()
 
 
 def _tower() -> nn.Module:
@@ -86,67 +90,50 @@ def _tower() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(64, WIDTH))
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros(1) if parameter.grad is None else parameter.grad.flatten()
-
-
-def whole(towers: Towers, one: Tensor, other: Tensor, loss: Loss) -> None:
+def whole(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
     """The batch in one pass."""
-    loss(towers.one(one), towers.other(other), towers.temperature).backward()
+    loss(*(net(view) for net, view in zip(towers.nets, views)), towers.temperature).backward()
 
 
-def micro_batches(towers: Towers, one: Tensor, other: Tensor, loss: Loss) -> None:
+def micro_batches(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
     """The mean over micro-batches, each with a loss of its own."""
-    for a, b in zip(one.split(CHUNK), other.split(CHUNK)):
-        (loss(towers.one(a), towers.other(b), towers.temperature) * (len(a) / len(one))).backward()
+    for parts in zip(*(view.split(CHUNK) for view in views)):
+        own = loss(*(net(part) for net, part in zip(towers.nets, parts)), towers.temperature)
+        (own * (len(parts[0]) / len(views[0]))).backward()
 
 
-def ours(towers: Towers, one: Tensor, other: Tensor, loss: Loss) -> None:
+def ours(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
     """The same line as for the whole batch, in a context."""
     with in_chunks(towers.one, chunk=CHUNK), in_chunks(towers.other, chunk=CHUNK):
-        whole(towers, one, other, loss)
+        whole(towers, views, loss)
 
 
-def grad_cache(towers: Towers, one: Tensor, other: Tensor, loss: Loss) -> None:
+def grad_cache(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
     """Embeddings without a graph, their gradient, and each chunk again with that."""
-    with torch.no_grad():
-        cached = [torch.cat([net(part) for part in x.split(CHUNK)]) for net, x in _pairs(towers, one, other)]
-    leaves = [each.requires_grad_() for each in cached]
+    leaves = [torch.cat(parts).requires_grad_() for parts in _features(towers, views)]
     loss(*leaves, towers.temperature).backward()
-    for (net, inputs), leaf in zip(_pairs(towers, one, other), leaves):
+    for net, view, leaf in zip(towers.nets, views, leaves):
         assert leaf.grad is not None
-        for part, gradient in zip(inputs.split(CHUNK), leaf.grad.split(CHUNK)):
+        for part, gradient in zip(view.split(CHUNK), leaf.grad.split(CHUNK)):
             net(part).backward(gradient)
 
 
-def open_clip(towers: Towers, one: Tensor, other: Tensor, loss: Loss) -> None:
+def open_clip(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
     """All features without a graph, then each micro-batch again, among them, with the loss of the whole."""
-    with torch.no_grad():
-        features = [[net(part) for part in x.split(CHUNK)] for net, x in _pairs(towers, one, other)]
-    for number, parts in enumerate(zip(one.split(CHUNK), other.split(CHUNK))):
+    features = _features(towers, views)
+    for number, parts in enumerate(zip(*(view.split(CHUNK) for view in views))):
         mixed = []
-        for net, part, cached in zip((towers.one, towers.other), parts, features):
+        for net, part, cached in zip(towers.nets, parts, features):
             mixed.append(torch.cat([*cached[:number], net(part), *cached[number + 1 :]]))
         loss(*mixed, towers.temperature).backward()
 
 
-def _pairs(towers: Towers, one: Tensor, other: Tensor) -> list[tuple[nn.Module, Tensor]]:
-    return [(towers.one, one), (towers.other, other)]
+@torch.no_grad()
+def _features(towers: Towers, views: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [[net(part) for part in view.split(CHUNK)] for net, view in zip(towers.nets, views)]
 
 
 PROGRAMS = {each.__name__: each for each in (whole, micro_batches, ours, grad_cache, open_clip)}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One program on one loss; errors are relative to the whole batch in fp64."""
-
-    encoder_fp64: float
-    temperature_fp64: float
-    encoder_fp32: float
-    temperature_fp32: float
-    peak_bytes: int  # above what is alive before the step
-    time: float  # median ratio to the whole batch
 
 
 def batches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -161,44 +148,37 @@ def batches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def errors(program: Any, loss: Loss, dtype: torch.dtype) -> tuple[float, float]:
     """Return the relative errors of the gradients of encoders and temperature."""
     oracle, towers = Towers(torch.float64), Towers(dtype)
-    whole(oracle, *batches(torch.float64), loss)
-    program(towers, *batches(dtype), loss)
+    whole(oracle, batches(torch.float64), loss)
+    program(towers, batches(dtype), loss)
     pairs = zip(towers.gradients(), oracle.gradients())
     encoder, temperature = (float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
     return encoder, temperature
 
 
-def peak(step: Callable[[], object], resident: Sequence[Tensor | None]) -> int:
-    """Return the bytes of live tensors that a step takes beyond those that are there."""
-    meter = LiveTensorMeter()
-    meter.add(resident)
-    before = meter.live_bytes
-    with meter:
-        meter.start()
-        step()
-    return meter.peak_bytes - before
+def peaks(loss: Loss) -> tuple[int, dict[str, int]]:
+    """The bytes of live tensors that steps in fp32 take beyond those that are there, gradients among them.
 
-
-def peak_of(program: Any, loss: Loss) -> int:
-    """Return the peak of a program's step in fp32, gradients being there."""
-    towers, (one, other) = Towers(torch.float32), batches(torch.float32)
-    whole(towers, one, other, loss)
-    resident = [one, other, *towers.parameters(), *(p.grad for p in towers.parameters())]
-    return peak(lambda: program(towers, one, other, loss), resident)
-
-
-def least_peak(loss: Loss) -> int:
-    """Return what one chunk takes, and embeddings with the loss."""
-    towers, (one, other) = Towers(torch.float32), batches(torch.float32)
-    whole(towers, one, other, loss)
-    resident = [one, other, *towers.parameters(), *(p.grad for p in towers.parameters())]
-    chunk = peak(lambda: towers.one(one[:CHUNK]).sum().backward(), resident)
+    Of one chunk, embeddings and the loss, each alone; and of each program.
+    """
+    towers, views = Towers(torch.float32), batches(torch.float32)
+    whole(towers, views, loss)
+    resident = [*views, *towers.parameters(), *(p.grad for p in towers.parameters())]
 
     def of_embeddings() -> None:
         leaves = [torch.randn(BATCH, WIDTH).requires_grad_() for _ in range(2)]
         loss(*leaves, towers.temperature).backward()
 
-    return chunk + peak(of_embeddings, resident)
+    def peak(step: Callable[[], object]) -> int:
+        meter = LiveTensorMeter()
+        meter.add(resident)
+        before = meter.live_bytes
+        with meter:
+            meter.start()
+            step()
+        return meter.peak_bytes - before
+
+    least = peak(lambda: towers.one(views[0][:CHUNK]).sum().backward()) + peak(of_embeddings)
+    return least, {name: peak(partial(program, towers, views, loss)) for name, program in PROGRAMS.items()}
 
 
 def ratios(loss: Loss, rounds: int) -> dict[str, float]:
@@ -208,24 +188,22 @@ def ratios(loss: Loss, rounds: int) -> dict[str, float]:
     for _ in range(rounds + 1):
         for name, program in PROGRAMS.items():
             started = time.process_time()
-            program(towers, *views, loss)
+            program(towers, views, loss)
             seconds[name].append(time.process_time() - started)
     return {name: median(a / b for a, b in zip(times[1:], seconds["whole"][1:])) for name, times in seconds.items()}
 
 
 def measured(rounds: int) -> dict[str, Any]:
+    """Of each program on each loss: errors to the whole batch in fp64, the peak of memory, and the time."""
     groups: dict[str, Any] = {}
     for name, loss in LOSSES.items():
-        times, rows = ratios(loss, rounds), {}
+        times, (least, peak_bytes), rows = ratios(loss, rounds), peaks(loss), {}
         for program_name, program in PROGRAMS.items():
-            row = Row(
-                *errors(program, loss, torch.float64),
-                *errors(program, loss, torch.float32),
-                peak_of(program, loss),
-                times[program_name],
-            )
-            rows[program_name] = asdict(row)
-        groups[name] = {"least_peak_bytes": least_peak(loss), "rows": rows}
+            row: dict[str, Any] = {}
+            for key, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
+                row[f"encoder_{key}"], row[f"temperature_{key}"] = errors(program, loss, dtype)
+            rows[program_name] = {**row, "peak_bytes": peak_bytes[program_name], "time": times[program_name]}
+        groups[name] = {"least_peak_bytes": least, "rows": rows}
     return groups
 
 
@@ -266,14 +244,13 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.coupled", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each loss (default: 15)")
+    parser = options("coupled", __doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each loss")
     settings = parser.parse_args(arguments)
     quiet()
     groups = measured(settings.rounds)
     record = {"rounds": settings.rounds, "missed": missed(groups), "groups": groups}
-    print(f"{text(record)}\n{write_json('coupled', record).name}; missed: {', '.join(record['missed']) or 'none'}")
-    return int(bool(record["missed"]))
+    return conclude("coupled", record, text, record["missed"])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil
-from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,10 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, write_json
-from benchmarks.torchrun import run_on_ranks, write_as_first_rank
-from benchmarks.trainers import quiet_trainer
-from benchmarks.turns import RanksStopwatch, Stopwatch, interval, pooled_median, take_turns
+from benchmarks.output import as_text, conclude, empty_table, options
+from benchmarks.processes import run_on_ranks, write_as_first_rank
+from benchmarks.trainers import quiet, quiet_trainer
+from benchmarks.turns import Clocks, RanksStopwatch, Stopwatch, interval, pooled_median, ratios, take_turns
 from lightning_ga import AutoAccumulate
 
 LAYERS, WIDTH, MICRO = 10, 1024, 32
@@ -39,7 +37,7 @@ BOUTS = 4  # of fresh models
 ALLOWED = 1.02
 STOCK, OURS = "stock", "ours"
 PROGRAMS = (STOCK, "again", OURS)
-Bout = Mapping[str, Mapping[str, Sequence[float]]]  # seconds of windows, by program and clock
+Bout = Mapping[str, Clocks]  # by program
 RANKS, FACTORS = (2, 4), (1, 4)
 # As it returns memory to the system or not, by chance, a window of either program takes 500 page faults more or less.
 KEEPS_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -85,12 +83,6 @@ def of_all_ranks(factor: int, windows: int) -> list[list[Bout]]:
     return found
 
 
-def measure(ranks: int, factor: int, windows: int) -> list[Bout]:
-    """Seconds of every window of each program: of all ranks together, and on the processor, summed over ranks."""
-    given = "--on-rank", factor, windows
-    return joined(run_on_ranks(ranks, "benchmarks.exchange", *given, env=KEEPS_MEMORY))
-
-
 def joined(ranks: Sequence[Sequence[Bout]]) -> list[Bout]:
     """Bouts of all ranks as one: the first one's clock, and the processor time of all.
 
@@ -116,9 +108,9 @@ def summarize(bouts: Sequence[Bout]) -> dict[str, Any]:
     found: dict[str, Any] = {"stock_seconds": pooled_median([one[STOCK]["wall"] for one in bouts])}
     for name in PROGRAMS[1:]:
         for clock, key in (("wall", name), ("cpu", f"{name}_cpu")):
-            ratios = [list(map(truediv, one[name][clock], one[STOCK][clock])) for one in bouts]
-            low, high = interval(ratios)
-            found |= {key: round(pooled_median(ratios), 4), f"{key}_95": (round(low, 4), round(high, 4))}
+            found_ratios = ratios(bouts, name, clock, STOCK)
+            low, high = interval(found_ratios)
+            found |= {key: round(pooled_median(found_ratios), 4), f"{key}_95": (round(low, 4), round(high, 4))}
     return found
 
 
@@ -159,12 +151,10 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__)
-    parser.add_argument(
-        "--windows", type=int, default=36, help="windows of each program, more of short ones (default: 36)"
-    )
-    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="ranks (default: 2 4)")
-    parser.add_argument("--factors", type=int, nargs="*", default=FACTORS, help="factors (default: 1 4)")
+    parser = options("exchange", __doc__)
+    parser.add_argument("--windows", type=int, default=36, help="windows of each program, more of short ones")
+    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="ranks")
+    parser.add_argument("--factors", type=int, nargs="*", default=FACTORS, help="factors")
     parser.add_argument("--on-rank", nargs=3, help=argparse.SUPPRESS)
     settings = parser.parse_args(arguments)
     if settings.on_rank:
@@ -173,13 +163,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start, cells = time.perf_counter(), []
     for ranks in settings.ranks:
         for factor in settings.factors:
-            bouts = measure(ranks, factor, rounds_of(ranks, factor, settings.windows))
+            given = "--on-rank", factor, rounds_of(ranks, factor, settings.windows)
+            bouts = joined(run_on_ranks(ranks, "benchmarks.exchange", *given, env=KEEPS_MEMORY))
             windows = sum(len(one[STOCK]["wall"]) for one in bouts)
             cells.append({"ranks": ranks, "factor": factor, "windows": windows, **summarize(bouts)})
     load, seconds = os.getloadavg()[1], round(time.perf_counter() - start, 1)
     record = {"cells": cells, "windows": settings.windows, "load_average": load, "seconds": seconds}
-    print(f"{text(record)}\n{write_json('exchange', record).name}, {seconds} s")
-    return int(any(cell["ours"] > ALLOWED for cell in cells))
+    missed = (f"{cell['ranks']} ranks, factor {cell['factor']}" for cell in cells if cell["ours"] > ALLOWED)
+    return conclude("exchange", record, text, missed)
 
 
 if __name__ == "__main__":

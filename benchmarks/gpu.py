@@ -7,40 +7,50 @@ Stages, each with a file of its own, ``benchmarks/results/<device>-<stage>.json`
 - ``fp16``: probe and training with a gradient scaler;
 - ``cudnn``: probe and training with ``torch.backends.cudnn.benchmark``;
 - ``cells``: the cells of ``benchmarks.probe`` in real memory, with the caching allocator held to a budget, and how far
-  the peak that was predicted from small steps lies from ``max_memory_allocated``.
+  the peak that was predicted from small steps lies from ``max_memory_allocated``;
+- ``soak``, only where it is named: training at the limit for ``--soak`` minutes, on sentences whose lengths vary.
 
 No cell begins after ``--minutes``: large budgets are left out first, and it is said. Exits with 1 if a target of
-ours is missed or something failed, and with 2 where there is no CUDA device. An hour of training at the limit is
-``benchmarks.soak``.
+ours is missed or something failed, and with 2 where there is no CUDA device.
 """
 
-import argparse
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.output import as_text, empty_table, installed, write_json
+from benchmarks.output import (
+    Target,
+    as_text,
+    at_least,
+    at_most,
+    empty_table,
+    installed,
+    judged,
+    lacks_cuda,
+    options,
+    write_json,
+)
 from benchmarks.probe import quiet, run
 from benchmarks.probing.cells import Cell, cells
 from benchmarks.probing.devices import CUDA, GIB
 from benchmarks.probing.models import MODELS
-from benchmarks.probing.on_gpu import Watch, fit_at_limit, meters
-from benchmarks.probing.prediction import prediction
+from benchmarks.probing.on_gpu import Watch, fit_at_limit, meters, prediction
 from benchmarks.probing.programs import NEEDS
-from benchmarks.probing.tables import Target, against_binsearch, details, judged, summary, targets
+from benchmarks.probing.tables import against_binsearch, details, summary, targets
 from benchmarks.probing.throughput import throughput
 
+SOAK = "soak"
 STAGES = ("sanity", "throughput", "fp16", "cudnn", "cells")
 BUDGETS = (2.0, 8.0, 24.0, 80.0, 120.0)  # GiB; those that the device does not have are left out
-MINUTES, WINDOWS = 25.0, 20
-FOUND, ERROR, SPEED, RESERVED = 0.98, 0.016, 0.98, 0.01
+MINUTES, SOAK_MINUTES, WINDOWS = 25.0, 60.0, 20
+FOUND, ERROR, SPEED, RESERVED, SHARE = 0.98, 0.016, 0.98, 0.01, 0.95
 MOST_STEPS = 6  # of a search; the median is 4
 TIMED = "resnet34d 224"
 HALF, CONVOLUTIONS = "GPT, SDPA", "resnet34d 224"
@@ -72,22 +82,18 @@ def gpu_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
     """The targets of cells and of predictions."""
     errors = [abs(cell["prediction"]["error"]) for cell in records if cell.get("prediction")]
     found = targets(records, found=FOUND, most_steps=MOST_STEPS, errors=1)  # an allocator does not repeat itself
-    gaps = sum("incomplete" in cell for cell in records)
-    found.append(Target("cells that an error cut short", gaps, gaps == 0, "none"))
-    if errors:
-        worst = max(errors)
-        found.append(Target("prediction error, largest", worst, worst <= ERROR, f"at most {ERROR}"))
-    return found
+    found.append(at_most("cells that an error cut short", sum("incomplete" in cell for cell in records), 0))
+    return [*found, at_most("prediction error, largest", max(errors), ERROR)] if errors else found
 
 
-def extend(record: dict[str, Any]) -> dict[str, Any]:
+def extend(cell: Cell) -> dict[str, Any]:
     """A cell's record with its prediction error."""
-    if not record["limit"]:
-        return record
-    try:
-        record["prediction"] = prediction(Cell(record["model"], record["gib"], record["kind"]))
-    except torch.OutOfMemoryError as error:  # what was measured so far is kept, and the table has a gap
-        record["incomplete"] = str(error)
+    (record,) = run([cell])
+    if record["limit"]:
+        try:
+            record["prediction"] = prediction(cell)
+        except torch.OutOfMemoryError as error:  # what was measured so far is kept, and the table has a gap
+            record["incomplete"] = str(error)
     return record
 
 
@@ -126,27 +132,37 @@ def sanity_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
     wrong = sum(not record["allocated"] == record["metered"] == record["replayed"][0] for record in known)
     apart = max((abs(record["replayed"][1] / record["reserved"] - 1) for record in known), default=1.0)
     return [
-        Target("steps metered or replayed wrongly", wrong, wrong == 0, "none"),
-        Target("reserved memory, largest error", apart, apart <= RESERVED, f"at most {RESERVED}"),
+        at_most("steps metered or replayed wrongly", wrong, 0),
+        at_most("reserved memory, largest error", apart, RESERVED),
     ]
 
 
 def speed_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
     """As fast as a plain loop."""
-    slowest = min((record["ratio"] for record in records), default=0.0)
-    return [Target("images/s ÷ plain loop, least", slowest, slowest >= SPEED, f"at least {SPEED}")]
+    return [at_least("images/s ÷ plain loop, least", min((record["ratio"] for record in records), default=0.0), SPEED)]
 
 
 def fit_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
     """A limit at which training has no trouble."""
     ooms = sum(record["ooms"] + record["errors_and_retries"][0] for record in records)
     retries = sum(record["errors_and_retries"][1] for record in records)
-    failed = max((record["failed"] for record in records), default=0)
     return [
-        Target("out-of-memory errors in training", ooms, ooms == 0, "none"),
-        Target("retries of the allocator in training", retries, retries == 0, "none"),
-        Target("failed trials of a probe, most", failed, failed <= 1, "at most 1"),
+        at_most("out-of-memory errors in training", ooms, 0),
+        at_most("retries of the allocator in training", retries, 0),
+        at_most("failed trials of a probe, most", max((record["failed"] for record in records), default=0), 1),
     ]
+
+
+def soak_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
+    """No trouble, as near the limit as can be.
+
+    Examples:
+        >>> calm = {"ooms": 0, "errors_and_retries": (0, 0), "micro_batch": 96, "limit": 100, "failed": 0}
+        >>> all(target.met for target in soak_targets([calm]))
+        True
+    """
+    shares = [record["micro_batch"] / record["limit"] for record in records]
+    return [*fit_targets(records), at_least("micro-batch ÷ limit", min(shares), SHARE)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,52 +174,35 @@ class Stage:
     text: Callable[[Mapping[str, Any]], str] = lambda record: "\n".join(map(str, record["cells"]))
 
 
-def stages(models: Sequence[str], gibs: Sequence[float], windows: int) -> dict[str, Stage]:
+def stages(models: Sequence[str], gibs: Sequence[float], windows: int, soak: float) -> dict[str, Stage]:
     """All stages, for these models and budgets; those with one budget take the largest up to 8 GiB."""
     one = max([gib for gib in gibs if gib <= 8], default=min(gibs))
-    fits = [model for model in (HALF, CONVOLUTIONS) if model in models]
+    halves, fits = ([model for model in named if model in models] for named in ((HALF, CONVOLUTIONS), (CONVOLUTIONS,)))
+    # Small budgets of all models first: if time is short, it is large ones that are left out.
+    chosen = sorted(cells(models, gibs, CUDA), key=lambda cell: cell.gib)
     return {
-        "sanity": Stage([lambda m=m, n=n: meters(m, n) for m in models for n in (SMALL, LARGE)], sanity_targets),
-        "throughput": Stage([lambda m=m: timed(m, one) for m in models if m in (TIMED, "MLP")], speed_targets),
+        "sanity": Stage([partial(meters, m, n) for m in models for n in (SMALL, LARGE)], sanity_targets),
+        "throughput": Stage([partial(timed, m, one) for m in models if m in (TIMED, "MLP")], speed_targets),
         "fp16": Stage(
-            [lambda m=m: fit_at_limit(m, one, Watch(windows), precision="16-mixed") for m in fits], fit_targets
+            [partial(fit_at_limit, m, one, Watch(windows), precision="16-mixed") for m in halves], fit_targets
         ),
-        "cudnn": Stage([lambda m=m: with_cudnn_benchmark(m, one, windows) for m in fits[-1:]], fit_targets),
+        "cudnn": Stage([partial(fit_at_limit, m, one, Watch(windows), tries=True) for m in fits], fit_targets),
         "cells": Stage(
-            [lambda cell=cell: extend(run([cell])[0]) for cell in by_size(cells(list(models), list(gibs), CUDA))],
+            [partial(extend, cell) for cell in chosen],
             gpu_targets,
             lambda record: f"{as_text(details(record['cells']))}\n{text(record)}",
         ),
+        SOAK: Stage(
+            [partial(fit_at_limit, HALF, one, Watch(seconds=60 * soak), precision="bf16-mixed", varied=True)],
+            soak_targets,
+        ),
     }
-
-
-def by_size(chosen: Iterable[Cell]) -> list[Cell]:
-    """Small budgets of all models first: if time is short, it is large ones that are left out."""
-    return sorted(chosen, key=lambda cell: cell.gib)
 
 
 def timed(model: str, gib: float) -> dict[str, Any]:
     """Samples a second in micro-batches of less than half of a budget: ours and the plain loop are both in memory."""
     cell = Cell(model, gib / 2.2, CUDA)
     return {"model": model, "gib": gib, **throughput(MODELS[model], prediction(cell)["samples"], "cuda")}
-
-
-def with_cudnn_benchmark(model: str, gib: float, windows: int) -> dict[str, Any]:
-    """A fit while cuDNN tries its algorithms, whose workspaces come and go."""
-    with cudnn_benchmark():
-        record: dict[str, Any] = fit_at_limit(model, gib, Watch(windows))
-    return record
-
-
-@contextmanager
-def cudnn_benchmark() -> Iterator[None]:
-    """Let cuDNN choose by trying."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def measure(name: str, stage: Stage, device: str, until: float) -> dict[str, Any]:
@@ -243,17 +242,15 @@ def show(name: str, stage: Stage, record: Mapping[str, Any]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--stages", nargs="*", default=list(STAGES), choices=STAGES, help="default: all")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="default: all")
-    parser.add_argument("--budgets", nargs="*", type=float, help=f"GiB (default: {BUDGETS}, as far as the device goes)")
+    parser = options("gpu", __doc__)
+    parser.add_argument("--stages", nargs="*", default=list(STAGES), choices=(*STAGES, SOAK), help="what is measured")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="what is trained")
+    parser.add_argument("--budgets", nargs="*", type=float, help=f"GiB (from {BUDGETS}: what the device has)")
     parser.add_argument("--windows", type=int, default=WINDOWS, help="of the trainings with fp16 and cuDNN")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="after which nothing is begun")
+    parser.add_argument("--soak", type=float, default=SOAK_MINUTES, help="minutes of the stage soak")
     settings = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("benchmarks.gpu needs a CUDA device, and PyTorch sees none: use benchmarks.probe.", file=sys.stderr)
+    if lacks_cuda("gpu"):
         return 2
     quiet()
     until, device = time.perf_counter() + 60 * settings.minutes, torch.cuda.get_device_name()
@@ -262,12 +259,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{device} is smaller than the smallest budget, {BUDGETS[0]:g} GiB: give --budgets.", file=sys.stderr)
         return 2
     missed = 0
-    for name, stage in stages(settings.models, gibs, settings.windows).items():
-        record = measure(name, stage, device, until) if name in settings.stages else {}
-        if name in settings.stages and not record:
-            print(f"{name}: left out for want of time\n", flush=True)
+    for name, stage in stages(settings.models, gibs, settings.windows, settings.soak).items():
+        if name not in settings.stages:
+            continue
+        record = measure(name, stage, device, until)
         if record:
             missed |= show(name, stage, record)
+        else:
+            print(f"{name}: left out for want of time\n", flush=True)
     return missed
 
 

@@ -10,13 +10,12 @@ at 100, 250 at 600 (350 with BatchNorm), and survival 35 of them. Exits with 1 i
 
 import argparse
 import os
-import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,11 +24,10 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, write_json
-from benchmarks.torchrun import run_on_ranks, write_as_first_rank
-from benchmarks.trainers import quiet_trainer
-from benchmarks.turns import Stopwatch, take_turns
+from benchmarks.output import as_text, conclude, empty_table, options
+from benchmarks.processes import run_on_ranks, write_as_first_rank
+from benchmarks.trainers import quiet, quiet_trainer
+from benchmarks.turns import Stopwatch, bouts
 from lightning_ga import AutoAccumulate
 
 MICRO, FACTOR, WIDTH = 2, 4, 4
@@ -45,7 +43,8 @@ KINDS = {
     "layer, AdamW": {"batch_norm": False, "adam": True},
 }
 RAISE = 'loader mode, on_oom="raise"'
-MODES = {RAISE: "loader", "loader mode": "loader", "step mode": "step"}
+STEP = "step mode"
+MODES = {RAISE: "loader", "loader mode": "loader", STEP: "step"}
 PROGRAMS = (STOCK, AGAIN, EMPTY, *MODES)
 
 
@@ -65,20 +64,11 @@ class Layers(pl.LightningModule):
         return torch.optim.AdamW(self.parameters()) if self.adam else torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def fit(
-    watch: Stopwatch,
-    *,
-    name: str,
-    modules: int,
-    batch_norm: bool,
-    windows: int,
-    settings: dict[str, Any],
-    adam: bool = False,
-) -> None:
+def fit(watch: Stopwatch, *, name: str, modules: int, windows: int, batch_norm: bool, adam: bool = False) -> None:
     """Train a fresh model for some windows, on this rank of all."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks, settings = int(os.environ.get("WORLD_SIZE", "1")), dict[str, Any]()
     if ranks > 1:
-        settings = {**settings, "devices": ranks, "strategy": DDPStrategy(process_group_backend="gloo")}
+        settings = {"devices": ranks, "strategy": DDPStrategy(process_group_backend="gloo")}
     data = TensorDataset(torch.randn(MICRO * FACTOR * windows * ranks, WIDTH))
     batch, program = MICRO, {"callbacks": [watch], "accumulate_grad_batches": FACTOR}
     if name == EMPTY:
@@ -93,20 +83,16 @@ def fit(
             verify=False,
         )
         program = {"callbacks": [ours, watch]}
-        batch = MICRO * FACTOR if name == "step mode" else MICRO
+        batch = MICRO * FACTOR if name == STEP else MICRO
     trainer = quiet_trainer(max_epochs=1, **settings, **program)
     trainer.fit(Layers(modules, batch_norm=batch_norm, adam=adam), DataLoader(data, batch_size=batch))
 
 
-def bout(modules: int, kind: str, *, windows: int, order: Sequence[str]) -> dict[str, list[float]]:
-    """Processor seconds of each window of each program."""
-    given: dict[str, Any] = {"modules": modules, "windows": windows + WARM_UP, "settings": {}, **KINDS[kind]}
-    watches = take_turns([partial(fit, name=name, **given) for name in order], [_batches(name) for name in order])
-    return {name: watch.cpu[WARM_UP:] for name, watch in sorted(zip(order, watches), key=lambda pair: pair[0])}
-
-
-def _batches(name: str) -> int:
-    return 1 if name == "step mode" else FACTOR
+def bouts_of(modules: int, kind: str, number: int, windows: int) -> list[dict[str, Any]]:
+    """Processor seconds of each window of each program, bout by bout."""
+    given: dict[str, Any] = {"modules": modules, "windows": windows + WARM_UP, **KINDS[kind]}
+    programs = {n: (partial(fit, name=n, **given), 1 if n == STEP else FACTOR) for n in PROGRAMS}
+    return [{n: one[n]["cpu"] for n in programs} for one in bouts(programs, number, WARM_UP, seed=modules)]
 
 
 def allowed_seconds(ranks: int, modules: int, kind: str) -> float | None:
@@ -142,21 +128,18 @@ def _added(bouts: Sequence[Mapping[str, Sequence[float]]], name: str, beside: st
 
 
 def table(cells: Sequence[dict[str, Any]]) -> Table:
-    columns = ("stock", "again", "empty", "raise", "loader", "step", "surv.", "most")
-    shown = empty_table(("n", "modules"), columns)
+    shown = empty_table(("n", "modules"), ("stock", "again", "empty", "raise", "loader", "step", "surv.", "most"))
     for cell in cells:
-        rows, allowed = cell["rows"], cell["allowed_seconds"]
-        added = [f"{1e6 * row['added_seconds']:+.0f}{' NO' if row['met'] is False else ''}" for row in rows]
-        (survival,) = (row["survival_seconds"] for row in rows if "survival_seconds" in row)
-        shown.add_row(
-            str(cell["ranks"]),
-            f"{cell['modules']} {cell['kind']}",
-            f"{1e6 * cell['stock_seconds']:,.0f}",
-            *added,
-            f"{1e6 * survival:+.0f}",
-            "–" if allowed is None else f"{1e6 * allowed:.0f}",
-        )
+        added = [f"{_us(row['added_seconds'])}{' NO' if row['met'] is False else ''}" for row in cell["rows"]]
+        (survival,) = (row["survival_seconds"] for row in cell["rows"] if "survival_seconds" in row)
+        allowed = "–" if cell["allowed_seconds"] is None else f"{1e6 * cell['allowed_seconds']:.0f}"
+        stock = f"{1e6 * cell['stock_seconds']:,.0f}"
+        shown.add_row(str(cell["ranks"]), f"{cell['modules']} {cell['kind']}", stock, *added, _us(survival), allowed)
     return shown
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:+.0f}"
 
 
 def text(record: Mapping[str, Any]) -> str:
@@ -171,24 +154,10 @@ def text(record: Mapping[str, Any]) -> str:
     )
 
 
-def take_bouts(modules: int, kind: str, bouts: int, windows: int) -> list[dict[str, list[float]]]:
-    """Return what was timed in each bout, in an order that chance decides alike on all ranks."""
-    rng, order, found = random.Random(modules), list(PROGRAMS), []
-    for _ in range(bouts):
-        rng.shuffle(order)
-        found.append(bout(modules, kind, windows=windows, order=order))
-    return found
-
-
-def on_rank(modules: str, kind: str, bouts: str, windows: str, written: str) -> NoReturn:
-    """Time one cell on this rank; the first writes it down."""
-    write_as_first_rank(partial(take_bouts, int(modules), kind, int(bouts), int(windows)), Path(written))
-
-
-def measure(ranks: int, modules: int, kind: str, *, bouts: int, windows: int) -> dict[str, Any]:
+def measure(ranks: int, modules: int, kind: str, *, number: int, windows: int) -> dict[str, Any]:
     """One cell of the table."""
-    given = modules, kind, bouts, windows
-    found = take_bouts(*given) if ranks == 1 else run_on_ranks(ranks, "benchmarks.idle", "--on-rank", *given)
+    given = modules, kind, number, windows
+    found = bouts_of(*given) if ranks == 1 else run_on_ranks(ranks, "benchmarks.idle", "--on-rank", *given)
     stock = statistics.median(second for one in found for second in one[STOCK]) / FACTOR
     allowed = allowed_seconds(ranks, modules, kind)
     cell = {"ranks": ranks, "modules": modules, "kind": kind, "stock_seconds": stock, "allowed_seconds": allowed}
@@ -196,19 +165,20 @@ def measure(ranks: int, modules: int, kind: str, *, bouts: int, windows: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description=__doc__)
-    parser.add_argument("--bouts", type=int, default=5, help="bouts of fresh models (default: 5)")
-    parser.add_argument("--windows", type=int, default=40, help="windows of each program a bout (default: 40)")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="ranks (default: 1 2)")
+    parser = options("idle", __doc__)
+    parser.add_argument("--bouts", type=int, default=5, help="bouts of fresh models")
+    parser.add_argument("--windows", type=int, default=40, help="windows of each program a bout")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="ranks")
     parser.add_argument("--on-rank", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument("--modules", type=int, nargs="*", default=[10, 100, 600], help="sizes (default: 10 100 600)")
+    parser.add_argument("--modules", type=int, nargs="*", default=[10, 100, 600], help="sizes")
     settings = parser.parse_args(arguments)
     quiet()
     if settings.on_rank:
-        on_rank(*settings.on_rank)
+        modules, kind, number, windows, written = settings.on_rank
+        write_as_first_rank(partial(bouts_of, int(modules), kind, int(number), int(windows)), Path(written))
     start = time.perf_counter()
     cells = [
-        measure(ranks, modules, kind, bouts=settings.bouts, windows=settings.windows)
+        measure(ranks, modules, kind, number=settings.bouts, windows=settings.windows)
         for ranks in settings.ranks
         for modules in settings.modules
         for kind in KINDS
@@ -219,8 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "load_average": os.getloadavg()[1],
         "seconds": round(time.perf_counter() - start, 1),
     }
-    print(f"{text(record)}\n{write_json('idle', record).name}, {record['seconds']} s")
-    return int(any(row["met"] is False for cell in cells for row in cell["rows"]))
+    missed = [f"{cell['modules']} {cell['kind']}" for cell in cells if any(row["met"] is False for row in cell["rows"])]
+    return conclude("idle", record, text, missed)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ installed. Times are ratios of windows that are trained by turns; gradients are 
 over the window. Exits with 1 if a target is missed.
 """
 
-import argparse
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -23,8 +21,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import quiet
-from benchmarks.output import RESULTS, as_text, empty_table, error, installed, read_json, write_json
+from benchmarks.output import RESULTS, as_text, conclude, empty_table, error, installed, options, read_json
+from benchmarks.trainers import quiet, quiet_trainer
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
 from lightning_ga.data.sets import TextDataset, pad, read_definitions
@@ -85,9 +83,11 @@ class Reading(GPT):
         self.steps.append(set())
         self.tokens.append(0)
         if self.gradients is not None:
-            self.gradients.append(
-                torch.cat([p.grad.flatten().clone() for p in self.parameters() if p.grad is not None])
-            )
+            self.gradients.append(gradient_of(self))
+
+
+def gradient_of(module: pl.LightningModule) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
 class Indexed(TextDataset):
@@ -111,42 +111,25 @@ class WindowWatch(Stopwatch):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
-def train(data: TextDataset, program: str, module: Reading, windows: int, *callbacks: pl.Callback) -> AutoAccumulate:
+def train(data: TextDataset, program: str, module: Reading, windows: int, *callbacks: pl.Callback) -> None:
     """Train some windows."""
-    normalize: Any = TargetTokens()
     lengths = [length_of(data, index) for index in range(len(data))]
     window = f"{round(WINDOW * fmean(lengths))} tokens" if program == "by tokens" else WINDOW
-    callback = AutoAccumulate(window, micro_batch_size=MICRO_BATCH, normalize=normalize, **PROGRAMS[program])
+    callback = AutoAccumulate(window, micro_batch_size=MICRO_BATCH, normalize=TargetTokens(), **PROGRAMS[program])
     order: dict[str, Any] = {"shuffle": True}
     if program == "grouped":
         from transformers.trainer_pt_utils import LengthGroupedSampler
 
         order = {"sampler": LengthGroupedSampler(MICRO_BATCH, lengths=lengths)}
     loader = DataLoader(data, batch_size=MICRO_BATCH, collate_fn=padded, **order)
-    none = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     pl.seed_everything(SEED, verbose=False)
-    trainer = pl.Trainer(max_steps=windows, accelerator="cpu", callbacks=[callback, *callbacks], **none)
-    trainer.fit(module, loader)
-    return callback
+    quiet_trainer(max_steps=windows, callbacks=[callback, *callbacks]).fit(module, loader)
 
 
 def model(width: int, depth: int, longest: int) -> Reading:
     """The same weights each time."""
     torch.manual_seed(0)
     return Reading(context=longest, width=width, depth=depth, optimizer=partial(torch.optim.SGD, lr=0.1))
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One program on one corpus."""
-
-    padding: float  # share of the padded tokens
-    padded: float  # tokens ÷ as drawn, at the same texts
-    passes: float  # of a window
-    most_padded: int  # tokens of a pass
-    speed: float  # tokens a second that are no padding ÷ as drawn
-    same_windows: bool  # as drawn
-    fp64: float  # error of the first window's gradient
 
 
 def fp64_errors(data: TextDataset) -> dict[str, float]:
@@ -167,17 +150,14 @@ def whole_gradient(data: TextDataset, window: Set[int]) -> Tensor:
     """Return the gradient in one padded pass, in fp64."""
     oracle = model(32, 1, data.max_length).double()
     oracle.token_loss(padded([data[index] for index in sorted(window)])).backward()
-    return torch.cat([p.grad.flatten() for p in oracle.parameters() if p.grad is not None])
+    return gradient_of(oracle)
 
 
 def measured(texts: list[str], longest: int, windows: int, width: int, depth: int) -> dict[str, Any]:
     """Measure all programs on a corpus."""
     data = Indexed(texts, longest)
     modules = {name: model(width, depth, longest) for name in PROGRAMS}
-    fits = [
-        lambda watch, name=name: train(data, name, modules[name], windows + WARM_UP, watch)  # type: ignore[misc]
-        for name in PROGRAMS
-    ]
+    fits = [partial(train, data, name, modules[name], windows + WARM_UP) for name in PROGRAMS]
     watches = dict(zip(PROGRAMS, take_turns(fits, [1] * len(fits), watch=WindowWatch, seed=0)))
     speeds = {
         name: [tokens / second for tokens, second in zip(module.tokens[WARM_UP:], watches[name].wall[WARM_UP:])]
@@ -185,18 +165,16 @@ def measured(texts: list[str], longest: int, windows: int, width: int, depth: in
     }
     drawn, rows, errors = modules["as drawn"], {}, fp64_errors(data)
     for name, module in modules.items():
-        total = padded_of(module)
-        rows[name] = asdict(
-            Row(
-                padding=1 - sum(module.tokens) / total,
-                padded=total / sum(module.tokens) / padded_of(drawn) * sum(drawn.tokens),
-                passes=len(module.shapes) / (windows + WARM_UP),
-                most_padded=max(rows * columns for rows, columns in module.shapes),
-                speed=median(mine / theirs for mine, theirs in zip(speeds[name], speeds["as drawn"])),
-                same_windows=module.steps == drawn.steps,
-                fp64=errors[name],
-            )
-        )
+        total, tokens = padded_of(module), sum(module.tokens)
+        rows[name] = {
+            "padding": 1 - tokens / total,  # share of the padded tokens
+            "padded": total / tokens / padded_of(drawn) * sum(drawn.tokens),  # ÷ as drawn, at the same texts
+            "passes": len(module.shapes) / (windows + WARM_UP),  # of a window
+            "most_padded": max(texts * length for texts, length in module.shapes),  # tokens of a pass
+            "speed": median(mine / theirs for mine, theirs in zip(speeds[name], speeds["as drawn"])),
+            "same_windows": module.steps == drawn.steps,
+            "fp64": errors[name],  # of the first window's gradient
+        }
     longest = max(length_of(data, index) for index in range(len(data)))
     return {"texts": len(texts), "longest": longest, "rows": rows}
 
@@ -221,22 +199,13 @@ def missed(groups: Mapping[str, Any]) -> list[str]:
 
 
 def table(groups: Mapping[str, Any]) -> Table:
-    """Rows as they are shown."""
-    numbers = ("waste", "padded", "passes", "most", "speed", "fp64")
-    shown = empty_table(("texts", "cut", "steps"), numbers)
+    shown = empty_table(("texts", "cut", "steps"), ("waste", "padded", "passes", "most", "speed", "fp64"))
     for name, group in groups.items():
         for number, (program, row) in enumerate(group["rows"].items()):
-            shown.add_row(
-                "" if number else name,
-                program,
-                "same" if row["same_windows"] else "other",
-                f"{100 * row['padding']:.0f} %",
-                f"{row['padded']:.2f}",
-                f"{row['passes']:.0f}",
-                f"{row['most_padded']:,}",
-                f"{row['speed']:.2f}",
-                error(row["fp64"]),
-            )
+            steps = "same" if row["same_windows"] else "other"
+            tokens = f"{100 * row['padding']:.0f} %", f"{row['padded']:.2f}", f"{row['passes']:.0f}"
+            most, speed = f"{row['most_padded']:,}", f"{row['speed']:.2f}"
+            shown.add_row("" if number else name, program, steps, *tokens, most, speed, error(row["fp64"]))
         shown.add_section()
     return shown
 
@@ -259,10 +228,10 @@ def text(record: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, show, write; 1 if a target is missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths", description=__doc__)
-    parser.add_argument("--windows", type=int, default=3, help="windows of each program (default: 3)")
-    parser.add_argument("--width", type=int, default=32, help="of the model (default: 32)")
-    parser.add_argument("--depth", type=int, default=1, help="of the model (default: 1)")
+    parser = options("lengths", __doc__)
+    parser.add_argument("--windows", type=int, default=3, help="windows of each program")
+    parser.add_argument("--width", type=int, default=32, help="of the model")
+    parser.add_argument("--depth", type=int, default=1, help="of the model")
     parser.add_argument("--texts", nargs="*", default=list(CORPORA), help="the others stay as they were measured")
     settings = parser.parse_args(arguments)
     quiet()
@@ -280,8 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "missed": missed(groups),
         "groups": groups,
     }
-    print(f"{text(record)}\n{write_json('lengths', record).name}; missed: {', '.join(record['missed']) or 'none'}")
-    return int(bool(record["missed"]))
+    return conclude("lengths", record, text, record["missed"])
 
 
 if __name__ == "__main__":

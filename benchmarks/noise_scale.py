@@ -5,8 +5,6 @@ A small CNN with GroupNorm trains on 6,000 pictures of Fashion-MNIST. At three m
 estimates it: at these very weights, with a learning rate of zero, and over the last windows while it trains.
 """
 
-import argparse
-import copy
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, write_json
+from benchmarks.output import as_text, conclude, empty_table, options
 from benchmarks.schedules import Network, fashion
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import quiet, quiet_trainer
 from lightning_ga import AutoAccumulate
 from lightning_ga.callbacks import NORMS, NoiseScale
 
@@ -85,20 +82,12 @@ def measured(folder: str) -> list[dict[str, Any]]:
     for moment in MOMENTS:
         trains, trains_error = estimated(module, data, moment - done, TRAINING_WINDOWS)
         frozen = Constant(0.0)
-        frozen.load_state_dict(copy.deepcopy(module.state_dict()))
+        frozen.load_state_dict(module.state_dict())
         value, deviation = estimated(frozen, data, WINDOWS, WINDOWS)
         everything = [name for name, _ in module.named_parameters()]
-        rows.append(
-            {
-                "steps": moment,
-                "exact": exact(module, data, norms),
-                "exact_all": exact(module, data, everything),
-                "estimate": value,
-                "error": deviation,
-                "while_training": trains,
-                "while_training_error": trains_error,
-            }
-        )
+        row = {"steps": moment, "exact": exact(module, data, norms), "exact_all": exact(module, data, everything)}
+        row |= {"estimate": value, "error": deviation, "while_training": trains, "while_training_error": trains_error}
+        rows.append(row)
         print(rows[-1], flush=True)
         done = moment
     return rows
@@ -118,17 +107,11 @@ def text(record: Mapping[str, Any]) -> str:
     table = empty_table(["step"], ["exact", "estimate", "± error", "÷ exact", "while training", "all parameters"])
     for row in record["rows"]:
         value, trains = row["estimate"], row["while_training"]
-        table.add_row(
-            str(row["steps"]),
-            f"{row['exact']:.1f}",
-            *(
-                ("unknown", "", "")
-                if value is None
-                else (f"{value:.1f}", f"{row['error']:.1f}", f"{value / row['exact']:.2f}")
-            ),
-            "unknown" if trains is None else f"{trains:.1f}",
-            f"{row['exact_all']:.1f}",
-        )
+        found = ("unknown", "", "")
+        if value is not None:
+            found = f"{value:.1f}", f"{row['error']:.1f}", f"{value / row['exact']:.2f}"
+        beside = "unknown" if trains is None else f"{trains:.1f}"
+        table.add_row(str(row["steps"]), f"{row['exact']:.1f}", *found, beside, f"{row['exact_all']:.1f}")
     legend = (
         f"Samples. A CNN with GroupNorm on {SAMPLES:,} pictures of Fashion-MNIST, windows of {WINDOW} in micro-batches "
         f"of {MICRO_BATCH}. exact: tr Σ / |G|² of the normalisation layers, from each sample's gradient by itself. "
@@ -140,14 +123,13 @@ def text(record: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, show, write; 1 if a target is missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.noise_scale", description=__doc__)
-    parser.add_argument("--data", default="data", help="folder with Fashion-MNIST (default: data)")
-    torch.set_num_threads(1)
+    parser = options("noise_scale", __doc__)
+    parser.add_argument("--data", default="data", help="folder with Fashion-MNIST")
+    folder = parser.parse_args(arguments).data
     quiet()
-    rows = measured(parser.parse_args(arguments).data)
+    rows = measured(folder)
     record = {"missed": missed(rows), "rows": rows}
-    print(f"{text(record)}\n{write_json('noise_scale', record).name}; missed: {', '.join(record['missed']) or 'none'}")
-    return int(bool(record["missed"]))
+    return conclude("noise_scale", record, text, record["missed"])
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ Of each, ``text`` makes table and legend of such a record, and ``main`` measures
 target is missed, and 2 where a CUDA device is needed and missing.
 """
 
+import argparse
 import io
 import json
 import os
 import platform
+import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,63 @@ from rich.table import Table
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 80
 MET = {True: "yes", False: "NO", None: "–"}  # a target, or none
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the description as it is written, and the default of each option."""
+
+
+def options(name: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser for the options of ``python -m benchmarks.NAME``."""
+    return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, formatter_class=_Help)
+
+
+def conclude(
+    name: str, record: Mapping[str, Any], text: Callable[[Mapping[str, Any]], str], missed: Iterable[str] = ()
+) -> int:
+    """Show a record and what it misses, and write it down; 1 if a target is missed."""
+    seconds = f", {record['seconds']} s" if "seconds" in record else ""
+    print(f"\r{text(record)}\n{write_json(name, record).name}{seconds}")
+    told = [f"MISSED {each}" for each in missed]
+    print(*told, sep="\n", end="\n" if told else "")
+    return int(bool(told))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What must hold of ours."""
+
+    what: str
+    value: float
+    met: bool
+    asked: str
+
+
+def at_most(what: str, value: float, limit: float) -> Target:
+    """A target that NaN misses, too."""
+    return Target(what, value, value <= limit, f"at most {limit:.3g}" if limit else "none")
+
+
+def at_least(what: str, value: float, limit: float) -> Target:
+    """The same from below."""
+    return Target(what, value, value >= limit, f"at least {limit:.3g}")
+
+
+def judged(targets: Iterable[Mapping[str, Any]]) -> int:
+    """Print targets, each in a line, and return 1 if one is missed."""
+    met = []
+    for target in targets:
+        met.append(target["met"])
+        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
+    return int(not all(met))
+
+
+def lacks_cuda(name: str) -> bool:
+    """Say so where a benchmark needs a CUDA device and there is none."""
+    if torch.cuda.is_available():
+        return False
+    print(f"benchmarks.{name} needs a CUDA device, and PyTorch sees none.", file=sys.stderr)
+    return True
 
 
 def environment() -> dict[str, Any]:

@@ -10,9 +10,7 @@ window takes longer on a model of one tiny layer (hooks, weights, sampler), and 
 gradients of the real model takes, which token weights do once a window.
 """
 
-import argparse
 import os
-import random
 import statistics
 import sys
 import time
@@ -27,10 +25,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import quiet
-from benchmarks.output import MET, as_text, empty_table, write_json
-from benchmarks.trainers import quiet_trainer
-from benchmarks.turns import Stopwatch, interval, pooled_median, take_turns
+from benchmarks.output import MET, as_text, conclude, empty_table, options
+from benchmarks.trainers import quiet, quiet_trainer
+from benchmarks.turns import Clocks, Stopwatch, bouts, interval, pooled_median, ratios
 from lightning_ga import AutoAccumulate
 from lightning_ga.fit.window_gradients import scale_gradients
 
@@ -80,19 +77,14 @@ def fit(watch: Stopwatch, *, name: str, model: str, windows: int) -> None:
     trainer.fit(Images(model), DataLoader(data, batch_size=MICRO))
 
 
-def bout(model: str, rounds: int, order: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each window of each program, wall-clock and processor."""
-    fits = [partial(fit, name=name, model=model, windows=rounds + WARM_UP) for name in order]
-    watches = take_turns(fits, [FACTOR] * len(fits))
-    return {
-        name: {"wall": watch.wall[WARM_UP:], "cpu": watch.cpu[WARM_UP:]}
-        for name, watch in sorted(zip(order, watches), key=lambda pair: pair[0])
-    }
+def programs(model: str, windows: int) -> dict[str, Any]:
+    """All programs on fresh models, with the micro-batches of a window."""
+    return {n: (partial(fit, name=n, model=model, windows=windows + WARM_UP), FACTOR) for n in (STOCK, *TARGETS)}
 
 
-def added_seconds(order: Sequence[str]) -> dict[str, float]:
+def added_seconds() -> dict[str, float]:
     """What a window of each program takes longer than stock Lightning's, whatever the model is."""
-    times = bout(TINY, TINY_ROUNDS, order)
+    (times,) = bouts(programs(TINY, TINY_ROUNDS), 1, WARM_UP)
     stock = times[STOCK]["wall"]
     return {name: statistics.median(a - b for a, b in zip(times[name]["wall"], stock)) for name in TARGETS}
 
@@ -121,23 +113,13 @@ def by_parts(added: Mapping[str, float], scaling: float, window: float) -> dict[
     return {name: 1 + (seconds + scaling * ("token" in name)) / window for name, seconds in added.items()}
 
 
-def ratios(bouts: Sequence[dict[str, dict[str, list[float]]]], name: str, clock: str) -> list[list[float]]:
-    """Ratio to stock Lightning of each window, to the one of the same round; a list for each bout.
-
-    Examples:
-        >>> ratios([{STOCK: {"wall": [1.0, 2.0]}, "ours": {"wall": [1.5, 2.0]}}], "ours", "wall")
-        [[1.5, 1.0]]
-    """
-    return [[a / b for a, b in zip(one[name][clock], one[STOCK][clock])] for one in bouts]
-
-
-def summarize(bouts: Sequence[dict[str, dict[str, list[float]]]], parts: Mapping[str, float]) -> list[dict[str, Any]]:
+def summarize(bouts: Sequence[Mapping[str, Clocks]], parts: Mapping[str, float]) -> list[dict[str, Any]]:
     """Median ratios, their confidence intervals, what the parts add up to, and whether targets are met."""
     rows = []
     for name, target in TARGETS.items():
         row: dict[str, Any] = {"name": name, "target": target, "by_parts": parts[name]}
         for clock in ("wall", "cpu"):
-            found = ratios(bouts, name, clock)
+            found = ratios(bouts, name, clock, STOCK)
             row |= {clock: pooled_median(found), f"{clock}_95": interval(found), "pairs": sum(map(len, found))}
         rows.append({**row, "met": None if target is None else row["wall"] <= target})
     return rows
@@ -173,21 +155,18 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--bouts", type=int, default=9, help="bouts of fresh models (default: 9)")
-    parser.add_argument("--rounds", type=int, default=10, help="windows of each program a bout (default: 10)")
-    parser.add_argument("--model", default="resnet34d", help="a timm model (default: resnet34d)")
+    parser = options("overhead", __doc__)
+    parser.add_argument("--bouts", type=int, default=9, help="bouts of fresh models")
+    parser.add_argument("--rounds", type=int, default=10, help="windows of each program a bout")
+    parser.add_argument("--model", default="resnet34d", help="a timm model")
     settings = parser.parse_args(arguments)
     quiet()
-    start, rng = time.perf_counter(), random.Random(0)
-    order = [STOCK, *TARGETS]
-    bouts = []
-    for number in range(settings.bouts):
-        rng.shuffle(order)
-        bouts.append(bout(settings.model, settings.rounds, order))
-        print(f"\rbout {number + 1} of {settings.bouts}", end="", flush=True)
-    window = statistics.median(second for one in bouts for second in one[STOCK]["wall"])
-    added, scaling = added_seconds(order), scaling_seconds(settings.model)
+    start, measured = time.perf_counter(), []
+    for one in bouts(programs(settings.model, settings.rounds), settings.bouts, WARM_UP):
+        measured.append(one)
+        print(f"\rbout {len(measured)} of {settings.bouts}", end="", flush=True)
+    window = statistics.median(second for one in measured for second in one[STOCK]["wall"])
+    added, scaling = added_seconds(), scaling_seconds(settings.model)
     record = {
         "model": settings.model,
         "micro_batch": MICRO,
@@ -197,11 +176,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "scaling_seconds": scaling,
         "load_average": os.getloadavg()[1],
         "seconds": round(time.perf_counter() - start, 1),
-        "rows": summarize(bouts, by_parts(added, scaling, window)),
-        "bouts": bouts,
+        "rows": summarize(measured, by_parts(added, scaling, window)),
+        "bouts": measured,
     }
-    print(f"\r{text(record)}\n{write_json('overhead', record).name}, {record['seconds']} s")
-    return int(any(row["met"] is False for row in record["rows"]))
+    return conclude("overhead", record, text, (row["name"] for row in record["rows"] if row["met"] is False))
 
 
 if __name__ == "__main__":

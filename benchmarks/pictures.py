@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import quiet
 from benchmarks.output import read_json, write_json
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import quiet, quiet_trainer
 from lightning_ga import AutoAccumulate, find_micro_batch, plan_accumulation
 from lightning_ga.plan.accumulation import cut_window
 from lightning_ga.plan.weights import KnownWindow

@@ -7,7 +7,6 @@ dispatch for it (``cuda_dispatch``). There is no GPU in this: scratch memory of 
 allocator's fragmentation are not compared with anything.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,10 +21,9 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from benchmarks.cuda_dispatch import forward_rows
-from benchmarks.measure import quiet
-from benchmarks.output import as_text, empty_table, error, write_json
+from benchmarks.output import as_text, conclude, empty_table, error, options
 from benchmarks.planning_cases import CASES, CLASSES, Case
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import quiet, quiet_trainer
 from lightning_ga import AutoAccumulate, ProbeResult
 from lightning_ga.plan.planned_device import planned_device
 
@@ -124,17 +122,18 @@ def text(record: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, show, write; 1 if an estimate that is not listed as unreliable is off by 1 %."""
-    argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__).parse_args(arguments)
+    options("planning", __doc__).parse_args(arguments)
     quiet()
     start = time.perf_counter()
     rows = [row(case) for case in CASES]
     forward = forward_rows()
     record = {"seconds": round(time.perf_counter() - start, 1), "rows": rows, "forward": forward}
-    print(f"{text(record)}\n{write_json('planning', record).name}, {record['seconds']} s")
-    missed = [one for one in rows if one["error"] > 0.01 and not one["unreliable"]]
-    for one in missed:
-        print(f"MISSED {one['case']}: the estimate is off by {error(one['error'])}, at most 1 % was asked.")
-    return int(bool(missed))
+    missed = (
+        f"{one['case']}: the estimate is off by {error(one['error'])}, at most 1 % was asked."
+        for one in rows
+        if one["error"] > 0.01 and not one["unreliable"]
+    )
+    return conclude("planning", record, text, missed)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import timm
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
+
+from benchmarks.networks import CausalBlocks, perceptron
 
 CLASSES, TOKENS, WIDTH, IMAGE = 10, 64, 64, 32
 
@@ -27,35 +28,17 @@ class Convolutions(nn.Sequential):
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))
 
 
-class Block(nn.Module):
-    """Attention by ``scaled_dot_product_attention``, and a perceptron."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.attention, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in self.attention(self.norms[0](x)).chunk(3, 2))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norms[1](x))
-
-
 class Transformer(nn.Module):
     """Three blocks between an embedding and logits by token, with activation checkpointing on demand."""
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.checkpointed = checkpointed
+        self.blocks = CausalBlocks(WIDTH, 4, 3, checkpointed=checkpointed)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return self.head(x).transpose(1, 2)
+        logits: Tensor = self.head(self.blocks(self.embedding(tokens)))
+        return logits.transpose(1, 2)
 
 
 class Recurrent(nn.Module):
@@ -78,8 +61,8 @@ def tokens(samples: int) -> TensorDataset:
     return TensorDataset(*torch.randint(0, CLASSES, (2, samples, TOKENS)))
 
 
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * IMAGE**2, 256), nn.ReLU(), nn.Linear(256, CLASSES))
+def flat_perceptron() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), *perceptron((3 * IMAGE**2, 256, CLASSES), nn.ReLU))
 
 
 def plain(module: Any, batch: Any) -> Tensor:
@@ -124,8 +107,8 @@ def fp16() -> dict[str, Any]:
 resnet = partial(timm.create_model, "resnet18", num_classes=CLASSES)
 
 CASES: tuple[Case, ...] = (
-    Case("perceptron, Adam", perceptron, images),
-    Case("perceptron, Adam foreach", perceptron, images, optimizer=partial(adam, foreach=True)),
+    Case("perceptron, Adam", flat_perceptron, images),
+    Case("perceptron, Adam foreach", flat_perceptron, images, optimizer=partial(adam, foreach=True)),
     Case("convolutions, BatchNorm, dropout", Convolutions, images),
     Case("the same, SGD momentum", Convolutions, images, optimizer=sgd),
     Case("the same, metric, log, item", Convolutions, images, loss=reading),

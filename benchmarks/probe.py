@@ -6,32 +6,28 @@ the largest micro-batch. The true limit comes from steps too: it passes, and one
 Exits with 1 if a target of ours is missed.
 """
 
-import argparse
 import gc
-import logging
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from benchmarks.output import as_text, installed, write_json
-from benchmarks.probing.cells import Cell, full, measure, quick
-from benchmarks.probing.emulation import emulation_cost
+from benchmarks import trainers
+from benchmarks.output import as_text, conclude, installed, judged, options
+from benchmarks.probing.cells import Cell, emulation_cost, full, measure, quick
 from benchmarks.probing.programs import NEEDS
-from benchmarks.probing.tables import Cells, against_binsearch, details, judged, summary, targets
+from benchmarks.probing.tables import Cells, against_binsearch, details, summary, targets
 
 THREADS = 2
 
 
 def quiet() -> None:
     """As many threads as the targets are about; no advice from the trainers; quick collections for all."""
+    trainers.quiet()
     torch.set_num_threads(THREADS)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     gc.collect()
     gc.freeze()
 
@@ -70,7 +66,7 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__)
+    parser = options("probe", __doc__)
     parser.add_argument("--quick", action="store_true", help="one small budget of every model; writes nothing")
     settings = parser.parse_args(arguments)
     quiet()
@@ -85,8 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cells": cells,
     }
     record["seconds"] = round(time.perf_counter() - start, 1)
-    print(f"{as_text(details(cells))}\n{text(record)}")
-    print(f"{'not written' if settings.quick else write_json('probe', record).name}, {record['seconds']} s")
+    print(as_text(details(cells)))
+    if settings.quick:
+        print(text(record))
+    else:
+        conclude("probe", record, text)
     return judged(record["targets"])
 
 

@@ -8,7 +8,7 @@ the command is called in the same way. Exits with 1 if a target is missed, and w
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,22 +20,25 @@ import torch
 from torch import Tensor
 
 from benchmarks.allocator import Setting, measure, measured_apart, targets
-from benchmarks.output import as_text, empty_table, write_json
+from benchmarks.output import as_text, empty_table, judged, lacks_cuda, options, write_json
 from benchmarks.probe import quiet
 from benchmarks.probing.devices import GIB
-from benchmarks.probing.models import POOL
-from benchmarks.probing.random_models import Drawn, draw_model, size_of
-from benchmarks.probing.tables import judged
-from benchmarks.probing.training import Counter, Training
+from benchmarks.probing.random_models import draw_model, size_of
+from benchmarks.probing.training import Training
 
 SMALLEST, LARGEST = 1.5, 130.0  # GiB
 ROOM = 8  # times the parameters, which a budget has at least: with Adam they take four or five
 PRECISIONS = ("32", "bf16-mixed", "16-mixed")
-OPTIMIZERS = ("SGD", "AdamW", "AdamW, fused", "AdamW, one by one", "RMSprop")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+    "AdamW, fused": partial(torch.optim.AdamW, fused=True),
+    "AdamW, one by one": partial(torch.optim.AdamW, foreach=False),
+    "RMSprop": torch.optim.RMSprop,
+}
 TEXTS = (
     *[""] * 6,
-    "expandable_segments:True",
-    "expandable_segments:True",
+    *["expandable_segments:True"] * 2,
     "max_split_size_mb:64",
     "max_split_size_mb:256",
     "roundup_power2_divisions:2",
@@ -63,7 +66,7 @@ class RandomCell:
 def draw_cell(number: int) -> RandomCell:
     """Draw a cell; the same number gives the same one."""
     draw = Random(number)
-    model = draw_model(draw)
+    name, model = draw_model(draw)
     least = max(SMALLEST, ROOM * size_of(model) / GIB)
     gib = round(least * (LARGEST / least) ** draw.random(), 2)
     text, device = draw.choice(TEXTS), draw.choice(("cuda:0",) * 5 + ("cuda:1",))
@@ -71,21 +74,17 @@ def draw_cell(number: int) -> RandomCell:
     if "cudaMallocAsync" in text and bounded == "others":
         bounded = "fraction"  # a simulated device counts what others take among the blocks of its pool
     setting = Setting(text, device, bounded)
-    precision, optimizer = draw.choice(PRECISIONS), draw.choice(OPTIMIZERS)
-    return RandomCell(number, model.name, precision, optimizer, draw.random() < 0.3, gib, setting)
+    precision, optimizer = draw.choice(PRECISIONS), draw.choice(list(OPTIMIZERS))
+    return RandomCell(number, name, precision, optimizer, draw.random() < 0.3, gib, setting)
 
 
 class RandomTraining(Training):
     """A training as a cell says."""
 
     def __init__(self, cell: RandomCell) -> None:
-        model: Drawn = draw_model(Random(cell.number))
-        torch.manual_seed(0)
-        self.counter, self.cell = Counter(), cell
-        with torch.device(cell.setting.device):
-            self.net = model.build().train()
-            self.samples = model.samples()
-        self.optimizer = _optimizer(cell.optimizer, self.net)
+        super().__init__(draw_model(Random(cell.number))[1], cell.setting.device)
+        self.cell = cell
+        self.optimizer = OPTIMIZERS[cell.optimizer](self.net.parameters())
         self.scaler = torch.amp.GradScaler("cuda", enabled=cell.precision == "16-mixed")
 
     def step(self, size: int) -> None:
@@ -101,21 +100,10 @@ class RandomTraining(Training):
             self.scaler.update()
 
     def loss(self, size: int) -> Tensor:
-        index = torch.arange(size, device=self.samples[0].device) % POOL
         dtype = torch.bfloat16 if self.cell.precision == "bf16-mixed" else torch.float16
         with nullcontext() if self.cell.precision == "32" else torch.autocast("cuda", dtype):
-            loss: Tensor = self.net(*(tensor[index] for tensor in self.samples))
+            loss: Tensor = self.net(*self.batch(size))
         return loss
-
-
-def _optimizer(name: str, net: torch.nn.Module) -> torch.optim.Optimizer:
-    parameters = list(net.parameters())
-    if name == "SGD":
-        return torch.optim.SGD(parameters, 0.1, momentum=0.9)
-    if name == "RMSprop":
-        return torch.optim.RMSprop(parameters)
-    settings: dict[str, bool] = {"AdamW, fused": {"fused": True}, "AdamW, one by one": {"foreach": False}}.get(name, {})
-    return torch.optim.AdamW(parameters, **settings)  # type: ignore[arg-type]
 
 
 def text(record: Mapping[str, Any]) -> str:
@@ -131,20 +119,13 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.random_cells",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--cells", type=int, default=32, help="cells for each seed (default: 32)")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[3], help="default: 3")
-    parser.add_argument(
-        "--numbers", type=int, nargs="*", help="single cells instead: 1000 × seed + place; shows trials"
-    )
+    parser = options("random_cells", __doc__)
+    parser.add_argument("--cells", type=int, default=32, help="cells for each seed")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[3], help="what decides their draws")
+    parser.add_argument("--numbers", type=int, nargs="*", help="single cells: 1000 × seed + place; shows trials")
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)  # in a process of their own
     asked = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("benchmarks.random_cells needs a CUDA device, and PyTorch sees none.", file=sys.stderr)
+    if lacks_cuda("random_cells"):
         return 2
     quiet()
     if asked.record:

@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +26,11 @@ from typing import Any
 
 import psutil
 import torch
-from rich import box
 from rich.table import Table
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from benchmarks.output import as_text, write_json
+from benchmarks.output import as_text, conclude, empty_table, options
+from benchmarks.processes import printed_by
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.sampler import LARGEST_WRITTEN_ORDER
 from lightning_ga.loading.training_source import MicroBatchSource
@@ -130,29 +129,15 @@ def cell(name: str, size: int) -> dict[str, Any]:
     record: dict[str, Any] = {"sampler": name, "samples": size}
     if name != "AutoAccumulate" and size * BYTES_OF_A_LISTED_INDEX > MOST_BYTES:
         return record | {"skipped": "too large", "needed_bytes": size * BYTES_OF_A_LISTED_INDEX}
-    command = [sys.executable, "-m", "benchmarks.sampler", "--cell", name, str(size)]
-    runs = [in_fresh_process(command) for _ in range(REPEATS)]
+    runs = [printed_by("benchmarks.sampler", "--cell", name, size) for _ in range(REPEATS)]
     for key in runs[0]:
-        values = [run[key] for run in runs]
-        record[key] = min(values) if key.endswith("seconds") else max(values)
+        record[key] = (min if key.endswith("seconds") else max)(run[key] for run in runs)
     return record
 
 
-def in_fresh_process(command: Sequence[str]) -> dict[str, Any]:
-    """What a program printed as JSON."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}. {done.stderr[-3000:]}")
-    printed: dict[str, Any] = json.loads(done.stdout)
-    return printed
-
-
 def table(cells: Sequence[dict[str, Any]]) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("samples", justify="right", no_wrap=True)
-    shown.add_column("sampler", no_wrap=True)
-    for title in ("first", "next", "peak", "held"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    shown = empty_table(("samples", "sampler"), ("first", "next", "peak", "held"))
+    shown.columns[0].justify = "right"
     for one in cells:
         start = (f"{one['samples']:,}" if one["sampler"] == "AutoAccumulate" else "", one["sampler"])
         if "skipped" in one:
@@ -195,9 +180,7 @@ def missed(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sampler", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options("sampler", __doc__)
     parser.add_argument("--quick", action="store_true", help=f"stop at {QUICK:,} samples, and write no file")
     parser.add_argument("--cell", nargs=2, metavar=("SAMPLER", "SAMPLES"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -206,13 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     cells = [cell(name, size) for size in SIZES if not given.quick or size <= QUICK for name in SAMPLERS]
     record = {"ranks": RANKS, "micro_batch": MICRO_BATCH, "repeats": REPEATS, "cells": cells}
-    print(text(record))
     if not given.quick:
-        print(write_json("sampler", record).name)
-    failures = list(missed(cells))
-    for failure in failures:
-        print(f"MISSED {failure}")
-    return int(bool(failures))
+        return conclude("sampler", record, text, missed(cells))
+    print(text(record))
+    return 0
 
 
 if __name__ == "__main__":

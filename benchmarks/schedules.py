@@ -5,10 +5,10 @@ there, and a constant control. Seesaw (arXiv 2510.14717) on the definitions that
 that doubles where the cosine would halve the rate, and a constant control. Three seeds each.
 """
 
-import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from statistics import fmean, stdev
 from typing import Any
 
@@ -18,9 +18,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import quiet
-from benchmarks.output import RESULTS, as_text, empty_table, read_json, write_json
-from benchmarks.trainers import quiet_trainer
+from benchmarks.output import RESULTS, as_text, conclude, empty_table, options, read_json
+from benchmarks.trainers import quiet, quiet_trainer
 from lightning_ga import AutoAccumulate, optimizer_steps
 from lightning_ga.data import Definitions, FashionMNIST
 from lightning_ga.models import GPT
@@ -70,17 +69,26 @@ def smith(folder: str) -> list[dict[str, Any]]:
         "batch × 5 at 4 and 7": ([], from_lr_decay(BATCH, milestones=MILESTONES, gamma=0.2)),
         "constant": ([], BATCH),
     }
+
+    def one(name: str) -> dict[str, Any]:
+        milestones, asked = programs[name]
+        module = Network(milestones)
+        callback = AutoAccumulate(asked, micro_batch_size=BATCH)
+        row = trained(module, callback, EPOCHS, train_dataloaders=DataLoader(train, BATCH, shuffle=True))
+        with torch.no_grad():
+            hits = sum(int((module.net(x).argmax(1) == y).sum()) for x, y in DataLoader(test, 1000))
+        return {"score": 100 * hits / len(test), **row}
+
+    return of_all_seeds(programs, one)
+
+
+def of_all_seeds(programs: Iterable[str], run: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run every program with every seed, and say what came of it."""
     rows = []
-    for seed in SEEDS:
-        for name, (milestones, asked) in programs.items():
-            pl.seed_everything(seed, verbose=False)
-            module = Network(milestones)
-            callback = AutoAccumulate(asked, micro_batch_size=BATCH)
-            row = trained(module, DataLoader(train, BATCH, shuffle=True), callback, EPOCHS)
-            with torch.no_grad():
-                hits = sum(int((module.net(x).argmax(1) == y).sum()) for x, y in DataLoader(test, 1000))
-            rows.append({"program": name, "seed": seed, "score": 100 * hits / len(test), **row})
-            print(rows[-1], flush=True)
+    for seed, name in product(SEEDS, programs):
+        pl.seed_everything(seed, verbose=False)
+        rows.append({"program": name, "seed": seed, **run(name)})
+        print(rows[-1], flush=True)
     return rows
 
 
@@ -97,11 +105,10 @@ class Definition(GPT):
         return [optimizer], [{"scheduler": cosine, "interval": "step"}]
 
 
-def trained(module: Any, data: Any, callback: AutoAccumulate, epochs: int) -> dict[str, Any]:
+def trained(module: Any, callback: AutoAccumulate, epochs: int, **data: Any) -> dict[str, Any]:
     started = time.perf_counter()
     trainer = quiet_trainer(callbacks=[callback], max_epochs=epochs, limit_val_batches=0)
-    key = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
-    trainer.fit(module, **{key: data})
+    trainer.fit(module, **data)
     return {"steps": trainer.global_step, "seconds": round(time.perf_counter() - started, 1)}
 
 
@@ -116,24 +123,20 @@ def of_definitions(_: str) -> list[dict[str, Any]]:
         "seesaw": (False, seesaw(TEXTS, samples=samples)),
         "constant": (False, TEXTS),
     }
-    rows = []
-    for seed in SEEDS:
-        for name, (cosine, asked) in programs.items():
-            pl.seed_everything(seed, verbose=False)
-            module = Definition(**SMALL)
-            module.cosine = cosine
-            callback = AutoAccumulate(asked, micro_batch_size=TEXTS, normalize=TargetTokens())
-            row = trained(module, data, callback, TEXT_EPOCHS)
-            judge = quiet_trainer()
-            (found,) = judge.validate(module, datamodule=data, verbose=False)
-            rows.append({"program": name, "seed": seed, "score": found["val/loss"], **row})
-            print(rows[-1], flush=True)
-    return rows
+
+    def one(name: str) -> dict[str, Any]:
+        module = Definition(**SMALL)
+        module.cosine, asked = programs[name]
+        callback = AutoAccumulate(asked, micro_batch_size=TEXTS, normalize=TargetTokens())
+        row = trained(module, callback, TEXT_EPOCHS, datamodule=data)
+        (found,) = quiet_trainer().validate(module, datamodule=data, verbose=False)
+        return {"score": found["val/loss"], **row}
+
+    return of_all_seeds(programs, one)
 
 
 SMALL: dict[str, Any] = {"width": 64, "depth": 2, "heads": 4}
 PARTS: Mapping[str, Callable[[str], list[dict[str, Any]]]] = {"smith": smith, "seesaw": of_definitions}
-NAMES = {"smith": "test accuracy, %", "seesaw": "validation loss"}
 
 
 def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -180,17 +183,15 @@ def text(record: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, show, write; 1 if a target is missed. A part that is not run is taken from the record."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedules", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{' or '.join(PARTS)} (default: both)")
-    parser.add_argument("--data", default="data", help="folder with Fashion-MNIST (default: data)")
+    parser = options("schedules", __doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{' or '.join(PARTS)}")
+    parser.add_argument("--data", default="data", help="folder with Fashion-MNIST")
     chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     quiet()
     known = read_json("schedules")["parts"] if chosen.parts and (RESULTS / "schedules.json").is_file() else {}
     parts = {part: run(chosen.data) if part in (chosen.parts or PARTS) else known[part] for part, run in PARTS.items()}
     record = {"missed": missed(parts), "parts": parts}
-    print(f"{text(record)}\n{write_json('schedules', record).name}; missed: {', '.join(record['missed']) or 'none'}")
-    return int(bool(record["missed"]))
+    return conclude("schedules", record, text, record["missed"])
 
 
 if __name__ == "__main__":

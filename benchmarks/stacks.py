@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 from torch.utils.data import DataLoader
 
-from benchmarks.cases import Case
-from benchmarks.tasks import TASKS, Batch, collate
+from benchmarks.cases import TASKS, Case, loss_of
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 
@@ -30,79 +29,52 @@ class UnsupportedError(Exception):
     """A stack refuses a case; the message is its own."""
 
 
-class Recording:
-    """Mixed into an optimizer: notes what every step is given."""
+def recorded(optimizer: Optimizer) -> Optimizer:
+    """Let an optimizer note the gradient of every step, or what it changed if it evaluates the closure many times."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    updates = isinstance(optimizer, LBFGS)
+    seen: list[Tensor] = []
+    optimizer.seen = seen  # type: ignore[attr-defined]
+    if updates:
+        optimizer.register_step_pre_hook(lambda *_: seen.append(_flat(parameters)))
 
-    param_groups: list[dict[str, Any]]
+    def note(*_: Any) -> None:
+        seen.append(_flat(parameters) - seen[-1] if updates else _flat(p.grad for p in parameters))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else closure()
-        self.seen.append(_flat(p.grad for p in self._parameters()))
-        super().step()  # type: ignore[misc]
-        return loss
-
-    @property
-    def seen(self) -> list[Tensor]:
-        seen: list[Tensor] = self.__dict__.setdefault("_seen", [])
-        return seen
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+    optimizer.register_step_post_hook(note)
+    return optimizer
 
 
 def last_seen(optimizer: Any) -> Tensor:
-    """What the optimizer was given in its last step."""
     seen: Tensor = optimizer.seen[-1]
     return seen
 
 
-class RecordingUpdates(Recording):
-    """The same for an optimizer that evaluates the closure many times: notes what every step changed."""
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        before = _flat(p.detach() for p in self._parameters())
-        loss = super(Recording, self).step(closure)  # type: ignore[misc]
-        self.seen.append(_flat(p.detach() for p in self._parameters()) - before)
-        return loss
-
-
-class RecordingSGD(Recording, SGD):
-    """SGD that keeps its gradients."""
-
-
-class RecordingSparseAdam(Recording, SparseAdam):
-    """SparseAdam that keeps its gradients."""
-
-
-class RecordingLBFGS(RecordingUpdates, LBFGS):
-    """LBFGS that keeps its updates."""
-
-
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "sgd": partial(RecordingSGD, lr=0.1),
-    "sparse_adam": partial(RecordingSparseAdam, lr=0.1),
-    "lbfgs": partial(RecordingLBFGS, max_iter=4),
+    "sgd": partial(SGD, lr=0.1),
+    "sparse_adam": partial(SparseAdam, lr=0.1),
+    "lbfgs": partial(LBFGS, max_iter=4),
     # At lr=1 the first trial step lies on the edge of the Wolfe condition, and rounding decides what follows.
-    "lbfgs_strong_wolfe": partial(RecordingLBFGS, lr=4, max_iter=4, line_search_fn="strong_wolfe"),
+    "lbfgs_strong_wolfe": partial(LBFGS, lr=4, max_iter=4, line_search_fn="strong_wolfe"),
 }
+
+
+def optimizer_of(case: Case, net: nn.Module) -> Optimizer:
+    return recorded(OPTIMIZERS[case.optimizer](list(net.parameters())))
 
 
 def whole_batch(case: Case, seed: int, dtype: torch.dtype, precision: str = "true") -> Tensor:
     """A plain loop in which each window is one batch."""
     task = TASKS[case.task]
-    net, rows = (
-        task.network(seed, dtype, HELD_IN.get(case.precision, torch.float32)),
-        task.rows(case.samples, seed, dtype),
-    )
-    optimizer = OPTIMIZERS[case.optimizer](list(net.parameters()))
+    net = task.network(seed, dtype, HELD_IN.get(case.precision, torch.float32))
+    rows, optimizer = task.rows(case.samples, seed, dtype), optimizer_of(case, net)
     scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE, enabled=precision == "16-mixed")
     for window in case.windows():
-        batch = collate(rows, window)
 
-        def closure(batch: Batch = batch) -> Tensor:
+        def closure(batch: Any = rows[window]) -> Tensor:
             optimizer.zero_grad()
             with torch.autocast("cpu", HALF[precision]) if precision in HALF else nullcontext():
-                loss = task.loss(net, batch)
+                loss = loss_of(net, batch)
             scaler.scale(loss).backward()
             return loss
 
@@ -125,12 +97,11 @@ class Module(pl.LightningModule):
         self.case = case
         self.net = TASKS[case.task].network(seed, dtype)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        return None if batch_idx in self.case.skip else TASKS[self.case.task].loss(self.net, batch)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return None if batch_idx in self.case.skip else loss_of(self.net, batch)
 
     def configure_optimizers(self) -> Optimizer:
-        optimizer: Optimizer = OPTIMIZERS[self.case.optimizer](list(self.net.parameters()))
-        return optimizer
+        return optimizer_of(self.case, self.net)
 
 
 def stock_lightning(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
@@ -165,13 +136,13 @@ def accelerate(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
     """The loop of Accelerate's guide to gradient accumulation, with ``accumulate()``."""
     task = TASKS[case.task]
     net, rows = task.network(seed, dtype), task.rows(case.samples, seed, dtype)
-    recorder = OPTIMIZERS[case.optimizer](list(net.parameters()))
+    recorder = optimizer_of(case, net)
     with fresh_accelerator(case) as accelerator:
         model, optimizer, loader = accelerator.prepare(net, recorder, DataLoader(rows, batch_size=case.micro))
         for index, batch in enumerate(loader):
             with accelerator.accumulate(model):
                 if index not in case.skip:
-                    _accelerate_step(accelerator, model, optimizer, partial(task.loss, model, batch), case)
+                    _accelerate_step(accelerator, model, optimizer, partial(loss_of, model, batch), case)
     return last_seen(recorder)
 
 
@@ -205,7 +176,10 @@ def fresh_accelerator(case: Case) -> Iterator[Any]:
         raise UnsupportedError(f"{missing}: pip install 'lightning_ga[bench]'") from missing
     mixed = {"true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "no"}[case.precision]
     try:
-        accelerator = _built(Accelerator, gradient_accumulation_steps=case.factor, mixed_precision=mixed, cpu=True)
+        try:
+            accelerator = Accelerator(gradient_accumulation_steps=case.factor, mixed_precision=mixed, cpu=True)
+        except (ValueError, NotImplementedError) as refusal:
+            raise UnsupportedError(f"{type(refusal).__name__}: {refusal}") from refusal
         if mixed != "no" and not accelerator.native_amp:
             raise UnsupportedError(
                 f"Accelerator(mixed_precision={mixed!r}, cpu=True) says nothing and computes in fp32"
@@ -214,13 +188,6 @@ def fresh_accelerator(case: Case) -> Iterator[Any]:
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-
-
-def _built(kind: Any, **settings: Any) -> Any:
-    try:
-        return kind(**settings)
-    except (ValueError, NotImplementedError) as refusal:
-        raise UnsupportedError(f"{type(refusal).__name__}: {refusal}") from refusal
 
 
 def _flat(tensors: Any) -> Tensor:

@@ -7,7 +7,6 @@ both programs need them; stock Lightning, stock Lightning again (the control) an
 Exits with 1 if a median is more than one second above stock Lightning's.
 """
 
-import argparse
 import gc
 import multiprocessing
 import os
@@ -17,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ from typing import Any
 import lightning.pytorch  # noqa: F401  (forks have it)
 from rich.table import Table
 
-from benchmarks.output import as_text, empty_table, write_json
+from benchmarks.output import as_text, conclude, empty_table, options
+from benchmarks.processes import forked
 
 README = Path(__file__).parents[1] / "README.md"
 STOCK, AGAIN, OURS = "stock", "again", "ours"
@@ -58,46 +57,33 @@ def script(name: str, *, workers: int, cache: str) -> str:
     return found
 
 
-def seconds(source: str, folder: str) -> float:
+def seconds(source: str, folder: Path) -> float:
     """Return the processor seconds of a script in a fork of this process; its cache of limits lies in the folder."""
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        _run(source, folder)
-    _, status, used = os.wait4(child, 0)
-    if status:
-        raise RuntimeError(f"A fit ended with {status=}: {Path(folder, 'output.txt').read_text()[-3000:]}")
-    return used.ru_utime + used.ru_stime
 
-
-def _run(source: str, folder: str) -> None:
-    code = 1
-    try:
-        os.environ |= {"XDG_CACHE_HOME": folder, "OMP_NUM_THREADS": "1"}
-        sys.dont_write_bytecode, sys.pycache_prefix = False, folder  # an installed package is compiled once
-        output = os.open(Path(folder, "output.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for stream in (1, 2):
-            os.dup2(output, stream)
+    def run() -> None:
+        os.environ |= {"XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)  # an installed package is compiled once
         exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
         gc.collect()  # loaders end their workers
-        code = len(multiprocessing.active_children())
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        assert not multiprocessing.active_children()
+
+    output = folder / "output.txt"
+    code, used = forked(run, output)
+    if code or used is None:
+        raise RuntimeError(f"A fit ended with {code}: {output.read_text()[-3000:]}")
+    return used.ru_utime + used.ru_stime
 
 
 def measure(workers: int, cache: str, *, rounds: int, rng: random.Random) -> dict[str, Any]:
     """Return one row: medians and quartiles of what a fit takes more than stock Lightning's of the same round."""
     order, found = list(PROGRAMS), []
+    scripts = {name: script(name, workers=workers, cache=cache) for name in order}
     with tempfile.TemporaryDirectory() as folder:
         for name in order:  # once uncounted: writes byte code, and the limit that is remembered
-            seconds(script(name, workers=workers, cache=cache), folder)
+            seconds(scripts[name], Path(folder))
         for _ in range(rounds):
             rng.shuffle(order)
-            found.append({name: seconds(script(name, workers=workers, cache=cache), folder) for name in order})
+            found.append({name: seconds(scripts[name], Path(folder)) for name in order})
     return {"workers": workers, "cache": cache, **summarize(found)}
 
 
@@ -136,9 +122,9 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each row (default: 5)")
-    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2], help="data workers (default: 0 2)")
+    parser = options("startup", __doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each row")
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2], help="data workers")
     settings = parser.parse_args(arguments)
     start, rng = time.perf_counter(), random.Random(0)
     rows = [
@@ -150,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "load_average": os.getloadavg()[1],
         "seconds": round(time.perf_counter() - start, 1),
     }
-    print(f"{text(record)}\n{write_json('startup', record).name}, {record['seconds']} s")
-    return int(not all(row["met"] for row in rows))
+    missed = (f"{row['workers']} workers, cache {row['cache']}" for row in rows if not row["met"])
+    return conclude("startup", record, text, missed)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ whose samples are merely summed in another order parts ways as well; in fp64 not
 BatchNorm. Exits with 1 if weights or accuracy of ours differ from the whole batch's.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +21,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
-from benchmarks.measure import quiet
-from benchmarks.output import MET, as_text, empty_table, error, write_json
-from benchmarks.trainers import quiet_trainer
+from benchmarks.output import MET, as_text, conclude, empty_table, error, options
+from benchmarks.trainers import quiet, quiet_trainer
 from lightning_ga import AutoAccumulate
 
 EFFECTIVE = 64
@@ -100,18 +98,17 @@ def convolutions(norm: Callable[[int], nn.Module], activation: Callable[[], nn.M
 
 
 class Digits(pl.LightningModule):
-    """Two convolutions with normalization; no dropout."""
+    """A network on the digits; no dropout."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        norm = nn.BatchNorm2d if program.network == "batch norm" else partial(nn.GroupNorm, 4)
-        self.net = convolutions(norm, nn.ReLU if program.network == "relu" else nn.GELU).to(program.dtype)
+        self.net = net
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels = batch
         return nn.functional.cross_entropy(self.net(images), labels)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -129,19 +126,23 @@ def train(program: Program, seed: int, epochs: int) -> Trained:
     """Train from the seed's weights on the seed's order of samples."""
     dataset, images, labels = digits(program.dtype)
     pl.seed_everything(seed, verbose=False)
-    module = Digits(program)
-    order = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)  # one that stock and ours share
-    collate = _in_reverse if program.reverse else default_collate
-    loader = DataLoader(dataset, batch_size=program.micro, sampler=order, collate_fn=collate)
+    norm = nn.BatchNorm2d if program.network == "batch norm" else partial(nn.GroupNorm, 4)
+    module = Digits(convolutions(norm, nn.ReLU if program.network == "relu" else nn.GELU).to(program.dtype))
     settings: dict[str, Any] = {"accumulate_grad_batches": program.factor}
     if not program.stock:
         settings = {"callbacks": [AutoAccumulate(EFFECTIVE, micro_batch_size=program.micro, batch_norm="ignore")]}
     trainer = quiet_trainer(max_epochs=epochs, **settings)
-    trainer.fit(module, loader)
+    trainer.fit(module, in_order(dataset, program.micro, seed, _in_reverse if program.reverse else default_collate))
     weights = torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
     with torch.no_grad():
         accuracy = (module.eval().net(images).argmax(1) == labels).double().mean()
     return Trained(weights, float(accuracy), trainer.global_step)
+
+
+def in_order(dataset: TensorDataset, micro: int, seed: int, collate: Any = default_collate) -> DataLoader[Any]:
+    """Load in the seed's order, by a sampler that stock Lightning and ours share."""
+    order = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
+    return DataLoader(dataset, batch_size=micro, sampler=order, collate_fn=collate)
 
 
 def _in_reverse(samples: list[Any]) -> Any:
@@ -169,35 +170,29 @@ def table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
     for rows in groups:
         for one in rows:
             accuracies = "  ".join(f"{100 * accuracy:.2f}" for accuracy in one["accuracy"])
-            shown.add_row(one["program"]["name"], _distance(one), accuracies, MET[one["met"]])
+            distance = error(max(one["weights"])) if any(one["weights"]) else "–"
+            shown.add_row(one["program"]["name"], distance, accuracies, MET[one["met"]])
         shown.add_section()
     return shown
 
 
-def _distance(one: dict[str, Any]) -> str:
-    return error(max(one["weights"])) if any(one["weights"]) else "–"
-
-
 def text(record: Mapping[str, Any]) -> str:
     steps = record["groups"][0][0]["steps"]
-    trained = (
-        f"scikit-learn digits, {record['trained_on']:,} to train on, {record['epochs']} epochs, {steps} optimizer steps"
-    )
     legend = (
-        f"{trained} of SGD\nwith momentum. weights: relative distance of the final weights to those of the\n"
+        f"scikit-learn digits, {record['trained_on']:,} to train on, {record['epochs']} epochs, {steps} optimizer steps"
+        " of SGD\nwith momentum. weights: relative distance of the final weights to those of the\n"
         "whole batch that heads the group, the largest over the seeds."
     )
     return as_text(table(record["groups"]), legend)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
-    parser.add_argument("--epochs", type=int, default=5, help="epochs of each training (default: 5)")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of each program (default: 3)")
+    parser = options("training", __doc__)
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of each training")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each program")
     settings = parser.parse_args(arguments)
     quiet()
-    start = time.perf_counter()
-    seeds, groups = range(settings.seeds), []
+    start, seeds, groups = time.perf_counter(), range(settings.seeds), []
     for programs in GROUPS:
         trained = [[train(program, seed, settings.epochs) for seed in seeds] for program in programs]
         groups.append([row(program, trained[0], one) for program, one in zip(programs, trained)])
@@ -209,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seconds": round(time.perf_counter() - start, 1),
         "groups": groups,
     }
-    print(f"{text(record)}\n{write_json('training', record).name}, {record['seconds']} s")
-    return int(any(one["met"] is False for rows in groups for one in rows))
+    unequal = (one["program"]["name"] for rows in groups for one in rows if one["met"] is False)
+    return conclude("training", record, text, unequal)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+
+Clocks = Mapping[str, Sequence[float]]  # seconds of windows, by "wall" and "cpu"
 
 
 class Turns:
@@ -119,6 +121,30 @@ def _play(turns: Turns, fit: Callable[[Stopwatch], None], watch: Stopwatch) -> N
         turns.pass_on(leave=True)
     except BaseException as failure:
         turns.fail(failure)
+
+
+def bouts(
+    programs: Mapping[str, tuple[Callable[[Stopwatch], None], int]], number: int, warm_up: int, seed: int = 0
+) -> Iterator[dict[str, Clocks]]:
+    """Seconds of the windows that count, by program and clock, in bouts of fresh fits, each in an order of its own.
+
+    Every program is given with the micro-batches of its window; chance decides the order alike on all ranks.
+    """
+    rng, order = random.Random(seed), list(programs)
+    for _ in range(number):
+        rng.shuffle(order)
+        watches = dict(zip(order, take_turns(*zip(*(programs[name] for name in order)))))
+        yield {n: {"wall": watches[n].wall[warm_up:], "cpu": watches[n].cpu[warm_up:]} for n in sorted(programs)}
+
+
+def ratios(bouts: Sequence[Mapping[str, Clocks]], name: str, clock: str, beside: str) -> list[list[float]]:
+    """Ratio of each window of a program to the other's of the same round; a list for each bout.
+
+    Examples:
+        >>> ratios([{"stock": {"wall": [1.0, 2.0]}, "ours": {"wall": [1.5, 2.0]}}], "ours", "wall", "stock")
+        [[1.5, 1.0]]
+    """
+    return [[a / b for a, b in zip(one[name][clock], one[beside][clock])] for one in bouts]
 
 
 def pooled_median(bouts: Sequence[Sequence[float]]) -> float:

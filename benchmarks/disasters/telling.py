@@ -1,15 +1,10 @@
 """Tell stories: every life is a fork of this process, which trains nothing itself; then judge how they ended."""
 
 import json
-import os
-import signal
-import sys
-import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +12,7 @@ import torch
 
 from benchmarks.disasters.stories import SAMPLES, Story
 from benchmarks.disasters.victims import live
+from benchmarks.processes import forked
 
 HANGS_AFTER = 180.0  # seconds of a life
 WORST = 1e-5  # relative difference of final weights
@@ -37,45 +33,15 @@ def tell(story: Story, folder: Path, undisturbed: Path | None = None) -> Told:
     """Let it happen, and compare with the run that nothing happened to."""
     folder.mkdir(parents=True)
     for number in range(len(story.lives)):
-        ended = in_a_process(lambda number=number: live(story, number, folder), folder / f"life{number}.txt")
+        output = folder / f"life{number}.txt"
+        ended, _ = forked(partial(live, story, number, folder), output, hangs_after=HANGS_AFTER)
         if ended == 0:
             break
         if not any(line["kind"] == "kill" for line in diary(folder, story.ranks, number)):
-            said = (folder / f"life{number}.txt").read_text().strip().splitlines()
+            said = output.read_text().strip().splitlines()
             how = "hung" if ended is None else f"ended with {ended}: {said[-1] if said else ''}"
             return told(story, folder, float("nan"), [f"life {number} {how}"])
     return judged(story, folder, undisturbed or folder)
-
-
-def in_a_process(function: Callable[[], None], output: Path) -> int | None:
-    """Exit code of a forked process, which leads a group of its own; ``None`` if it hung."""
-    child = os.fork()
-    if not child:
-        _be_child(function, output)
-    ended, start = None, time.monotonic()
-    while ended is None and time.monotonic() - start < HANGS_AFTER:
-        done, status = os.waitpid(child, os.WNOHANG)
-        ended = os.waitstatus_to_exitcode(status) if done else None
-        time.sleep(0.01)
-    with suppress(ProcessLookupError):  # ranks that the killed one has left behind
-        os.killpg(child, signal.SIGKILL)
-    if ended is None:
-        os.waitpid(child, 0)
-    return ended
-
-
-def _be_child(function: Callable[[], None], output: Path) -> None:
-    os.setsid()
-    with output.open("w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    try:
-        function()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
 
 
 def diary(folder: Path, ranks: int, life: int | None = None) -> list[dict[str, Any]]:

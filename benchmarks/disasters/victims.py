@@ -17,22 +17,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.disasters.stories import (
-    BETWEEN,
-    EPOCHS,
-    FIRST,
-    FORWARD,
-    LATER,
-    LOSS,
-    SAMPLES,
-    TRANSFER,
-    UPDATE,
-    VALIDATION,
-    WRITE,
-    WRITTEN,
-    Life,
-    Story,
-)
+from benchmarks.disasters import stories
+from benchmarks.disasters.stories import FIRST, FORWARD, LATER, Life, Story
+from benchmarks.trainers import quiet_trainer
 from lightning_ga import AtomicCheckpointIO, AutoAccumulate
 from lightning_ga.testing import OperationCounter
 
@@ -69,8 +56,10 @@ class Fate(OperationCounter):
         self.kills = self.end is not None and self.end.place == place and self.end.visit <= visit
         if self.kills and self.end is not None:
             self.fails_at = 1 + int(self.end.operation * length)
-        elif due and samples > 1:
-            self.fails_at = 1 if place == UPDATE else 1 + int(due[0].operation * length)  # nothing is applied yet
+        elif due and samples > 1:  # of an update, nothing is applied yet
+            self.fails_at = (
+                1 if place == stories.UPDATE else 1 + int(due[0].operation * length)
+            )  # nothing is applied yet
 
     def leave(self) -> None:
         if self.place is not None and not self.fails_at:
@@ -111,7 +100,7 @@ class Fate(OperationCounter):
             if isinstance(file, Path):  # what is kept of the end is no checkpoint
                 save(checkpoint, file)
                 return
-            self.come_to(WRITE, 1)
+            self.come_to(stories.WRITE, 1)
             if self.fails_at:
                 whole = io.BytesIO()
                 save(checkpoint, whole)
@@ -156,7 +145,7 @@ class Victim(pl.LightningModule):
         self.steps = 0
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        self.fate.pass_by(TRANSFER, len(batch[0]))
+        self.fate.pass_by(stories.TRANSFER, len(batch[0]))
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -167,7 +156,7 @@ class Victim(pl.LightningModule):
         self.passed = []
         with self.fate.within(FORWARD, len(inputs)):
             logits = self.net(inputs)
-        with self.fate.within(LOSS, len(inputs)):
+        with self.fate.within(stories.LOSS, len(inputs)):
             loss = nn.functional.cross_entropy(logits, targets)
         self.fate.come_to(LATER if self.used else FIRST, len(inputs))
         return loss
@@ -191,17 +180,17 @@ class Victim(pl.LightningModule):
         step, epoch = self.global_step + 1, self.current_epoch
         self.fate.note("step", step=step, epoch=epoch, rate=rate, gradient=norm, used=self.used)
         self.used = []
-        self.fate.come_to(UPDATE, 2)
+        self.fate.come_to(stories.UPDATE, 2)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.fate.leave()
         if self.used:
-            self.fate.pass_by(BETWEEN, 1)
+            self.fate.pass_by(stories.BETWEEN, 1)
         elif self.global_step % self.fate.life.save_every == 0:
-            self.fate.pass_by(WRITTEN, 1)
+            self.fate.pass_by(stories.WRITTEN, 1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        with self.fate.within(VALIDATION, len(batch[0])):
+        with self.fate.within(stories.VALIDATION, len(batch[0])):
             loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("val_loss", loss, sync_dist=True)
 
@@ -277,23 +266,20 @@ def live(story: Story, number: int, folder: Path) -> None:
         cache=False,
     )
     saver = ModelCheckpoint(folder, "last", every_n_train_steps=life.save_every, enable_version_counter=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=story.ranks,
         strategy=strategy,
         callbacks=[callback, Watch(fate), End(folder), saver],
         plugins=[AtomicCheckpointIO()],
         accumulate_grad_batches=2,
-        max_epochs=EPOCHS,
+        max_epochs=stories.EPOCHS,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         default_root_dir=folder,
     )
     trainer.fit(
         module,
-        DataLoader(Samples(story.model, SAMPLES, 1), 32 // story.ranks, shuffle=True),
+        DataLoader(Samples(story.model, stories.SAMPLES, 1), 32 // story.ranks, shuffle=True),
         DataLoader(Samples(story.model, 48, 2), 24 // story.ranks),
         ckpt_path="last",
     )

@@ -1,22 +1,24 @@
 """One cell: a model in a budget, its true limit, and what every program finds in how many steps."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.probing.devices import CUDA, EMULATED, FAKE, GIB, TRAINER, memory, place
+from benchmarks.probing.devices import CUDA, EMULATED, FAKE, GIB, TRAINER, finish, memory, place
 from benchmarks.probing.in_trainer import probed, trains
 from benchmarks.probing.models import MODELS
 from benchmarks.probing.programs import OURS, PROGRAMS, Choice, missing, start_size
-from benchmarks.probing.throughput import finish
 from benchmarks.probing.training import Oracle, Training
-from lightning_ga import UserError, is_out_of_memory
+from lightning_ga import UserError
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.oom import release
+from lightning_ga.memory.live_tensors import LiveTensorMeter
+from lightning_ga.memory.oom import attempt
+from lightning_ga.testing import limit_memory, out_of_memory_at
 
 HIGH = 2**24  # samples: far above every limit, the same for ours and for Lightning's max_val
 IN_TRAINER = "GPT, SDPA"  # the model whose limit is also searched for in a Trainer
@@ -42,18 +44,6 @@ class Cell:
         return self.gib <= most
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a program did."""
-
-    found: int
-    method: str
-    trials: int
-    steps: int
-    ooms: int
-    seconds: float | None
-
-
 def measure(cell: Cell) -> dict[str, Any]:
     """Ours, the true limit, and the peers; each on a device and a training of its own."""
     if cell.kind == TRAINER:
@@ -62,15 +52,14 @@ def measure(cell: Cell) -> dict[str, Any]:
     if cell.kind != FAKE:
         warm_up(cell)
     try:
-        record["programs"][OURS] = asdict(run(cell, OURS, Choice(cell.budget, place(cell.kind), HIGH, HIGH)))
+        record["programs"][OURS] = run(cell, OURS, Choice(cell.budget, place(cell.kind), HIGH, HIGH))
     except (UserError, torch.OutOfMemoryError) as refusal:  # the second where the model alone does not fit
         return {**record, "refusal": str(refusal)}
     limit = record["limit"] = true_limit(cell, record["programs"][OURS]["found"])
     choice = Choice(cell.budget, place(cell.kind), HIGH, start_size(limit))
     for name in PROGRAMS:
         if name != OURS and missing(name) is None:
-            outcome = run(cell, name, choice) if cell.runs_peers else count(name, limit, choice)
-            record["programs"][name] = asdict(outcome)
+            record["programs"][name] = run(cell, name, choice) if cell.runs_peers else count(name, limit, choice)
     return record
 
 
@@ -79,12 +68,13 @@ def measure_in_trainer(cell: Cell) -> dict[str, Any]:
     model = MODELS[cell.model]
     found = probed(model, cell.budget)
     ooms = sum(not trial.fits for trial in found.trials)
-    outcome = Outcome(found.limit, found.method, len(found.trials), found.steps, ooms, found.seconds)
+    outcome = {"found": found.limit, "method": found.method, "trials": len(found.trials), "steps": found.steps}
+    outcome |= {"ooms": ooms, "seconds": found.seconds}
     limit = exhaustive(partial(trains, model, cell.budget), found.limit)
-    return {**asdict(cell), "limit": limit, "programs": {OURS: asdict(outcome)}}
+    return {**asdict(cell), "limit": limit, "programs": {OURS: outcome}}
 
 
-def run(cell: Cell, program: str, choice: Choice) -> Outcome:
+def run(cell: Cell, program: str, choice: Choice) -> dict[str, Any]:
     """Let a program search on a fresh device."""
     with memory(cell.kind, cell.budget):
         training = Training(MODELS[cell.model], choice.device)
@@ -93,18 +83,19 @@ def run(cell: Cell, program: str, choice: Choice) -> Outcome:
     return outcome
 
 
-def count(program: str, limit: int, choice: Choice) -> Outcome:
+def count(program: str, limit: int, choice: Choice) -> dict[str, Any]:
     """Count the steps of a program on a device whose limit is known; nothing is computed."""
     return _outcome(program, Oracle(limit), choice, timed=False)
 
 
-def _outcome(program: str, training: Training, choice: Choice, *, timed: bool) -> Outcome:
+def _outcome(program: str, training: Training, choice: Choice, *, timed: bool) -> dict[str, Any]:
     start = time.perf_counter()
     found, method = PROGRAMS[program](training, choice)
     finish()
     seconds = time.perf_counter() - start if timed else None
     counter = training.counter
-    return Outcome(found, method, counter.trials, counter.steps, counter.ooms, seconds)
+    counts = {"trials": counter.trials, "steps": counter.steps, "ooms": counter.ooms}
+    return {"found": found, "method": method, **counts, "seconds": seconds}
 
 
 def warm_up(cell: Cell) -> None:
@@ -127,21 +118,11 @@ def passes(training: Training, size: int) -> bool:
     """Whether a step runs; afterwards its memory is free and every parameter has a gradient, as before."""
     device = training.samples[0].device
     meter = AllocatorMeter(device) if device.type == "cuda" else None
-    failure, undisturbed = None, True
-    try:
-        if meter is not None:
-            meter.start()
-        training.step(size)
-        if meter is not None:
-            _, undisturbed = meter.finish()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = error
-    if failure is None and undisturbed:
+    if meter is not None:
+        meter.start()
+    failed = attempt(lambda: training.step(size)).failure is not None
+    if not failed and (meter is None or meter.finish()[1]):
         return True
-    if failure is not None:
-        release(failure)
     training.step(SMALL)
     return False
 
@@ -169,11 +150,8 @@ def exhaustive(passes: Callable[[int], bool], guess: int) -> int:
     return low
 
 
-def cells(models: list[str], budgets: list[float], kind: str) -> Iterator[Cell]:
-    """Every model in every budget."""
-    for model in models:
-        for gib in budgets:
-            yield Cell(model, gib, kind)
+def cells(models: Iterable[str], budgets: Iterable[float], kind: str) -> list[Cell]:
+    return [Cell(model, gib, kind) for model in models for gib in budgets]
 
 
 def full(*, cuda: bool) -> list[Cell]:
@@ -196,3 +174,26 @@ def quick(*, cuda: bool) -> list[Cell]:
         gib = MODELS[cell.model].quick_gib if cell.kind in (EMULATED, TRAINER) else cell.gib
         least.setdefault((cell.model, cell.kind), replace(cell, gib=gib))
     return list(least.values())
+
+
+def emulation_cost(rounds: int = 50) -> dict[str, Any]:
+    """What a small step takes longer than without a limit, for each operation in it: the fastest of some rounds."""
+    training, meter = Training(MODELS[IN_TRAINER]), LiveTensorMeter()
+    training.step(SMALL)
+    with out_of_memory_at(0) as counter:
+        training.step(SMALL)
+    plain, limited, recorded = [], [], []
+    for _ in range(rounds):
+        plain.append(_seconds(training, nullcontext()))
+        limited.append(_seconds(training, limit_memory("1 TiB", resident=training.resident())))
+        meter.start(record=True)
+        recorded.append(_seconds(training, meter))
+    limit_us, trace_us = (1e6 * (min(each) - min(plain)) / counter.operations for each in (limited, recorded))
+    return {"model": IN_TRAINER, "operations": counter.operations, "limit_us": limit_us, "trace_us": trace_us}
+
+
+def _seconds(training: Training, context: Any) -> float:
+    with context:
+        start = time.perf_counter()
+        training.step(SMALL)
+        return time.perf_counter() - start

@@ -32,12 +32,9 @@ def memory(kind: str, budget: int) -> Iterator[None]:
     """A device with ``budget`` bytes of memory, nothing of it taken."""
     gc.collect()
     with ExitStack() as stack:
-        if kind == CUDA:
-            stack.enter_context(capped_cuda(budget))
-        else:
-            if kind == FAKE:
-                stack.enter_context(without_values())
-            stack.enter_context(limit_memory(budget))
+        if kind == FAKE:
+            stack.enter_context(without_values())
+        stack.enter_context(capped_cuda(budget) if kind == CUDA else limit_memory(budget))
         yield
 
 
@@ -65,6 +62,12 @@ def capped_cuda(budget: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def finish() -> None:
+    """Wait for what the device still has to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def place(kind: str) -> str:

@@ -1,14 +1,14 @@
 """The same question asked of the whole: ``AutoAccumulate`` in a Trainer, its probe and the training after it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from torch.utils.data import DataLoader, default_collate
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.probing.devices import EMULATED, memory
-from benchmarks.probing.models import Model, Samples
-from benchmarks.probing.throughput import Module, Pool
+from benchmarks.probing.models import POOL, Model, Samples, loss_of
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate, ProbeResult
 from lightning_ga.memory.live_tensors import uncounted
@@ -16,6 +16,35 @@ from lightning_ga.memory.oom import attempt
 
 EFFECTIVE = 2**13  # samples of a window that is probed: far above the limits
 FACTOR, WINDOWS = 2, 2  # of the training that tries a limit
+
+
+class Pool(Dataset[Samples]):
+    """A dataset of any length from a few samples."""
+
+    def __init__(self, model: Model, count: int, device: str = "cpu") -> None:
+        with torch.device(device):
+            self.samples = model.samples()
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Samples:
+        return tuple(tensor[index % POOL] for tensor in self.samples)
+
+
+class Module(pl.LightningModule):
+    """A bare classifier."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.net = model.build()
+
+    def training_step(self, batch: Samples, batch_idx: int) -> Tensor:
+        return loss_of(self.net, *batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), foreach=True)
 
 
 class ProbeOnly(Module):
@@ -45,15 +74,11 @@ def trains(model: Model, budget: int, micro_batch: int) -> bool:
     settings: dict[str, Any] = {"verify": False, "batch_norm": "ignore", "on_oom": "raise"}
     with memory(EMULATED, budget):
         callback = AutoAccumulate(FACTOR * micro_batch, micro_batch_size=micro_batch, **settings)
-        return _passes(lambda: _fit(Module(model), model, callback))
+        return attempt(lambda: _fit(Module(model), model, callback)).failure is None
 
 
 def _fit(module: Module, model: Model, callback: pl.Callback) -> None:
     with uncounted():
-        data = Pool(model, WINDOWS * EFFECTIVE, "cpu")
+        data = Pool(model, WINDOWS * EFFECTIVE)
     trainer = quiet_trainer(max_epochs=1, max_steps=WINDOWS, callbacks=[callback])
     trainer.fit(module, DataLoader(data, batch_size=FACTOR, collate_fn=on_host))
-
-
-def _passes(run: Callable[[], object]) -> bool:
-    return attempt(run).failure is None

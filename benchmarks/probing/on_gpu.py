@@ -1,4 +1,4 @@
-"""Fits on a CUDA device at the limit that their probe finds, and whether the allocator had trouble in them."""
+"""On a CUDA device: fits at the limit that their probe finds, meters, and predictions, beside the allocator's word."""
 
 import random
 import time
@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.probing.devices import GIB, capped_cuda
+from benchmarks.probing.cells import HIGH, SMALL, Cell
+from benchmarks.probing.devices import GIB, capped_cuda, finish, memory, place
+from benchmarks.probing.in_trainer import FACTOR, Module, Pool
 from benchmarks.probing.models import LENGTH, MODELS, POOL, WORDS, Samples
-from benchmarks.probing.throughput import Module, Pool
 from benchmarks.probing.training import Training
 from benchmarks.trainers import quiet_trainer
-from lightning_ga import AutoAccumulate
+from lightning_ga import AutoAccumulate, find_micro_batch
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.segments import ROUNDING, replay_segments
 
-FACTOR = 2  # micro-batches of a window
 ENDLESS = 10**9  # samples: the watch ends training
 SHORTEST = LENGTH // 4  # of sentences of varied length
+ROOM = 2  # times the budget: the step that is measured may take more than was predicted
 
 
 class Watch(pl.Callback):
@@ -66,40 +67,29 @@ def padded(sentences: list[Tensor]) -> Samples:
     return words[:, :-1], words[:, 1:]
 
 
-class Short(Module):
-    """The GPT on sentences that are shorter than its longest."""
-
-    def __init__(self) -> None:
-        super().__init__(MODELS["GPT, SDPA"])
-        self.net.forward = self.read  # type: ignore[method-assign]
-
-    def read(self, words: Tensor) -> Tensor:
-        net: Any = self.net
-        logits: Tensor = net.head(net.blocks(net.words(words) + net.positions[: words.shape[1]]))
-        return logits
-
-
-def fit_at_limit(model: str, gib: float, watch: Watch, *, precision: Any = "32-true", varied: bool = False) -> Any:
-    """Probe and train in a budget, and tell what was found and what went wrong."""
-    budget = int(gib * GIB)
-    with capped_cuda(budget):
+def fit_at_limit(
+    model: str, gib: float, watch: Watch, *, precision: Any = "32-true", varied: bool = False, tries: bool = False
+) -> dict[str, Any]:
+    """Probe and train in a budget, if ``tries`` while cuDNN tries its algorithms; tell what was found, what failed."""
+    budget, cudnn = int(gib * GIB), torch.backends.cudnn
+    with capped_cuda(budget), cudnn.flags(enabled=cudnn.enabled, benchmark=tries):
         callback = AutoAccumulate(
             accumulate=FACTOR, memory_budget=budget, verify=False, batch_norm="ignore", cache=False
         )
         trainer = quiet_trainer(max_epochs=1, accelerator="gpu", precision=precision, callbacks=[callback, watch])
-        data: Any = Sentences() if varied else Pool(MODELS[model], ENDLESS, "cpu")
-        module = Short() if varied else Module(MODELS[model])
-        trainer.fit(module, DataLoader(data, batch_size=POOL, collate_fn=padded if varied else None))
-        assert callback.probe is not None
-        assert callback.plan is not None
-        found, micro_batch = callback.probe, callback.plan.micro_batch_size
+        data: Any = Sentences() if varied else Pool(MODELS[model], ENDLESS)
+        loader = DataLoader(data, batch_size=POOL, collate_fn=padded if varied else None)
+        trainer.fit(Module(MODELS[model]), loader)
+        found, plan = callback.probe, callback.plan
+        assert found is not None
+        assert plan is not None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         return {
             "model": model,
             "gib": gib,
             "precision": precision,
             "limit": found.limit,
-            "micro_batch": micro_batch,
+            "micro_batch": plan.micro_batch_size,
             "method": found.method,
             "steps": found.steps,
             "failed": sum(not trial.fits for trial in found.trials),
@@ -116,8 +106,8 @@ def fit_at_limit(model: str, gib: float, watch: Watch, *, precision: Any = "32-t
 def meters(model: str, samples: int) -> dict[str, Any]:
     """One recorded step: what the meter, its trace and the replay of it say, beside PyTorch's own statistics."""
     training = Training(MODELS[model], "cuda")
-    training.step(2)
-    training.step(2)
+    for _ in range(2):
+        training.step(SMALL)
     meter = AllocatorMeter(training.samples[0].device)
     meter.start(record=True)
     training.step(samples)
@@ -134,3 +124,25 @@ def meters(model: str, samples: int) -> dict[str, Any]:
         "traced": None if trace is None else trace.peak(ROUNDING),
         "replayed": None if replayed is None else tuple(replayed),
     }
+
+
+def prediction(cell: Cell) -> dict[str, Any]:
+    """Predict the limit and its peak without a step near it, then measure a step of that size."""
+    device = place(cell.kind)
+    with memory(cell.kind, cell.budget):
+        training = Training(MODELS[cell.model], device)
+        found = find_micro_batch(
+            training.step, high=HIGH, budget=cell.budget, device=device, resident=training.resident, predict_only=True
+        )
+        del training
+    with memory(cell.kind, ROOM * cell.budget):
+        training = Training(MODELS[cell.model], device)
+        training.step(SMALL)
+        finish()
+        torch.cuda.reset_peak_memory_stats()
+        training.step(found.limit)
+        finish()
+        measured = torch.cuda.max_memory_allocated()
+        del training
+    error = (found.peak_bytes - measured) / measured
+    return {"samples": found.limit, "predicted": found.peak_bytes, "measured": measured, "error": error}

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from random import Random
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.probing.models import POOL
+from benchmarks.probing.models import POOL, Model
 
 Batch = tuple[Tensor, ...]
 
@@ -348,13 +347,14 @@ FAMILIES: tuple[Callable[[Random], Drawn], ...] = (
 )
 
 
-def draw_model(draw: Random) -> Drawn:
-    """Draw one of any family."""
-    return draw.choice(FAMILIES)(draw)
+def draw_model(draw: Random) -> tuple[str, Model]:
+    """Draw a model of any family, and say which it is."""
+    drawn = draw.choice(FAMILIES)(draw)
+    return drawn.name, Model(drawn.build, drawn.samples)
 
 
-def size_of(model: Drawn) -> int:
-    """Bytes of the parameters."""
+def size_of(model: Model) -> int:
+    """Return the bytes of a model's parameters, without making them."""
     with torch.device("meta"):
-        net: Any = model.build()
+        net = model.build()
     return sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())

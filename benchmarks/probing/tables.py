@@ -1,29 +1,18 @@
 """Targets, and the tables in which cells are shown."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.output import empty_table
+from benchmarks.output import Target, at_least, at_most, empty_table
 from benchmarks.probing.devices import TRAINER
 from benchmarks.probing.programs import BINSEARCH, OURS, PROGRAMS
 
-MOST_STEPS, FEWER = 5, 5.0
+MOST_STEPS, FEWER = 5, 5
 NAMES = {OURS: "ours", "power": "Lightning power", BINSEARCH: "Lightning binsearch"}
 Cells = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What must hold of ours."""
-
-    what: str
-    value: float
-    met: bool
-    asked: str
 
 
 def targets(cells: Cells, *, found: float = 1.0, most_steps: int = MOST_STEPS, errors: int = 0) -> list[Target]:
@@ -33,16 +22,13 @@ def targets(cells: Cells, *, found: float = 1.0, most_steps: int = MOST_STEPS, e
     mine = [(cell, cell["programs"][OURS]) for cell in fitting]
     shares = [one["found"] / cell["limit"] for cell, one in mine]
     worst = max(shares, key=lambda share: abs(share - 1))
-    steps = max(one["steps"] for _, one in mine)
-    ooms = max(one["ooms"] for _, one in mine)
-    fewer, faster = (times(fitting, BINSEARCH, quantity) for quantity in ("steps", "seconds"))
     exact = worst == 1 if found == 1 else min(shares) >= found
     return [
         Target("found ÷ limit, furthest from 1", worst if found == 1 else min(shares), exact, f"{found:.2f}"),
-        Target("training steps, most", steps, steps <= most_steps, f"at most {most_steps}"),
-        Target("out-of-memory errors of ours, most", ooms, ooms <= errors, f"at most {errors}" if errors else "none"),
-        Target("times fewer steps than binsearch, median", fewer, fewer >= FEWER, f"at least {FEWER:.0f}"),
-        Target("times less time than binsearch, median", faster, faster >= FEWER, f"at least {FEWER:.0f}"),
+        at_most("training steps, most", max(one["steps"] for _, one in mine), most_steps),
+        at_most("out-of-memory errors of ours, most", max(one["ooms"] for _, one in mine), errors),
+        at_least("times fewer steps than binsearch, median", times(fitting, BINSEARCH, "steps"), FEWER),
+        at_least("times less time than binsearch, median", times(fitting, BINSEARCH, "seconds"), FEWER),
     ]
 
 
@@ -53,21 +39,15 @@ def times(cells: Cells, program: str, quantity: str) -> float:
     return statistics.median(ratios) if ratios else float("nan")
 
 
-def judged(targets: Iterable[Mapping[str, Any]]) -> int:
-    """Print targets, each in a line, and return 1 if one is missed."""
-    met = []
-    for target in targets:
-        met.append(target["met"])
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
-    return int(not all(met))
-
-
 def details(cells: Cells) -> Table:
     """Every program in every cell."""
     table = empty_table(("",), ("method", "trials", "steps", "OOMs", "s", "found", "÷ limit"))
     for cell in cells:
         table.add_row(
-            f"{_title(cell)} GiB", *([""] * 5), f"{cell['limit'] or 0:,}", "limit" if cell["limit"] else "NONE"
+            f"{_name(cell)}, {cell['gib']:g} GiB",
+            *([""] * 5),
+            f"{cell['limit'] or 0:,}",
+            "limit" if cell["limit"] else "NONE",
         )
         for name, one in cell["programs"].items():
             counts = (one["method"], one["trials"], one["steps"], one["ooms"])
@@ -114,10 +94,6 @@ def summary(cells: Cells) -> Table:
             *(f"{times(fitting, name, quantity):.1f}" for quantity in ("steps", "seconds")),
         )
     return table
-
-
-def _title(cell: Mapping[str, Any]) -> str:
-    return f"{_name(cell)}, {cell['gib']:g}"
 
 
 def _name(cell: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from benchmarks.probing.models import POOL, Model, loss_of
+from benchmarks.probing.models import POOL, Model, Samples, loss_of
 from lightning_ga import is_out_of_memory
 
 
@@ -63,9 +63,11 @@ class Training:
         self.optimizer = torch.optim.Adam(self.net.parameters(), foreach=True)
 
     def loss(self, size: int) -> Tensor:
+        return loss_of(self.net, *self.batch(size))
+
+    def batch(self, size: int) -> Samples:
         index = torch.arange(size, device=self.samples[0].device) % POOL
-        inputs, targets = (tensor[index] for tensor in self.samples)
-        return loss_of(self.net, inputs, targets)
+        return tuple(tensor[index] for tensor in self.samples)
 
     def step(self, size: int) -> None:
         with self.counter.step(size):
@@ -87,11 +89,8 @@ class Oracle(Training):
     """Stands for a training whose limit is known: runs out of memory above it, and computes nothing."""
 
     def __init__(self, limit: int) -> None:
-        self.counter = Counter()
+        super().__init__(Model(lambda: nn.Linear(1, 1), lambda: (torch.zeros(1), torch.zeros(1))))
         self.limit = limit
-        self.net = nn.Linear(1, 1)
-        self.samples = (torch.zeros(1), torch.zeros(1))
-        self.optimizer = torch.optim.Adam(self.net.parameters())
 
     def loss(self, size: int) -> Tensor:
         """A loss, or the error."""

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import fidelity, output, overhead, quote, turns
 from benchmarks.cases import CASES, Case
-from benchmarks.measure import Measured
+from benchmarks.fidelity import Measured
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def test_every_program_meets_the_same_limit() -> None:
         assert limit / 4 < found[name]["found"] <= limit
         assert found[name]["ooms"] >= 1
         assert found[name]["seconds"] > 0
-        told = asdict(cells.count(name, limit, Choice(0, "cpu", cells.HIGH, start_size(limit))))
+        told = cells.count(name, limit, Choice(0, "cpu", cells.HIGH, start_size(limit)))
         # A step that is too large may run until Adam makes its state: then the second one fails.
         assert told.pop("steps") in (found[name]["steps"], found[name]["steps"] - 1)
         assert told.items() <= {**found[name], "seconds": None}.items(), "what is tried depends on the limit alone"
