@@ -104,6 +104,14 @@ class Typed:
     err: str
     folder: Path
 
+    @property
+    def mistake(self) -> str:
+        """The one sentence that a mistake ends in."""
+        assert self.code == 1
+        (line,) = self.err.strip().splitlines()
+        assert line.startswith("Error: ")
+        return line
+
 
 @pytest.fixture
 def command(

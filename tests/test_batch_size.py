@@ -1,8 +1,6 @@
 """The critical batch: branches are trainings from a checkpoint, and the verdict follows from their losses."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +68,7 @@ def by_hand(checkpoint: Path, windows: list[list[int]], lr: float) -> float:
 
 
 @pytest.mark.parametrize(("samples", "rounded"), [(40, 48), (120, 128)])
-def test_a_branch_is_a_plain_training_from_the_checkpoint(
-    samples: int, rounded: int, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_branch_is_a_plain_training_from_the_checkpoint(samples, rounded, checkpoint, tmp_path):
     """The same samples for every batch, with the rate that the rule says; a second call measures nothing again."""
     told: list[str] = []
     settings: dict[str, Any] = {"batch": 4, "samples": samples, "folder": tmp_path, "seeds": 2, "scale_lr": "linear"}
@@ -145,14 +141,8 @@ def test_no_larger_batch_than_the_verdict_follows_within_the_bound(losses: dict[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            [],
-            "ckpt_path=RUN is missing: python -m lightning_ga.batch_size ckpt_path=RUN takes the folder of a run, bat",
-        ),
-        (
-            ["ckpt_path=a", "sampels=3"],
-            "sampels= is no argument: .* batch=, samples=, seeds=, scale_lr=, scale_beta2=, ",
-        ),
+        ([], "ckpt_path=RUN is missing: python -m lightning_ga.batch_size ckpt_path=RUN takes the folder of a run, ba"),
+        (["ckpt_path=a", "sampels=3"], "sampels= is no argument: .* batch=, samples=, seeds=, scale_lr=, scale_beta2"),
         (["--help"], "--help= is no argument: "),
         (["ckpt_path=nowhere"], "ckpt_path=nowhere is not a file"),
     ],
@@ -162,23 +152,16 @@ def test_what_is_typed_wrongly_is_one_sentence(arguments: list[str], message: st
         main(arguments)
 
 
-def test_the_command_measures_a_run(shared_run: Path) -> None:
-    """Progress, a table and the verdict; a mistake is one sentence."""
-    command = [sys.executable, "-m", "lightning_ga.batch_size", f"ckpt_path={shared_run}", "samples=512", "seeds=2"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert refused.stderr.splitlines()[-1].startswith("Error: The checkpoint's learning rate has fallen to 0")
-    done = subprocess.run([*command, "lr=0.001"], capture_output=True, text=True, check=True).stdout
+def test_the_command_measures_a_run(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Progress, a table and the verdict; a rate that the run's schedule has brought to 0 is refused."""
+    small = ("model=mlp", "model.hidden=[8]", "trainer.max_epochs=1", "trainer.accelerator=cpu", "test=false")
+    folder = command(*small).folder
+    measured = [f"ckpt_path={folder}", "samples=512", "seeds=2"]
+    with pytest.raises(UserError, match="The checkpoint's learning rate has fallen to 0"):
+        main(measured)
+    main([*measured, "lr=0.001"])
+    done = capsys.readouterr().out
     assert "8 of 8: batch 128, seed 1: val/loss" in done
     assert "within tolerance" in done
     assert "of the lowest loss" in done
-    assert (shared_run / "batch_size" / "batch_size.png").is_file()
-
-
-@pytest.fixture
-def shared_run(tmp_path: Path) -> Path:
-    """A small run of the command line, whose schedule has ended at a rate of 0."""
-    small = ("model=mlp", "model.hidden=[8]", "trainer.max_epochs=1", "trainer.accelerator=cpu", "test=false")
-    run = [sys.executable, "-m", "lightning_ga.train", *small, f"hydra.run.dir={tmp_path / 'run'}"]
-    subprocess.run(run, capture_output=True, text=True, check=True)
-    return tmp_path / "run"
+    assert (folder / "batch_size" / "batch_size.png").is_file()

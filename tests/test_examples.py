@@ -69,15 +69,8 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
 def test_lightning_cli(tmp_path: Path) -> None:
     """The callback in a YAML file."""
     pytest.importorskip("jsonargparse")
-    run(
-        tmp_path,
-        "lightning_cli.py",
-        "fit",
-        "--config",
-        str(EXAMPLES / "lightning_cli.yaml"),
-        "--trainer.max_epochs",
-        "1",
-    )
+    config = str(EXAMPLES / "lightning_cli.yaml")
+    run(tmp_path, "lightning_cli.py", "fit", "--config", config, "--trainer.max_epochs", "1")
 
 
 def test_a_loop_by_hand(tmp_path: Path) -> None:

@@ -10,21 +10,8 @@ import lightning_ga
 
 PACKAGE = Path(lightning_ga.__file__).parent
 ROOMS = (
-    *(
-        "errors",
-        "plan",
-        "batch",
-        "memory",
-        "snapshot",
-        "loading",
-        "compat",
-        "probe",
-        "fit",
-        "callback",
-        "callbacks",
-        "planning",
-    ),
-    *("models", "data", "app", "train", "report", "batch_size"),
+    *("errors", "plan", "batch", "memory", "snapshot", "loading", "compat", "probe", "fit", "callback", "callbacks"),
+    *("planning", "models", "data", "app", "train", "report", "batch_size"),
 )
 """A room imports from itself and from those before it."""
 BESIDE = ("models", "data", "app", "train", "report")

@@ -3,14 +3,12 @@
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import pytorch_lightning
 import torch
-from forks import forked
 
 import lightning_ga
 from lightning_ga import AutoAccumulate, UserError
@@ -42,16 +40,6 @@ def test_importing_the_package_loads_none_of_the_heavy_libraries() -> None:
     heavy = "('hydra', 'timm', 'matplotlib', 'sklearn', 'torch', 'lightning')"
     code = f"import sys, lightning_ga; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def loaded_with_the_callback() -> None:
-    """Say what a process has imported that has the callback."""
-
-    print({"hydra", "timm", "sklearn"} & {*sys.modules})
-
-
-def test_the_callback_brings_no_library_of_the_command_line(tmp_path: Path) -> None:
-    assert forked(loaded_with_the_callback, folder=tmp_path).output == "set()\n"
 
 
 def test_the_signature_is_the_one_that_others_write_against() -> None:
@@ -88,31 +76,24 @@ def test_it_is_a_callback_of_both_namespaces() -> None:
     [
         ({"effective_batch_size": 0}, "effective_batch_size=0 must be at least 1"),
         ({"effective_batch_size": 2.5}, "effective_batch_size=2.5 must be a whole number"),
-        ({"effective_batch_size": {0: 8, -1: 4}}, "epoch -1"),
         ({"effective_batch_size": 8, "accumulate": 2}, "exclude each other"),
         ({"accumulate": 0}, "accumulate=0 must be at least 1"),
         ({"effective_batch_size": {1: 0}}, r"effective_batch_size\[1\]=0 must be at least 1"),
         ({"micro_batch_size": "big"}, """micro_batch_size='big' must be a whole number of at least 1, or "auto"."""),
-        ({"micro_batch_size": None}, "micro_batch_size=None must be a whole number"),
         ({"micro_batch_size": 0}, "micro_batch_size=0 must be at least 1"),
         ({"max_micro_batch_size": -3}, "max_micro_batch_size=-3 must be at least 1"),
         ({"memory_budget": "much"}, "memory_budget='much'"),
-        ({"memory_budget": 1.5}, "memory_budget=1.5"),
         ({"memory_budget": 16}, "memory_budget=16 is a number of bytes: write memory_budget='16GiB'"),
         ({"effective_batch_size": lambda: 32}, r"with the arguments \(\), and it is called with the epoch alone"),
         ({"objective": "speed"}, "objective='speed' must be one of 'memory', 'throughput'"),
         ({"normalize": "tokens"}, "normalize='tokens'"),
         ({"normalize": 5}, "normalize=5"),
         ({"normalize": np.ones(2)}, "normalize=array"),
-        (
-            {"normalize": lambda: 5},
-            r"normalize is a function with the arguments \(\), and it is called with the batch alone",
-        ),
+        ({"normalize": lambda: 5}, r"normalize is a function with the arguments \(\), and it is called with the batch"),
         ({"micro_batch_size": np.ones(2)}, "micro_batch_size=array.* must be a whole number"),
         ({"verify": np.ones(2)}, "verify=array.* must be one of True, False"),
         ({"objective": torch.ones(2)}, "objective=tensor.* must be one of 'memory'"),
         ({"cache": "yes"}, "cache='yes' must be one of True, False"),
-        ({"verify": "no"}, "verify='no'"),
         ({"on_oom": "pray"}, "on_oom='pray' must be one of"),
         ({"batch_norm": "freeze"}, "batch_norm='freeze' must be one of 'warn', 'ignore'"),
         ({"batch_norm": "rescale"}, r'batch_norm="rescale" was removed .*update_bn after training.* or GroupNorm'),

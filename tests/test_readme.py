@@ -1,38 +1,12 @@
-"""What stands in README.md to be copied works; tests/docs has the other pages."""
+"""What README.md says of a small device, and where its links lead; that its code runs is in tests/docs."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
-
-
-def command_lines() -> list[str]:
-    """The arguments of every command line of ours, made by make or typed."""
-    unbroken = [re.sub(r"\\\n\s*", "", block) for block in blocks("sh")]
-    lines = [line.split("  #")[0].strip() for block in unbroken for line in block.splitlines()]
-    typed = [
-        line.partition("lightning_ga.train ")[2] for line in lines if line.startswith("python -m lightning_ga.train")
-    ]
-    made = [match[1] for line in lines if (match := re.match(r'make train ARGS="(.*)"', line))]
-    return [*typed, *made]
-
-
-@pytest.mark.filterwarnings("ignore:.*_dataloader.* has:UserWarning")
-@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[0])
-def test_python_blocks_run(code: str, monkeypatch, tmp_path, capsys, caplog):
-    """As they are printed."""
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    assert "within 0" not in caplog.text
-    assert "43, 43, 42" in capsys.readouterr().out or "AutoAccumulate(" in code
 
 
 def test_links_lead_somewhere():
@@ -46,20 +20,12 @@ def test_links_lead_somewhere():
         ], (path, heading)
 
 
-@pytest.mark.parametrize("line", command_lines())
-def test_command_lines_compose(line: str, command):
-    """Every override exists; sweeps are composed by their first values."""
-    arguments = [re.sub(r"^([\w.]+=[^,{]+),.*", r"\1", part) for part in shlex.split(line) if part != "-m"]
-    run = command("--cfg", "job", "--resolve", *arguments, "paths.output_dir=run")
-    assert run.code == 0, run.err
-
-
 def test_the_small_device_gives_the_same_result(command):
-    """The two commands of the second chapter end with the same numbers."""
-    whole, small = (line for line in command_lines() if line.startswith("trainer=cpu model=mlp data.batch_size=256"))
+    """The two commands of the second chapter come to the same numbers, here after an epoch."""
+    whole, small = re.findall(r'make train ARGS="(trainer=cpu model=mlp data.batch_size=256.*)"', README)
     results = []
     for name, line in (("whole", whole), ("small", small)):
-        run = command(*line.split(), folder=name)
+        run = command(*line.split(), "trainer.max_epochs=1", folder=name)
         assert run.code == 0, run.err
         results.append([float(x) for x in re.search(r"test/acc (\S+), test/loss (\S+),", run.out).groups()])
     assert results[0] == pytest.approx(results[1], rel=2e-3)  # rounding: sums have another order

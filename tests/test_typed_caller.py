@@ -101,12 +101,6 @@ def test_running_out_of_memory_has_types() -> None:
     assert not is_out_of_memory(UserError("no"))
 
 
-def test_the_version_is_text() -> None:
-    """And the one that is installed."""
-    assert_type(lightning_ga.__version__, str)
-    assert lightning_ga.__version__
-
-
 def test_a_caller_who_checks_types_finds_no_error(tmp_path: Path) -> None:
     """Neither in what is right here nor by a missing error in what is wrong."""
     # Only the caller's errors count, and types of torch and Lightning, slow to read, are not needed for them.

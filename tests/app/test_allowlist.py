@@ -8,43 +8,25 @@ from lightning_ga.app.build import KINDS, NAMED, check_allowed, check_targets
 @pytest.mark.parametrize(
     "target",
     [
-        "os.system",
-        "torch.load",
-        "torch.hub.load",
-        "numpy.load",
-        "pathlib.Path.write_text",
-        "lightning.pytorch.trainer.trainer.os.getcwd",  # begins well, ends elsewhere
-        "torch.nn.modules.module.torch.load",
-        "torch.optim",  # a module
-        "lightning_ga.models.MLPClassifier.load_from_checkpoint",  # a method
-        "lightning_ga.train.main.__globals__",
-        "lightning_ga.train.main",
-        "timm.models.load_state_dict",  # unpickles
-        "timm.models.load_checkpoint",
-        "timm.create_model",  # takes checkpoint_path
-        "timm.models.resnet18",
-        "timm.models.create_model",
-        "timm.optim.create_optimizer_v2",
-        "timm.optim._optim_factory._import_class",  # imports any module
-        "timm.data.ImageDataset",
-        "timm.data.create_dataset",
-        "torch.nn.attention._fa3._fa3_import_module",
-        "torch.nn.utils.clip_grad_norm_",
-        "torch.nn.modules.container.Module.__init__",
-        "lightning.pytorch.trainer.call._call_and_handle_interrupt",
+        *("os.system", "torch.load", "torch.hub.load", "numpy.load", "pathlib.Path.write_text"),
+        # begin well and end elsewhere
+        *("lightning.pytorch.trainer.trainer.os.getcwd", "torch.nn.modules.module.torch.load"),
+        *("lightning.pytorch.plugins.environments.slurm_environment.os.system", "lightning_ga.data.image_folder.open"),
+        # a module, methods, functions
+        *("torch.optim", "lightning_ga.models.MLPClassifier.load_from_checkpoint", "lightning_ga.train.main"),
+        *("lightning_ga.train.main.__globals__", "torch.nn.modules.container.Module.__init__"),
+        *("torch.nn.utils.clip_grad_norm_", "lightning_ga.app.checkpoints.read_safely"),
+        *("lightning.pytorch.callbacks.ModelCheckpoint.to_yaml", "torchmetrics.utilities.data.allclose"),
+        # unpickle, take checkpoint_path, import any module, load a network
+        *("timm.models.load_state_dict", "timm.models.load_checkpoint", "timm.create_model", "timm.models.resnet18"),
+        *("timm.models.create_model", "timm.optim.create_optimizer_v2", "timm.optim._optim_factory._import_class"),
+        *("timm.data.ImageDataset", "timm.data.create_dataset", "torchmetrics.image.FrechetInceptionDistance"),
+        *("torch.nn.attention._fa3._fa3_import_module", "torchvision.models.get_weight"),
+        # private
+        *("lightning.pytorch.trainer.call._call_and_handle_interrupt", "torchvision.models._api.Weights"),
         "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher",
-        "lightning.pytorch.callbacks.ModelCheckpoint.to_yaml",
-        "lightning.pytorch.plugins.environments.slurm_environment.os.system",
-        "torchmetrics.utilities.data.allclose",
-        "torchmetrics.image.FrechetInceptionDistance",  # loads a network
-        "torchvision.models.get_weight",
-        "torchvision.models._api.Weights",
-        "torchvision.transforms.functional.to_tensor",
-        "torchvision.transforms.v2._utils._check_sequence_input",
-        "lightning_ga.app.checkpoints.read_safely",
-        "lightning_ga.data.image_folder.open",
-        None,
-        3,
+        *("torchvision.transforms.functional.to_tensor", "torchvision.transforms.v2._utils._check_sequence_input"),
+        *(None, 3),
     ],
 )
 def test_what_is_off_the_list_is_refused(target):
@@ -83,15 +65,18 @@ def test_every_kind_is_a_class(kind):
     assert isinstance(get_class(kind), type)
 
 
-def test_a_target_is_found_however_deep():
-    config = {"data": {"augment": [{"_target_": "torch.nn.Identity", "x": {"_target_": "os.system"}}]}}
-    with pytest.raises(UserError, match=r"data\.augment\[0\]\.x\._target_=os\.system"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"data": {"augment": [{"x": {"_target_": "os.system"}}]}}, r"data\.augment\[0\]\.x\._target_=os\.system"),
+        ({"model": {"name": "${oc.env:PL_GLOBAL_SEED,torch.nn.Identity}"}}, "left after resolving"),
+        ({"_target_": "torch.optim.Adamm"}, r"torch\.optim\.Adamm does not exist"),
+    ],
+    ids=["however deep", "no interpolation is left to change", "nearly a name"],
+)
+def test_where_a_target_is_and_why_it_is_refused_is_told(config, message):
+    with pytest.raises(UserError, match=message):
         check_targets(config)
-
-
-def test_no_interpolation_is_left_to_change_between_the_check_and_the_build():
-    with pytest.raises(UserError, match="left after resolving"):
-        check_targets({"model": {"name": "${oc.env:PL_GLOBAL_SEED,torch.nn.Identity}"}})
 
 
 def test_a_user_extends_the_list():
@@ -109,8 +94,3 @@ def test_a_file_cannot_extend_the_list():
     check_allowed(["mine"], ["mine", "yours"])
     with pytest.raises(UserError, match="stands in a configuration file"):
         check_allowed(["os"], [])
-
-
-def test_a_name_that_does_not_exist():
-    with pytest.raises(UserError, match=r"torch\.optim\.Adamm does not exist"):
-        check_targets({"_target_": "torch.optim.Adamm"})

@@ -117,12 +117,6 @@ def test_what_counts_tokens_changes_the_result_where_windows_end_by_them(tmp_pat
         assert found is None if told is None else found.endswith(told)
 
 
-def test_a_checkpoint_in_the_older_format_is_read(tmp_path):
-    path = leave_run(tmp_path, "older", MLP, 10)
-    torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
-    assert read_safely(path) == {"state_dict": {}}
-
-
 def test_a_torn_checkpoint_is_never_taken(tmp_path):
     torn = leave_run(tmp_path, "torn", MLP, 10)
     torn.write_bytes(torn.read_bytes()[:-100])
@@ -202,13 +196,6 @@ def test_a_checkpoint_of_other_content_is_refused(changes, words):
     require_checkpoint(Path("a.ckpt"), {key: WHOLE[key] for key in list(WHOLE)[:4]})
     with pytest.raises(UserError, match=rf"'a\.ckpt' .*{words}"):
         require_checkpoint(Path("a.ckpt"), {**WHOLE, **changes}, fit=True)
-
-
-def test_a_checkpoint_within_itself_is_refused():
-    loops = {}
-    loops["fit_loop"] = loops
-    with pytest.raises(UserError, match="loops"):
-        require_checkpoint(Path("a.ckpt"), {**WHOLE, "loops": loops}, fit=True)
 
 
 def trained(make, net):

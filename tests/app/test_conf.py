@@ -51,15 +51,6 @@ def test_every_experiment_takes_a_set_that_is_at_hand(experiment: str, data: str
     assert config["data"]["augment"] == []
 
 
-@pytest.mark.parametrize("data", ["digits", "fashion_mnist", "mnist", "cifar10"])
-def test_only_cifar10_is_augmented(data: str):
-    """A turned 6 is a 9: flips and quarter turns are for pictures without an up and a down."""
-    names = [
-        transform["_target_"].rpartition(".")[2] for transform in resolved(composed(f"data={data}"))["data"]["augment"]
-    ]
-    assert names == (["RandomHorizontalFlip", "RandomVerticalFlip", "QuarterTurn"] if data == "cifar10" else [])
-
-
 @pytest.mark.parametrize("option", ["auto", "fixed", "scheduled"])
 def test_accumulate_has_the_arguments_of_the_callback(option: str):
     """Every one can be set as accumulate.<argument>, and the defaults are the callback's own."""
@@ -73,10 +64,6 @@ def test_accumulate_has_the_arguments_of_the_callback(option: str):
     assert list(section) == list(parameters)
     if option == "auto":
         assert section == parameters
-
-
-def test_accumulate_off_is_no_callback():
-    assert composed("accumulate=off").accumulate is None
 
 
 @pytest.mark.parametrize(

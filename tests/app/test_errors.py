@@ -2,19 +2,10 @@ import errno
 
 import pytest
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_ga.app.errors import explain, explain_key
-
-
-def test_an_unknown_argument_names_its_constructor():
-    with pytest.raises(InstantiationException) as caught:
-        instantiate({"_target_": "fractions.Fraction", "numerater": 1})
-    assert explain(caught.value).startswith("fractions.Fraction could not be built: ")
-    assert "numerater" in explain(caught.value)
 
 
 def test_an_unknown_key_suggests_its_neighbour():

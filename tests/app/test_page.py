@@ -1,13 +1,11 @@
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_ga import UserError
-from lightning_ga.app.page import comparison_page, run_page, write_page
+from lightning_ga.app.page import comparison_page, run_page
 from lightning_ga.app.run_files import read_run
 from lightning_ga.report import main
 
@@ -45,25 +43,6 @@ def leave_run(folder: Path, **changes: object) -> Path:
     return folder
 
 
-class Tags(HTMLParser):
-    """Names of tags, those that are open, and addresses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
-
-
-def tags(page: str) -> Tags:
-    parser = Tags()
-    parser.feed(page)
-    return parser
-
-
 def test_the_page_of_a_run_shows_all_that_it_has_left(tmp_path):
     """Plan, probe, curves, speed, memory, errors, classes, configuration, versions."""
     page = run_page(read_run(leave_run(tmp_path / "run")))
@@ -78,19 +57,11 @@ def test_the_page_of_a_run_shows_all_that_it_has_left(tmp_path):
 def test_the_page_needs_nothing_but_itself(tmp_path):
     """No script, no network, one file; colours follow the reader's choice of light or dark."""
     page = run_page(read_run(leave_run(tmp_path / "run")))
-    found = tags(page)
-    assert not found.names & {"script", "link", "iframe", "img", "object"}
-    assert all(address.startswith("#") for address in found.addresses)
+    assert not re.search(r"<(script|link|iframe|img|object)\b", page)
+    assert all(address.startswith("#") for address in re.findall(r'\b(?:src|href)="([^"]*)"', page))
     assert not re.search(r"url\((?!#)|@import", page)
     assert "color-scheme:light dark" in page
     assert "@media(prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}" in page, "black on a dark page"
-
-
-def test_a_run_that_left_little_has_a_page_too(tmp_path):
-    (tmp_path / "config.yaml").write_text("model: {}\n")
-    page = run_page(read_run(tmp_path))
-    assert "<h2>Configuration</h2>" in page
-    assert "<h2>Epochs</h2>" not in page
 
 
 def test_the_page_shows_a_batch_that_changes_by_step(command):
@@ -118,15 +89,6 @@ def test_several_runs_are_shown_side_by_side(tmp_path, monkeypatch, capsys):
     assert (one / "report.html").is_file()
 
 
-def test_a_folder_without_a_run_is_told(tmp_path, capsys):
-    with pytest.raises(UserError, match="is no folder of a run"):
-        write_page([tmp_path])
-    with pytest.raises(SystemExit) as end:
-        main([str(tmp_path)])
-    assert end.value.code == 1
-    assert capsys.readouterr().err.startswith("Error: ")
-
-
 def test_the_page_of_a_killed_run_says_what_is_missing(tmp_path, capsys):
     """What there is is shown; of what holds something else altogether, one sentence is left."""
     folder = leave_run(tmp_path / "run")
@@ -148,7 +110,7 @@ def test_the_page_of_a_killed_run_says_what_is_missing(tmp_path, capsys):
 NOT_UTF8 = b"caf\xe9".decode("utf-8", "surrogateescape")
 
 
-@pytest.mark.parametrize("name", ["$\\frac{", "a$b$", "_hidden", "x\x1b[2Jy", NOT_UTF8, "<b>&"])
+@pytest.mark.parametrize("name", ["_$\\frac{", "x\x1b[2Jy<b>&", NOT_UTF8])
 def test_a_run_may_have_any_name(tmp_path, name, capsys):
     folders = [leave_run(tmp_path / name / run) for run in ("one", "two")]
     main([str(folders[0])])

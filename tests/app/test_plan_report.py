@@ -83,33 +83,22 @@ def test_the_table_says_whether_accumulation_is_exact(micro_batch, says):
 
 
 @pytest.mark.parametrize(
-    ("method", "says"),
+    ("changes", "says"),
     [
-        ("replay", "1 trial, 4 steps, 1.2 s (replay: predicted and verified)"),
-        ("prediction", "1 trial, 4 steps, 1.2 s (prediction: not tried)"),
-        ("below", "1 trial, 4 steps, 1.2 s (below: never near the budget)"),
-        ("phases", "1 trial, 4 steps, 1.2 s (phases: tried at the limit)"),
-        ("bracket", "1 trial, 4 steps, 1.2 s (bracket: tried at the limit)"),
+        ({"method": "replay"}, "1 trial, 4 steps, 1.2 s (replay: predicted and verified)"),
+        ({"method": "prediction"}, "1 trial, 4 steps, 1.2 s (prediction: not tried)"),
+        ({"method": "below"}, "1 trial, 4 steps, 1.2 s (below: never near the budget)"),
+        ({"method": "phases"}, "1 trial, 4 steps, 1.2 s (phases: tried at the limit)"),
+        ({"method": "bracket"}, "1 trial, 4 steps, 1.2 s (bracket: tried at the limit)"),
+        ({"source": "cache"}, "remembered, verified by one step, 1.2 s (cache)"),
+        ({"source": "checkpoint"}, "found before and kept in the checkpoint (checkpoint)"),
+        ({"source": "estimate"}, "4 steps worked out, 1.2 s (estimate)"),
     ],
 )
-def test_the_table_says_how_the_limit_was_found(method, says):
-    text = printed(plan_table(PlanRecords(plan_accumulation(256, micro_batch=48), replace(PROBE, method=method))))
+def test_the_table_says_how_and_where_the_limit_was_found(changes, says):
+    text = printed(plan_table(PlanRecords(plan_accumulation(256, micro_batch=48), replace(PROBE, **changes))))
     assert says in text
     assert max(map(len, text.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("cache", "remembered, verified by one step, 1.2 s (cache)"),
-        ("checkpoint", "found before and kept in the checkpoint (checkpoint)"),
-        ("estimate", "4 steps worked out, 1.2 s (estimate)"),
-    ],
-)
-def test_the_table_says_where_a_limit_comes_from(source, says):
-    assert says in printed(
-        plan_table(PlanRecords(plan_accumulation(256, micro_batch=48), replace(PROBE, source=source)))
-    )
 
 
 def test_every_method_of_a_search_has_its_words():

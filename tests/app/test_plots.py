@@ -99,12 +99,3 @@ def test_what_changes_by_step_is_drawn(curves, shown):
     figure = step_figure(curves, batch=64)
     axes = figure.axes if figure is not None else []
     assert {each.get_ylabel(): [line.get_label() for line in each.lines] for each in axes} == shown
-
-
-def test_the_error_of_the_noise_scale_is_a_band_beside_the_batch():
-    (axes,) = step_figure(NOISE, batch=64).axes
-    batch, noise = axes.lines
-    assert list(batch.get_ydata()) == [64, 64]
-    assert list(noise.get_ydata()) == [40, 50]
-    heights = {float(y) for y in axes.collections[0].get_paths()[0].vertices[:, 1]}
-    assert {30, 50, 45, 55} <= heights

@@ -53,11 +53,7 @@ def test_names_from_elsewhere_do_nothing_and_lose_nothing(command):
 
 
 def test_a_folder_that_a_library_cannot_write_is_told(command):
-    run = command(*TINY, f"hydra.run.dir='outputs/{CLASSES[2]}'")
-    assert run.code == 1
-    assert run.err.startswith("Error: ")
-    assert "is not UTF-8" in run.err
-    assert len(run.err.strip().splitlines()) == 1
+    assert "is not UTF-8" in command(*TINY, f"hydra.run.dir='outputs/{CLASSES[2]}'").mistake
     assert command(*TINY, "logger=csv", f"hydra.run.dir='outputs/{CLASSES[2]}2'").code == 0
 
 
@@ -141,21 +137,15 @@ def test_a_variable_is_written_by_its_name(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda content: content.pop("pytorch-lightning_version"), "pytorch-lightning_version is missing"),
         (lambda content: content.update({"pytorch-lightning_version": "2.x"}), "cannot be taken over"),
-        (lambda content: content["loops"].pop("fit_loop"), "no checkpoint that Lightning wrote: loops"),
         (lambda content: content["callbacks"].update(AutoAccumulate={"position": 3}), "state of AutoAccumulate"),
         (
             lambda content: content["callbacks"]["AutoAccumulate"]["position"].update(epoch=-1),
             "state of AutoAccumulate",
         ),
-        (lambda content: content["optimizer_states"][0]["state"].clear(), "no state that fits its weights"),
         (lambda content: content["optimizer_states"][0]["param_groups"].clear(), "cannot be taken over"),
-        (lambda content: content.update(optimizer_states=[]), "model.init_from="),
-        (lambda content: content["optimizer_states"][0]["param_groups"][0].update(lr="x"), "other values are its lr"),
         (lambda content: content["optimizer_states"][0]["param_groups"][0].update(lr=math.nan), "other values are its"),
         (lambda content: content["optimizer_states"][0]["param_groups"][0].update(betas=(9.0,)), "are its betas"),
-        (lambda content: content["loops"].update(fit_loop={"state_dict": {}}), "that Lightning wrote: loops"),
         (lambda content: content.update(lr_schedulers=[{}]), "cannot be taken over"),
     ],
 )
@@ -166,9 +156,7 @@ def test_a_checkpoint_of_other_content_ends_in_one_sentence(command, shared, cha
     change(content)
     torch.save(content, "changed.ckpt")
     run = command(*TINY, "trainer.max_epochs=2", "ckpt_path=changed.ckpt")
-    assert run.code == 1
-    assert words in run.err
-    assert len(run.err.strip().splitlines()) == 1
+    assert words in run.mistake
     assert "Epoch" not in run.out
 
 

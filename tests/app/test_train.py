@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from lightning_ga import UserError, train
 from lightning_ga.app import tasks
 from lightning_ga.models.classifier import Classifier
-from lightning_ga.train import config_folder, options_first, top_level_keys
+from lightning_ga.train import options_first
 
 SMALL = ("model=mlp", "model.hidden=[32]")
 QUICK = (*SMALL, "trainer.max_epochs=2", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
@@ -123,6 +123,8 @@ def test_a_small_device_says_what_fills_its_memory(command):
     printed = " ".join(small.out.split())
     assert all(line in printed for line in (where, held, remedy))
     assert (small.folder / "probe.png").read_bytes().startswith(b"\x89PNG")
+    assert not (small.folder / "checkpoints").exists()
+    assert "Epoch" not in small.out
 
 
 def test_a_run_that_survived_says_so_at_its_end(command, shared, monkeypatch):
@@ -161,8 +163,7 @@ def test_a_run_has_a_name_and_tags(command):
 
 def test_a_wrong_name_makes_no_folder(command):
     run = command(*TINY, "run.name=../x", "hydra.run.dir='here${named:${run.name}}'")
-    assert run.code == 1
-    assert run.err.startswith("Error: run.name=../x must be a name of letters, digits")
+    assert run.mistake.startswith("Error: run.name=../x must be a name of letters, digits")
     assert not list(Path.cwd().iterdir())
 
 
@@ -195,7 +196,6 @@ def test_resnet34d_learns_the_digits(command):
     ("arguments", "parts"),
     [
         (["model=nope"], ["model=nope", "mlp, resnet34d, simclr, timm"]),
-        (["model=resnet34"], ["did you mean resnet34d?"]),
         (["modle=mlp"], ["did you mean model?"]),
         (["model=timm", "model.name=resnet34dd"], ["'resnet34dd'", "nearest names: resnet34d"]),
         (["model=mlp", "data=cifar10"], ["add data.download=true to the same line"]),
@@ -206,23 +206,11 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "hydra.mode=SWEEP"], ["hydra.mode=SWEEP: Invalid value 'SWEEP'", "MULTIRUN"]),
         (["model=mlp", "optimizer=[]"], ["optimizer=[] chooses no option"]),
         (["model=mlp", "~optimizer"], ["~optimizer leaves a run without optimizer"]),
-        (["=5"], ["=5 is neither an option nor KEY=VALUE"]),
-        (["model=mlp", "+trainer.callbacks=[]"], ["trainer.callbacks is read by nothing"]),
         (["model=mlp", "trainer.compile=true"], ["did you mean compile?"]),
-        (["model=mlp", "accumulate=fixed", "accumulate.effective_batch_size=64"], ["exclude each other"]),
         (["model=mlp", "task=test"], ["needs trained weights", "ckpt_path=best"]),
-        (["model=mlp", "ckpt_path=last"], ["no run of this model"]),
-        (["model=mlp", "ckpt_path=nowhere.ckpt"], ["nowhere.ckpt is not a file"]),
         (["optimizer._target_=torch.load"], ["torch.load is not on the list"]),
         (["--experimental-rerun", "x.pickle"], ["unpickles"]),
-        (["--config-dir", "nowhere"], ["nowhere"]),
-        (["model=mlp", "optimizer.betas=[0.9]"], ["optimizer.betas=[0.9] must be two numbers", "[0.9,0.999]"]),
         (["model=mlp", "+optimizer.eps=abc"], ["optimizer (torch.optim.Adam) could not be built"]),
-        (["model=mlp", "lr_scheduler=step", "lr_scheduler.step_size=0"], ["step_size=0 must be a whole number of at"]),
-        (
-            ["model=mlp", "lr_scheduler=onecycle", "lr_scheduler.max_lr=-1"],
-            ["max_lr=-1 must be a number of at least 0"],
-        ),
         (["model=mlp", "trainer.max_epochs=-1"], ["trainer.max_epochs=-1 has no end", "lr_scheduler=none"]),
         (["model=mlp", "ckpt_path=/etc/passwd"], ["'/etc/passwd' is no file of tensors"]),
         (["model=mlp", "model.num_classes=3"], ["model.num_classes=3 is less than the 10 classes"]),
@@ -230,7 +218,6 @@ def test_resnet34d_learns_the_digits(command):
         (["accumulate=off", "+accumulate.verify=true"], ["accumulate has no _target_"]),
         (["callbacks=none", "callbacks.best.monitor=x"], ["is left out (as by callbacks=none): give one of the two"]),
         (["model=mlp", "+callbacks.mine.x=1"], ["callbacks.mine has no _target_", "callbacks=OPTION"]),
-        (["optimizer._target_=null"], ["has no _target_, and builds nothing: choose optimizer=OPTION"]),
         (["data=image_folder", "data.root='~/none-of-mine'"], [f"'{Path.home()}/none-of-mine/train' needs one folder"]),
         (["ckpt_path=~/none.ckpt"], [f"ckpt_path={Path.home()}/none.ckpt is not a file"]),
         (["model", "=", "mlp"], ["model = mlp has a blank beside the =: write model=mlp."]),
@@ -247,23 +234,14 @@ def test_resnet34d_learns_the_digits(command):
         ),
         (["+lr=0.1"], ["+lr=… sets lr, which nothing reads"]),
         (["run=first"], ["run=first replaces a whole section: set run.name=… alone."]),
-        (["lr=0.1"], ["There is no key lr; did you mean optimizer.lr?"]),
-        (["model=mlp", "seed=abc"], ["seed=abc must be a whole number from 0", "seed=0"]),
         (["model=mlp", "dry_run=true", "device_memory=300MiB"], ["leaves nothing to a training"]),
         (["model=mlp", "dry_run=true", "device_memory=8GiB", "trainer.strategy=fsdp"], ["only data parallelism"]),
         (["model=mlp", "accumulate.foo=3"], ["no key accumulate.foo", "effective_batch_size"]),
-        (["model=mlp", "+accumulate.acumulate=3"], ["did you mean accumulate?"]),
-        (["callbacks.best.montor=x"], ["did you mean callbacks.best.monitor?"]),
-        (["model=null"], ["model=null chooses no option", "a run needs one"]),
-        (["accumulate=null"], ["write accumulate=off"]),
         (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
         (["model=mlp", "model"], ["model is neither an option nor KEY=VALUE"]),
-        (["model=mlp", "allow_targets=null"], ["must be a list of packages"]),
         (["model=mlp", "hydra.run.dir=/proc/no"], ["'/proc/no' cannot be written", "hydra.run.dir=FOLDER"]),
         (["model=mlp", "logger=wandb"], ["pip install wandb"]),
-        (["model=mlp", "model.init_from=nowhere.pt"], ["model.init_from=nowhere.pt is not a file"]),
         (["model=timm", "+model.options.checkpoint_path=x.pth"], ["use model.init_from=PATH instead"]),
-        (["+hydra.job.env_set.LD_PRELOAD=x"], ["hydra.job.env_set"]),
         (["model=mlp,gpt"], ["model=mlp,gpt is several values: -m runs one after the other; a list is [mlp,gpt]."]),
         (["--resolve"], ["--cfg job --resolve"]),
         (["--config-dir", ".", "--config-name", "empty", "model=mlp"], ["has no model: let its defaults begin with"]),
@@ -283,11 +261,8 @@ def test_a_mistake_ends_in_one_sentence(command, arguments, parts):
     """Exit code 1 and one line on stderr that names the mistake and the way out; nothing is trained."""
     Path("empty.yaml").write_text("seed: 1\n")
     run = command(*arguments)
-    assert run.code == 1
-    assert run.err.startswith("Error: ")
-    assert len(run.err.strip().splitlines()) == 1
     for part in parts:
-        assert part in run.err
+        assert part in run.mistake
     assert "Epoch" not in run.out
 
 
@@ -311,9 +286,7 @@ def test_a_search_without_a_number_is_refused(monkeypatch, measured):
 
 @pytest.mark.skipif(find_spec("optuna") is not None, reason="the extra 'sweep' is installed")
 def test_a_search_without_its_package_says_what_to_install(command):
-    run = command("search=optuna")
-    assert run.code == 1
-    assert run.err.strip() == (
+    assert command("search=optuna").mistake == (
         "Error: hydra/sweeper=optuna needs a package that is not installed: pip install 'lightning_ga[sweep]'"
     )
 
@@ -327,6 +300,7 @@ def test_help_shows_examples_groups_and_keys(command):
     """All that a newcomer needs, in lines of at most 110 columns."""
     run = command("--help")
     assert run.code == 0
+    assert not Path("outputs").exists()
     for part in (
         "accumulate.memory_budget=",
         "model: gpt, hashed_patches, mlp, resnet34d, simclr, timm",
@@ -337,12 +311,6 @@ def test_help_shows_examples_groups_and_keys(command):
     assert max(map(len, run.out.splitlines())) <= 110
 
 
-def test_cfg_job_prints_the_configuration(command):
-    run = command("--cfg", "job", "model=mlp")
-    assert "hidden:" in run.out
-    assert not Path("outputs").exists()
-
-
 def test_a_user_brings_configurations(command):
     """--config-dir adds a folder, wherever it stands on the line; its experiment is read last."""
     path = Path("mine/experiment/small.yaml")
@@ -350,15 +318,6 @@ def test_a_user_brings_configurations(command):
     path.write_text("# @package _global_\ndefaults:\n  - override /model: mlp\ndata:\n  batch_size: 7\n")
     run = command("experiment=small", "--config-dir", "mine", "--cfg", "job", "-p", "data")
     assert "batch_size: 7" in run.out
-
-
-def test_a_dry_run_stops_before_the_first_step(command):
-    run = command(*SMALL, "dry_run=true", "accumulate.memory_budget=20MiB")
-    assert run.code == 0, run.err
-    assert "probe" in run.out
-    assert "Epoch" not in run.out
-    assert json.loads((run.folder / "plan.json").read_text())["probe"]["limit"] >= 1
-    assert not (run.folder / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed"])
@@ -395,9 +354,7 @@ def test_a_finished_run_says_that_it_is_complete(command, shared):
 def test_one_cycle_is_not_prolonged(command):
     command(*TINY, "lr_scheduler=onecycle", folder="first")
     run = command(*TINY, "lr_scheduler=onecycle", "ckpt_path=last", "trainer.max_epochs=3", folder="second")
-    assert run.code == 1
-    assert run.err.startswith("Error: OneCycleLR was made for 8 optimizer steps and cannot be prolonged to 12")
-    assert len(run.err.strip().splitlines()) == 1
+    assert run.mistake.startswith("Error: OneCycleLR was made for 8 optimizer steps and cannot be prolonged to 12")
 
 
 def test_best_is_tested_validated_and_predicted_with(command, quick):
@@ -433,9 +390,7 @@ def test_a_sweep_runs_every_combination_and_goes_on_where_it_ended(command):
     assert lines[-4:-1] == again.out.splitlines()[-4:-1]
     before = {path: path.read_bytes() for path in Path("multirun").rglob("*") if path.is_file()}
     other = "-m", *TINY, "optimizer.lr=0.01", "seed=1", "hydra.sweep.dir=multirun"
-    refused = command(*other)
-    assert refused.code == 1
-    assert "multirun/0' holds what a run leaves (config.yaml, result.json, plan.json)" in refused.err
+    assert "multirun/0' holds what a run leaves (config.yaml, result.json, plan.json)" in command(*other).err
     assert {path: path.read_bytes() for path in before if path.name != "multirun.yaml"}.items() <= before.items()
     assert command(*other, "overwrite=true").code == 0
     assert Path("multirun/0/result.json").read_bytes() != before[Path("multirun/0/result.json")]
@@ -477,11 +432,6 @@ def test_two_ranks_share_an_effective_batch(tmp_path):
 def test_options_may_stand_anywhere():
     """Hydra itself takes overrides in one piece only."""
     assert options_first(["a=1", "-m", "b=2", "-cd", "x", "c=3"]) == ["-m", "-cd", "x", "a=1", "b=2", "c=3"]
-
-
-def test_top_level_keys_are_groups_and_keys():
-    assert {"model", "data", "seed", "task", "ckpt_path"} <= set(top_level_keys())
-    assert (config_folder() / "train.yaml").is_file()
 
 
 def test_samples_that_have_no_other_to_be_mixed_with_are_told(command):

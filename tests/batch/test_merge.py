@@ -1,6 +1,3 @@
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +9,6 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.errors import UserError
-
-Pair = namedtuple("Pair", "loss logits")
-
-
-@dataclass(frozen=True)
-class Output:
-    scores: torch.Tensor
-    name: str
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5))
@@ -135,22 +124,6 @@ def test_arrays_are_merged_like_tensors() -> None:
     np.testing.assert_allclose(whole["mean"], 5 / 3)
     listed = merge_outputs([{"x": np.array(["a", "b"])}, {"x": np.array(["c"])}], [3, 3])["x"]
     assert [part.tolist() for part in listed] == [["a", "b"], ["c"]]
-
-
-def test_containers_keep_their_types() -> None:
-    """Named tuples, dataclasses, ordered mappings and namespaces."""
-    outputs = [
-        OrderedDict(a=Pair(torch.tensor(x), torch.zeros(2)), b=Output(torch.ones(2), "n"), c=SimpleNamespace(x=x))
-        for x in (1.0, 2.0)
-    ]
-    whole = merge_outputs(outputs, [2, 2])
-    assert type(whole) is OrderedDict
-    assert type(whole["a"]) is Pair
-    assert whole["a"].loss == 1.5
-    assert whole["a"].logits.shape == (4,)
-    assert type(whole["b"]) is Output
-    assert whole["b"].scores.shape == (4,)
-    assert whole["c"] == SimpleNamespace(x=1.5)
 
 
 def test_packed_sequences_are_packed_anew() -> None:

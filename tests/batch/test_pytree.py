@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from lightning_ga.batch.pytree import take
 
@@ -72,12 +72,6 @@ def test_packed_sequences_are_cut_in_the_users_order(edges: tuple[int, int], ord
         assert torch.equal(mine, right)
 
 
-def test_no_packed_sequence_is_an_empty_one() -> None:
-    none = take(pack_sequence(SEQUENCES, enforce_sorted=False), 0, 2, 2)
-    assert isinstance(none, PackedSequence)
-    assert len(none.data) == len(none.batch_sizes) == 0
-
-
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state")
@@ -87,8 +81,3 @@ def test_sparse_tensors_stay_sparse(layout: torch.layout, axis: int) -> None:
     ours = take(whole.to_sparse(layout=layout), axis, 1, 3)
     assert ours.layout == layout
     assert torch.equal(ours.to_dense(), whole.narrow(axis, 1, 2))
-
-
-def test_arrays_of_texts_and_objects_are_cut() -> None:
-    assert take(np.array(list("abcde")), 0, 1, 3).tolist() == ["b", "c"]
-    assert take(np.array([{}, None, 3, "a"], dtype=object), 0, 1, 3).tolist() == [None, 3]

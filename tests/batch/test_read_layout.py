@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from known_batches import BatchEncoding, Known
+from known_batches import BatchEncoding, Known, same
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
@@ -146,63 +146,37 @@ class Record:
     shape: tuple[int, int] = (5, 5)
 
 
-STRUCTURES: dict[str, tuple[Collate, dict[str, Any]]] = {
-    "named tuple": (
-        lambda batch: Pair(xs(batch), ys(batch)),
-        {"batch": "fields", "batch.inputs": SampleAxis(0), "batch.labels": SampleAxis(0)},
-    ),
-    "dataclass with a field called shape": (
-        lambda batch: Record(xs(batch)),
-        {
-            "batch": "fields",
-            "batch.x": SampleAxis(0),
-            "batch.shape": "fields",
-            "batch.shape[0]": "constant",
-            "batch.shape[1]": "constant",
-        },
-    ),
-    "namespace": (lambda batch: SimpleNamespace(x=xs(batch)), {"batch": "fields", "batch.x": SampleAxis(0)}),
-    "encoding": (
-        lambda batch: BatchEncoding({"ids": xs(batch)}, [each["name"] for each in batch], 1),
-        {
-            "batch": "fields",
-            "batch.data": "fields",
-            "batch.data['ids']": SampleAxis(0),
-            "batch._encodings": SampleAxis(0),
-            "batch._n_sequences": "constant",
-        },
-    ),
-    "array of texts": (lambda batch: np.array([each["name"] for each in batch]), {"batch": SampleAxis(0)}),
-    "sparse": (lambda batch: xs(batch).to_sparse(), {"batch": SampleAxis(0)}),
-    "nested": (
-        lambda batch: torch.nested.nested_tensor([each["x"] for each in batch], layout=torch.jagged),
-        {"batch": SampleAxis(0)},
-    ),
-    "packed sequences": (
-        lambda batch: pack_sequence([each["x"] for each in batch], enforce_sorted=False),
-        {"batch": SampleAxis(0)},
-    ),
-    "five captions each, collated": (
-        lambda batch: [tuple(each["name"] for each in batch) for _ in range(5)],
-        {"batch": "fields", **{f"batch[{place}]": SampleAxis(0) for place in range(5)}},
-    ),
-    "three views": (
-        lambda batch: [xs(batch)] * 3,
-        {"batch": "fields", **{f"batch[{place}]": SampleAxis(0) for place in range(3)}},
-    ),
-    "targets of detection": (
-        lambda batch: ([each["x"] for each in batch], [{"boxes": each["x"]} for each in batch]),
-        {"batch": "fields", "batch[0]": SampleAxis(0), "batch[1]": SampleAxis(0)},
-    ),
+STRUCTURES: dict[str, Collate] = {
+    "named tuple": lambda batch: Pair(xs(batch), ys(batch)),
+    "dataclass with a field called shape": lambda batch: Record(xs(batch)),
+    "namespace": lambda batch: SimpleNamespace(x=xs(batch)),
+    "encoding": lambda batch: BatchEncoding({"ids": xs(batch)}, [each["name"] for each in batch], 1),
+    "array of texts": lambda batch: np.array([each["name"] for each in batch]),
+    "sparse": lambda batch: xs(batch).to_sparse(),
+    "nested": lambda batch: torch.nested.nested_tensor([each["x"] for each in batch], layout=torch.jagged),
+    "packed sequences": lambda batch: pack_sequence([each["x"] for each in batch], enforce_sorted=False),
+    "five captions each, collated": lambda batch: [tuple(each["name"] for each in batch) for _ in range(5)],
+    "three views": lambda batch: [xs(batch)] * 3,
+    "targets of detection": lambda batch: ([each["x"] for each in batch], [{"boxes": each["x"]} for each in batch]),
 }
+
+
+def dense(value: Any) -> Any:
+    """What can be compared."""
+    if isinstance(value, torch.Tensor):
+        return list(value.unbind()) if value.is_nested else value.to_dense()
+    return value
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_structures_in_which_batches_come_are_read(name: str) -> None:
-    collate, roles = STRUCTURES[name]
-    ragged = name in ("nested", "packed sequences", "targets of detection")
-    assert read(collate, RAGGED if ragged else SAMPLES) == roles
+def test_structures_in_which_batches_come_are_cut(name: str) -> None:
+    """As if fewer samples had been collated."""
+    collate = STRUCTURES[name]
+    samples = RAGGED if name in ("nested", "packed sequences", "targets of detection") else [*SAMPLES, sample(3)]
+    slices = slices_of(collate(samples), read_layout(Known(samples, collate)))
+    assert slices.samples == 3
+    assert same(dense(slices.take(1, 3)), dense(collate(samples[1:])))
 
 
 def test_samples_of_several_loaders_that_a_hook_joins_are_refused() -> None:

@@ -303,9 +303,7 @@ HONESTLY = st.builds(
 
 @settings(max_examples=EXAMPLES)
 @given(COLLATE, kinds_of_samples(), CHOSEN, st.data())
-def test_any_batch_is_cut_rightly_or_refused(
-    collate: Collate, kinds: list[Sample], chosen: list[int], data: st.DataObject
-) -> None:
+def test_any_batch_is_cut_rightly_or_refused(collate, kinds, chosen, data):
     """Whatever the collate function does with its samples."""
     samples = [kinds[number % len(kinds)] for number in chosen]
     start, stop = slices(data.draw, len(samples))
@@ -321,9 +319,7 @@ def test_any_batch_is_cut_rightly_or_refused(
 
 @settings(max_examples=EXAMPLES)
 @given(HONESTLY, kinds_of_samples(), CHOSEN, st.data())
-def test_usual_batches_are_not_refused(
-    collate: Collate, kinds: list[Sample], chosen: list[int], data: st.DataObject
-) -> None:
+def test_usual_batches_are_not_refused(collate, kinds, chosen, data):
     samples = [kinds[number % len(kinds)] for number in chosen]
     start, stop = slices(data.draw, len(samples))
     batch, layout = collate(samples), read_layout(Known(kinds, collate))
@@ -334,9 +330,7 @@ def test_usual_batches_are_not_refused(
 
 @settings(max_examples=EXAMPLES)
 @given(COLLATE, COLLATE, kinds_of_samples(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
-def test_batches_of_two_loaders_are_cut_in_proportion_or_refused(
-    one: Collate, two: Collate, kinds: list[Sample], groups: int, few: int, many: int, data: st.DataObject
-) -> None:
+def test_batches_of_two_loaders_are_cut_in_proportion_or_refused(one, two, kinds, groups, few, many, data):
     """As many parts as the numbers of samples have in common, each with its share of both."""
     counts = [groups * few, groups * many]
     both = [[kinds[place % len(kinds)] for place in range(count)] for count in counts]
@@ -371,15 +365,11 @@ def assert_ready_made(collate: Collate, every: list[list[Sample]], draw: Callabl
 
 @settings(max_examples=EXAMPLES)
 @given(BY_SAMPLE, kinds_of_samples(), st.lists(st.integers(0, 2), min_size=2, max_size=9), st.data())
-def test_one_ready_made_batch_is_cut_rightly_or_refused(
-    collate: Collate, kinds: list[Sample], chosen: list[int], data: st.DataObject
-) -> None:
+def test_one_ready_made_batch_is_cut_rightly_or_refused(collate, kinds, chosen, data):
     assert_ready_made(collate, [[kinds[number % len(kinds)] for number in chosen]], data.draw)
 
 
 @settings(max_examples=EXAMPLES)
 @given(HONESTLY, st.integers(1, 5), st.lists(st.integers(1, 9), min_size=2, max_size=2, unique=True), st.data())
-def test_ready_made_batches_of_two_sizes_are_cut_rightly_or_refused(
-    collate: Collate, length: int, counts: list[int], data: st.DataObject
-) -> None:
+def test_ready_made_batches_of_two_sizes_are_cut_rightly_or_refused(collate, length, counts, data):
     assert_ready_made(collate, [[Sample(n, length) for n in range(count)] for count in counts], data.draw)

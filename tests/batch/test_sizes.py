@@ -70,10 +70,6 @@ def test_fields_are_named_by_where_they_are() -> None:
     assert len(set(fields)) == 9
 
 
-def test_text_may_be_left_out() -> None:
-    assert list(leaves({"path": "x.png"}, text=False)) == [(("path",), ())]
-
-
 Sized = namedtuple("Sized", "size inputs")
 
 

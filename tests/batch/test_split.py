@@ -93,12 +93,6 @@ def test_sizes_that_do_not_fit_are_refused_at_once(sizes: list[int], message: st
         split({"x": rows()}, sizes)
 
 
-def test_a_batch_of_no_samples_is_cut_into_empty_ones() -> None:
-    batch = {"x": rows(0), "names": list[str]()}
-    layout = Layout({"batch": "fields", "batch['x']": SampleAxis(0), "batch['names']": SampleAxis(0)})
-    assert [len(chunk["x"]) for chunk in split_batch(batch, [0, 0], layout=layout)] == [0, 0]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_on_a_device_stay_there() -> None:

@@ -25,15 +25,19 @@ def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, "0")
 
 
-@pytest.mark.parametrize("name", ["fidelity", "output", "overhead", "startup"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fidelity", "output", "overhead", "startup", "sampler", "gpu", "disasters.telling"),
+        *("probing.cells", "probing.programs", "probing.training"),
+    ],
+)
 def test_doctests(name: str) -> None:
     """Examples in docstrings hold."""
     assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
 
 
-def test_the_fidelity_table_is_80_columns_wide_and_its_json_complete(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_fidelity_table_is_80_columns_wide_and_its_json_complete(monkeypatch, capsys, tmp_path):
     """Run for real on three rows, a peer that refuses among them."""
     chosen = [case for case in CASES if case.name.startswith(("ragged: 2", "fp16", "LBFGS strong"))]
     monkeypatch.setattr(fidelity, "CASES", chosen)
@@ -47,9 +51,7 @@ def test_the_fidelity_table_is_80_columns_wide_and_its_json_complete(
     assert set(half["reasons"]) == {"accelerate", "ours_fp64"}
 
 
-def test_a_missed_target_is_said_and_exits_with_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missed_target_is_said_and_exits_with_one(monkeypatch, capsys):
     """With the value and what was asked; NaN is a miss."""
     wrong = Measured({"ours": [1e-3], "ours_fp64": [float("nan")], "whole": [1e-7]})
     monkeypatch.setattr(fidelity, "CASES", [Case("wrong")])

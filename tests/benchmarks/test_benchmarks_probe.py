@@ -1,7 +1,5 @@
 """The benchmark of the probe: its counters, its peers on a tiny model, its tables and targets."""
 
-import doctest
-import importlib
 import json
 import logging
 from pathlib import Path
@@ -34,12 +32,6 @@ def _tiny_and_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("name", ["gpu", "probing.cells", "probing.programs", "probing.training"])
-def test_doctests(name: str) -> None:
-    """Examples in docstrings hold."""
-    assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
-
-
 def test_every_program_meets_the_same_limit() -> None:
     """Real steps: ours finds it, none finds more, and each counts as its own rules say."""
     record = cells.measure(Cell("MLP", 1 / 8192))
@@ -64,9 +56,7 @@ def small_cell(**changes: Any) -> dict[str, Any]:
     return {"model": "ViT", "gib": 0.5, "kind": EMULATED, "limit": 20, "programs": {OURS: mine, BINSEARCH: theirs}}
 
 
-def test_the_benchmark_prints_80_columns_and_exits_by_its_targets(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_benchmark_prints_80_columns_and_exits_by_its_targets(monkeypatch, capsys, tmp_path):
     """A quick run leaves the results of the last full one alone."""
     cost = {"model": "ViT", "operations": 3, "limit_us": 10.0, "trace_us": 12.0}
     monkeypatch.setattr(probe, "emulation_cost", lambda: cost)

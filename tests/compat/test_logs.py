@@ -48,9 +48,7 @@ def test_values_are_merged_as_they_are_reduced(reduce_fx: Any, expected: float) 
         ((6, 6), (2, 2), 12, 3.0),
     ],
 )
-def test_batch_sizes_that_count_add_up_and_constants_stay(
-    sizes: tuple[int, int], samples: tuple[int, int], size: int, value: float
-) -> None:
+def test_batch_sizes_that_count_add_up_and_constants_stay(sizes, samples, size, value):
     parts = [("a", number, {"batch_size": given}) for number, given in zip((2.0, 4.0), sizes)]
     ((_, merged, kept),) = logged((8.0, samples[0], parts[:1]), (2.0, samples[1], parts[1:]))
     assert merged == pytest.approx(value)

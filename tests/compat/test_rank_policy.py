@@ -34,9 +34,7 @@ SHARDED = Ranks(distributed=True, obstacle=SHARDS, wait_in_step=True, sharded=Tr
         (SHARDED, False, True, False, RetryPolicy(False, lockstep=True, undecided=True)),
     ],
 )
-def test_what_training_does(
-    ranks: Ranks, wanted: bool, cut_in_step: bool, must_average: bool, policy: RetryPolicy
-) -> None:
+def test_what_training_does(ranks, wanted, cut_in_step, must_average, policy):
     """Retries need a rank that can run more passes than the others; without that there is a reason to tell."""
     found = ranks.in_training(wanted=wanted, cut_in_step=cut_in_step, must_average=must_average)
     assert found == policy

@@ -12,7 +12,7 @@ from PIL import Image
 from lightning_ga import UserError
 from lightning_ga.data import CIFAR10, MNIST, Digits, FashionMNIST, ImageFolder, QuarterTurn, Synthetic
 from lightning_ga.data.images import ImageData
-from lightning_ga.data.sets import DEBIAN_FOLDER, FILES, read_idx
+from lightning_ga.data.sets import DEBIAN_FOLDER, FILES
 
 
 def ready(data: ImageData) -> ImageData:
@@ -101,18 +101,6 @@ def test_fashion_mnist_is_found_in_debians_unpacked_package(tmp_path):
     assert data.class_names[9] == "Ankle boot"
 
 
-def test_a_damaged_idx_file_is_named(tmp_path):
-    """Another format, or cut short."""
-    path = tmp_path / "x"
-    path.write_bytes(b"hello world")
-    with pytest.raises(UserError, match="no whole idx file"):
-        read_idx(path)
-    write_idx(path, np.zeros((2, 3)))
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="download it again"):
-        read_idx(path)
-
-
 @pytest.mark.parametrize("kind", [MNIST, CIFAR10])
 def test_a_missing_set_tells_how_to_get_it(tmp_path, kind):
     """Nothing is fetched unasked."""
@@ -198,11 +186,13 @@ def test_quarter_turns_are_all_four():
     [
         (lambda file: file.write_bytes(file.read_bytes()[:4] + b"\0\0\0\5" + file.read_bytes()[8:13]), "other numbers"),
         (lambda file: file.write_bytes(b""), "no whole idx file"),
+        (lambda file: file.write_bytes(b"hello world"), "no whole idx file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "download it again"),
         (lambda file: (file.unlink(), os.mkfifo(file)), "is not, or not whole, in data.root"),
     ],
 )
 def test_idx_files_that_do_not_fit_each_other_are_refused(tmp_path, change, words):
-    """Fewer labels than pictures, an empty file, and a pipe, which is not waited for."""
+    """Fewer labels than pictures, a damaged file, and a pipe, which is not waited for."""
     write_mnist(tmp_path, "")
     change(tmp_path / FILES[1])
     with pytest.raises(UserError, match=words):

@@ -35,11 +35,26 @@ def break_pictures(folder: Path) -> dict[str, str]:
     return {"a.jpg": "truncated", "b.png": "", "c.png": "empty", "d.png": "no picture", "e.png": "a link to nothing"}
 
 
-def test_two_classes_are_needed(tmp_path):
-    """One is told before a model is built for it."""
-    write_classes(tmp_path, classes=("cat",))
-    with pytest.raises(UserError, match="holds one class, cat"):
-        ImageFolder(root=str(tmp_path))
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda root: write_classes(root, classes=("cat",)), "holds one class, cat"),
+        (
+            lambda root: (write_classes(root), write_classes(root, classes=("bird",), count=1)),
+            r"each of the 3 classes in both parts: class bird has a single sample left",
+        ),
+        (lambda root: (write_classes(root), (root / "train" / "emu").mkdir()), "classes without a picture: emu"),
+        (
+            lambda root: (write_classes(root), write_classes(root, "val", ("cat", "dog", "emu"))),
+            r"val' has classes that are not in train/: emu",
+        ),
+    ],
+    ids=["one class", "one picture", "no picture", "only in validation"],
+)
+def test_classes_that_nothing_can_be_trained_with_are_named(tmp_path, make, told):
+    make(tmp_path)
+    with pytest.raises(UserError, match=told):
+        ImageFolder(root=str(tmp_path)).setup("fit")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -52,13 +67,6 @@ def test_a_picture_that_breaks_training_is_named(tmp_path, workers):
     with pytest.raises(UserError, match=r"a\.png.* cannot be read .*data\.skip_broken=true") as told:
         list(DataLoader(ImageDataset(data.splits.train, data.transform()), batch_size=4, num_workers=workers))
     assert explain(told.value).startswith("'")
-
-
-def test_a_class_of_one_picture_is_named(tmp_path):
-    write_classes(tmp_path)
-    write_classes(tmp_path, classes=("bird",), count=1)
-    with pytest.raises(UserError, match=r"each of the 3 classes in both parts: class bird has a single sample left"):
-        ImageFolder(root=str(tmp_path)).setup("fit")
 
 
 def test_every_picture_that_cannot_be_read_is_listed_before_training(tmp_path):
@@ -93,20 +101,6 @@ def test_what_systems_leave_in_folders_is_no_class(tmp_path, capsys):
     assert "left out, are .thumbs, __MACOSX in" in capsys.readouterr().err
     data.setup("fit")
     assert sum(len(part.labels) for part in data.splits) == 12
-
-
-def test_a_class_without_a_picture_is_told(tmp_path):
-    write_classes(tmp_path)
-    (tmp_path / "train" / "emu").mkdir()
-    with pytest.raises(UserError, match="classes without a picture: emu"):
-        ImageFolder(root=str(tmp_path))
-
-
-def test_a_class_that_only_validation_has_is_told(tmp_path):
-    write_classes(tmp_path)
-    write_classes(tmp_path, "val", ("cat", "dog", "emu"))
-    with pytest.raises(UserError, match=r"val' has classes that are not in train/: emu"):
-        ImageFolder(root=str(tmp_path)).setup("fit")
 
 
 def test_a_picture_starts_no_program(tmp_path, monkeypatch):

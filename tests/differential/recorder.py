@@ -10,8 +10,8 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -68,43 +68,8 @@ class Journal:
             self.draws.append((f"{owner}.{hook}", random_state()))
 
 
-@dataclass(frozen=True)
-class End:
-    """The state after one call of ``fit``, ``validate``, ``test`` or ``predict``."""
-
-    state: dict[str, Any]
-    optimizers: list[Any]
-    schedulers: list[Any]
-    scaler: Any
-    callback_metrics: dict[str, Any]
-    logged_metrics: dict[str, Any]
-    loops: dict[str, Any]
-    counters: dict[str, Any]
-    callbacks: dict[str, Any]
-    random: str
-    draw: tuple[Any, ...]
-    result: Any
-
-
-@dataclass(frozen=True)
-class Record:
-    """All that is left of the run of a scenario."""
-
-    ends: tuple[End, ...]
-    events: tuple[Event, ...]
-    draws: tuple[tuple[str, str], ...]
-    batches: tuple[dict[str, Any], ...]
-    metrics: tuple[dict[str, Any], ...]
-    read: tuple[dict[str, Any], ...]
-    rates: tuple[Any, ...]
-    rates_of_steps: tuple[Any, ...]
-    steps_of_validations: tuple[int, ...]
-    rows: tuple[tuple[int | None, dict[str, float]], ...]
-    warnings: frozenset[tuple[str, str]]
-    messages: tuple[str, ...]
-    checkpoints: dict[str, Any]
-    files: dict[str, str]
-    notes: dict[str, Any]
+Record = dict[str, Any]
+"""All that is left of the run of a scenario."""
 
 
 class Watcher(pl.Callback):
@@ -128,17 +93,13 @@ class Watcher(pl.Callback):
             self.journal.steps_of_validations.append(trainer.global_step)
 
 
-def _callback_hook(name: str) -> Callable[..., None]:
-    def hook(self: Watcher, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        self.journal.add("callback", trainer, name, (*args, *kwargs.values()))
-        self.look(trainer, name)
-
-    hook.__name__ = name
-    return hook
+def _watch(self: Watcher, trainer: Any, module: Any, *args: Any, hook: str, **kwargs: Any) -> None:
+    self.journal.add("callback", trainer, hook, (*args, *kwargs.values()))
+    self.look(trainer, hook)
 
 
 for _name in CALLBACK_HOOKS:
-    setattr(Watcher, _name, _callback_hook(_name))
+    setattr(Watcher, _name, partialmethod(_watch, hook=_name))
 
 
 JOURNALS: WeakKeyDictionary[pl.LightningModule, Journal] = WeakKeyDictionary()
@@ -165,16 +126,12 @@ class Told(pl.LightningModule):
             self.journal.add("module", self.trainer, hook, values)
 
 
-def _module_hook(name: str) -> Callable[..., None]:
-    def hook(self: Told, *args: Any, **kwargs: Any) -> None:
-        self.tell(name, *args, *kwargs.values())
-
-    hook.__name__ = name
-    return hook
+def _tell(self: Told, *args: Any, hook: str, **kwargs: Any) -> None:
+    self.tell(hook, *args, *kwargs.values())
 
 
 for _name in MODULE_HOOKS:
-    setattr(Told, _name, _module_hook(_name))
+    setattr(Told, _name, partialmethod(_tell, hook=_name))
 
 
 class Rows(CSVLogger):
@@ -190,7 +147,7 @@ class Rows(CSVLogger):
 
 
 @contextmanager
-def watched(journal: Journal, folder: Path, ends: list[End], notes: dict[str, Any]) -> Iterator[list[Record]]:
+def watched(journal: Journal, folder: Path, ends: list[Record], notes: dict[str, Any]) -> Iterator[list[Record]]:
     """Record what happens in the block; the list holds the record after it."""
     records: list[Record] = []
     _forget_warnings()
@@ -211,37 +168,32 @@ def watched(journal: Journal, folder: Path, ends: list[End], notes: dict[str, An
     def clean(text: str) -> str:
         return text.replace(paths[0], "<folder>").replace(paths[1], "<folder>")
 
-    record = Record(
-        tuple(replace(end, callbacks=_cleaned(end.callbacks, clean)) for end in ends),
-        tuple(journal.events),
-        tuple(journal.draws),
-        tuple(journal.batches),
-        tuple(journal.metrics),
-        tuple(journal.read),
-        tuple(journal.rates),
-        tuple(journal.rates_of_steps),
-        tuple(journal.steps_of_validations),
-        tuple(row for row in notes.pop("rows")),
-        frozenset((each.category.__name__, clean(str(each.message))) for each in told if _counts(each)),
-        tuple(clean(message) for message in heard.messages),
-        {name: _cleaned(content, clean) for name, content in _checkpoints(folder).items()},
-        {str(path.relative_to(folder)): clean(path.read_text()) for path in _texts(folder)},
-        _cleaned(plain(notes), clean),
-    )
-    records.append(record)
-
-
-def end_of(trainer: Any, module: pl.LightningModule, result: Any = None) -> End:
-    """Read all that a call has left."""
-    return End(
-        plain(module.state_dict()),
-        [plain(optimizer.state_dict()) for optimizer in trainer.optimizers],
-        [plain(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
-        plain(getattr(trainer.precision_plugin, "state_dict", dict)()),
-        plain(trainer.callback_metrics),
-        plain(trainer.logged_metrics),
-        {name: plain(getattr(trainer, f"{name}_loop").state_dict()) for name in ("fit", "validate", "test", "predict")},
+    records.append(
         {
+            **{each.name: getattr(journal, each.name) for each in fields(journal) if each.name != "on_module"},
+            "ends": [{**end, "callbacks": _cleaned(end["callbacks"], clean)} for end in ends],
+            "rows": notes.pop("rows"),
+            "warnings": frozenset((each.category.__name__, clean(str(each.message))) for each in told if _counts(each)),
+            "messages": [clean(message) for message in heard.messages],
+            "checkpoints": {name: _cleaned(content, clean) for name, content in _checkpoints(folder).items()},
+            "files": {str(path.relative_to(folder)): clean(path.read_text()) for path in _texts(folder)},
+            "notes": _cleaned(plain(notes), clean),
+        }
+    )
+
+
+def end_of(trainer: Any, module: pl.LightningModule, result: Any = None) -> Record:
+    """Read all that one call of ``fit``, ``validate``, ``test`` or ``predict`` has left."""
+    loops = {name: getattr(trainer, f"{name}_loop").state_dict() for name in ("fit", "validate", "test", "predict")}
+    return {
+        "state": plain(module.state_dict()),
+        "optimizers": [plain(optimizer.state_dict()) for optimizer in trainer.optimizers],
+        "schedulers": [plain(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        "scaler": plain(getattr(trainer.precision_plugin, "state_dict", dict)()),
+        "callback_metrics": plain(trainer.callback_metrics),
+        "logged_metrics": plain(trainer.logged_metrics),
+        "loops": plain(loops),
+        "counters": {
             **_counters(trainer),
             "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
@@ -251,15 +203,15 @@ def end_of(trainer: Any, module: pl.LightningModule, result: Any = None) -> End:
             "frozen": [parameter.requires_grad for parameter in module.parameters()],
             "hooks": [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules()],
         },
-        {
+        "callbacks": {
             each.state_key: plain(each.state_dict())
             for each in trainer.callbacks
             if not isinstance(each, (AutoAccumulate, Watcher))
         },
-        random_state(),
-        (torch.rand(2).tolist(), random.random(), float(np.random.rand())),
-        plain(result),
-    )
+        "random": random_state(),
+        "draw": (torch.rand(2).tolist(), random.random(), float(np.random.rand())),
+        "result": plain(result),
+    }
 
 
 def random_state() -> str:

@@ -22,7 +22,7 @@ from faults import Arm, Faults
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
-from recorder import End, Journal, Record, Rows, Told, Watcher, end_of, watched
+from recorder import Journal, Record, Rows, Told, Watcher, end_of, watched
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from torch.utils.data import WeightedRandomSampler as Weighted
@@ -96,7 +96,7 @@ class Run:
         # Where samples are looked at before training, hooks are called, and what they change of the module is put back.
         verifies = dict(mode.settings, **(scenario.ours or {})).get("verify", True)
         self.journal = Journal(on_module=verifies or "hooks_of_the_transfer" in scenario.name)
-        self.ends: list[End] = []
+        self.ends: list[Record] = []
         self.notes: dict[str, Any] = {}
         self.loggers: list[Rows] = []
         self.trainers = 0
@@ -108,24 +108,14 @@ class Run:
         ours = [] if self.mode is STOCK else [self.ours()]
         if self.scenario.with_callback is not None and number not in self.scenario.with_callback:
             ours = []
-        quiet: dict[str, Any] = {
-            "max_epochs": 2,
-            "enable_checkpointing": any(isinstance(each, stock.Checkpoint) for each in callbacks),
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "accelerator": "cpu",
-            "devices": 1,
-            "num_sanity_val_steps": 0,
-            "log_every_n_steps": 1,
-            "default_root_dir": self.folder,
-        }
-        if not settings.get("barebones"):
-            self.loggers.append(Rows(self.folder / f"logs{number}"))
-            quiet["logger"] = self.loggers[-1]
-        else:
-            quiet = {name: quiet[name] for name in ("max_epochs", "accelerator", "devices", "default_root_dir")}
-        arm = [Arm(self.faults)] if self.mode.fails and ours else []
-        return pl.Trainer(callbacks=[*ours, *callbacks, Watcher(self.journal), *arm], **{**quiet, **settings})
+        watching = [*ours, *callbacks, Watcher(self.journal), *([Arm(self.faults)] if self.mode.fails and ours else [])]
+        if settings.get("barebones"):  # which takes no argument that turns off what it has not
+            where = {"accelerator": "cpu", "devices": 1, "default_root_dir": self.folder}
+            return pl.Trainer(max_epochs=2, callbacks=watching, **where, **settings)
+        self.loggers.append(Rows(self.folder / f"logs{number}"))
+        saves = any(isinstance(each, stock.Checkpoint) for each in callbacks)
+        ours_by_default = {"logger": self.loggers[-1], "enable_checkpointing": saves, "log_every_n_steps": 1}
+        return reference.quiet_trainer(*watching, **{**ours_by_default, "default_root_dir": self.folder, **settings})
 
     def ours(self) -> AutoAccumulate:
         """The callback, as the mode sets it."""
@@ -173,7 +163,7 @@ def record(scenario: Scenario, mode: Mode, folder: Path) -> Record:
                 scenario.train(run)
         finally:
             run.notes["rows"] = [row for logger in run.loggers for row in logger.rows]
-    survived = any("Memory ran out in training" in text for _, text in records[0].warnings)
+    survived = any("Memory ran out in training" in text for _, text in records[0]["warnings"])
     assert survived == (mode.fails and run.faults.count >= FAILS_AT)
     return records[0]
 
@@ -364,9 +354,6 @@ add_fits(
 )
 
 
-add("schedule_by_step_with_a_frequency", lambda run: run.fit(Net(schedule=step_lr, interval="step", frequency=2)))
-
-
 @scenario()
 def schedule_by_step_with_a_frequency_under_accumulation(run: Run) -> None:
     net = Net(schedule=step_lr, interval="step", frequency=2)
@@ -401,12 +388,6 @@ def two_schedules(run: Run) -> None:
             return [optimizer], [{"scheduler": step_lr(optimizer), "interval": "step"}, lambda_lr(optimizer)]
 
     run.fit(Two())
-
-
-add(
-    "accumulation_of_three_with_a_schedule",
-    lambda run: run.fit(Net(schedule=step_lr, interval="step"), loader(Samples(48)), accumulate_grad_batches=3),
-)
 
 
 def _ragged(factor: int, run: Run) -> None:
@@ -467,22 +448,10 @@ def own_backward_and_zero_grad(run: Run) -> None:
 @scenario()
 def gradients_read_by_hooks(run: Run) -> None:
     class Curious(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms: list[torch.Tensor] = []
-            self.zeroed: list[int] = []
-
         def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-            norm = torch.stack([each.grad.norm() for each in self.parameters()]).norm()
-            self.log("norm", norm)
-            self.norms.append(norm)
+            self.log("norm", torch.stack([each.grad.norm() for each in self.parameters()]).norm())
 
-        def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-            self.zeroed.append(self.trainer.global_step)
-
-    module = Curious()
-    run.fit(module)
-    run.notes.update(norms=module.norms, zeroed=module.zeroed)
+    run.fit(Curious())
 
 
 add("lbfgs", lambda run: run.fit(Net(partial(torch.optim.LBFGS, lr=0.1, max_iter=3))))
@@ -940,37 +909,30 @@ def _net32(**settings: Any) -> Net:
     return Net(net=network(torch.float32), **settings)
 
 
-add("precision_32", lambda run: run.fit(_net32(), _data32(), val=loader(Samples(6, torch.float32), 4)), tolerance=2e-05)
-add(
-    "precision_bf16_mixed",
-    lambda run: run.fit(_net32(), _data32(), val=loader(Samples(6, torch.float32), 4), precision="bf16-mixed"),
-    tolerance=0.02,
-)
+for _name, _settings, _tolerance in (
+    ("precision_32", {}, 2e-05),
+    ("precision_bf16_mixed", {"precision": "bf16-mixed"}, 0.02),
+    ("precision_bf16_true", {"precision": "bf16-true", "max_epochs": 1}, 0.02),
+):
+    add(
+        _name,
+        lambda run, settings=_settings: run.fit(
+            _net32(), _data32(), val=loader(Samples(6, torch.float32), 4), **settings
+        ),
+        tolerance=_tolerance,
+    )
 
 
-@scenario(tolerance=5e-3)
-def precision_16_mixed(run: Run) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+def _in_half_precision(scale: float, interval: int, size: int, run: Run, **settings: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-    data = loader(Samples(40, torch.float32))
-    run.fit(_net32(), data, val=loader(Samples(6, torch.float32), 4), plugins=plugin, gradient_clip_val=0.5)
+    data = loader(Samples(size, torch.float32))
+    run.fit(_net32(), data, val=loader(Samples(6, torch.float32), 4), plugins=plugin, **settings)
 
 
-@scenario(modes=NEUTRAL)  # a gradient in fp16 overflows for the sum over a batch before that over a part of it
-def precision_16_mixed_that_overflows(run: Run) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=100)
-    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-    data = loader(Samples(80, torch.float32))
-    run.fit(_net32(), data, val=loader(Samples(6, torch.float32), 4), plugins=plugin)
-
-
-add(
-    "precision_bf16_true",
-    lambda run: run.fit(
-        _net32(), _data32(), val=loader(Samples(6, torch.float32), 4), precision="bf16-true", max_epochs=1
-    ),
-    tolerance=0.02,
-)
+add("precision_16_mixed", partial(_in_half_precision, 2.0**8, 2, 40, gradient_clip_val=0.5), tolerance=5e-3)
+# A gradient in fp16 overflows for the sum over a batch before that over a part of it.
+add("precision_16_mixed_that_overflows", partial(_in_half_precision, 2.0**24, 100, 80), modes=NEUTRAL)
 
 
 # --- several calls ---------------------------------------------------------------------------------

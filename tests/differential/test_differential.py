@@ -53,7 +53,7 @@ def found(ours: Record, stock: Record, scenario: Scenario, mode: Mode) -> dict[s
     seen = survived if mode.fails else lambda record: view(record, mode)
     parts = [seen(each) if scenario.oracle is None else outcome(each) for each in (ours, stock)]
     if scenario.name in READ and not mode.cut and mode is not DEFAULTS:
-        parts = [{**part, "read": each.read} for part, each in zip(parts, (ours, stock))]
+        parts = [{**part, "read": each["read"]} for part, each in zip(parts, (ours, stock))]
     exact = not mode.cut and scenario.oracle is None
     return unmeant(*parts, scenario.name, mode.name, tolerance=0.0 if exact else scenario.tolerance)
 

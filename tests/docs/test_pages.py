@@ -12,12 +12,12 @@ import pytest
 from forks import forked
 
 ROOT = pages.ROOT
-PAGES = pages.pages()
+PAGES = [*pages.pages(), ROOT / "README.md"]
 KNOWN = ("pip", "source", "sudo", "apt-get", "dpkg-deb", "cd", "git", "eval")  # programs of others
 
 
 def name(page: Path) -> str:
-    return str(page.relative_to(pages.DOCS))
+    return str(page.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in pages.blocks(page))], ids=name)
@@ -36,9 +36,9 @@ def test_blocks_that_do_not_run_say_why(page: Path) -> None:
 def test_commands_exist(page: Path, command) -> None:
     """Overrides compose, and modules, files and make's targets are there."""
     for line in pages.commands(page):
-        ours = re.search(r"(?:-m lightning_ga\.train|\blightning-ga)\b(.*)", line)
+        ours = re.search(r"(?:-m lightning_ga\.train|\blightning-ga)\b(.*)|make train ARGS=\"(.*)\"", line)
         if ours is not None:
-            run = command("--cfg", "job", "--resolve", *composable(ours[1]), "paths.output_dir=run")
+            run = command("--cfg", "job", "--resolve", *composable(ours[1] or ours[2] or ""), "paths.output_dir=run")
             assert run.code == 0, f"{line}: {run.err}"
         else:
             assert is_there(shlex.split(line), page), line

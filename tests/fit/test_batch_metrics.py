@@ -85,12 +85,3 @@ def test_a_mean_of_losses_weighs_a_piece_by_its_share() -> None:
         mean.update(torch.tensor(3.0), 7.0)
     assert mean.compute() == (1 + 2 + 3 * 7) / 9
     assert "update" in vars(mean)  # torchmetrics' own
-
-
-def test_losses_of_samples_are_no_mean_of_losses() -> None:
-    mean = torchmetrics.MeanMetric()
-    samples = iter([(2, 3), (1, 3)])
-    with whole_batch_metrics([mean], lambda: next(samples)):
-        mean.update(torch.tensor([1.0, 2.0]))
-        mean.update(torch.tensor([6.0]))
-    assert mean.compute() == 3

@@ -54,9 +54,7 @@ def batch_of(lengths: list[int], *, shows: str, left: bool = False, extra: int =
     st.booleans(),
     st.data(),
 )
-def test_slices_hold_every_sample_once_without_columns_of_padding(
-    lengths: list[int], budget: int, shows: str, left: bool, data: st.DataObject
-) -> None:
+def test_slices_hold_every_sample_once_without_columns_of_padding(lengths, budget, shows, left, data):
     """However a batch shows its lengths; none above the budget but of one sample."""
     is_by_number = shows == "lengths"
     extra = 0 if is_by_number else data.draw(st.integers(0, 3))

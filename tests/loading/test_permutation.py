@@ -45,12 +45,6 @@ def test_slices_are_those_of_a_list(size: int, cut: slice) -> None:
     assert Permutation(size, seed=3)[cut].tolist() == numbers(size, 3)[cut]
 
 
-@pytest.mark.parametrize("size", [2, 3, 10, 13, 64])
-def test_every_number_is_equally_likely_at_every_place(size: int) -> None:
-    for place in zip(*(numbers(size, seed) for seed in range(1000))):
-        assert surprise(torch.tensor(place), size) < 5
-
-
 @pytest.mark.parametrize("size", LARGE)
 @pytest.mark.parametrize("lag", [1, 2, 256, "width"])
 def test_neighbours_tell_nothing_of_each_other(size: int, lag: int | str) -> None:

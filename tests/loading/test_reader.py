@@ -1,13 +1,13 @@
 """Batches are counted and cut by their layout, by the module's hook, or by collating their samples anew."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from reference import quiet_trainer
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from reference import StreamOf, quiet_trainer
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_ga.batch import pytree as structures
 from lightning_ga.batch.layout import LayoutError
@@ -17,21 +17,7 @@ from lightning_ga.loading.reader import BatchReader, CollatedAgain, CollatedBatc
 SIZE = 24
 
 
-class Rows(Dataset[Any]):
-    """Sample i is a vector full of i, and i."""
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3,), float(index)), index
-
-
-class Endless(IterableDataset[Any]):
-    """A stream."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(SIZE))
+ROWS = [(torch.full((3,), float(index)), index) for index in range(SIZE)]
 
 
 class Plain(pl.LightningModule):
@@ -53,7 +39,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loader_of(collate: Callable[[list[Any]], Any] = default_collate, dataset: Any = None) -> "DataLoader[Any]":
-    return DataLoader(Rows() if dataset is None else dataset, 8, collate_fn=collate)
+    return DataLoader(ROWS if dataset is None else dataset, 8, collate_fn=collate)
 
 
 def collated(*loaders: "DataLoader[Any]", combine: Callable[[list[Any]], Any] | None = None) -> CollatedBatches:
@@ -72,42 +58,10 @@ def samples_of(loader: "DataLoader[Any]", count: int = 8) -> CollatedAgain:
     return CollatedAgain(loader, [loader.dataset[index] for index in range(count)])
 
 
-def test_batches_are_counted_and_cut_where_samples_lie() -> None:
-    """Every batch of a loader, the last one too; the layout is read once."""
-    loader = loader_of()
-    read = reader(Plain(), collated(loader))
-    assert not read.is_read()
-    assert read.count(first(loader)) == 8
-    assert read.is_read()
-    assert read.layout() is read.layout()
-    slices = read.slices(first(loader), expected=8)
-    assert slices.samples == 8
-    assert slices.take(2, 5)[1].tolist() == [2, 3, 4]
-    assert slices.take(2, 5)[0].shape == (3, 3)
-    assert not read.makes_anew
-    assert read.count([torch.zeros(5, 3), torch.zeros(5)], expected=8) == 5
-
-
 def packed(batch: list[Any]) -> dict[str, Any]:
     """Rows of all samples and where they end."""
     rows = [torch.full((index % 3 + 1, 2), float(index)) for _, index in batch]
     return {"rows": torch.cat(rows), "ends": torch.tensor([len(each) for each in rows]).cumsum(0)}
-
-
-def test_packed_batches_are_cut_by_collating_their_samples_anew() -> None:
-    """Each slice is what the collate function makes of its samples; from then on all batches are cut so."""
-    loader = loader_of(packed)
-    read = reader(Plain(), collated(loader))
-    batch, again = first(loader), samples_of(loader)
-    with pytest.raises(LayoutError, match="split_batch"):
-        read.slices(batch, expected=8)
-    slices = read.slices(batch, expected=8, samples=lambda: again)
-    assert slices.samples == 8
-    assert structures.same_values(slices.take(3, 6), packed([(None, 3), (None, 4), (None, 5)]))
-    assert read.makes_anew
-    read.check(lambda: again)
-    with pytest.raises(LayoutError, match="split_batch"):
-        read.check(lambda: None)
 
 
 def test_batches_that_are_not_the_same_again_cannot_be_collated_anew() -> None:
@@ -157,7 +111,7 @@ def test_indices_are_from_all_over_the_dataset() -> None:
     """Of a stream there are none, and of a dataset without a length those of the first batch."""
     assert indices_of(loader_of()) == [0, 17, 10, 3, 20, 13, 6, 23]
     assert indices_of(loader_of(dataset=[(0, 0)] * 3)) == [0, 2, 1]
-    assert indices_of(DataLoader(Endless(), 4)) == [None] * 8
+    assert indices_of(DataLoader(StreamOf(range(SIZE)), 4)) == [None] * 8
 
     class Lookup(Dataset[Any]):
         def __getitem__(self, index: str) -> str:

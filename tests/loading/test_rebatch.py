@@ -7,59 +7,24 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    SequentialSampler,
-    TensorDataset,
-)
+from reference import SizedStreamOf, StreamOf
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
 from lightning_ga.loading.rebatch import read_loader, rebatch
 from lightning_ga.loading.sampler import FromBatches, WindowBatchSampler
-from lightning_ga.loading.samples import collate_samples, collect_samples, peekable
+from lightning_ga.loading.samples import collate_samples, collect_samples
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 
 SIZE = 11
 
 
-class Numbers(Dataset[int]):
-    """Sample i is i; counts what is fetched."""
-
-    def __init__(self) -> None:
-        self.fetched: list[int] = []
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> int:
-        self.fetched.append(index)
-        return index
-
-
-class AtOnce(Numbers):
+class AtOnce(list[int]):
     """Fetches all samples of a batch in one call."""
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         return list(indices)
-
-
-class Counting(IterableDataset[int]):
-    """A stream that starts anew on every pass."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(SIZE))
-
-
-class SizedCounting(Counting):
-    """The same with a length."""
-
-    def __len__(self) -> int:
-        return SIZE
 
 
 class OnceOnly(IterableDataset[int]):
@@ -75,18 +40,11 @@ class OnceOnly(IterableDataset[int]):
         return next(self.source)
 
 
-class Reopened(Counting):
-    """A stream that cannot be copied but starts anew on every pass."""
-
-    def __init__(self) -> None:
-        self.handle = iter_numbers()
-
-
 class FixedArguments(DataLoader[int]):
     """A constructor that takes nothing of what DataLoader takes."""
 
     def __init__(self, flavour: str) -> None:
-        super().__init__(Numbers(), batch_size=3, shuffle=False)
+        super().__init__(range(SIZE), batch_size=3, shuffle=False)
         self.flavour = flavour
 
 
@@ -98,19 +56,6 @@ class Doubling(DataLoader[int]):
 
     def __len__(self) -> int:
         return 1000
-
-
-class Backwards(Sampler[int]):
-    """An order of the user's own."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.size - 1, -1, -1))
 
 
 class OwnBatches(BatchSampler):
@@ -126,22 +71,22 @@ def collate(samples: list[int]) -> dict[str, torch.Tensor]:
 
 
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "keywords": lambda: DataLoader(Numbers(), batch_size=3),
-    "positions": lambda: DataLoader(Numbers(), 3, False, None, None, 0, collate),
-    "collated by the user": lambda: DataLoader(Numbers(), 3, collate_fn=collate),
-    "fetched at once": lambda: DataLoader(AtOnce(), 3),
-    "drop_last": lambda: DataLoader(Numbers(), 3, drop_last=True),
+    "keywords": lambda: DataLoader(range(SIZE), batch_size=3),
+    "positions": lambda: DataLoader(range(SIZE), 3, False, None, None, 0, collate),
+    "collated by the user": lambda: DataLoader(range(SIZE), 3, collate_fn=collate),
+    "fetched at once": lambda: DataLoader(AtOnce(range(SIZE)), 3),
+    "drop_last": lambda: DataLoader(range(SIZE), 3, drop_last=True),
     "subclass with arguments of its own": lambda: FixedArguments("sour"),
-    "subclass that changes its batches": lambda: Doubling(Numbers(), 3),
+    "subclass that changes its batches": lambda: Doubling(range(SIZE), 3),
     "custom batch sampler": lambda: DataLoader(
-        Numbers(), batch_sampler=OwnBatches(SequentialSampler(range(SIZE)), 3, False)
+        range(SIZE), batch_sampler=OwnBatches(SequentialSampler(range(SIZE)), 3, False)
     ),
-    "list of batches": lambda: DataLoader(Numbers(), batch_sampler=[[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10]]),
-    "sampler": lambda: DataLoader(Numbers(), 3, sampler=list(range(SIZE))),
-    "workers": lambda: DataLoader(Numbers(), 3, num_workers=1),
-    "persistent workers": lambda: DataLoader(Numbers(), 3, num_workers=1, persistent_workers=True, prefetch_factor=4),
-    "stream": lambda: DataLoader(Counting(), 3),
-    "stream with a length": lambda: DataLoader(SizedCounting(), 3),
+    "list of batches": lambda: DataLoader(range(SIZE), batch_sampler=[[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10]]),
+    "sampler": lambda: DataLoader(range(SIZE), 3, sampler=list(range(SIZE))),
+    "workers": lambda: DataLoader(range(SIZE), 3, num_workers=1),
+    "persistent workers": lambda: DataLoader(range(SIZE), 3, num_workers=1, persistent_workers=True, prefetch_factor=4),
+    "stream": lambda: DataLoader(StreamOf(range(SIZE)), 3),
+    "stream with a length": lambda: DataLoader(SizedStreamOf(range(SIZE)), 3),
 }
 
 
@@ -189,9 +134,9 @@ def test_any_loader_is_cut_anew_and_left_alone(way: str) -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_what_ranks_share_is_shuffled_as_by_lightning(own: bool) -> None:
     """Its samplers of ranks take turns in one order, of the dataset or of a sampler of the user's own."""
-    given = Backwards(SIZE) if own else SequentialSampler(range(SIZE))
-    order = read_loader(DataLoader(Numbers(), 3, sampler=given), world_size=2, shuffles=True).order
-    of_rank = partial(DistributedSamplerWrapper if own else DistributedSampler, given if own else Numbers())
+    given = range(SIZE - 1, -1, -1) if own else SequentialSampler(range(SIZE))
+    order = read_loader(DataLoader(range(SIZE), 3, sampler=given), world_size=2, shuffles=True).order
+    of_rank = partial(DistributedSamplerWrapper if own else DistributedSampler, given if own else range(SIZE))
     shares = [of_rank(num_replicas=2, rank=rank, shuffle=True, seed=7) for rank in range(2)]
     for share in shares:
         share.set_epoch(3)
@@ -210,24 +155,19 @@ class Endless:
     ("loader", "message"),
     [
         ([1, 2], "training data is a list and not one torch.utils.data.DataLoader"),
-        ({"a": DataLoader(Numbers())}, "training data is a dict and not one torch.utils.data.DataLoader"),
-        (DataLoader(Numbers(), batch_size=None), "has batch_size=None, so that its dataset yields whole batches"),
-        (DataLoader(Counting(), batch_size=None), "has batch_size=None, so that its dataset yields whole batches"),
-        (DataLoader(Numbers(), batch_sampler=Endless()), "batch sampler Endless has no len.*give it a __len__"),  # type: ignore[arg-type]
-        (DataLoader(Numbers(), 3, sampler=Endless()), "sampler Endless has no len.*give it a __len__"),  # type: ignore[arg-type]
+        ({"a": DataLoader(range(SIZE))}, "training data is a dict and not one torch.utils.data.DataLoader"),
+        (DataLoader(range(SIZE), batch_size=None), "has batch_size=None, so that its dataset yields whole batches"),
+        (
+            DataLoader(StreamOf(range(SIZE)), batch_size=None),
+            "has batch_size=None, so that its dataset yields whole batches",
+        ),
+        (DataLoader(range(SIZE), batch_sampler=Endless()), "batch sampler Endless has no len.*give it a __len__"),
+        (DataLoader(range(SIZE), 3, sampler=Endless()), "sampler Endless has no len.*give it a __len__"),
     ],
 )
 def test_a_loader_that_cannot_be_cut_is_refused(loader: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_loader(loader, world_size=1)
-
-
-@pytest.mark.parametrize("dataset", [Counting, SizedCounting, Reopened])
-def test_samples_of_a_stream_are_looked_at_without_losing_them(dataset: type) -> None:
-    loader = peekable(DataLoader(dataset(), 3))
-    assert collect_samples(loader, [None] * 4) == [0, 1, 2, 3]
-    assert collect_samples(loader, [None] * 4) == [0, 1, 2, 3]
-    assert numbers(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
 
 
 def test_a_stream_that_can_be_read_only_once_is_left_alone() -> None:

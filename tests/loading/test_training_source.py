@@ -9,7 +9,8 @@ import torch
 from epoch_chunks import samples_after
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from reference import SizedStreamOf, StreamOf
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
@@ -23,36 +24,6 @@ FACTORS = st.integers(1, 4)
 WORLD_SIZES = st.integers(1, 4)
 LIMITS = st.integers(1, 9)
 TRAINER_LIMITS = st.just(1.0) | st.integers(1, 20) | st.sampled_from([0.25, 0.5, 0.9])
-
-
-class Numbers(Dataset[int]):
-    """Sample i is i."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Counting(IterableDataset[int]):
-    """A stream of numbers that does not say how long it is."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.size))
-
-
-class SizedCounting(Counting):
-    """The same, which does."""
-
-    def __len__(self) -> int:
-        return self.size
 
 
 class Growing(BatchSampler):
@@ -126,17 +97,15 @@ def permutation(size: int, epoch: int) -> list[int]:
 
 def recipe_length(size: int, batch: int, world_size: int, limit: int | float, *, drop_last: bool = False) -> int:
     """Batches that stock Lightning trains on, on one rank: torch's own loader and sampler asked for their length."""
-    dataset = Numbers(size)
+    dataset = range(size)
     sampler = DistributedSampler(dataset, num_replicas=world_size, rank=0)
     length = len(DataLoader(dataset, batch, sampler=sampler, drop_last=drop_last))
     return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
 
 @given(TOTALS, BATCHES, FACTORS, WORLD_SIZES, LIMITS, st.integers(0, 3))
-def test_windows_are_slices_of_one_order_on_any_hardware(
-    total: int, batch: int, factor: int, world_size: int, limit: int, epoch: int
-) -> None:
-    ranks = feeds(lambda rank: DataLoader(Numbers(total), batch, shuffle=True), world_size, factor)
+def test_windows_are_slices_of_one_order_on_any_hardware(total, batch, factor, world_size, limit, epoch):
+    ranks = feeds(lambda rank: DataLoader(range(total), batch, shuffle=True), world_size, factor)
     for feed in ranks:
         plan = feed.arrange(epoch, None, limit)
         assert plan.effective_batch_size == batch * factor * world_size == feed.recipe.effective(epoch)
@@ -151,7 +120,7 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
     batches = recipe_length(total, batch, world_size, trainer_limit, drop_last=drop_last)
     unlimited = recipe_length(total, batch, world_size, 1.0, drop_last=drop_last)
     ranks = feeds(
-        lambda rank: DataLoader(Numbers(total), batch, drop_last=drop_last), world_size, limit_batches=trainer_limit
+        lambda rank: DataLoader(range(total), batch, drop_last=drop_last), world_size, limit_batches=trainer_limit
     )
     whole = batches == unlimited
     used = total if whole else min(total, batches * batch * world_size)
@@ -172,9 +141,7 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
 
 
 @given(TOTALS, FACTORS, WORLD_SIZES, LIMITS, TRAINER_LIMITS)
-def test_batches_of_a_custom_batch_sampler_are_joined(
-    total: int, factor: int, world_size: int, limit: int, trainer_limit: int | float
-) -> None:
+def test_batches_of_a_custom_batch_sampler_are_joined(total, factor, world_size, limit, trainer_limit):
     """A window is the next factor × ranks of the user's batches, cut anew into micro-batches that fit."""
     batches = Growing(total).batches
     length = -(-len(batches) // world_size)
@@ -183,7 +150,7 @@ def test_batches_of_a_custom_batch_sampler_are_joined(
     per_window = factor * world_size
     windows = [sum(batches[k : k + per_window], []) for k in range(0, len(batches), per_window)]
     ranks = feeds(
-        lambda rank: DataLoader(Numbers(total), batch_sampler=Growing(total)),
+        lambda rank: DataLoader(range(total), batch_sampler=Growing(total)),
         world_size,
         factor,
         limit_batches=trainer_limit,
@@ -207,15 +174,13 @@ def test_batches_of_a_custom_batch_sampler_are_joined(
 
 
 @given(TOTALS, WORLD_SIZES, LIMITS, WORLD_SIZES, LIMITS, st.integers(4, 30), st.booleans(), st.data())
-def test_an_interrupted_epoch_goes_on_anywhere(
-    total: int, before: int, limit: int, after: int, other: int, effective: int, custom: bool, data: st.DataObject
-) -> None:
+def test_an_interrupted_epoch_goes_on_anywhere(total, before, limit, after, other, effective, custom, data):
     """Interrupted after any window and resumed on other ranks with another limit, every sample comes once."""
 
     def make(rank: int) -> DataLoader[Any]:
         if custom:
-            return DataLoader(Numbers(total), batch_sampler=Growing(total))
-        return DataLoader(Numbers(total), 3, shuffle=True)
+            return DataLoader(range(total), batch_sampler=Growing(total))
+        return DataLoader(range(total), 3, shuffle=True)
 
     asked = None if custom else effective  # batches of several sizes make up no given number
     try:
@@ -243,13 +208,11 @@ class Own(BatchSampler):
 
 
 def grouped(total: int, batch: int, *, drop_last: bool = False) -> DataLoader[int]:
-    return DataLoader(Numbers(total), batch_sampler=Own(SequentialSampler(range(total)), batch, drop_last))
+    return DataLoader(range(total), batch_sampler=Own(SequentialSampler(range(total)), batch, drop_last))
 
 
 @given(TOTALS, BATCHES, FACTORS, LIMITS, st.integers(1, 4))
-def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(
-    total: int, batch: int, factor: int, limit: int, number: int
-) -> None:
+def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(total, batch, factor, limit, number):
     """What is asked for replaces the recipe's factor; batches are not mixed, and the last one may be ragged."""
     batches = [list(range(start, min(start + batch, total))) for start in range(0, total, batch)]
     (feed,) = feeds(lambda rank: grouped(total, batch), 1, factor)
@@ -274,16 +237,14 @@ def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(
         ),
         (lambda rank: grouped(20, 4), 3, r"=3 is no whole number of batches of 4 .*use a multiple of 4\."),
         (
-            lambda rank: DataLoader(Numbers(12), batch_sampler=Growing(12)),
+            lambda rank: DataLoader(range(12), batch_sampler=Growing(12)),
             6,
             r"=6 is no whole number of batches of 1 to 3 samples, .* Growing .*Trainer\(accumulate_grad_batches=…\)",
         ),
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_effective_batch_that_would_mix_batches_of_a_batch_sampler_is_refused(
-    make: Callable[[int], DataLoader[Any]], effective: int, message: str, world_size: int
-) -> None:
+def test_an_effective_batch_that_would_mix_batches_of_a_batch_sampler_is_refused(make, effective, message, world_size):
     for feed in feeds(make, world_size):
         with pytest.raises(UserError, match=rf"effective_batch_size{message}"):
             feed.arrange(0, effective, 2)
@@ -295,7 +256,7 @@ def test_a_distributed_sampler_is_never_sharded_twice(world_size: int, shard: bo
     """Its ranks share its one order, whether or not the Trainer may add a sampler of its own."""
 
     def make(rank: int) -> DataLoader[int]:
-        dataset = Numbers(23)
+        dataset = range(23)
         sampler: DistributedSampler[int] = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=3)
         return DataLoader(dataset, 2, sampler=sampler)
 
@@ -311,8 +272,8 @@ def test_a_batch_sampler_over_a_distributed_sampler_is_each_ranks_own(shard: boo
     """Every rank's batches are already its share: all samples come, none twice."""
 
     def make(rank: int) -> DataLoader[int]:
-        sampler: DistributedSampler[int] = DistributedSampler(Numbers(24), 2, rank, shuffle=False)
-        return DataLoader(Numbers(24), batch_sampler=Own(sampler, 4, drop_last=False))
+        sampler: DistributedSampler[int] = DistributedSampler(range(24), 2, rank, shuffle=False)
+        return DataLoader(range(24), batch_sampler=Own(sampler, 4, drop_last=False))
 
     ranks = feeds(make, 2, shard=shard)
     for feed in ranks:
@@ -322,7 +283,7 @@ def test_a_batch_sampler_over_a_distributed_sampler_is_each_ranks_own(shard: boo
 
 
 def test_ranks_with_orders_of_their_own_share_windows_evenly() -> None:
-    ranks = feeds(lambda rank: DataLoader(Numbers(10), 2), 2, shard=False)
+    ranks = feeds(lambda rank: DataLoader(range(10), 2), 2, shard=False)
     for feed in ranks:
         feed.arrange(0, 8, 3)
     assert trained_on(ranks) == [sorted(window * 2) for window in cut(list(range(10)), 4)]
@@ -331,11 +292,9 @@ def test_ranks_with_orders_of_their_own_share_windows_evenly() -> None:
 
 
 @given(TOTALS, BATCHES, FACTORS, LIMITS, st.booleans(), st.none() | st.integers(1, 12))
-def test_streams_are_cut_as_they_come(
-    total: int, batch: int, factor: int, limit: int, sized: bool, trainer_limit: int | None
-) -> None:
+def test_streams_are_cut_as_they_come(total, batch, factor, limit, sized, trainer_limit):
     """A stream yields its samples in its order; with a length the epoch's end is known, otherwise not."""
-    dataset = SizedCounting(total) if sized else Counting(total)
+    dataset = (SizedStreamOf if sized else StreamOf)(range(total))
     (feed,) = feeds(
         lambda rank: DataLoader(dataset, batch),
         1,
@@ -359,13 +318,13 @@ def test_streams_are_cut_as_they_come(
 
 
 def test_a_fraction_of_a_stream_without_a_length_is_refused() -> None:
-    (feed,) = feeds(lambda rank: DataLoader(Counting(9), 2), 1, limit_batches=0.5)
+    (feed,) = feeds(lambda rank: DataLoader(StreamOf(range(9)), 2), 1, limit_batches=0.5)
     with pytest.raises(UserError, match=r"limit_train_batches=0.5 is a fraction.*whole number of batches"):
         feed.arrange(0, None, 2)
 
 
 def test_drop_last_drops_the_ragged_window() -> None:
-    (feed,) = feeds(lambda rank: DataLoader(Numbers(30), 4, drop_last=True), 1, 2)
+    (feed,) = feeds(lambda rank: DataLoader(range(30), 4, drop_last=True), 1, 2)
     feed.arrange(0, None, 3)
     assert trained_on([feed]) == cut(list(range(24)), 8)
     with pytest.raises(UserError, match=r"effective_batch_size=31.*30 samples.*drop_last=False"):

@@ -7,7 +7,6 @@ import torch
 
 from lightning_ga.memory.allocator import AllocatorMeter, RetryWatch, events_as_trace
 from lightning_ga.memory.trace import Segment
-from lightning_ga.probe.prediction import extrapolate
 
 
 def alloc(address: int, size: int) -> dict[str, Any]:
@@ -40,13 +39,6 @@ def test_blocks_of_the_allocator_are_the_storages_of_a_step() -> None:
     assert trace.sizes == (10_240 - 1024, 4000, 8_519_680, 700, 16_000, 700)
     assert trace.events == (0, 3, 1, 2, ~3, ~2, 4, ~4, ~1, 5)
     assert trace.peak(512) == 10_240 + 4096 + 8_519_680
-
-
-def test_two_histories_predict_a_third() -> None:
-    prediction = extrapolate(*(events_as_trace(step(samples), samples, 10_240) for samples in (4, 8)), rounding=512)
-    assert prediction is not None
-    for samples in (2, 100, 5000):
-        assert prediction(samples) == events_as_trace(step(samples), samples, 10_240).peak(512)
 
 
 def test_segments_before_a_step_are_kept_with_it() -> None:

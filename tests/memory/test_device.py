@@ -106,9 +106,7 @@ def test_cuda_meter_and_enforced_budget() -> None:
 
 
 @pytest.mark.parametrize(("name", "undisturbed"), [("num_ooms", False), ("num_alloc_retries", False), ("other", True)])
-def test_a_cuda_step_fits_only_if_the_allocator_had_no_trouble(
-    monkeypatch: pytest.MonkeyPatch, name: str, undisturbed: bool
-) -> None:
+def test_a_cuda_step_fits_only_if_the_allocator_had_no_trouble(monkeypatch, name, undisturbed):
     stats = {"num_ooms": 3, "num_alloc_retries": 5, "other": 7}
     for function in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, function, lambda *_: None)
@@ -133,9 +131,7 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize(("budget", "during"), [("250B", [1.0, 0.2505]), (None, [1.0])])
-def test_a_run_holds_a_cuda_device_to_its_budget(
-    fractions: list[float], budget: str | None, during: list[float]
-) -> None:
+def test_a_run_holds_a_cuda_device_to_its_budget(fractions, budget, during):
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))
     run: Any = SimpleNamespace(trainer=trainer, options=Options(budget), _held=ExitStack())
     Fit._hold_to_budget(run)

@@ -1,6 +1,5 @@
 """The meter of live tensors: what counts, when it dies, and that values are untouched."""
 
-import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.memory.live_tensors import LiveTensorMeter, uncounted
-from lightning_ga.probe.prediction import extrapolate
 
 FROZEN = nn.Parameter(torch.zeros(50), requires_grad=False)
 
@@ -130,60 +127,6 @@ def test_the_trace_is_the_stream_with_resident_storages_first() -> None:
     with pytest.raises(RuntimeError, match="record=True"):
         memory.trace(samples=2)  # it has ended the recording
     del kept
-
-
-class Residual(nn.Module):
-    """Every kind of thing that autograd does: fan-in, norm, dropout, checkpointing, autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
-        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.Dropout(0.1))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(images)
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = hidden + checkpoint(self.second, hidden, use_reentrant=False)
-        return self.head(hidden.mean((2, 3)))
-
-
-def train(model: nn.Module, samples: int, steps: int) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    for _ in range(steps):
-        loss = model(torch.randn(samples, 3, 8, 8)).square().mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [tensor.clone() for tensor in model.state_dict().values()]
-
-
-def test_training_is_bitwise_the_same_under_the_meter() -> None:
-    torch.manual_seed(0)
-    plain, metered = Residual(), Residual()
-    metered.load_state_dict(copy.deepcopy(plain.state_dict()))
-    expected = train(plain, 4, 3)
-    with LiveTensorMeter():
-        found = train(metered, 4, 3)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found))
-
-
-def test_replayed_peaks_are_measured_peaks() -> None:
-    """Whole loops at three sizes, warm-up included: the third is predicted to the byte."""
-    traces, peaks = [], []
-    for samples in (4, 8, 50):
-        model, memory = Residual(), LiveTensorMeter()
-        memory.start(record=True)
-        with memory:
-            train(model, samples, 2)
-        traces.append(memory.trace(samples))
-        peaks.append(memory.peak_bytes)
-    assert [trace.peak() for trace in traces] == peaks
-    prediction = extrapolate(*traces[:2])
-    assert prediction is not None
-    assert prediction(50) == peaks[2]
 
 
 def test_what_is_made_on_the_host_never_counts() -> None:

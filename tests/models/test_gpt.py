@@ -79,13 +79,13 @@ def test_definitions_come_whole_and_in_three_parts():
     assert int(texts["tokens"][0, 0]) == 0
 
 
-def test_heads_divide_the_width():
-    """Refused in one sentence."""
-    with pytest.raises(UserError, match="model.heads=3 must divide model.width=16"):
-        GPT(width=16, heads=3)
-
-
-def test_something_is_left_to_train_on():
-    """Shares of one or more in sum are refused."""
-    with pytest.raises(UserError, match="leave nothing to train on"):
-        Definitions(val_fraction=0.5, test_fraction=0.5)
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: GPT(width=16, heads=3), "model.heads=3 must divide model.width=16"),
+        (lambda: Definitions(val_fraction=0.5, test_fraction=0.5), "leave nothing to train on"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(make, told):
+    with pytest.raises(UserError, match=told):
+        make()

@@ -5,7 +5,6 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.config import Request, read_request
 
 COUNTS = st.integers(1, 300)
@@ -18,25 +17,8 @@ def request(
     return read_request(effective, accumulate, micro_batch, most)
 
 
-@given(STEPS, st.integers(0, 9), COUNTS, st.integers(1, 8))
-def test_a_factor_makes_the_effective_batch(steps: dict[int, int], epoch: int, limit: int, world_size: int) -> None:
-    asked = request(accumulate=steps)
-    factor = next((steps[e] for e in range(epoch, -1, -1) if e in steps), 1)
-    effective = asked.effective_batch(epoch, limit, world_size)
-    assert effective == factor * limit * world_size
-    assert plan_accumulation(effective, micro_batch=limit, world_size=world_size).factor == factor
-
-
-@given(STEPS, st.integers(0, 9))
-def test_an_effective_batch_is_left_to_the_recipe_before_its_first_epoch(steps: dict[int, int], epoch: int) -> None:
-    expected = next((steps[e] for e in range(epoch, -1, -1) if e in steps), None)
-    assert request(effective=steps).effective_batch(epoch, micro_batch=4, world_size=2) == expected
-
-
 @given(STEPS, COUNTS, st.none() | COUNTS, st.integers(1, 6), st.integers(0, 4), st.integers(1, 4))
-def test_no_larger_micro_batch_is_probed_than_an_epoch_can_use(
-    steps: dict[int, int], recipe: int, total: int | None, world_size: int, first: int, epochs: int
-) -> None:
+def test_no_larger_micro_batch_is_probed_than_an_epoch_can_use(steps, recipe, total, world_size, first, epochs):
     """It is the largest chunk of any of these epochs if memory were no limit."""
     asked = request(effective=steps)
     shares = []
@@ -50,9 +32,7 @@ def test_no_larger_micro_batch_is_probed_than_an_epoch_can_use(
 
 
 @given(STEPS, COUNTS, st.integers(1, 2000), st.integers(1, 6))
-def test_a_fixed_factor_leaves_a_full_window_an_epoch(
-    steps: dict[int, int], recipe: int, total: int, world_size: int
-) -> None:
+def test_a_fixed_factor_leaves_a_full_window_an_epoch(steps, recipe, total, world_size):
     asked = request(accumulate=steps)
     limit = asked.useful_limit(range(8), recipe=recipe, total=total, world_size=world_size)
     largest = max(asked.effective_batch(epoch, limit, world_size) or 0 for epoch in range(8))

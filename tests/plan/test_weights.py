@@ -7,10 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from window_counts import COUNTS, gradient_of, means_and_all, seen_by_the_optimizer
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.weights import (
     AttentionMaskTokens,
     KnownWindow,
@@ -20,6 +18,31 @@ from lightning_ga.plan.weights import (
     WindowWeights,
     count_items,
 )
+
+# The counts of a window: one list per rank, all of the same length.
+COUNTS = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
+    lambda shape: st.lists(
+        st.lists(st.integers(0, 60), min_size=shape[1], max_size=shape[1]), min_size=shape[0], max_size=shape[0]
+    )
+)
+
+
+def gradient_of(count: int, place: int) -> torch.Tensor:
+    """The gradients of ``count`` samples, one a row: a function of the place alone."""
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(place), dtype=torch.float64)
+
+
+def means_and_all(counts: list[list[int]]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+    """The mean gradient of each micro-batch, as its loss gives it, and that of all samples."""
+    samples = [[gradient_of(n, 10 * rank + i) for i, n in enumerate(row)] for rank, row in enumerate(counts)]
+    means = [[g.mean(0) if len(g) else torch.zeros(3, dtype=torch.float64) for g in row] for row in samples]
+    return means, torch.cat([g for row in samples for g in row]).mean(0)
+
+
+def seen_by_the_optimizer(means: list[list[torch.Tensor]], weights: list[list[float]], factor: int) -> torch.Tensor:
+    """What Lightning and data parallelism make of it: losses ÷ factor, gradients averaged over ranks."""
+    ranks = [sum(w * g / factor for w, g in zip(*row)) for row in zip(weights, means)]
+    return torch.stack(ranks).mean(0)  # type: ignore[arg-type]
 
 
 @given(COUNTS.filter(lambda counts: sum(map(sum, counts)) > 0), st.integers(0, 3))
@@ -85,37 +108,8 @@ def test_what_cannot_be_counted_is_refused_with_the_way_out(counter: Any, batch:
         counter(batch)
 
 
-@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 20))
-def test_equal_micro_batches_weigh_exactly_one(micro_batch: int, factor: int, world_size: int) -> None:
-    plan = plan_accumulation(micro_batch * factor * world_size, micro_batch=micro_batch, world_size=world_size)
-    window = KnownWindow(world_size)
-    for position, count in enumerate(plan.chunks[0]):
-        window = window.weigh(count, window=plan.effective_batch_size, factor=factor, first=position == 0).trained()
-        assert window.weight == 1.0
-    assert window.close(factor)[0] == 1.0
-
-
-@given(st.lists(st.integers(1, 60), min_size=2, max_size=6), st.data())
-def test_a_skipped_micro_batch_leaves_the_mean_over_the_others(row: list[int], data: st.DataObject) -> None:
-    """Steps that return ``None`` have no gradient; the window is then the rest, one window after another."""
-    window = KnownWindow(world_size=1)
-    for _ in range(2):
-        skipped = data.draw(st.sets(st.integers(0, len(row) - 1), max_size=len(row) - 1))
-        means, _all = means_and_all([row])
-        weights = []
-        for i, count in enumerate(row):
-            window = window.weigh(count, window=sum(row), factor=len(row), first=i == 0)
-            weights.append(0.0 if i in skipped else window.weight)
-            window = window if i in skipped else window.trained()
-        scale, window = window.close(len(row))
-        rest = torch.cat([gradient_of(n, i) for i, n in enumerate(row) if i not in skipped]).mean(0)
-        torch.testing.assert_close(seen_by_the_optimizer(means, [weights], len(row)) * scale, rest)
-
-
 @given(COUNTS.filter(lambda counts: sum(map(sum, counts)) > 0), st.sampled_from([1.0, 7.0, 64.0]), st.integers(0, 3))
-def test_late_weights_give_the_mean_once_the_window_is_over(
-    counts: list[list[int]], reference: float, missing: int
-) -> None:
+def test_late_weights_give_the_mean_once_the_window_is_over(counts, reference, missing):
     """Counts that are known only as they come: gradients are scaled once, by the counts of all ranks."""
     factor, world_size = len(counts[0]) + missing, len(counts)
     means, whole = means_and_all(counts)

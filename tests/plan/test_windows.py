@@ -20,9 +20,7 @@ def cut(samples: range, size: int, *, drop_last: bool = False) -> list[list[int]
 
 
 @given(st.lists(SIZES, min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 5), st.data())
-def test_batches_that_are_not_to_be_mixed_are_cut_each_by_itself(
-    sizes: list[int], per_window: int, pieces: int, data: st.DataObject
-) -> None:
+def test_batches_that_are_not_to_be_mixed_are_cut_each_by_itself(sizes, per_window, pieces, data):
     """Into as many near-equal pieces, wherever an earlier run has stopped."""
     ends = [0, *accumulate(sizes)]
     done = data.draw(st.sampled_from(ends))

@@ -2,11 +2,11 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -21,14 +21,6 @@ from lightning_ga.probe.search import MOST_TRIALS
 from lightning_ga.testing import limit_memory
 
 Step = Callable[[int], object]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def plain_loop(
@@ -49,14 +41,6 @@ def plain_loop(
         steps.zero_grad()
 
     return step
-
-
-def pictures(name: str, size: int) -> Step:
-    model = timm.create_model(name, num_classes=10)
-    targets = torch.randint(0, 10, (512,))
-    return plain_loop(
-        model, torch.randn(512, 3, size, size), loss=lambda out: F.cross_entropy(out, targets[: len(out)])
-    )
 
 
 def mlp(**options: object) -> Step:
@@ -105,7 +89,6 @@ LOOPS: dict[str, tuple[Callable[[], Step], int, str]] = {
     "transformer": (transformer, 37, "replay"),
     "contrastive": (lambda: mlp(loss=contrastive), 300, "replay"),
     "not aligned": (lambda: plain_loop(Alone(), torch.randn(512, 64)), 77, "phases"),
-    "mobilenetv3 at 32": (lambda: pictures("mobilenetv3_small_050", 32), 21, "replay"),
 }
 
 
@@ -121,7 +104,7 @@ def fits(make: Callable[[], Step], samples: int, budget: int | str) -> int | Non
     return memory.peak_bytes
 
 
-@pytest.mark.parametrize("name", [*list(LOOPS)[:-1], pytest.param([*LOOPS][-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", LOOPS)
 def test_the_limit_itself_is_found(name: str) -> None:
     """Budgets: just enough for the limit, and one byte less than one sample more takes."""
     make, limit, method = LOOPS[name]
@@ -243,60 +226,30 @@ def test_resident_tensors_take_their_part_of_the_budget() -> None:
     assert (found.limit, found.peak_bytes) == (500, budget + buffer.nbytes)
 
 
-def test_a_trial_far_beyond_the_budget_is_stopped_early() -> None:
-    """The emulated device refuses the first operation that passes the budget."""
-    operations: list[int] = []
-
-    def step(samples: int) -> None:
-        for _ in range(1 if samples <= 10 else 100):
-            operations.append(samples)
-            torch.zeros(1000 * samples if samples > 10 else 10)
-
-    found = find_micro_batch(step, high=400, budget=20_000, device="cpu")
-    assert found.limit == 10
-    assert all(operations.count(size) == 1 for size in set(operations) if size not in (2, 4, 8, 9, 10))
-
-
-class Ranks:
-    """Threads that stand for ranks: ``agree`` waits for all of them."""
-
-    def __init__(self, count: int) -> None:
-        self.answers = [False] * count
-        self.barrier = threading.Barrier(count, timeout=600)  # seconds; ends what hangs
-
-    def agree(self, rank: int) -> Callable[[bool], bool]:
-        def vote(value: bool) -> bool:
-            self.answers[rank] = value
-            self.barrier.wait()
-            every = all(self.answers)
-            self.barrier.wait()
-            return every
-
-        return vote
-
-
 def test_ranks_run_the_same_sizes_and_find_the_smallest_limit() -> None:
     """One rank has less memory, and another runs out of memory at one size that the meter knows nothing of."""
-    budgets, ranks, found, sizes = [40_000, 20_000, 60_000], Ranks(3), {}, {0: [], 1: [], 2: []}
+    budgets, sizes, answers = [40_000, 20_000, 60_000], {0: [], 1: [], 2: []}, [False] * 3
+    barrier = threading.Barrier(3, timeout=600)  # seconds; ends what hangs
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> int:
+        def agree(value: bool) -> bool:
+            answers[rank] = value
+            barrier.wait()
+            every = all(answers)
+            barrier.wait()
+            return every
+
         def step(samples: int) -> None:
             sizes[rank].append(samples)
             if rank == 2 and samples > 30:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             torch.zeros(100, samples)
 
-        found[rank] = find_micro_batch(
-            step, high=90 + rank, budget=budgets[rank], device="cpu", agree=ranks.agree(rank)
-        )
+        return find_micro_batch(step, high=90 + rank, budget=budgets[rank], device="cpu", agree=agree).limit
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(work, range(3))) == [30, 30, 30]
     assert sizes[0] == sizes[1] == sizes[2]
-    assert {result.limit for result in found.values()} == {30}
 
 
 class FakeCuda:
@@ -333,20 +286,26 @@ class FakeCuda:
         return self.memory.peak_bytes + 10_000, self.memory.peak_bytes < 500_000
 
 
-def test_a_step_that_takes_nothing_of_the_device_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of a million bytes."""
     FakeCuda.memory = LiveTensorMeter()
-    monkeypatch.setattr(FakeCuda, "finish", lambda meter: (0, True))
     monkeypatch.setattr("lightning_ga.probe.meters.AllocatorMeter", FakeCuda)
     monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10**6)
+    monkeypatch.setattr("lightning_ga.probe.meters.may_reserve", lambda device, size: False)
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_a_step_that_takes_nothing_of_the_device_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "finish", lambda meter: (0, True))
     with pytest.raises(UserError, match="takes no memory on device 'cuda': give find_micro_batch the device="):
         find_micro_batch(lambda samples: torch.zeros(samples), high=64, device="cuda")
 
 
+@pytest.mark.usefixtures("_cuda")
 def test_an_interrupted_probe_records_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda.memory, stopped = LiveTensorMeter(), []
+    stopped: list[FakeCuda] = []
     monkeypatch.setattr(FakeCuda, "stop", lambda meter: stopped.append(meter))
-    monkeypatch.setattr("lightning_ga.probe.meters.AllocatorMeter", FakeCuda)
-    monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10**6)
 
     def step(samples: int) -> None:
         raise KeyboardInterrupt
@@ -356,12 +315,9 @@ def test_an_interrupted_probe_records_no_more(monkeypatch: pytest.MonkeyPatch) -
     assert len(stopped) == 1
 
 
-def test_on_cuda_the_statistics_of_the_allocator_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_cuda")
+def test_on_cuda_the_statistics_of_the_allocator_decide() -> None:
     """A step that ran, but only after the allocator emptied its cache, does not fit."""
-    FakeCuda.memory = LiveTensorMeter()
-    monkeypatch.setattr("lightning_ga.probe.meters.AllocatorMeter", FakeCuda)
-    monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10**6)
-    monkeypatch.setattr("lightning_ga.probe.meters.may_reserve", lambda device, size: False)
     sizes: list[int] = []
 
     def step(samples: int) -> None:

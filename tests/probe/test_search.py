@@ -42,9 +42,7 @@ def foresees_a_failure(search: Search, device: FakeDevice) -> bool:
     st.sampled_from([(4, 8), (2, 4), (2, 3)]),
     st.data(),
 )
-def test_the_limit_is_always_found(
-    stream: tuple[list[Size], list[int]], high: int, traced: bool, sizes: tuple[int, int], data: st.DataObject
-) -> None:
+def test_the_limit_is_always_found(stream, high, traced, sizes, data):
     """Aligned or not, foreseen or not: the limit was tried and fits, and one more sample does not fit."""
     device = FakeDevice(stream, 0, traced=traced)
     device.budget = data.draw(st.integers(0, device.trace(high + 20).peak() + 1))
@@ -67,9 +65,7 @@ def test_the_limit_is_always_found(
         pytest.param(10, 105, True, 512, [4, 2, 1], 0, "bracket", id="nothing fits"),
     ],
 )
-def test_sequence_of_trials(
-    slope: int, budget: int, traced: bool, high: int, tried: list[int], limit: int, method: str
-) -> None:
+def test_sequence_of_trials(slope, budget, traced, high, tried, limit, method):
     device = FakeDevice(linear(100, slope), budget, traced=traced)
     search = run(device, Search(Task(high, budget)))
     assert (device.tried, search.limit, search.method) == (tried, limit, method)
@@ -116,9 +112,7 @@ class Allocator(FakeDevice):
     st.sampled_from([(2, 3), (4, 8), (30, 60)]),
     st.data(),
 )
-def test_where_sizes_are_not_exact_the_search_is_bounded(
-    stream: tuple[list[Size], list[int]], high: int, holes: list[float], sizes: tuple[int, int], data: st.DataObject
-) -> None:
+def test_where_sizes_are_not_exact_the_search_is_bounded(stream, high, holes, sizes, data):
     """Whatever is reserved: few trials, none twice, and the answer is one that was tried and fits."""
     device = Allocator(stream, 0, lambda samples: holes[samples % len(holes)])
     device.budget = data.draw(st.integers(0, device.trace(high + 20).peak(512) + 1))
@@ -167,9 +161,7 @@ def test_a_first_trace_that_does_not_fit_is_followed_by_small_ones() -> None:
 
 @settings(max_examples=3 * EXAMPLES)
 @given(streams(st.one_of(CONSTANT_OR_GROWING, SQUARES)), st.integers(8, 400), st.data())
-def test_what_is_approached_from_below_never_runs_out_of_memory(
-    stream: tuple[list[Size], list[int]], high: int, data: st.DataObject
-) -> None:
+def test_what_is_approached_from_below_never_runs_out_of_memory(stream, high, data):
     """Streams that never align: every step is safe as long as nothing grows faster than the square."""
 
     class Unaligned(FakeDevice):

@@ -30,17 +30,7 @@ def found(seconds: Callable[[int], float], *, share: int, limit: int, step: floa
         pytest.param(lambda n: 1 + 0.1 * n, 64, 64, 100.0, (1, 63), 9, id="a slow optimizer step favours neither"),
     ],
 )
-def test_the_smallest_size_that_is_as_fast_as_the_best_is_taken(
-    seconds: Callable[[int], float], share: int, limit: int, step: float, best: tuple[int, int], most_calls: int
-) -> None:
+def test_the_smallest_size_that_is_as_fast_as_the_best_is_taken(seconds, share, limit, step, best, most_calls):
     size, calls = found(seconds, share=share, limit=limit, step=step)
     assert best[0] <= size <= best[1]
     assert len(calls) == len(set(calls)) <= most_calls
-
-
-@pytest.mark.parametrize(("share", "limit"), [(1, 1), (1, 8), (2, 2), (3, 2), (5, 4), (7, 100), (64, 1)])
-def test_small_windows(share: int, limit: int) -> None:
-    best, calls = found(lambda samples: 1.0, share=share, limit=limit)
-    assert 1 <= best <= min(share, limit)
-    assert max(calls) <= limit
-    assert min(calls) >= min(2, limit, share)

@@ -14,9 +14,7 @@ WEIGHTS = st.integers(0, 50)
 
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 20), WEIGHTS, st.integers(2, 60), st.data())
-def test_whatever_the_limits_allow_fits(
-    fixed: int, by_size: int, squared: int, longest: int, data: st.DataObject
-) -> None:
+def test_whatever_the_limits_allow_fits(fixed, by_size, squared, longest, data):
     """A sample takes memory for itself, for its size and for the square of that; each micro-batch fits in the room."""
 
     def needs(samples: int, size: int) -> int:

@@ -150,9 +150,7 @@ def by_groups(weights: Any) -> torch.optim.Optimizer:
         ("step", sgd, "bf16-mixed", 5e-2),
     ],
 )
-def test_gradients_and_samples_are_those_of_an_undisturbed_training(
-    mode: str, optimizer: Any, precision: str, error: float
-) -> None:
+def test_gradients_and_samples_are_those_of_an_undisturbed_training(mode, optimizer, precision, error):
     whole, _ = train(Thief(None), mode, optimizer, precision)
     events = []
     for seed in range(SEEDS):

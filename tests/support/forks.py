@@ -122,30 +122,19 @@ def session(leader: int) -> list[psutil.Process]:
         os.killpg(leader, 0)
     except ProcessLookupError:
         return []
-    alive = [process for process in psutil.process_iter(["status"]) if belongs(process, leader)]
-    return list({each for process in alive for each in [process, *children(process)]})
-
-
-def belongs(process: psutil.Process, leader: int) -> bool:
-    try:
-        return os.getsid(process.pid) == leader and process.info["status"] != psutil.STATUS_ZOMBIE
-    except OSError:
-        return False
-
-
-def children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.Error:
-        return []
+    alive: dict[psutil.Process, None] = {}
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                alive |= dict.fromkeys([process, *process.children(recursive=True)])
+    return list(alive)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    try:
+    with suppress(psutil.Error):
         times = process.cpu_times()
-    except psutil.Error:
-        return 0.0
-    return times.user + times.system
+        return times.user + times.system
+    return 0.0
 
 
 def where(alive: list[psutil.Process], output: Path) -> str:
@@ -165,10 +154,9 @@ def where(alive: list[psutil.Process], output: Path) -> str:
 
 def is_there(process: psutil.Process) -> bool:
     """Whether a process has not ended."""
-    try:
+    with suppress(psutil.Error):
         return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return False
 
 
 def end(leader: int) -> None:

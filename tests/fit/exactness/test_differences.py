@@ -1,11 +1,8 @@
 """The cause of a difference follows from the numbers alone."""
 
-from typing import Any
-
 import pytest
-import torch
 
-from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
+from lightning_ga.fit.exactness.differences import Differences, judge
 from lightning_ga.plan.exactness import Exactness
 
 SUMMED = Differences(error=0.5, summed=0.0, best_weight=2.0, best_error=0.3)
@@ -35,26 +32,8 @@ NAN = float("nan")
         (0.5, COUPLED, 0.0, {}, "coupled", True),
     ],
 )
-def test_the_cause_is_named(
-    error: float, alone: Any, noise: float, besides: dict[str, Any], cause: str, measured: bool
-) -> None:
+def test_the_cause_is_named(error, alone, noise, besides, cause, measured):
     """State comes before noise, noise before the loss; a number is given unless noise hides it."""
     verdict = judge(Exactness(error, 1e-6, "exact", **besides), alone, noise=noise)
     assert verdict.cause == cause
     assert verdict.relative_error == (error if measured else None)
-
-
-def test_the_best_weight_of_two_parts_is_found() -> None:
-    first, second = [torch.tensor([1.0, 0.0])], [torch.tensor([0.0, 1.0])]
-    differences = compare([torch.tensor([0.25, 0.75])], first, second, weight=0.5)
-    assert differences.best_weight == pytest.approx(0.25)
-    assert differences.best_error == pytest.approx(0.0)
-    assert differences.error == pytest.approx((2 * 0.25**2) ** 0.5 / (0.25**2 + 0.75**2) ** 0.5)
-
-
-def test_sparse_gradients_are_compared_by_their_rows() -> None:
-    dense = torch.tensor([[0.0], [3.0], [4.0]])
-    assert norm([dense.to_sparse()]) == norm([dense]) == 5.0
-    assert distance([dense.to_sparse()], [dense]) == 0.0
-    assert distance([dense.to_sparse()], [2 * dense]) == 1.0
-    assert distance([torch.zeros(2)], [torch.ones(2)]) == 0.0
