@@ -3,12 +3,10 @@
 A trial of a step puts all that back: a global generator of random numbers, a list that steps append to, a count.
 """
 
-import copy
 import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
@@ -19,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga.snapshot.contents import Contents
 from lightning_ga.snapshot.copies import is_small
+from lightning_ga.snapshot.iterators import LentIterator, given_back, lent
 from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, restore_generator
 from lightning_ga.snapshot.state import TensorValues
 
@@ -40,6 +39,7 @@ class ReachedState:
         known = {id(thing) for thing in (*apart, *module.modules())}
         self._names = [(place, value) for place, value in _names(module) if id(value) not in known]
         held = [*_held([value for _, value in self._names], known)]
+        self._names = [(place, lent(value)) for place, value in self._names]
         self._contents = Contents([*held, *(vars(each) for each in held if hasattr(each, "__dict__"))])
         self._tensors = TensorValues(each for each in held if isinstance(each, Tensor) and is_small(each))
         self._generators = [(each, generator_state(each)) for each in held if isinstance(each, GENERATORS)]
@@ -47,18 +47,17 @@ class ReachedState:
     def restore(self) -> None:
         """Put everything back."""
         for place, value in self._names:
-            _bind(place, value)
+            _bind(place, given_back(value))
         self._contents.restore()
         self._tensors.restore()
         for generator, state in self._generators:
             restore_generator(generator, state)
 
     def swap_in_copies(self) -> None:
-        """Let iterators be copies, which trials advance; what ``yield`` makes cannot be copied."""
+        """Lend iterators to trials."""
         for place, value in self._names:
-            if hasattr(value, "__next__") and type(value).__module__ in ("builtins", "itertools"):
-                with suppress(TypeError):
-                    _bind(place, copy.copy(value))
+            if isinstance(value, LentIterator):
+                _bind(place, value.loan())
 
 
 def _bind(place: Place, value: Any) -> None:

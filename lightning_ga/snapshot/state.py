@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.contents import Contents, contained
 from lightning_ga.snapshot.copies import is_expanded
+from lightning_ga.snapshot.iterators import LentIterator, given_back, lent
 from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, restore_generator
 
 # What nn.Module keeps of itself: tables of tensors, children and hooks. No copies of these are made.
@@ -85,7 +86,7 @@ class SwappedState:
         owners = {key: thing for key, thing in behind.items() if _may_be_swapped(thing) and key not in known}
         self._memo: dict[int, Any] = {**known, **owners, **(stand_ins or {})}
         swapped = [*(module for module in modules if not isinstance(module, compiled)), *owners.values()]
-        self._kept = [(thing, _plain(thing)) for thing in swapped]
+        self._kept = [(thing, {name: lent(value) for name, value in _plain(thing).items()}) for thing in swapped]
         self._tables = Contents([*behind.values(), *(vars(m).get(name) for m in modules for name in _MODULE_TABLES)])
 
     def swap_in_copies(self) -> None:
@@ -95,7 +96,7 @@ class SwappedState:
 
     def restore(self) -> None:
         """Put the original attributes and tensors back."""
-        self._put([plain for _, plain in self._kept])
+        self._put([{name: given_back(value) for name, value in plain.items()} for _, plain in self._kept])
 
     def _put(self, attributes: list[dict[str, Any]]) -> None:
         for (module, _), wanted in zip(self._kept, attributes):
@@ -171,6 +172,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a copy as deep as possible; data stay shared, as trials only read them."""
     if isinstance(value, (Dataset, DataLoader)):
         return value
+    if isinstance(value, LentIterator):
+        return value.loan()
     known = len(memo)
     try:
         return copy.deepcopy(value, memo)

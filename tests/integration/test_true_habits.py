@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from true_support import (
     FEATURES,
     LOADER,
+    STEP,
     Case,
     Memory,
     Task,
@@ -344,3 +345,29 @@ def test_lazy_modules_are_refused_with_a_way_out_that_works(way: Way) -> None:
     ours = run(case, way, arguments={"verify": False})
     torch.manual_seed(3)
     assert error(ours, train(Lazy(), whole_batches())) <= 1e-12
+
+
+class Recalling(Task):
+    """The gradient of the last step, kept where the loop zeroes it, pulls the next loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: torch.Tensor | None = None
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        gradient = self.net[2].weight.grad
+        self.last = self.last if gradient is None else gradient.clone()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        pull = 0.0 if self.last is None else 0.1 * (self.last * self.net[2].weight).sum()
+        return super().loss(batch) + pull
+
+
+def test_what_is_kept_where_gradients_are_zeroed_is_told_in_the_loader() -> None:
+    """That hook runs after the forward pass of a window's first micro-batch: the others meet what it keeps."""
+    loader, stock = DataLoader(pairs(40), batch_size=8), train(Recalling(), DataLoader(pairs(40), batch_size=8))
+    ours = train(Recalling(), loader, LOADER.callback(8, 3))
+    assert error(ours, stock) > 1e-6
+    assert len(ours.told) == 1
+    ours = train(Recalling(), loader, STEP.callback(8, 3))
+    assert error(ours, stock) <= 1e-12 or len(ours.told) == 1

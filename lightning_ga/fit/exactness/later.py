@@ -22,6 +22,7 @@ from lightning_ga.fit.exactness.passes import (
     Sums,
     changed_names,
     numbers_of,
+    settings_of,
     state_sums,
     traceless_passes,
 )
@@ -246,11 +247,9 @@ class LaterChecks:
             self._exactness.found_changed({name: before[name] if name in numbers else None for name in changed})
 
     def read_rates(self) -> None:
-        """Read learning rates before the optimizer's step: ``optimizer_step`` may set them, as in one pass."""
+        """Read learning rates and the like before the optimizer's step: ``optimizer_step`` may set them there."""
         if self._looks > 0:
-            groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-            rates = (float(group.get("lr", 0.0)) for group in groups)
-            self._rates = {f"the learning rate of group {number}": rate for number, rate in enumerate(rates)}
+            self._rates = settings_of(self._trainer.optimizers)
 
     def compare_numbers(self) -> None:
         """Note which numbers have changed since the backward pass of the micro-batch before, within a window.

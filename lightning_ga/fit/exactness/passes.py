@@ -125,10 +125,10 @@ class PassRunner:
         module = self.trainer.lightning_module
         return {**state_sums(module), **summaries(module, self.shared)}
 
-    def run_windows(self, window: MicroBatches, after: MicroBatches) -> list[Gradient]:
-        """Run a window, and one of a single batch ``after`` it, with all hooks of the module.
+    def run_windows(self, window: MicroBatches) -> list[Gradient]:
+        """Run a window twice, with all hooks of the module; the second meets the gradients of the first.
 
-        Return what the optimizer is given in each, and its learning rates.
+        Return what the optimizer is given in each, and the numbers of its parameter groups.
         """
         module = self.trainer.lightning_module
         self._begin(seed=1)
@@ -136,9 +136,8 @@ class PassRunner:
         place = PassPlace(batches=1 if window.as_pieces else len(window.batches))
         first = self._given_by(window, place)
         end_epoch_of(self.trainer, {name for name, value in gathered(module).items() if value != before.get(name)})
-        second = self._given_by(after, replace(place, ahead=LATER))
-        rates = [group.get("lr", 0.0) for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
-        return [first, second, [torch.tensor([float(rate) for rate in rates])]]
+        second = self._given_by(window, replace(place, ahead=LATER))
+        return [first, second, *([torch.tensor([number])] for number in settings_of(self.trainer.optimizers).values())]
 
     def _given_by(self, window: MicroBatches, place: PassPlace) -> Gradient:
         """Run a window, and return the gradient that the optimizer is given."""
@@ -150,12 +149,11 @@ class PassRunner:
         self, run: MicroBatches, first: PassPlace, observe: Callable[[], object] = lambda: None
     ) -> Iterator[Gradient]:
         """Run micro-batches from the place of the ``first`` on, and yield the gradient after each."""
-        parameters, count = list(self.trainer.lightning_module.parameters()), len(run.batches)
+        count = len(run.batches)
         self.steps += count
         for index, batch in enumerate(run.batches):
-            if index == 0 or not run.weights:
-                for parameter in parameters:
-                    parameter.grad = None
+            if index > 0 and not run.weights:
+                self._drop_gradients()
             is_last = index == count - 1
             place = replace(
                 first,
@@ -171,15 +169,32 @@ class PassRunner:
             with without_logs(self.trainer) if run.as_pieces else nullcontext():
                 run_pass(self.trainer, there, place, observe=observe)
             if run.weights:
-                gradient_dtype.widen(parameters)
+                gradient_dtype.widen(list(self.trainer.lightning_module.parameters()))
             yield _gradients(self.trainer.lightning_module)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.trainer.lightning_module.parameters():
+            parameter.grad = None
 
     def _begin(self, seed: int) -> None:
         self._restore()
+        self._drop_gradients()
         stop_dropping(self.trainer.lightning_module)
         if self._begins:  # copies of a weight (averages) move apart from it
             _move(p for p in self.trainer.lightning_module.parameters() if p.requires_grad)
         reseed(seed, generators_of(self.trainer.lightning_module))
+
+
+def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
+    """Return the numbers that parameter groups hold, by name: learning rates, weight decay, momentum."""
+    found: dict[str, float] = {}
+    for number, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
+        for key, value in group.items():
+            pair = {f"{key}[{place}]": each for place, each in enumerate(value)} if isinstance(value, tuple) else {}
+            for name, each in (pair or {"the learning rate" if key == "lr" else key: value}).items():
+                if isinstance(each, (int, float)) or (isinstance(each, torch.Tensor) and each.numel() == 1):
+                    found[f"{name} of group {number}"] = float(each)
+    return found
 
 
 def numbers_of(module: torch.nn.Module) -> dict[str, float]:
