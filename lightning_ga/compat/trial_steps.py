@@ -31,6 +31,7 @@ class PassPlace:
     weight: float = 1.0  # factor of its backward signal
     ahead: int = 0  # batches of the epoch that count as trained before it
     may_be_last: bool = False  # whether it is the last batch of the epoch if so many are
+    amid: int = 0  # in the middle of so many times as many batches, and accumulated; hooks at the start count these
 
 
 _WARN_ONCE = (  # what a step may come by
@@ -168,8 +169,25 @@ def enter_trial(trainer: Any, *, begins: bool = True) -> None:
         scaler._init_scale = 1.0
         if scaler._scale is not None:
             scaler._scale.fill_(1.0)
-    if not begins:
-        return
+    if begins:
+        _begin(trainer)
+
+
+def begin_amid(trainer: Any, times: int) -> None:
+    """Begin again as if an epoch had so many ``times`` as many batches, and half of its steps were done."""
+    loop, factor = trainer.fit_loop, trainer.accumulate_grad_batches
+    batches = loop.max_batches if isinstance(loop.max_batches, int) else 100 * factor
+    loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed += max(
+        1, batches // factor // 2
+    )
+    with (
+        patching.replaced(loop, max_batches=times * batches),
+        patching.replaced(trainer, accumulate_grad_batches=times * factor),
+    ):
+        _begin(trainer)
+
+
+def _begin(trainer: Any) -> None:
     with muted(trainer):
         _call_module_hook(trainer, "on_train_start")
         _call_module_hook(trainer, "on_train_epoch_start")

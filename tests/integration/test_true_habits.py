@@ -371,3 +371,47 @@ def test_what_is_kept_where_gradients_are_zeroed_is_told_in_the_loader() -> None
     assert len(ours.told) == 1
     ours = train(Recalling(), loader, STEP.callback(8, 3))
     assert error(ours, stock) <= 1e-12 or len(ours.told) == 1
+
+
+class Planned(Task):
+    """A hook at the start counts the batches of the run; a loss's weight, or a learning rate, follows by its steps."""
+
+    def __init__(self, what: str, *, divides: bool = False) -> None:
+        super().__init__()
+        self.what, self.divides = what, divides
+
+    def plan(self) -> None:
+        factor = self.trainer.accumulate_grad_batches if self.divides else 1
+        self.total = self.trainer.num_training_batches // factor * self.trainer.max_epochs
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * (1.0 + self.global_step / self.total if self.what == "loss" else 1.0)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups if self.what == "rate" else ():
+            group["lr"] = self.lr * (1 - self.global_step / self.total)
+
+
+class AtStart(Planned):
+    def on_train_start(self) -> None:
+        self.plan()
+
+
+class AtEpochs(Planned):
+    def on_train_epoch_start(self) -> None:
+        self.plan()
+
+
+@pytest.mark.parametrize("kind", [AtStart, AtEpochs])
+@pytest.mark.parametrize("what", ["loss", "rate"])
+@each_cut
+def test_batches_that_are_counted_at_the_start_are_told_in_the_loader(what: str, kind: Any, way: Way) -> None:
+    """Micro-batches are counted there; with the factor they tell the same number of steps."""
+    stock = train(kind(what), whole_batches())
+    ours = train(kind(what), whole_batches(), way.callback(8, 4))
+    is_right = error(ours, stock) <= 1e-12
+    assert is_right == (way.mode == "step")
+    assert len(ours.told) == (not is_right)
+    ours = train(kind(what, divides=True), whole_batches(), way.callback(8, 4))
+    assert error(ours, stock) <= 1e-12
+    assert ours.told == []

@@ -12,7 +12,14 @@ from torchmetrics import Metric
 
 from lightning_ga.compat import agreement, gradient_dtype
 from lightning_ga.compat.transfer import BatchTransfer
-from lightning_ga.compat.trial_steps import PassPlace, call_before_step, end_epoch_of, run_pass, without_logs
+from lightning_ga.compat.trial_steps import (
+    PassPlace,
+    begin_amid,
+    call_before_step,
+    end_epoch_of,
+    run_pass,
+    without_logs,
+)
 from lightning_ga.fit.exactness.arithmetic import WithoutDropout, eager, exact_arithmetic, stop_dropping
 from lightning_ga.fit.exactness.differences import Gradient
 from lightning_ga.loading.samples import copied_if_possible
@@ -102,6 +109,8 @@ class PassRunner:
         """
         module = self.trainer.lightning_module
         self._begin(seed)
+        if place.amid:
+            begin_amid(self.trainer, place.amid)
         _alter(module, altered or {})
         kept, sums, random_state = [_kept(module, keep)], self._sums(), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
@@ -137,7 +146,8 @@ class PassRunner:
         first = self._given_by(window, place)
         end_epoch_of(self.trainer, {name for name, value in gathered(module).items() if value != before.get(name)})
         second = self._given_by(window, replace(place, ahead=LATER))
-        return [first, second, *([torch.tensor([number])] for number in settings_of(self.trainer.optimizers).values())]
+        settings = settings_of(self.trainer.optimizers).values()
+        return [first, second, *([torch.tensor([number, not number])] for number in settings)]  # also beside zero
 
     def _given_by(self, window: MicroBatches, place: PassPlace) -> Gradient:
         """Run a window, and return the gradient that the optimizer is given."""
