@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from lightning_ga.compat import closures, patching
 from lightning_ga.snapshot.gradients import coalesce_gradients
@@ -135,9 +136,14 @@ def _backward_as_in_training(trainer: Any, weight: float) -> Iterator[None]:
 
 
 def owners(trainer: Any) -> list[Any]:
-    """Return the objects whose attributes a step may set: the trainer, the datamodule, learning-rate schedules."""
+    """Return the objects whose attributes a step may set: the trainer, the datamodule, schedules, datasets."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    return [trainer, *schedulers, *([] if trainer.datamodule is None else [trainer.datamodule])]
+    combined = trainer.fit_loop._combined_loader
+    datasets = [getattr(loader, "dataset", None) for loader in ([] if combined is None else combined.flattened)]
+    for dataset in datasets:  # what wraps another one keeps it so
+        datasets += [dataset.dataset] if hasattr(dataset, "dataset") else []
+    found = [trainer, *schedulers, trainer.datamodule, *datasets]
+    return [each for each in found if hasattr(each, "__dict__") and not isinstance(each, IterableDataset)]
 
 
 def remember_progress(trainer: Any) -> Attributes:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.nn.functional import mse_loss, pad
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 from true_support import (
     FEATURES,
     LOADER,
@@ -415,3 +415,46 @@ def test_batches_that_are_counted_at_the_start_are_told_in_the_loader(what: str,
     ours = train(kind(what, divides=True), whole_batches(), way.callback(8, 4))
     assert error(ours, stock) <= 1e-12
     assert ours.told == []
+
+
+class Hardening(Dataset):
+    """Its samples are what an attribute says, which hooks set."""
+
+    def __init__(self) -> None:
+        self.samples, self.hard = pairs(24), 0.0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> Any:
+        inputs, targets = self.samples[number]
+        return inputs * (1 + self.hard), targets
+
+
+class Curriculum(Task):
+    def on_train_batch_end(self, *_: Any) -> None:
+        dataset = self.trainer.train_dataloader.dataset
+        getattr(dataset, "dataset", dataset).hard += 0.1
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, lambda dataset: Subset(dataset, range(24))])
+def test_what_hooks_set_in_a_dataset_before_training_is_put_back(wrap: Any, mode: str) -> None:
+    """Nothing is cut, so the run is the stock run bit for bit."""
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(wrap(Hardening()), batch_size=8)
+
+    ours = train(Curriculum(), loader(), AutoAccumulate(micro_batching=mode))
+    assert error(ours, train(Curriculum(), loader())) == 0.0
+
+
+def left_out(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+@each_way
+def test_samples_that_are_none_and_left_out_are_not_measured(way: Way) -> None:
+    samples = [None if number % 7 == 0 else (inputs, inputs[:2]) for number, (inputs, _) in enumerate(pairs(48))]
+    case = Case(lambda: Task(outputs=2), lambda: DataLoader(samples, batch_size=8, collate_fn=left_out))
+    cut_rightly(case, way)
