@@ -139,7 +139,9 @@ def owners(trainer: Any) -> list[Any]:
     """Return the objects whose attributes a step may set: the trainer, the datamodule, schedules, datasets."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     combined = trainer.fit_loop._combined_loader
-    datasets = [getattr(loader, "dataset", None) for loader in ([] if combined is None else combined.flattened)]
+    datasets: list[Any] = [
+        getattr(loader, "dataset", None) for loader in ([] if combined is None else combined.flattened)
+    ]
     for dataset in datasets:  # what wraps another one keeps it so
         datasets += [dataset.dataset] if hasattr(dataset, "dataset") else []
     found = [trainer, *schedulers, trainer.datamodule, *datasets]

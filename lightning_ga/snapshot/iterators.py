@@ -4,7 +4,7 @@ Generators and the iterators of loaders cannot be copied, and copies of others s
 """
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, count, islice
 from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -14,31 +14,26 @@ class LentIterator:
     """An iterator of which items are kept once they are read; each of its loans begins with these."""
 
     def __init__(self, source: Iterator[Any]) -> None:
-        self._source, self._read = source, list[Any]()
+        self.source, self.read = source, list[Any]()
 
     def loan(self) -> Iterator[Any]:
-        """Return an iterator that begins where the source was when it was lent."""
-        position = 0
-        while True:
-            if position == len(self._read):
-                try:
-                    self._read.append(next(self._source))
-                except StopIteration:
-                    return
-            yield self._read[position]
-            position += 1
-
-    def given_back(self) -> Iterator[Any]:
-        """Return the source, behind what was read of it."""
-        return chain(self._read.copy(), self._source) if self._read else self._source
+        """Yield what the source does from where it was when it was lent."""
+        for position in count():
+            if position == len(self.read):
+                self.read.extend(islice(self.source, 1))
+            if position == len(self.read):
+                return
+            yield self.read[position]
 
 
 def lent(value: Any) -> Any:
-    """Return an iterator as one that can be lent; any other value, and an iterator of the user's own, as it is."""
-    is_plain = hasattr(value, "__next__") and not hasattr(value, "__dict__")
+    """Return an iterator as one that can be lent; any other value, and an object of another class, as it is."""
+    is_plain = hasattr(value, "__next__") and type(value).__module__ in ("builtins", "itertools")
     return LentIterator(value) if is_plain or isinstance(value, _BaseDataLoaderIter) else value
 
 
 def given_back(value: Any) -> Any:
-    """Return a lent iterator, behind what was read of it; any other value as it is."""
-    return value.given_back() if isinstance(value, LentIterator) else value
+    """Return a lent iterator, with what was read of it before all else; any other value as it is."""
+    if not isinstance(value, LentIterator):
+        return value
+    return chain(value.read.copy(), value.source) if value.read else value.source

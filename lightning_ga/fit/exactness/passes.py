@@ -10,16 +10,9 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
-from lightning_ga.compat import agreement, gradient_dtype
+from lightning_ga.compat import agreement, gradient_dtype, trial_steps
 from lightning_ga.compat.transfer import BatchTransfer
-from lightning_ga.compat.trial_steps import (
-    PassPlace,
-    begin_amid,
-    call_before_step,
-    end_epoch_of,
-    run_pass,
-    without_logs,
-)
+from lightning_ga.compat.trial_steps import PassPlace, run_pass, without_logs
 from lightning_ga.fit.exactness.arithmetic import WithoutDropout, eager, exact_arithmetic, stop_dropping
 from lightning_ga.fit.exactness.differences import Gradient
 from lightning_ga.loading.samples import copied_if_possible
@@ -110,7 +103,7 @@ class PassRunner:
         module = self.trainer.lightning_module
         self._begin(seed)
         if place.amid:
-            begin_amid(self.trainer, place.amid)
+            trial_steps.begin_amid(self.trainer, place.amid)
         _alter(module, altered or {})
         kept, sums, random_state = [_kept(module, keep)], self._sums(), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
@@ -144,7 +137,9 @@ class PassRunner:
         before = gathered(module)
         place = PassPlace(batches=1 if window.as_pieces else len(window.batches))
         first = self._given_by(window, place)
-        end_epoch_of(self.trainer, {name for name, value in gathered(module).items() if value != before.get(name)})
+        trial_steps.end_epoch_of(
+            self.trainer, {name for name, value in gathered(module).items() if value != before.get(name)}
+        )
         second = self._given_by(window, replace(place, ahead=LATER))
         settings = settings_of(self.trainer.optimizers).values()
         return [first, second, *([torch.tensor([number, not number])] for number in settings)]  # also beside zero
@@ -152,7 +147,7 @@ class PassRunner:
     def _given_by(self, window: MicroBatches, place: PassPlace) -> Gradient:
         """Run a window, and return the gradient that the optimizer is given."""
         list(self._window(window, place))
-        call_before_step(self.trainer)
+        trial_steps.call_before_step(self.trainer)
         return _gradients(self.trainer.lightning_module)
 
     def _window(
@@ -197,14 +192,10 @@ class PassRunner:
 
 def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
     """Return the numbers that parameter groups hold, by name: learning rates, weight decay, momentum."""
-    found: dict[str, float] = {}
-    for number, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
-        for key, value in group.items():
-            pair = {f"{key}[{place}]": each for place, each in enumerate(value)} if isinstance(value, tuple) else {}
-            for name, each in (pair or {"the learning rate" if key == "lr" else key: value}).items():
-                if isinstance(each, (int, float)) or (isinstance(each, torch.Tensor) and each.numel() == 1):
-                    found[f"{name} of group {number}"] = float(each)
-    return found
+    groups = enumerate(group for optimizer in optimizers for group in optimizer.param_groups)
+    named = [("the learning rate" if key == "lr" else key, n, group[key]) for n, group in groups for key in group]
+    singles = [(f"{key} of group {n}", each) for key, n, each in named if getattr(each, "numel", lambda: 1)() == 1]
+    return {name: float(each) for name, each in singles if isinstance(each, (int, float, torch.Tensor))}
 
 
 def numbers_of(module: torch.nn.Module) -> dict[str, float]:
