@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.planning_cases import CLASSES, TOKENS, Convolutions, Transformer
 from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.probe.planned.like_cuda import LikeCuda
+from lightning_ga.probe.planned.estimate import LikeCuda
 
 SAMPLES = 16
 Make = Callable[[], tuple[nn.Module, Tensor]]

@@ -27,7 +27,7 @@ from benchmarks.measure import quiet
 from benchmarks.output import RESULTS, as_text, empty_table, error, installed, read_json, write_json
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
-from lightning_ga.data.definitions import TextDataset, pad, read_definitions
+from lightning_ga.data.sets import TextDataset, pad, read_definitions
 from lightning_ga.models.gpt import GPT
 from lightning_ga.weights import TargetTokens
 

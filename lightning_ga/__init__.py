@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_ga import testing as testing
     from lightning_ga import train as train
     from lightning_ga import weights as weights
-    from lightning_ga.app.atomic import AtomicCheckpointIO
+    from lightning_ga.app.checkpoints import AtomicCheckpointIO
     from lightning_ga.batch_size import measure_batch_size
     from lightning_ga.callback import AutoAccumulate
     from lightning_ga.compat.intervals import optimizer_steps
@@ -57,7 +57,7 @@ __all__ = [
 _MODULES = ("callbacks", "data", "models", "report", "schedule", "split", "testing", "train", "weights")
 _HOMES = {
     "AccumulationPlan": "plan.accumulation",
-    "AtomicCheckpointIO": "app.atomic",
+    "AtomicCheckpointIO": "app.checkpoints",
     "AutoAccumulate": "callback",
     "DevicePlan": "plan.planned_device",
     "Exactness": "plan.exactness",

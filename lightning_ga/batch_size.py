@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from rich.table import Table
 
     from lightning_ga.app import build, checkpoints
-    from lightning_ga.app.allowlist import check_targets
+    from lightning_ga.app.build import check_targets
     from lightning_ga.app.progress import quiet_lightning
     from lightning_ga.app.run_files import read_config
 

@@ -8,11 +8,11 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ga.callback import AutoAccumulate
-from lightning_ga.compat import agreement, intervals
+from lightning_ga.compat import intervals, ranks
 from lightning_ga.compat.patching import Callback
 from lightning_ga.errors import UserError
-from lightning_ga.plan.noise import NoiseScale as Estimate
-from lightning_ga.plan.noise import noise_scale, window_moments
+from lightning_ga.plan.critical_batch import NoiseScale as Estimate
+from lightning_ga.plan.critical_batch import noise_scale, window_moments
 
 NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 
@@ -60,7 +60,7 @@ class NoiseScale(Callback):
             "BatchNorm makes the samples of a micro-batch depend on each other": any(
                 isinstance(layer, _BatchNorm) for layer in pl_module.modules()
             ),
-            "the strategy shards gradients": agreement.is_sharded(trainer),
+            "the strategy shards gradients": ranks.is_sharded(trainer),
             "a fused optimizer gets gradients that the GradScaler has scaled: set fused=False": bool(
                 getattr(trainer.precision_plugin, "scaler", None) and any(group.get("fused") for group in groups)
             ),
@@ -88,7 +88,7 @@ class NoiseScale(Callback):
         passes, self._passes = self._passes, []
         known = [(count, float(norm)) for count, norm in passes if count]
         whole = sum(float(each.grad.float().square().sum()) for each in self._norms if each.grad is not None)
-        of_ranks = [each for rank in agreement.of_all_ranks(trainer, known) for each in rank]
+        of_ranks = [each for rank in ranks.of_all_ranks(trainer, known) for each in rank]
         if len(of_ranks) > 1 and self._gradients.weights.reached == sum(count for count, _ in known):
             moments = window_moments(of_ranks, whole)
             if all(map(isfinite, moments)):

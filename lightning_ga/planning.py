@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.compat.patching import MODULES
-from lightning_ga.compat.planned_trainer import settings_on_this_host
+from lightning_ga.compat.ranks import settings_on_this_host
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.planned_device import DevicePlan, planned_device

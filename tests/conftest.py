@@ -67,6 +67,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_clock() -> None:
+    """Samples are looked at however slow a machine is."""
+    from lightning_ga.loading import largest_samples
+
+    largest_samples.LOOK_SECONDS = float("inf")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _quick_collections() -> None:
     """Every trial collects garbage: what was imported, and what is kept for other tests, is not looked through."""

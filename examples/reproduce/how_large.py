@@ -16,14 +16,16 @@ from lightning_ga.plan.critical_batch import BatchPoint, CriticalBatch
 
 NAME = "how_large"
 TITLE = "How large a batch: branches beside full runs"
-BATCH, SIZES = 32, (16, 32, 64, 128)
+BATCHES = {"digits": 64, "clothes": 256}  # of the run before the branches
+RATIOS = {"B/2": 0.5, "B": 1, "2 B": 2, "4 B": 4}
 COLUMNS = {
-    **{str(size): Column(f"loss at {size}", "{}") for size in SIZES},
+    "batch": Column("B", "{:.0f}"),
+    **{name: Column(f"loss at {name}", "{}") for name in RATIOS},
     "largest": Column("verdict", "{:.0f}"),
 }
 TOLERANCE = 0.05
 DIGITS, CLOTHES = "scikit-learn's digits", "Fashion-MNIST (6,000 of its pictures)"
-MODEL = ["model=mlp", "model.hidden=[64]", "lr_scheduler=none", f"data.batch_size={BATCH}"]
+MODEL = ["model=mlp", "model.hidden=[64]", "lr_scheduler=none"]
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -44,13 +46,14 @@ def rows(setup: Setup) -> list[Task]:
     if setup.scale != "quick":
         sets["clothes"] = ["data=fashion_mnist", "data.val_fraction=0.9"]
     length = {
-        "before": setup.pick(quick=1, medium=4, full=8),  # epochs, of full runs too
-        "epochs": setup.pick(quick=2, medium=8, full=32),  # of a branch
+        "before": setup.pick(quick=1, medium=1, full=2),  # epochs, of full runs too
+        "epochs": setup.pick(quick=2, medium=5, full=20),  # of a branch
         "seeds": setup.pick(quick=2, medium=5, full=5),
     }
     tasks = []
     for name, overrides in sets.items():
-        settings = {"overrides": [*MODEL, *overrides], **length}
+        batch = BATCHES[name]
+        settings = {"overrides": [*MODEL, f"data.batch_size={batch}", *overrides], "batch": batch, **length}
         tasks += [Task(f"{name}, {kind}", settings, partial(run, settings)) for kind, run in KINDS.items()]
     return tasks
 
@@ -60,12 +63,12 @@ def branches(settings: dict[str, Any], folder: Path) -> Measured:
     make = partial(fresh, settings["overrides"])
     with seeds_forgotten():
         module, data = make()
-        trainer = trained(module, data, BATCH, settings["before"], seed=0)
+        trainer = trained(module, data, settings["batch"], settings["before"], seed=0)
         trainer.save_checkpoint(folder / "a.ckpt")
         found = measure_batch_size(
             make,
             folder / "a.ckpt",
-            batch=BATCH,
+            batch=settings["batch"],
             samples=settings["epochs"] * len(data.train_dataloader().dataset),
             folder=folder,
             seeds=settings["seeds"],
@@ -73,14 +76,14 @@ def branches(settings: dict[str, Any], folder: Path) -> Measured:
             tell=len,
             accelerator="cpu",
         )
-    return shown(found)
+    return shown(found, settings["batch"])
 
 
 def full_runs(settings: dict[str, Any], _: Path) -> Measured:
     """Train from the start with each batch, on as many samples as a branch and the run before it."""
     points = []
     with seeds_forgotten():
-        for size in SIZES:
+        for size in sizes_of(settings["batch"]):
             losses = []
             for seed in range(settings["seeds"]):
                 module, data = fresh(settings["overrides"])
@@ -88,7 +91,12 @@ def full_runs(settings: dict[str, Any], _: Path) -> Measured:
                 judged = Trainer(**QUIET).validate(module, datamodule=data, verbose=False)
                 losses.append(float(judged[0]["val/loss"]))
             points.append(BatchPoint(size, tuple(losses)))
-    return shown(CriticalBatch(tuple(points), TOLERANCE, 0))
+    return shown(CriticalBatch(tuple(points), TOLERANCE, 0), settings["batch"])
+
+
+def sizes_of(batch: int) -> list[int]:
+    """Return the batches that are compared: those of ``measure_batch_size``."""
+    return [round(ratio * batch) for ratio in RATIOS.values()]
 
 
 KINDS = {"branches": branches, "full runs": full_runs}
@@ -103,21 +111,22 @@ def fresh(overrides: Sequence[str]) -> tuple[LightningModule, LightningDataModul
 def trained(module: LightningModule, data: LightningDataModule, batch: int, epochs: int, *, seed: int) -> Trainer:
     """Train with an effective batch, the learning rate scaled by its square root."""
     seed_everything(seed, workers=True, verbose=False)
-    callback = AutoAccumulate(batch, micro_batch_size=min(batch, BATCH), scale_lr="sqrt", verify=False)
+    most = min(batch, data.train_dataloader().batch_size)
+    callback = AutoAccumulate(batch, micro_batch_size=most, scale_lr="sqrt", verify=False)
     trainer = Trainer(**QUIET, max_epochs=epochs, limit_val_batches=0, callbacks=[callback])
     trainer.fit(module, datamodule=data)
     return trainer
 
 
-def shown(found: CriticalBatch) -> Measured:
+def shown(found: CriticalBatch, batch: int) -> Measured:
     """Return the losses of each batch and the verdict."""
-    cells = {str(point.batch): f"{point.loss:.3f} ± {point.error:.3f}" for point in found.points}
+    cells = {name: f"{point.loss:.3f} ± {point.error:.3f}" for name, point in zip(RATIOS, found.points, strict=True)}
     curves = {
         "loss": [(float(point.batch), fmean(point.losses)) for point in found.points],
         "error": [(float(point.batch), stdev(point.losses) / len(point.losses) ** 0.5) for point in found.points],
         "bound": [(0.0, found.bound)],
     }
-    return Measured({**cells, "largest": found.largest}, curves)
+    return Measured({"batch": batch, **cells, "largest": found.largest}, curves)
 
 
 def draw(result: Result) -> Figure:
@@ -132,7 +141,7 @@ def draw(result: Result) -> Figure:
             axes.errorbar(batches, losses, errors, marker="o", capsize=3, color=f"C{number}", label=kind)
             axes.axhline(row.curves["bound"][0][1], color=f"C{number}", linestyle=":", linewidth=1)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(SIZES, [str(size) for size in SIZES])
+        axes.set_xticks(batches, [f"{size:.0f}" for size in batches])
         axes.set(xlabel="effective batch", ylabel="validation loss", title=f"{name}; dotted: 5 % above the lowest")
         axes.legend()
     return figure

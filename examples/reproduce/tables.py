@@ -18,14 +18,9 @@ def markdown(recipe: Recipe, result: Result) -> str:
 
 
 def made_with(result: Result) -> str:
-    """Say on what and with what a table was made."""
-    versions = result.environment
-    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "lightning", "timm") if versions.get(name))
-    return (
-        f"Made by `{result.command}` on {result.data}, with {named}, {versions['threads']} CPU thread"
-        f"{'s' if versions['threads'] > 1 else ''}; "
-        "CPU s is the processor time of the whole row, evaluation included."
-    )
+    """Say on what and with what a table was made; versions are in the record."""
+    threads = result.environment["threads"]
+    return f"Made by `{result.command}` on {result.data}, with {threads} CPU thread{'s' if threads > 1 else ''}."
 
 
 def cells(recipe: Recipe, result: Result) -> list[list[str]]:

@@ -1,27 +1,82 @@
-"""Which checkpoint ``ckpt_path=last|best|FOLDER|PATH`` means, and whether this run can take it.
+"""Write checkpoints that are complete or absent, and say which one ``ckpt_path=last|best|FOLDER|PATH`` means.
+
+Lightning writes to the folder of temporary files and moves the result (``fabric/utilities/cloud_io.py``,
+``_atomic_save``). Where that folder lies on another disk, moving is copying, and a process that is killed meanwhile
+leaves a torn file in place of the checkpoint before it. Even on one disk nothing is flushed: after a loss of power the
+new name may stand for old or missing bytes. Here a checkpoint is flushed to the disk beside its name, then renamed.
 
 ``last`` and ``best`` belong to the latest run of the same model on the same classes, by the resolved configurations
 that runs save. Beside it: ``model.init_from=weights.pt``, which starts a model from bare weights.
 """
 
 import math
+import os
 import re
 import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped] # it ships no types
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointIO
 from torch import Tensor, nn
 
-from lightning_ga.app.atomic import PART
 from lightning_ga.app.errors import explain, one_line
 from lightning_ga.app.run_files import read_config
 from lightning_ga.app.values import settings, walk
 from lightning_ga.errors import UserError, printable
+
+PART = ".part"  # suffix of a file that is being written; a search for the last checkpoint ignores it
+
+
+class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
+    """Writes checkpoints that are never torn, in the format that Lightning loads with or without it.
+
+    The file under a checkpoint's name is always complete: the previous one, until the next is written. A process killed
+    meanwhile leaves ``NAME.ckpt.part``, which the next write replaces. Remote paths (``s3://…``) are left to Lightning.
+    The checkpoint is not copied in memory first, which Lightning does twice.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[AtomicCheckpointIO()], logger=False, barebones=False)
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint, which replaces a file there once it is complete; Lightning writes with options."""
+        system, local = url_to_fs(str(path))
+        if not isinstance(system, LocalFileSystem) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        place = Path(local)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_name(place.name + PART)
+        try:
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(place)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        flush_folder(place.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush a folder, so that a rename in it survives a loss of power; do nothing where the file system cannot."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
 RECIPE = ("data", "model", "optimizer", "lr_scheduler", "accumulate", "precision")

@@ -1,16 +1,107 @@
 """Decide whether a rank may run a batch again, from how ranks depend on each other, and share buffers by hand.
 
-A rank that runs a batch again must not wait for others, nor they for it.
+A rank that runs a batch again must not wait for others, nor they for it. Beside it: numbers that all ranks agree on, a
+count of their collectives, in which the user's own communication shows, and the ranks that a Trainer has elsewhere.
 """
 
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ga.compat import agreement, patching
+from lightning_ga.compat import patching
 from lightning_ga.compat.gradient_dtype import half_parameters
+from lightning_ga.errors import UserError
+
+_OWN: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by the default process group, one of this rank alone
+
+
+def shared_seed(trainer: Any) -> int:
+    """Return rank 0's seed on every rank: that of ``seed_everything``, or else torch's."""
+    return int(trainer.strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))))
+
+
+def largest_over_ranks(trainer: Any, value: int) -> int:
+    """Return the largest of one number over all ranks."""
+    return int(_reduced(trainer, torch.tensor(value), "max"))
+
+
+def smallest_over_ranks(trainer: Any, value: int) -> int:
+    """Return the smallest of one number over all ranks."""
+    return -largest_over_ranks(trainer, -value)
+
+
+def sum_over_ranks(trainer: Any, value: float) -> float:
+    """Return one number summed over all ranks."""
+    return float(_reduced(trainer, torch.tensor(value, dtype=torch.float64), "sum"))
+
+
+def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
+    """Return what each rank gives."""
+    found = [value] * int(trainer.world_size)
+    if is_distributed(trainer):
+        dist.all_gather_object(found, value)
+    return found
+
+
+def is_distributed(trainer: Any) -> bool:
+    """Return whether gradients are averaged over several ranks."""
+    return int(trainer.world_size) > 1
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Return whether each rank holds only a part of the model, so that no rank can run a step, or fail, alone."""
+    return any(base.__name__ in ("FSDPStrategy", "ModelParallelStrategy") for base in type(trainer.strategy).__mro__)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Return a context in which this rank is a world of its own, so that what it runs by itself waits for no other.
+
+    Collectives without a group of the user's own take the default one (``distributed_c10d.py`` of torch 2.15).
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    world: Any = dist.distributed_c10d._world
+    group = world.default_pg
+    if group not in _OWN:
+        _OWN[group] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    world.default_pg = _OWN[group]
+    try:
+        yield
+    finally:
+        world.default_pg = group
+
+
+def collectives_run() -> int:
+    """Return how many collectives this rank has begun in all process groups.
+
+    Process groups number their collectives, in Python as in C++ (``c10d/Backend.hpp``, ``getSequenceNumberForGroup``).
+    """
+    return sum(map(sequence_number, dist.distributed_c10d._world.pg_map)) if dist.is_available() else 0
+
+
+def sequence_number(group: Any) -> int:
+    """Return how many collectives this rank has begun in a process group."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that keeps none
+        return 0
+
+
+def _reduced(trainer: Any, value: torch.Tensor, operation: str) -> torch.Tensor:
+    if not is_distributed(trainer):
+        return value
+    reduced: torch.Tensor = trainer.strategy.reduce(value.to(trainer.strategy.root_device), reduce_op=operation)
+    return reduced
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +132,8 @@ class Ranks:
     @classmethod
     def of(cls, trainer: Any) -> "Ranks":
         """Read off a Trainer how its ranks depend on each other."""
-        distributed, strategy = agreement.is_distributed(trainer), type(trainer.strategy).__name__
-        if agreement.is_sharded(trainer):
+        distributed, strategy = is_distributed(trainer), type(trainer.strategy).__name__
+        if is_sharded(trainer):
             return cls(distributed, f"{strategy} shards the model over ranks", wait_in_step=True, sharded=True)
         why = waits_in_forward(trainer)
         if distributed and distributed_module(trainer) is None:
@@ -84,7 +175,7 @@ def distributed_module(trainer: Any) -> Any:
 
 def gradients_are_ours(trainer: Any) -> bool:
     """Return whether nothing but this package and the optimizers reads gradients: no reduction of a strategy's own."""
-    if agreement.is_distributed(trainer):
+    if is_distributed(trainer):
         return distributed_module(trainer) is not None
     return isinstance(trainer.strategy, patching.sibling(trainer, "strategies").SingleDeviceStrategy)
 
@@ -130,3 +221,40 @@ def waits_in_forward(trainer: Any) -> str | None:
     """Return why ranks wait for each other in forward passes; ``None`` if they do not."""
     synced = [part for part in trainer.lightning_module.modules() if isinstance(part, torch.nn.SyncBatchNorm)]
     return "SyncBatchNorm layers let ranks wait for each other in forward passes" if synced else None
+
+
+_DATA_PARALLEL = ("auto", "ddp", "single_device")
+
+
+def settings_on_this_host(
+    settings: Mapping[str, Any], *, root: str = "lightning.pytorch"
+) -> tuple[dict[str, Any], int]:
+    """Return the Trainer arguments that have to be others here, and how many ranks the run on that machine has.
+
+    ``root`` is the namespace of the Trainer. A strategy that shards the model is refused.
+    """
+    strategy = settings.get("strategy") or "auto"
+    if not isinstance(strategy, str) or not strategy.startswith(_DATA_PARALLEL):
+        raise UserError(
+            f"strategy={strategy} cannot be planned for, only data parallelism, in which every rank has the whole "
+            "model: leave the strategy out."
+        )
+    changed: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
+    if settings.get("precision") in ("16-mixed", "16", 16):  # on a CPU, Lightning would make it bfloat16
+        plugin = import_module(f"{root}.plugins").MixedPrecision
+        changed |= {"precision": None, "plugins": [plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
+    return changed, _count(settings.get("devices")) * _count(settings.get("num_nodes"))
+
+
+def _count(devices: Any) -> int:
+    """Count the devices that an argument of the Trainer names; one where that depends on the machine.
+
+    Examples:
+        >>> _count(4), _count("0,1"), _count([2, 3]), _count("auto"), _count(-1)
+        (4, 2, 2, 1, 1)
+    """
+    if isinstance(devices, str):
+        named = [one for one in devices.split(",") if one]
+        devices = named if "," in devices else int(devices) if devices.isdigit() else 1
+    count = len(devices) if isinstance(devices, (list, tuple)) else devices
+    return count if isinstance(count, int) and count > 0 else 1

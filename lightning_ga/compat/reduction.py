@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Parameter
 
 from lightning_ga.compat import patching
-from lightning_ga.compat.agreement import sequence_number
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
+from lightning_ga.compat.ranks import sequence_number
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.gradients import Gradients, counted_additions
+from lightning_ga.snapshot.copies import Gradients, counted_additions
 
 BUCKET = 25 * 2**20  # bytes, as in DistributedDataParallel
 IN_FLIGHT = 2  # buckets of which copies are kept: one is sent while the next is made

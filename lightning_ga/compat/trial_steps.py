@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lightning_ga.compat import closures, patching
-from lightning_ga.snapshot.gradients import coalesce_gradients
+from lightning_ga.snapshot.copies import coalesce_gradients
 from lightning_ga.snapshot.state import Attributes
 
 

@@ -17,7 +17,7 @@ from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_ga.compat.patching import shadowed
-from lightning_ga.snapshot.metrics import beside_states, metric_state, set_metric_state
+from lightning_ga.snapshot.state import beside_states, metric_state, set_metric_state
 
 
 @contextmanager

@@ -1,15 +1,26 @@
-"""Refuse configurations that cannot work before any work is lost: one sentence each, with the way out."""
+"""What a user is told: what cannot work, in one sentence each with the way out, and what is not exact."""
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lightning_ga.compat import closures, dataloaders, loops
+from lightning_ga.compat import closures, dataloaders, intervals, loops
 from lightning_ga.errors import UserError
+from lightning_ga.fit.exactness.training import is_inexact
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.training_source import TrainingSource
+from lightning_ga.memory.device import total_memory
 from lightning_ga.plan.accumulation import require_count, require_effective_batch, require_few_chunks
 from lightning_ga.plan.config import Request
+from lightning_ga.plan.exactness import INEXACT
+from lightning_ga.plan.schedule import PiecewiseSchedule
+from lightning_ga.plan.units import format_bytes, parse_budget
+from lightning_ga.snapshot.contents import contained
+from lightning_ga.snapshot.copies import versions
 
 BY_HAND = """\
 leave AutoAccumulate out of the callbacks and cut each batch in training_step with lightning_ga.plan_accumulation:
@@ -94,3 +105,155 @@ def check_end_of_epoch(trainer: Any, source: TrainingSource) -> None:
             'micro-batches: it seems to count the recipe\'s batches. Use micro_batching="step", or let its sampler say '
             "where an epoch ends."
         )
+
+
+class Told:
+    """Makes the sentences on one fit (``fit/fit.py``, which makes this)."""
+
+    def __init__(self, fit: Any) -> None:
+        self._fit = fit
+        self._workers_are_told = False  # that they change what windows hold
+
+    def warnings(self) -> list[str]:
+        """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
+        found, steps = [*self.of_gradients(), *self._beyond()], self._fit.optimizer_steps()
+        found += self._of_joined_batches()
+        is_another = steps is not None and steps != self._fit.optimizer_steps(of_recipe=True)
+        for name, length in intervals.wrong_horizons(self._fit.trainer, steps) if steps and is_another else []:
+            found.append(
+                f"{name} ends after {length} steps and training takes {steps}: make it with "
+                "lightning_ga.optimizer_steps(self.trainer)."
+            )
+        return found
+
+    def _of_joined_batches(self) -> list[str]:
+        """Return the sentence on batches of the recipe that are one pass here, if that gives another gradient."""
+        verdict, joined = self._fit.exactness.training, self._fit.fed.micro_batch_size
+        alone = self._fit.source.recipe.largest_batch(self._fit.progress.position.epoch)
+        is_told = verdict is not None and verdict.cause == "batch_norm" and self._fit.options.batch_norm != "warn"
+        if self._fit.source.cut_in_step or self._fit.plans_several_passes or joined <= alone or is_told:
+            return []
+        if not is_inexact(verdict):
+            return []
+        return [
+            f"Up to {joined} samples are in one pass here, and {alone} in one of the recipe's, which gives another "
+            f"gradient: {str(verdict).removesuffix('.')}. micro_batch_size={alone} keeps the recipe's passes."
+        ]
+
+    def _beyond(self) -> Iterator[str]:
+        """Yield what was asked for beyond what there is: samples of an epoch, memory of the device."""
+        asked = self._fit.largest_asked
+        samples, budget = (
+            self._fit.source.recipe.total(loops.training_epoch(self._fit.trainer)),
+            self._fit.options.budget,
+        )
+        if samples is not None and asked > (samples := samples * self._fit.source.sharded_ranks):
+            yield (
+                f"The effective batch of {asked:,} samples is above the {samples:,} of an epoch: it is a "
+                "single optimizer step over all of them, and a larger batch changes nothing."
+            )
+        if self._replaces_decay and samples is not None and asked * 10 > samples:
+            yield (
+                f"from_lr_decay ends with batches of {asked:,} samples, above a tenth of the {samples:,} "
+                "of an epoch: beyond that, a larger batch trains worse than a lower learning rate (arXiv 1711.00489)."
+            )
+        probed = self._fit.probe is not None and self._fit.probe.source != "estimate"
+        memory = total_memory(self._fit.trainer.strategy.root_device) if probed else None
+        if memory is not None and (parse_budget(budget, memory) or 0) > memory:
+            yield f"memory_budget={budget!r} is above the {format_bytes(memory)} of the device: what is free counts."
+
+    @property
+    def _replaces_decay(self) -> bool:
+        schedules = self._fit.request.effective, self._fit.request.factor
+        return any(isinstance(each, PiecewiseSchedule) and each.replaces_decay for each in schedules)
+
+    def of_gradients(self) -> list[str]:
+        """Return the sentences on windows that are not exact, if the user does not know them yet."""
+        found = [self._fit.exactness.untold()] if self._fit.plans_several_passes else []
+        source, loader = self._fit.source, self._fit.source.recipe.loader
+        is_cut = self._fit.fed.micro_batch_size < source.recipe.largest_batch(loops.training_epoch(self._fit.trainer))
+        if is_cut and source.streams and loader.num_workers > 1 and not self._workers_are_told:
+            self._workers_are_told = True
+            found.append(
+                "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
+                "samples than batches of the whole size would: use num_workers=1 for the same windows."
+            )
+        return [sentence for sentence in found if sentence is not None]
+
+    def summary(self) -> str:
+        """Return plan and probe in one line."""
+        found, probe = "", self._fit.probe
+        if probe is not None:
+            of_longest = "" if probe.sizes is None else " of the longest"
+            how = probe.method if probe.source == "probe" else probe.source
+            found = (
+                f"; limit {probe.limit}{of_longest} within {format_bytes(probe.budget_bytes)}, found by "
+                f"{how} in {probe.steps} steps and {probe.seconds:.1f} s"
+            )
+        exactness = self._fit.exactness.training
+        silent = exactness is None or exactness.cause in ("exact", *INEXACT)
+        measured = "" if silent else f"; exactness: {str(exactness).removesuffix('.')}"
+        grows = "" if self._fit.request.by_window is None else f", the largest of {self._fit.request.by_window!r}"
+        return f"{self._fit.plan}{grows}{found}{measured}."
+
+
+_LOOKS = 8  # micro-batches before which the callbacks are looked at
+
+
+class ByBatch:
+    """Looks for callbacks that average the weights, and for schedules and callbacks that follow the last batch."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._looks = _LOOKS
+        self._before: dict[str, tuple[list[torch.Tensor], Any]] = {}  # by the callback's name
+        self._has_warned_of_monitors = False
+
+    def look(self) -> None:
+        """Compare the tensors of callbacks with those before the last micro-batch, if that was of the same window."""
+        if not self._looks or self._trainer.accumulate_grad_batches == 1:
+            return
+        self._looks -= 1
+        before, self._before = self._before, {}
+        for callback in self._trainer.callbacks:
+            name, tensors = type(callback).__name__, _tensors_of(callback)
+            self._before[name] = tensors, versions(tensors)
+            if loops.begins_window(self._trainer) or name not in before:
+                continue
+            known, former = before[name]
+            pairs = zip(known, versions(known), former)
+            if self._are_weights([tensor for tensor, now, was in pairs if now != was]):
+                self._looks = 0
+                rank_zero_warn(
+                    f"{name} changes its copy of the weights after each micro-batch: where the loader cuts, these are "
+                    "the batches that hooks such as on_train_batch_end see. Let it act if trainer.global_step has "
+                    'changed, or use micro_batching="step".'
+                )
+
+    def check_monitors(self) -> None:
+        """Warn, as an epoch ends, of what decides by a value of the last batch."""
+        if self._has_warned_of_monitors or self._trainer.accumulate_grad_batches == 1:
+            return
+        # This hook may log the mean over the epoch by the same name.
+        if closures.has_hook([self._trainer.lightning_module], "on_train_epoch_end"):
+            return
+        for who, value in intervals.followed_by_step(self._trainer):
+            self._has_warned_of_monitors = True
+            rank_zero_warn(
+                f"{who} follows {value!r}, which training_step logs by step: where the loader cuts, that is the value "
+                'of a micro-batch. Log it with on_epoch=True, or use micro_batching="step".'
+            )
+
+    def _are_weights(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether there is one of the shape of each trained parameter."""
+        trained = Counter(p.shape for p in self._trainer.lightning_module.parameters() if p.requires_grad)
+        return bool(trained) and trained <= Counter(tensor.shape for tensor in tensors)
+
+
+def _tensors_of(callback: Any) -> list[torch.Tensor]:
+    """Return the tensors that a callback keeps in its attributes, in containers and in modules of its own."""
+    held = [value for value in vars(callback).values() if not isinstance(value, torch.nn.Module)]
+    modules = [value for value in vars(callback).values() if isinstance(value, torch.nn.Module)]
+    tensors = [each for each in contained(held, set(), longest=1000) if isinstance(each, torch.Tensor)]
+    tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return [tensor for tensor in tensors if not tensor.is_inference()]  # outputs of validation have no versions

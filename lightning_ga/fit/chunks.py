@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ga.batch.pytree import open_container, rebuild, same_values, take, tensors_in
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.chunk_size import ChunkSize
+from lightning_ga.plan.accumulation import ChunkSize, require_count
 from lightning_ga.snapshot.copies import versions
 from lightning_ga.snapshot.random_numbers import RandomState, generators_of
 

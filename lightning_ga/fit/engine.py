@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ga.batch.split import BatchSlices
-from lightning_ga.compat import agreement, logs, loops, ranks, transfer
+from lightning_ga.batch.layout import BatchSlices
+from lightning_ga.compat import dataloaders, logs, loops, ranks
 from lightning_ga.compat.ranks import Ranks
 from lightning_ga.compat.reduction import GradientReducer
 from lightning_ga.errors import UserError
@@ -25,7 +25,7 @@ from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.allocator import RetryWatch
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory
-from lightning_ga.probe.isolation import hooks_apart
+from lightning_ga.probe.training import hooks_apart
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -44,7 +44,7 @@ class Engine:
         self._training, self._evaluation = training, evaluation
         self.is_active = True  # whether errors are acted upon
         self.allocator = RetryWatch(trainer.strategy.root_device)
-        self.distributed = agreement.is_distributed(trainer)
+        self.distributed = ranks.is_distributed(trainer)
         self.policy = Ranks.of(trainer).in_evaluation(wanted=retries)
         self.reducer: GradientReducer | None = None  # its collectives are not run again by a retry
         self.has_evaluated = False  # since the last batch of training
@@ -117,7 +117,7 @@ class Engine:
             pieces = len(slices.pieces(self.reader(stage, part.loader).limits(limit)[0]))
         if stage not in self.lockstep and stage not in self.undecided:
             return pieces
-        agreed = agreement.largest_over_ranks(self.trainer, pieces)
+        agreed = ranks.largest_over_ranks(self.trainer, pieces)
         if agreed <= max(1, samples):
             return agreed
         if stage not in self.lockstep:
@@ -177,7 +177,7 @@ class Engine:
     @cached_property
     def hooks_move_batches(self) -> bool:
         """Whether hooks of the user's own take part in the transfer: they get whole batches while there is memory."""
-        return transfer.hooks_move_batches(self.trainer)
+        return dataloaders.hooks_move_batches(self.trainer)
 
     def _stays_on_host(self, batch: Any, stage: str, loader: int) -> bool:
         limit = self.limits.get(stage)
@@ -193,7 +193,7 @@ class Engine:
         key = stage, loader
         if key not in self._readers:
             source = self.batches(stage).batch_source(loader)
-            self._readers[key] = BatchReader(transfer.BatchTransfer(self.trainer, loader), source)
+            self._readers[key] = BatchReader(dataloaders.BatchTransfer(self.trainer, loader), source)
         return self._readers[key]
 
     def slices(self, stage: str, part: Part) -> BatchSlices:
@@ -279,7 +279,7 @@ class Engine:
         """Return how many collectives this rank has begun but for those that average gradients."""
         if not self.distributed:
             return 0
-        return agreement.collectives_run() - (0 if self.reducer is None else self.reducer.collectives)
+        return ranks.collectives_run() - (0 if self.reducer is None else self.reducer.collectives)
 
     # --- state ---------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from lightning_ga.batch.merge import merge_outputs
-from lightning_ga.compat import closures, dataloaders, loops, ranks, transfer
+from lightning_ga.compat import closures, dataloaders, loops, ranks
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.messages import OomReporter
 from lightning_ga.fit.parts import Part, Piece, StageBatches, Window
@@ -30,7 +30,7 @@ class Evaluation(Window, StageBatches):
         self._step: Callable[..., Any] = lambda *_: None
         self._others: list[Any] = []  # what it takes besides the batch
         self._held = ExitStack()
-        self._held.enter_context(transfer.intercepted_evaluation(trainer, self.evaluate, self.engine.to_device))
+        self._held.enter_context(dataloaders.intercepted_evaluation(trainer, self.evaluate, self.engine.to_device))
 
     def stop(self) -> None:
         """Take everything out."""

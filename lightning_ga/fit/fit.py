@@ -11,18 +11,16 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.compat import closures, dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
-from lightning_ga.fit.by_batch import ByBatch
+from lightning_ga.fit.checks import ByBatch, Told
 from lightning_ga.fit.chunks import ChunkedModules
-from lightning_ga.fit.epochs import PlannedEpoch, check_growth, optimizer_steps, plan_epoch, plan_window
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.exactness.later import LaterChecks
 from lightning_ga.fit.exactness.measure import find_independent
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
-from lightning_ga.fit.progress import Progress
+from lightning_ga.fit.progress import PlannedEpoch, Progress, check_growth, optimizer_steps, plan_epoch, plan_window
 from lightning_ga.fit.rates import StepSchedules, WindowFactors, WindowRates
-from lightning_ga.fit.told import Told
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import TrainingWindow
 from lightning_ga.fit.window_gradients import WindowGradients

@@ -8,10 +8,10 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.compat import agreement, loops
+from lightning_ga.compat import loops, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.epochs import effective_batch, recipe_micro_batch
+from lightning_ga.fit.progress import effective_batch, recipe_micro_batch
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import evaluates_again
 from lightning_ga.loading.lengths import Sized, SizedBatches, SizedSource
@@ -23,8 +23,8 @@ from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult, lowered, still_holds
 from lightning_ga.probe.cache import hardware, remember
-from lightning_ga.probe.isolation import hooks_apart
 from lightning_ga.probe.planned.estimate import estimate
+from lightning_ga.probe.training import hooks_apart
 from lightning_ga.probe.trials import StepCut, TrainingSetup, probe
 
 NO_LIMIT = 2**31
@@ -106,7 +106,7 @@ class TrainingLimit:
         kept = None
         if restored is not None:  # it holds if all ranks run on the hardware of the checkpoint's first rank
             same = restored.hardware == self.hardware()
-            kept = restored if agreement.smallest_over_ranks(self._trainer, int(same)) else None
+            kept = restored if ranks.smallest_over_ranks(self._trainer, int(same)) else None
         found = self._looked_for(epoch, kept)
         if kept is not None and kept.limit is not None:  # memory ran out in that run
             found = min(found, kept.limit)
@@ -146,7 +146,7 @@ class TrainingLimit:
 
     def lower(self) -> None:
         """Plan no more samples than proved too much on any rank; ranks call this together."""
-        limit = agreement.smallest_over_ranks(self._trainer, self._engine.limit("training") or NO_LIMIT)
+        limit = ranks.smallest_over_ranks(self._trainer, self._engine.limit("training") or NO_LIMIT)
         if self.most is None or limit >= self.most:
             return
         self.most = limit
@@ -164,7 +164,7 @@ class TrainingLimit:
         engine.lower("training", max(1, samples * 15 // 16))
         of, than = "samples", ""
         if self._options.size_of is not None:
-            of, than = "of the longest samples", " of the longest samples, or as many padded tokens"
+            of, than = "of the longest samples", " of the longest samples, or as much as these hold"
         warnings.warn(
             f"The allocator had to free its cache to go on with {samples} {of}, which is slow and may end in an "
             f"out-of-memory error: from now on no pass has more than {engine.limit('training')}{than}.",
@@ -267,7 +267,7 @@ class TrainingLimit:
             found = probe(self._setup(epoch, search), self._options, high=search.high)
         except Exception as error:
             memory = is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
-            if memory or isinstance(error, UserError) or agreement.is_distributed(self._trainer):
+            if memory or isinstance(error, UserError) or ranks.is_distributed(self._trainer):
                 raise  # ranks probe together or not at all
             rank_zero_warn(
                 f"The probe found no limit, as a trial step ended in {type(error).__name__}: {error}. Training goes on "

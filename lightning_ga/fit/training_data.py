@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ga.batch.sizes import length_of_first
-from lightning_ga.compat import agreement, dataloaders, intervals, loops
+from lightning_ga.batch.layout import length_of_first
+from lightning_ga.compat import dataloaders, intervals, loops, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.parts import StageBatches
@@ -89,7 +89,7 @@ class TrainingData(StageBatches):
             shard=self._shard,
             shuffle=not trainer.overfit_batches,
             shuffles=position.shuffles,
-            largest_over_ranks=partial(agreement.largest_over_ranks, trainer),
+            largest_over_ranks=partial(ranks.largest_over_ranks, trainer),
             cut_in_step=self._cut_in_step or is_made,
         )
         size_of = self._size_of if isinstance(self._size_of, str) else None  # shown by batches, too

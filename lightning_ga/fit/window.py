@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_ga.batch.layout import elements
 from lightning_ga.batch.merge import in_order, merge_outputs
-from lightning_ga.batch.sizes import elements
 from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import WindowReduction
 from lightning_ga.errors import ExactnessWarning

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_ga.compat import agreement, gradient_dtype, ranks
+from lightning_ga.compat import gradient_dtype, ranks
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.plan.config import Normalize
 from lightning_ga.plan.weights import KnownWindow, LateWindow, WindowWeights, count_items
 from lightning_ga.plan.windows import Chunk
-from lightning_ga.snapshot.gradients import ZeroedAdditions, coalesce_gradients, sparse_parameters
+from lightning_ga.snapshot.copies import ZeroedAdditions, coalesce_gradients, sparse_parameters
 
 
 class WindowGradients:
@@ -56,7 +56,7 @@ class WindowGradients:
     def begin_epoch(self, micro_batch: int, *, known: bool) -> None:
         """Begin an epoch, with the most samples of a micro-batch; those of windows are ``known`` in advance, or not."""
         self._sparse = None  # looked for once an epoch, when there are gradients to be seen
-        world_size, sum_over_ranks = self._trainer.world_size, partial(agreement.sum_over_ranks, self._trainer)
+        world_size, sum_over_ranks = self._trainer.world_size, partial(ranks.sum_over_ranks, self._trainer)
         if self._by_samples and known:
             self.weights = KnownWindow(world_size)
         elif self._by_samples:

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.layout import BatchSlices, LayoutError
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.batch.split import BatchSlices
-from lightning_ga.compat import transfer
+from lightning_ga.compat import dataloaders
 from lightning_ga.compat.logs import LogBuffer, LogTap, current_hook, return_to_hook
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
@@ -185,7 +184,7 @@ class WindowRun:
             batches.append(again.collate(0, again.count, seed=seed))
             draws |= again.draws
         draws = draws or not same_values(*batches)
-        return transfer.BatchTransfer(self._engine.trainer, part.loader).on_host(batches[0]), draws
+        return dataloaders.BatchTransfer(self._engine.trainer, part.loader).on_host(batches[0]), draws
 
     def _size(self, samples: int) -> int:
         """Return the samples of a pass, or of a chunk of it if submodules run in chunks."""

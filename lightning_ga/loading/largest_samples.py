@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_ga.batch.sizes import Field, elements, leaves
+from lightning_ga.batch.layout import Field, elements, leaves
 from lightning_ga.loading.samples import FirstSamples, collate_samples, fetched, spread
 from lightning_ga.memory.live_tensors import uncounted
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_ga.batch.sizes import Field, leaves
+from lightning_ga.batch.layout import Field, elements, leaves
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import SAMPLES_KEPT, ScanOrder
 from lightning_ga.loading.reader import BatchReader
@@ -83,6 +83,16 @@ class SizedSource(MicroBatchSource):
         indices = range(len(self._sizes)) if isinstance(self._sizes, array) else self._sizes
         return sorted(indices, key=self._sizes.__getitem__, reverse=True)
 
+    @cached_property
+    def _packs(self) -> bool:
+        """Whether a batch holds what its samples hold, and no padding beside."""
+        largest, smallest = self._descending[0], self._descending[-1]
+        if self._sizes[largest] == self._sizes[smallest]:
+            return False
+        loader, samples = self.recipe.loader, collect_samples(self.recipe.loader, [largest, smallest])
+        alone = sum(elements(collate_samples(loader, [each], 1)) for each in samples)
+        return elements(collate_samples(loader, samples, 2)) <= alone
+
     def _scan_order(self, epoch: int) -> ScanOrder:
         """Look at the largest samples first."""
         return ScanOrder(self.recipe.loader, self._descending, len(self._descending))
@@ -128,7 +138,7 @@ class SizedSource(MicroBatchSource):
         if self._limits is None:
             return plan, epoch_plan
         of, limits = self._limits
-        cut = SizedShares(self._drawn(epoch), limits.lowered(micro_batch, of=of))
+        cut = SizedShares(self._drawn(epoch), limits.lowered(micro_batch, of=of), packs=self._packs)
         over_ranks = self.recipe.settings.largest_over_ranks
         return plan_by_size(plan, epoch_plan, cut, tokens=self._tokens, largest_over_ranks=over_ranks)
 

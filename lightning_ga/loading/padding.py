@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount, uncuttable
+from lightning_ga.batch.layout import BatchSlices, Layout, Role, SampleAxis, SampleCount, uncuttable
 from lightning_ga.batch.pytree import extents, is_array, is_plain_sequence, open_container, rebuild
-from lightning_ga.batch.split import BatchSlices
 from lightning_ga.errors import UserError
 from lightning_ga.plan.lengths import SizeLimits, piece_sizes
 
 _IGNORED = -100  # as in ``torch.nn.CrossEntropyLoss``
-_KINDS = ("mask", "padding mask", "lengths", "ignored")
+_KINDS = ("mask", "padding mask", "additive mask", "lengths", "ignored")
+_LOW = -1e4  # what an additive mask is at most where attention is not to go
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -218,11 +218,17 @@ def _real(kind: str, path: str, samples: int, parts: Mapping[str, Any]) -> Tenso
         if tensor.min() < 0 or tensor.max() > widest:  # identifiers or times
             return None
         return torch.arange(int(tensor.max())) < tensor[:, None]
-    if tensor.dim() != 2 or tensor.is_complex():
+    if tensor.dim() < 2 or tensor.is_complex():
         return None
     tensor = tensor.movedim(samples, 0)
+    if sum(extent != 1 for extent in tensor.shape[1:]) > 1:
+        return None
+    tensor = tensor.flatten(1)  # axes of one, which attention spreads over heads and queries
     if kind == "ignored":
         return tensor != _IGNORED if tensor.dtype in _INTEGERS else None
+    if kind == "additive mask":
+        is_mask = tensor.is_floating_point() and bool(((tensor == 0) | (tensor <= _LOW)).all())
+        return tensor == 0 if is_mask else None
     if not bool(((tensor == 0) | (tensor == 1)).all()):
         return None
     return tensor != 0 if kind == "mask" else tensor == 0

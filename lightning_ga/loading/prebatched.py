@@ -13,18 +13,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ga.batch.layout import Layout, LayoutError
-from lightning_ga.batch.sizes import largest_extent, length_of_first
-from lightning_ga.batch.split import slices_by_hook, slices_of
+from lightning_ga.batch.layout import Layout, LayoutError, largest_extent, length_of_first, slices_by_hook, slices_of
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.padding import pick
 from lightning_ga.loading.reader import CollatedBatches, ReadyMadeBatches, check_proportion, is_collated
-from lightning_ga.loading.rebatch import LoaderRecipe
+from lightning_ga.loading.rebatch import LoaderRecipe, PeekableStream, keeps_place, length_of
 from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
 from lightning_ga.loading.sampler import Stream
 from lightning_ga.loading.samples import copied_if_possible
-from lightning_ga.loading.streams import PeekableStream, keeps_place, length_of
 from lightning_ga.loading.training_source import TrainingSource
 
 _PEEKED = 2  # batches that are read ahead, as two may differ in size

@@ -13,15 +13,24 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, uncuttable
+from lightning_ga.batch.layout import (
+    WAY_OUT,
+    BatchSlices,
+    Layout,
+    LayoutError,
+    SampleAxis,
+    leaves,
+    length_of_first,
+    slices_by_hook,
+    slices_of,
+    uncuttable,
+)
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
-from lightning_ga.batch.sizes import leaves, length_of_first
-from lightning_ga.batch.split import BatchSlices, slices_by_hook, slices_of
 from lightning_ga.errors import UserError
 from lightning_ga.loading.padding import Padding, SizedSlices, find_padding, shows_lengths, slices_by_size
+from lightning_ga.loading.rebatch import length_of
 from lightning_ga.loading.samples import collate_samples, collect_samples, spread
-from lightning_ga.loading.streams import length_of
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.lengths import SizeLimits
 

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset,
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
-from lightning_ga.loading.rebatch import copy_loader
+from lightning_ga.loading.rebatch import PeekableStream, copy_loader, keeps_place, length_of
 from lightning_ga.loading.sampler import seeded
-from lightning_ga.loading.streams import PeekableStream, keeps_place, length_of
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState, contained, reachable
 from lightning_ga.snapshot.random_numbers import RandomState

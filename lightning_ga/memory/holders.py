@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
 from lightning_ga.memory.trace import MemoryTrace, bytes_alive, rounded_up
-from lightning_ga.plan import attribution as holder
-from lightning_ga.plan.attribution import Attribution
+from lightning_ga.plan import records as holder
+from lightning_ga.plan.records import Attribution
 
 THE_STEP = "the step itself"
 _NODE_NAME = "lightning_ga.module"  # in the metadata of autograd's nodes: which module made them
@@ -46,7 +46,7 @@ class Origin:
 
     phase: str  # "forward", "backward" or "update"
     place: str  # the name of the module; of the operation, outside of modules
-    kind: str = ""  # as in ``plan.attribution``
+    kind: str = ""  # as in ``plan.records``
 
 
 @dataclass(frozen=True, slots=True)

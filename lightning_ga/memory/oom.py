@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_ga.memory.vendors import VENDORS, vendors_in_use
+from lightning_ga.memory.device import VENDORS, vendors_in_use
 
 _OUT_OF_MEMORY = (
     *(text for vendor in VENDORS for text in vendor.out_of_memory),

@@ -1,9 +1,14 @@
-"""An image classifier that is independent of accumulation: its loss is a mean over samples."""
+"""Image classifiers whose loss is a mean over samples, and two small networks; GroupNorm in place of BatchNorm."""
 
-from typing import cast
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
@@ -88,3 +93,126 @@ def accuracies(classes: int) -> nn.ModuleDict:
     """Return the accuracy, and how often the right class is among the five that are thought most likely."""
     ranks = {"acc": 1, "top5": min(5, classes)}
     return nn.ModuleDict({name: MulticlassAccuracy(classes, k, average="micro") for name, k in ranks.items()})
+
+
+LEVELS, PATCH, STRIDE = 4, 3, 2  # grey levels; pixels of a patch, and from one patch to the next
+SPREAD = 2_654_435_761, 40_503  # odd numbers without a factor in common with usual sizes of tables
+
+
+class MLPClassifier(Classifier):
+    """Flattened pixels, ReLU layers, logits; 784-512-256-128-10 for MNIST at 28×28.
+
+    Args:
+        hidden: Width of each hidden layer.
+        num_classes: Number of classes.
+        in_channels: Channels of an image.
+        image_size: Height and width of an image, in pixels.
+        **training: ``optimizer``, ``lr_scheduler`` and ``label_smoothing`` of :class:`Classifier`.
+    """
+
+    def __init__(
+        self,
+        hidden: Sequence[int] = (512, 256, 128),
+        *,
+        num_classes: int = 10,
+        in_channels: int = 1,
+        image_size: int = 28,
+        **training: Any,
+    ) -> None:
+        hidden = list(hidden)
+        widths = [in_channels * image_size**2, *hidden]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for inputs, outputs in pairwise(widths):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        net = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
+        super().__init__(net, num_classes, **training)
+        self.save_hyperparameters("hidden", "num_classes", "in_channels", "image_size")
+
+
+class HashedPatches(nn.Module):
+    """Give each patch of a picture, at its place, a number of a table by the hashing trick.
+
+    Pixels are rounded to a few grey levels, so that patches that look alike are the same patch. Different patches
+    may share one of the ``rows``.
+
+    Examples:
+        >>> HashedPatches(1000)(torch.zeros(2, 1, 5, 5)).shape  # two rows of two patches
+        torch.Size([2, 4])
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return row numbers ``(batch, patches)`` of images ``(batch, channels, height, width)`` from 0 to 1."""
+        grey = images.detach().float().mean(dim=1, keepdim=True)
+        level = (grey * LEVELS).floor().clamp(0, LEVELS - 1)
+        patches = F.unfold(level, PATCH, stride=STRIDE).long()  # (batch, pixels of a patch, patches)
+        digits = LEVELS ** torch.arange(PATCH**2, device=images.device)
+        looks = (patches * digits[:, None]).sum(dim=1)
+        places = torch.arange(looks.shape[1], device=images.device)
+        return (looks * SPREAD[0] + places * SPREAD[1]) % self.rows
+
+
+class HashedPatchClassifier(Classifier):
+    """The mean of the embeddings of a picture's patches, and a linear layer.
+
+    A batch touches a small part of the table: with ``sparse`` its gradient holds these rows alone, and the
+    optimizer has to take such gradients (SGD without momentum and weight decay, Adagrad).
+
+    Args:
+        rows: Rows of the table.
+        features: Width of the table.
+        sparse: Whether the table's gradient is sparse.
+        num_classes: Number of classes.
+        **training: ``optimizer``, ``lr_scheduler`` and ``label_smoothing`` of :class:`Classifier`.
+    """
+
+    def __init__(
+        self, rows: int = 200_000, features: int = 64, *, sparse: bool = True, num_classes: int = 10, **training: Any
+    ) -> None:
+        table = nn.EmbeddingBag(rows, features, mode="mean", sparse=sparse)
+        net = nn.Sequential(HashedPatches(rows), table, nn.Linear(features, num_classes))
+        super().__init__(net, num_classes, **training)
+        self.save_hyperparameters("rows", "features", "sparse", "num_classes")
+
+
+def to_group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
+    """Replace every BatchNorm layer by a GroupNorm layer, in place, and return the module.
+
+    GroupNorm normalizes each sample by itself, so that micro-batches give exactly the gradient of the whole batch.
+    Scale and shift parameters are kept; running statistics have no counterpart, so weights that were trained with
+    BatchNorm need training again. Activations and dropout that timm fuses into its BatchNorm layers stay.
+
+    Args:
+        module: A module, before its optimizer is made.
+        groups: Number of groups of channels; reduced to its greatest common divisor with the number of
+            channels. ``BatchNorm1d`` becomes one group: its input may hold one value a channel, and a value
+            normalized by itself is lost.
+
+    Returns:
+        The module; a new one if it is a BatchNorm layer itself.
+
+    Examples:
+        >>> to_group_norm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1].num_groups
+        16
+    """
+    if isinstance(module, _BatchNorm):
+        return _replacement(module, groups)
+    for name, child in module.named_children():
+        setattr(module, name, to_group_norm(child, groups))
+    return module
+
+
+def _replacement(layer: _BatchNorm, groups: int) -> nn.Module:
+    channels = layer.num_features
+    number = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(groups, channels)
+    norm = nn.GroupNorm(number, channels, eps=layer.eps, affine=layer.affine)
+    if layer.affine:
+        norm.weight, norm.bias = layer.weight, layer.bias  # frozen ones stay so
+    norm.train(layer.training)
+    # timm's BatchNormAct2d: normalization, dropout and activation in one layer.
+    fused = [cast(nn.Module, getattr(layer, name)) for name in ("drop", "act") if hasattr(layer, name)]
+    kept = [part for part in fused if not isinstance(part, nn.Identity)]
+    return nn.Sequential(norm, *kept) if kept else norm

@@ -9,8 +9,7 @@ from huggingface_hub import constants, get_session
 from torch import nn
 
 from lightning_ga.errors import UserError
-from lightning_ga.models.classifier import Classifier
-from lightning_ga.models.group_norm import to_group_norm
+from lightning_ga.models.classifier import Classifier, to_group_norm
 
 OPENS_FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"}
 

@@ -6,9 +6,8 @@ from itertools import chain
 from typing import Any, get_args
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.attribution import read_attribution
 from lightning_ga.plan.lengths import SizeLimits
-from lightning_ga.plan.records import Method, ProbeResult, Source, Timing, Trial
+from lightning_ga.plan.records import Method, ProbeResult, Source, Timing, Trial, read_attribution
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class SizedShares(EvenShares):
     sizes: Sequence[int]  # of the samples in the epoch's order
     limits: SizeLimits
     more: int = 0  # micro-batches on each rank beyond those needed, where each window has its own number
+    packs: bool = False  # whether batches hold what their samples hold, without padding
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     def factor_of(self, plan: EpochPlan, start: int, samples: int) -> int:
@@ -188,7 +189,7 @@ class SizedPlan(AccumulationPlan):
     Attributes:
         fewest_samples: Samples of the smallest micro-batch; ``micro_batch_size`` are those of the largest.
         most_padded: Most that samples × longest are in a micro-batch.
-        padding: Share of the padded batches that is padding.
+        padding: Share of the padded batches that is padding; ``None`` if they are packed, and so have none.
         padding_as_drawn: The same if windows were cut in the order of the samples.
         window_tokens: Most tokens of a window, if these decide where it ends; ``effective_batch_size`` and ``factor``
             are then the largest of the epoch.
@@ -198,8 +199,8 @@ class SizedPlan(AccumulationPlan):
 
     fewest_samples: int = 0
     most_padded: int = 0
-    padding: float = 0.0
-    padding_as_drawn: float = 0.0
+    padding: float | None = 0.0
+    padding_as_drawn: float | None = 0.0
     window_tokens: int | None = None
     smallest_window: int = 0
     fewest_chunks: int = 0
@@ -212,11 +213,11 @@ class SizedPlan(AccumulationPlan):
             held = _between(self.smallest_window, self.effective_batch_size, "sample")
             window = f"windows of {self.window_tokens:,} tokens ({held})"
             passes = _between(self.fewest_chunks, self.factor, "micro-batch", "es")
-        return (
-            f"{window} in {passes} of {samples}{ranks}, at most "
-            f"{self.most_padded:,} padded tokens each; padding {100 * self.padding:.0f} % "
-            f"(was {100 * self.padding_as_drawn:.0f} %)"
-        )
+        text = f"{window} in {passes} of {samples}{ranks}, at most {self.most_padded:,}"
+        if self.padding is None or self.padding_as_drawn is None:
+            return f"{text} as samples × the largest of them each"
+        before = f"(was {100 * self.padding_as_drawn:.0f} %)"
+        return f"{text} padded tokens each; padding {100 * self.padding:.0f} % {before}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +289,7 @@ def plan_by_size(
         range(epoch.world_size),
         sum(sum(cut.sizes[start : start + samples]) for start, samples in map(epoch.windows.span, windows)),
     )
+    paddings = [None if cut.packs else 1 - held / (sum(each) or 1) if held else 0.0 for each in (padded, drawn)]
     return SizedPlan(
         plan.effective_batch_size,
         plan.world_size,
@@ -298,8 +300,8 @@ def plan_by_size(
         size_budget=limits.budget,
         fewest_samples=min(counts, default=0),
         most_padded=max(padded, default=0),
-        padding=1 - held / (sum(padded) or 1) if held else 0.0,
-        padding_as_drawn=1 - held / (sum(drawn) or 1) if held else 0.0,
+        padding=paddings[0],
+        padding_as_drawn=paddings[1],
         window_tokens=tokens,
         smallest_window=min((epoch.windows.span(window)[1] for window in windows[:-1] or windows), default=0),
         fewest_chunks=min(factors, default=1),

@@ -28,7 +28,7 @@ from lightning_ga.memory.device import total_memory
 from lightning_ga.plan.checkpoint import read_probe
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.snapshot.gradients import sparse_parameters
+from lightning_ga.snapshot.copies import sparse_parameters
 
 _VERSIONS = ("lightning_ga", "torch", "lightning")
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_ga.memory.device import total_memory
+from lightning_ga.memory.device import WITH_STATISTICS, total_memory
 from lightning_ga.memory.holders import OriginMeter
-from lightning_ga.memory.vendors import WITH_STATISTICS
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.meters import meter_of

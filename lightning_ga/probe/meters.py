@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.device import available_memory, is_emulated, may_reserve
+from lightning_ga.memory.device import WITH_STATISTICS, available_memory, is_emulated, may_reserve
 from lightning_ga.memory.holders import OriginMeter, Owner, StepOrigins, attribute
 from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.segments import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment
-from lightning_ga.memory.vendors import WITH_STATISTICS
-from lightning_ga.plan.attribution import Attribution
+from lightning_ga.plan.records import Attribution
 from lightning_ga.probe.prediction import extrapolate
 from lightning_ga.probe.training import ProbedTraining
 

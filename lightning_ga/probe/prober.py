@@ -15,13 +15,11 @@ from lightning_ga.errors import UserError
 from lightning_ga.memory.device import enforced_budget, lifted_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.memory.trace import Segment
-from lightning_ga.plan.attribution import Attribution
-from lightning_ga.plan.records import ProbeResult, Trial, still_holds
+from lightning_ga.plan.records import Attribution, ProbeResult, Trial, still_holds
 from lightning_ga.plan.units import least_budget, parse_budget
-from lightning_ga.probe.curve import Step
+from lightning_ga.probe.curve import MARGIN, Step, Task, affordable_samples, trace_sizes
 from lightning_ga.probe.meters import Measurement, PeakHolders, TensorMeter
 from lightning_ga.probe.search import Search
-from lightning_ga.probe.trace_sizes import MARGIN, Task, affordable_samples, trace_sizes
 from lightning_ga.probe.training import ProbedTraining
 
 CLOSEST = 0.25  # share of the budget that a trial may take where nothing can be predicted and running out is deadly

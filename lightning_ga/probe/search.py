@@ -14,9 +14,8 @@ from math import isqrt, sqrt
 
 from lightning_ga.memory.trace import Segment
 from lightning_ga.plan.records import Method
-from lightning_ga.probe.curve import Curve, Step, fit_curve
+from lightning_ga.probe.curve import Curve, Step, Task, TraceSizes, fit_curve
 from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
-from lightning_ga.probe.trace_sizes import Task, TraceSizes
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exact

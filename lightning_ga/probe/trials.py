@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.compat import agreement
+from lightning_ga.compat import ranks
+from lightning_ga.compat.dataloaders import BatchTransfer
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
-from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, PassPlace, run_pass
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
 from lightning_ga.loading.lengths import Sized
@@ -33,18 +33,15 @@ from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.plan.attribution import RETRIES
-from lightning_ga.plan.chunk_size import ChunkSize
+from lightning_ga.plan.accumulation import ChunkSize
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.records import ProbeResult, Timing
+from lightning_ga.plan.records import RETRIES, ProbeResult, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
 from lightning_ga.probe.finder import numbered
-from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import meter_of
 from lightning_ga.probe.prober import Budget, Prober
-from lightning_ga.probe.throughput import fastest, time_windows
-from lightning_ga.probe.training import ProbedTraining
-from lightning_ga.probe.unequal import limits_by_size, pass_cost
+from lightning_ga.probe.training import ProbedTraining, isolated
+from lightning_ga.probe.within_limit import fastest, limits_by_size, pass_cost, time_windows
 
 MOST_KEPT = 3  # chunks that are tried to be kept: more would fit in larger chunks
 FIRST_CHUNKS = 16  # of a window: with more of them a step takes long
@@ -109,7 +106,7 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         whole = None if setup.cut is None else setup.cut.batch_samples
         described = trainer, loader.collate_fn, samples.by_weight, options, setup.rank_samples, whole
         kind = describe_step(*described) if options.cache else None
-        predict_only = True if agreement.is_sharded(trainer) else None
+        predict_only = True if ranks.is_sharded(trainer) else None
         found = prober.find(high, known=remembered(kind) if kind else None, predict_only=predict_only)
         if found.source != "cache" and setup.chunks is not None and options.objective == "throughput":
             found = _kept_chunks(found, prober, setup, predict_only)
@@ -245,7 +242,7 @@ class ProbedTrainer(ProbedTraining):
 
     def agree(self, value: bool) -> bool:
         """Return whether something is so on every rank."""
-        return agreement.sum_over_ranks(self.trainer, float(not value)) == 0
+        return ranks.sum_over_ranks(self.trainer, float(not value)) == 0
 
     def announce(self, samples: int) -> None:
         """Say which step runs next."""
@@ -347,7 +344,7 @@ def timed_windows(training: ProbedTrainer, *, rank_samples: int, limit: int) -> 
             synchronize(trainer.strategy.root_device)
             seconds.append(time.perf_counter() - started)
         training.reset()
-        return agreement.largest_over_ranks(trainer, int(1e6 * min(seconds[1:]))) / 1e6
+        return ranks.largest_over_ranks(trainer, int(1e6 * min(seconds[1:]))) / 1e6
 
     pass_seconds = partial(best_seconds, FIRST_OF_WINDOW)
     size = min(2, limit)

@@ -16,8 +16,8 @@ from torch.nn import Module
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from lightning_ga.snapshot.checksums import checksums, differ
 from lightning_ga.snapshot.contents import contained, reachable
+from lightning_ga.snapshot.copies import checksums, differ
 from lightning_ga.snapshot.random_numbers import GENERATORS
 
 LIGHTNINGS_OWN = {*vars(LightningModule()), "_hparams", "forward"}  # what Lightning keeps of itself in a module

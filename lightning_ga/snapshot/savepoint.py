@@ -21,7 +21,6 @@ from torchmetrics import Metric
 
 from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable, versions
-from lightning_ga.snapshot.metrics import metric_state, set_metric_state
 from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, PlainState, hidden_modules
 from lightning_ga.snapshot.random_numbers import (
     RandomState,
@@ -31,6 +30,7 @@ from lightning_ga.snapshot.random_numbers import (
     restore_generator,
     torch_generators,
 )
+from lightning_ga.snapshot.state import metric_state, set_metric_state
 
 _CONTAINERS = (deque, dict, set)
 _FEW = 64  # entries of a container that is copied

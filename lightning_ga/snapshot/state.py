@@ -3,23 +3,29 @@
 Tensors (parameters, buffers, optimizer state) are restored in place from copies on the host, so that
 the device holds nothing twice while memory is measured. Plain Python state is swapped: a trial works
 on deep copies and the originals are put back untouched, so that references held elsewhere stay valid.
+What the code of a module reaches by global names and closures is put back, too.
 """
 
 import copy
 import sys
+import sysconfig
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
 
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.contents import Contents, contained
-from lightning_ga.snapshot.copies import is_expanded
-from lightning_ga.snapshot.iterators import LentIterator, given_back, lent
+from lightning_ga.snapshot.contents import Contents, LentIterator, contained, given_back, lent
+from lightning_ga.snapshot.copies import is_expanded, is_small
 from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, restore_generator
 
 # What nn.Module keeps of itself: tables of tensors, children and hooks. No copies of these are made.
@@ -200,3 +206,144 @@ def _is_plain(cls: type) -> bool:
     special = any(hasattr(cls, name) for name in ("__del__", "__deepcopy__", "__setstate__", "__slots__"))
     known = root in sys.stdlib_module_names or issubclass(cls, (torch.Tensor, torch.nn.Module))
     return usual and not special and not known and cls.__base__ is object
+
+
+# What a metric keeps of itself for good, and does not change in an update.
+_FIXED = {*vars(Module()), "_defaults", "_persistent", "_reductions", "_update_signature"}
+
+# What torchmetrics 1.9 keeps of a metric besides its states (``metric.py``, ``reset`` and ``forward``).
+_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_cache", "_is_synced")
+
+
+def metric_state(metric: Metric, *, whole: bool = False) -> dict[str, Any]:
+    """Return copies of what an update of a metric may change: of the ``whole`` metric, attributes besides, too."""
+    states = {name: _copy_of(getattr(metric, name)) for name in metric._defaults}
+    counters = {name: vars(metric)[name] for name in _COUNTERS if name in vars(metric)}
+    return {**states, **counters, **(beside_states(metric) if whole else {})}
+
+
+def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
+    """Give a metric copies of what ``metric_state`` took: updates change states in place."""
+    states = {name: _copy_of(state[name]) for name in metric._defaults if name in state}
+    beside = {name: _deep_copy_of(state[name]) for name in state.keys() - {*metric._defaults, *_COUNTERS}}
+    vars(metric).update({**state, **states, **beside})
+
+
+def beside_states(metric: Metric) -> dict[str, Any]:
+    """Return the attributes of a metric that are no states, with copies of tensors and containers."""
+    apart = {*_FIXED, *metric._defaults, *_COUNTERS}
+    return {name: _deep_copy_of(value) for name, value in vars(metric).items() if name not in apart}
+
+
+def _deep_copy_of(value: Any) -> Any:
+    """Copy tensors and containers of plain values, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _deep_copy_of(thing) for name, thing in value.items()}
+    if type(value) is list:
+        return [*map(_deep_copy_of, value)]
+    return copy.copy(value) if isinstance(value, (set, deque)) else value
+
+
+def _copy_of(state: Any) -> Any:
+    """Copy a tensor, or the list that updates append to; what is in the list never changes."""
+    return list(state) if isinstance(state, list) else state.clone()
+
+
+_STDLIB = sysconfig.get_path("stdlib")
+_STOCK = ("builtins", "collections", "itertools", "types", "argparse")
+_CONTAINERS, _PLAIN = (dict, list, set, deque), (bool, int, float, str, type(None))
+_CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
+_APART = (*_CODE, Dataset, DataLoader)
+_MOST = 1000  # functions, and objects, that are looked at
+_LONGEST = 1000  # longer containers hold data
+
+Place = tuple[Any, str]  # a namespace or a class, and a name in it; a cell and ""
+
+
+class ReachedState:
+    """The values that names refer to, and what these hold: containers, attributes, small tensors, generators."""
+
+    def __init__(self, module: Module, apart: list[object]) -> None:
+        known = {id(thing) for thing in (*apart, *module.modules())}
+        self._names = [(place, value) for place, value in _names(module) if id(value) not in known]
+        held = [*_held([value for _, value in self._names], known)]
+        self._names = [(place, lent(value)) for place, value in self._names]
+        self._contents = Contents([*held, *(vars(each) for each in held if hasattr(each, "__dict__"))])
+        self._tensors = TensorValues(each for each in held if isinstance(each, Tensor) and is_small(each))
+        self._generators = [(each, generator_state(each)) for each in held if isinstance(each, GENERATORS)]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for place, value in self._names:
+            _bind(place, given_back(value))
+        self._contents.restore()
+        self._tensors.restore()
+        for generator, state in self._generators:
+            restore_generator(generator, state)
+
+    def swap_in_copies(self) -> None:
+        """Lend iterators to trials."""
+        for place, value in self._names:
+            if isinstance(value, LentIterator):
+                _bind(place, value.loan())
+
+
+def _bind(place: Place, value: Any) -> None:
+    namespace, name = place
+    if isinstance(namespace, CellType):
+        namespace.cell_contents = value
+    elif isinstance(namespace, type):
+        if vars(namespace).get(name) is not value:
+            setattr(namespace, name, value)
+    elif namespace.get(name) is not value:
+        namespace[name] = value
+
+
+def _names(module: Module) -> Iterator[tuple[Place, Any]]:
+    """Yield the places of names that the code of a module uses and that no class defines, with what they refer to."""
+    pending: deque[Any] = deque(cls for part in module.modules() for cls in type(part).__mro__)
+    seen: set[Any] = set()
+    while pending and len(seen) < _MOST:
+        code = pending.popleft()
+        code = getattr(code, "__wrapped__", getattr(code, "fget", code))
+        if not isinstance(code, (type, FunctionType)) or code in seen or not _is_users(code):
+            continue
+        seen.add(code)
+        found: list[tuple[Place, Any]]
+        if isinstance(code, type):
+            pending.extend(vars(code).values())
+            found = [((code, name), value) for name, value in vars(code).items() if not name.startswith("__")]
+            yield from ((place, value) for place, value in found if isinstance(value, (*_PLAIN, *_CONTAINERS)))
+            continue
+        names, used = code.__globals__, code.__code__.co_names
+        found = [((names, name), names[name]) for name in used if name in names]
+        found += [((cell, ""), cell.cell_contents) for cell in code.__closure__ or () if cell != CellType()]
+        pending.extend(value for _, value in found)
+        yield from ((place, value) for place, value in found if not isinstance(value, _CODE))
+
+
+def _held(values: list[Any], known: set[int]) -> Iterator[Any]:
+    """Yield what values hold at any depth, and the values themselves, each once."""
+    pending, seen = deque(values), set(known)
+    while pending and len(seen) < _MOST:
+        value = pending.popleft()
+        plain = isinstance(value, (Tensor, Module, *GENERATORS)) or type(value).__module__ in _STOCK
+        if id(value) in seen or not (plain or _is_users(type(value))) or isinstance(value, _APART):
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, (*_CONTAINERS, tuple)):
+            pending.extend(value.values() if isinstance(value, dict) else value if len(value) <= _LONGEST else ())
+        elif isinstance(value, Module):
+            pending.extend(chain(value.parameters(), value.buffers()))
+        elif not isinstance(value, Tensor):
+            pending.extend(getattr(value, "__dict__", {}).values())
+
+
+def _is_users(thing: Any) -> bool:
+    """Return whether a class or a function is the user's own: not installed, and not one of Python's."""
+    name = thing.__module__
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not (name.startswith("lightning_ga") or file.startswith(_STDLIB) or "site-packages" in file)

@@ -2,8 +2,7 @@ import pytest
 from hydra.utils import get_class, get_object
 
 from lightning_ga import UserError
-from lightning_ga.app.allowlist import KINDS, NAMED, check_targets
-from lightning_ga.app.build import check_allowed
+from lightning_ga.app.build import KINDS, NAMED, check_allowed, check_targets
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.app.allowlist import check_targets
+from lightning_ga.app.build import check_targets
 from lightning_ga.train import config_folder
 
 FILES = sorted(path.relative_to(config_folder()) for path in config_folder().rglob("*.yaml"))

@@ -8,10 +8,9 @@ from rich.console import Console
 from lightning_ga.app.plan_report import PlanRecords, plan_table, save_plan
 from lightning_ga.app.plots import METHODS
 from lightning_ga.plan.accumulation import plan_accumulation
-from lightning_ga.plan.attribution import Attribution
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.planned_device import PlannedDevice
-from lightning_ga.plan.records import Method, ProbeResult, Trial
+from lightning_ga.plan.records import Attribution, Method, ProbeResult, Trial
 
 HOLDERS = Attribution(48, 100, "backward", "net.1", (("activations of net.1", 70), ("parameters", 30)))
 PROBE = ProbeResult(48, 2**31, 2_040_109_466, (Trial(48, 2_040_109_466, True, 0.2),), 4, 1.25, "replay")

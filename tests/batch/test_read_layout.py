@@ -14,9 +14,8 @@ from known_batches import BatchEncoding, Known
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from lightning_ga.batch.layout import LayoutError, SampleAxis, SampleCount
+from lightning_ga.batch.layout import LayoutError, SampleAxis, SampleCount, slices_of
 from lightning_ga.batch.read_layout import read_layout, read_ready_made
-from lightning_ga.batch.split import slices_of
 
 Pair = namedtuple("Pair", "inputs labels")
 Collate = Callable[[list[Any]], Any]

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from known_batches import Known, same
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_ga.batch.layout import Layout, LayoutError
+from lightning_ga.batch.layout import Layout, LayoutError, slices_of
 from lightning_ga.batch.read_layout import read_layout, read_ready_made
-from lightning_ga.batch.split import slices_of
 
 Pair = namedtuple("Pair", "one two")
 ABSENT = object()

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from lightning_ga.batch import pytree as structures
-from lightning_ga.batch.sizes import elements, leaves, length_of_first
+from lightning_ga.batch.layout import elements, leaves, length_of_first
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from known_batches import BatchEncoding, same
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from lightning_ga.batch.layout import Layout, Role, SampleAxis
+from lightning_ga.batch.layout import Layout, Role, SampleAxis, slices_by_hook, split_batch
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container
-from lightning_ga.batch.split import slices_by_hook, split_batch
 from lightning_ga.errors import UserError
 
 Pair = namedtuple("Pair", "inputs labels")

@@ -19,28 +19,37 @@ BELOW = ("torchvision", "torch", "lightning", "pytorch-lightning")
 
 
 def text(rows: Sequence[Row], versions: Mapping[str, str | None]) -> str:
-    """The table in 80 columns; a program that is exact and right in all modes has one row, its largest numbers."""
+    """The table in 80 columns; a program that is exact and right in all modes has one row, its largest numbers.
+
+    Of the others, whole batches (``alone``) have a row only if they are not right.
+    """
     table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("program and mode", max_width=28)
     for name in ("factor", "gradient", "weights"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("said", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    for program, modes in groupby(rows, lambda row: f"{row.client}: {row.name}"):
-        table.add_section()
-        of = [*modes]
-        if all((row.cause, row.verdict) == ("exact", "right") for row in of):
+    programs = [(name, [*modes]) for name, modes in groupby(rows, lambda row: f"{row.client}: {row.name}")]
+    for program, of in programs:
+        if _is_right_in_all(of):
             table.add_row(
                 program, "", _largest(row.gradient for row in of), _largest(row.weights for row in of), *IN_ALL
             )
-            continue
-        table.add_row(program)
-        for row in of:
-            factor = "–" if row.factor is None else str(row.factor)
-            cells = factor, _number(row.gradient), _number(row.weights), row.cause or "–", row.verdict
-            table.add_row(f"  {row.mode}", *cells)
+    for program, of in programs:
+        if not _is_right_in_all(of):
+            table.add_section()
+            table.add_row(program)
+            for row in of:
+                if (row.mode, row.verdict) != ("alone", "right"):
+                    factor = "–" if row.factor is None else str(row.factor)
+                    cells = factor, _number(row.gradient), _number(row.weights), row.cause or "–", row.verdict
+                    table.add_row(f"  {row.mode}", *cells)
     lines = [", ".join(f"{name} {versions[name]}" for name in names) for names in (CLIENTS[:4], CLIENTS[4:], BELOW)]
     return as_text(table, ",\n".join(lines))
+
+
+def _is_right_in_all(modes: Iterable[Row]) -> bool:
+    return all((row.cause, row.verdict) == IN_ALL for row in modes)
 
 
 def _largest(values: Iterable[float | None]) -> str:

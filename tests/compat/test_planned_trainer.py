@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_ga import UserError
-from lightning_ga.compat.planned_trainer import settings_on_this_host
+from lightning_ga.compat.ranks import settings_on_this_host
 
 
 @pytest.mark.parametrize(

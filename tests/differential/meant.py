@@ -30,14 +30,14 @@ MEANT = (
         modes="neutral-.*",
         where=r".*",
         reason="Stock Lightning divides the loss of a last window by the factor, however few batches the window has.",
-        sentence="weighs its own mean | stock divides by the factor all the same",
+        sentence="weighs its own mean; stock divides by the factor all the same",
     ),
     Meant(
         scenarios="shuffled_by_a_sampler_of_weights",
         modes="defaults|neutral-.*",
         where=r".*",
         reason="Samplers that draw random numbers do so from seed and epoch, so that a resume finds its place.",
-        sentence="in samplers that draw random numbers | a function of seed and epoch",
+        sentence="in samplers that draw random numbers: a [function of seed and epoch]",
     ),
     Meant(
         scenarios="own_optimizer_step",

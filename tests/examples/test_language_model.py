@@ -8,7 +8,7 @@ import torch
 from examples.reproduce import language_model as recipe
 from examples.reproduce.command_line import built
 from examples.reproduce.gradients import flat_gradient, relative_error
-from lightning_ga.data.definitions import pad
+from lightning_ga.data.sets import pad
 
 TINY = ["experiment=definitions_gpt", "model.width=16", "model.depth=1", "model.heads=2"]
 

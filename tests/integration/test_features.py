@@ -157,8 +157,9 @@ HELD = {
 
 
 def test_the_table_has_a_row_for_each() -> None:
+    """Each name in the first column; a row may hold several."""
     lines = TABLE.read_text(encoding="utf-8").split("\n## ")[0].splitlines()
-    rows = {match[1].strip() for line in lines if (match := re.match(r"\| (?!feature|---)(.*?) \|", line))}
-    assert rows == ROWS | HELD.keys()
+    rows = [match[1] for line in lines if (match := re.match(r"\| (?!feature|---)(.*?) \|", line))]
+    assert sorted(", ".join(rows).split(", ")) == sorted(", ".join(ROWS | HELD.keys()).split(", "))
     survive = {scenario.name for scenario, mode, _ in CASES if mode.fails} | REFUSED.keys()
     assert [row for row, names in HELD.items() if not any(re.fullmatch(names, name) for name in survive)] == []

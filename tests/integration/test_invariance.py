@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.loading import sampler
-from lightning_ga.loading.permutation import Permutation
+from lightning_ga.loading.sampler import Permutation
 
 SIZE, EFFECTIVE, EPOCHS, SEED = 53, 12, 2, 7  # five windows an epoch, the last of 5 samples
 WINDOWS = [window for epoch in range(EPOCHS) for window in cut(permutation(SIZE, SEED, epoch), EFFECTIVE)]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.callbacks import NoiseScale
-from lightning_ga.plan.noise import noise_scale, window_moments
+from lightning_ga.plan.critical_batch import noise_scale, window_moments
 from lightning_ga.schedule import by_step
 
 SIZE = 600

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.app.errors import explain
 from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.plan.attribution import Attribution
+from lightning_ga.plan.records import Attribution
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.meters import meter_of
 from lightning_ga.probe.training import ProbedTraining

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.probe.throughput import SLOWER
+from lightning_ga.probe.within_limit import SLOWER
 
 
 class Clock:

@@ -141,7 +141,7 @@ class Struggling:
 
 def test_a_struggle_of_the_allocator_says_what_the_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ga.fit.engine.RetryWatch", Struggling)
-    told = "with 8 of the longest samples, .* no pass has more than 7 of the longest samples, or as many padded tokens"
+    told = "with 8 of the longest samples, .* no pass has more than 7 of the longest samples, or as much as these hold"
     with pytest.warns(UserWarning, match=told):
         train(8, max_epochs=1)
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from lightning_ga.batch.sizes import elements
+from lightning_ga.batch.layout import elements
 from lightning_ga.loading.largest_samples import SAMPLES_KEPT, Largest, ScanOrder, largest_samples
 
 

@@ -20,6 +20,7 @@ LAYOUT = Layout(
     {
         "batch": "fields",
         **{f"batch[{name!r}]": SampleAxis(0) for name in ("words", "labels", "number", "mask", "hidden", "lengths")},
+        **{f"batch[{name!r}]": SampleAxis(0) for name in ("wide", "added")},
         **{f"batch[{name!r}]": SampleAxis(0) for name in ("kinds", "classes", "features")},
     }
 )
@@ -38,13 +39,21 @@ def batch_of(lengths: list[int], *, shows: str, left: bool = False, extra: int =
     shown = {
         "mask": mask,
         "hidden": mask == 0,
+        "wide": mask[:, None, None],
+        "added": torch.where(mask == 0, torch.finfo(torch.float32).min, 0.0)[:, None],
         "lengths": torch.tensor(lengths),
         "labels": padded(words, -100),
     }
     return {"words": padded(words, 0), "number": torch.arange(len(lengths)), shows: shown[shows]}
 
 
-@given(LENGTHS, st.integers(1, 60), st.sampled_from(["mask", "hidden", "labels", "lengths"]), st.booleans(), st.data())
+@given(
+    LENGTHS,
+    st.integers(1, 60),
+    st.sampled_from(["mask", "hidden", "wide", "added", "labels", "lengths"]),
+    st.booleans(),
+    st.data(),
+)
 def test_slices_hold_every_sample_once_without_columns_of_padding(
     lengths: list[int], budget: int, shows: str, left: bool, data: st.DataObject
 ) -> None:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.loading import sampler
-from lightning_ga.loading.permutation import Permutation
-from lightning_ga.loading.sampler import Shuffled
+from lightning_ga.loading.sampler import Permutation, Shuffled
 from lightning_ga.testing import limit_memory
 
 LARGE = [2**30, 10**9 + 7, 10**11 + 39]

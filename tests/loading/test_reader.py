@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_ga.batch import pytree as structures
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.compat.transfer import BatchTransfer
+from lightning_ga.compat.dataloaders import BatchTransfer
 from lightning_ga.loading.reader import BatchReader, CollatedAgain, CollatedBatches, ReadyMadeBatches, indices_of
 
 SIZE = 24

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from lightning_ga.memory.segments import KIB, MIB, ExpandableSegments, SegmentRules, Segments, replay_segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
-from lightning_ga.probe.curve import Step
+from lightning_ga.probe.curve import Step, Task, trace_sizes
 from lightning_ga.probe.search import Search
-from lightning_ga.probe.trace_sizes import Task, trace_sizes
 
 EXPANDABLE = SegmentRules(expandable=True)
 

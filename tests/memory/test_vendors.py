@@ -7,9 +7,16 @@ import torch
 from vendors import use_device
 
 from lightning_ga.errors import UserError
-from lightning_ga.memory.device import available_memory, keeps_statistics, total_memory
+from lightning_ga.memory.device import (
+    VENDORS,
+    WITH_STATISTICS,
+    available_memory,
+    keeps_statistics,
+    total_memory,
+    vendor_of,
+    vendors_in_use,
+)
 from lightning_ga.memory.oom import empty_caches
-from lightning_ga.memory.vendors import VENDORS, WITH_STATISTICS, vendor_of, vendors_in_use
 
 KINDS = ["cuda", "xpu", "mps"]
 

@@ -9,7 +9,7 @@ from reference import quiet_trainer
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.data import Definitions
-from lightning_ga.data.definitions import TextDataset, pad
+from lightning_ga.data.sets import TextDataset, pad
 from lightning_ga.models import GPT
 from lightning_ga.weights import TargetTokens
 

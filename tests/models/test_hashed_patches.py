@@ -2,7 +2,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lightning_ga.models import HashedPatchClassifier
-from lightning_ga.models.small import HashedPatches
+from lightning_ga.models.classifier import HashedPatches
 
 
 def test_a_patch_has_its_row_by_its_look_and_its_place():

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from omegaconf import OmegaConf
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.app.allowlist import is_allowed
+from lightning_ga.app.build import is_allowed
 from lightning_ga.errors import UserError
 from lightning_ga.schedule import as_schedule, by_samples, by_step, from_lr_decay, geometric, linear, seesaw
 

@@ -11,9 +11,8 @@ from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, 
 from lightning_ga.memory.segments import MIB, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
-from lightning_ga.probe.curve import Step, fit_curve
+from lightning_ga.probe.curve import Step, Task, fit_curve, trace_sizes
 from lightning_ga.probe.search import MOST_TRIALS, Search
-from lightning_ga.probe.trace_sizes import Task, trace_sizes
 
 EXAMPLES = settings().max_examples
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.records import Timing
-from lightning_ga.probe.unequal import limits_by_size, pass_cost
+from lightning_ga.probe.within_limit import limits_by_size, pass_cost
 
 WEIGHTS = st.integers(0, 50)
 

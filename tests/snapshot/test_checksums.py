@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.snapshot.copies import checksums, differ
 
 
 def test_where_memory_runs_out_there_are_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:

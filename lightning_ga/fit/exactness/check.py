@@ -9,17 +9,16 @@ from typing import Any, cast
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_ga.batch.counters import Kind, fitting_counter
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import closures, trial_steps
 from lightning_ga.compat.trial_steps import PassPlace
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
-from lightning_ga.fit.exactness.halves import Halves, SampleBatch, uneven_kinds
+from lightning_ga.fit.exactness.halves import Halves, Kind, SampleBatch, fitting_counter, uneven_kinds
 from lightning_ga.fit.exactness.passes import MicroBatches, Passes, PassRunner, named_state
 from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.rebatch import length_of
 from lightning_ga.loading.samples import counts_batches
-from lightning_ga.loading.streams import length_of
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import (

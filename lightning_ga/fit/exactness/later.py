@@ -9,19 +9,18 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lightning_ga.batch.counters import Kind, kinds_of
-from lightning_ga.batch.split import BatchSlices
-from lightning_ga.compat import agreement, loops
+from lightning_ga.batch.layout import BatchSlices
+from lightning_ga.compat import loops, ranks
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import ExactnessCheck, batch_norm_layers
 from lightning_ga.fit.exactness.differences import norm
-from lightning_ga.fit.exactness.halves import Halves, telling_cut
+from lightning_ga.fit.exactness.halves import Halves, Kind, kinds_of, telling_cut
 from lightning_ga.fit.exactness.passes import (
     MicroBatches,
     Sums,
     changed_names,
     numbers_of,
+    rounding,
     settings_of,
     state_sums,
     traceless_passes,
@@ -46,7 +45,7 @@ class LaterChecks:
 
     def __init__(self, trainer: Any, engine: Engine, data: TrainingData, *, wanted: bool) -> None:
         self._trainer, self._engine, self._data, self._exactness = trainer, engine, data, data.exactness
-        self.are_made = wanted and not agreement.is_sharded(trainer)  # whether anything is looked at or measured
+        self.are_made = wanted and not ranks.is_sharded(trainer)  # whether anything is looked at or measured
         self._passes = self._spent = 0  # of training so far, and of measurements
         self._looks = LOOKS  # that are left
         self._before: Sums = {}  # of the module's state before the last micro-batch

@@ -8,11 +8,11 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.compat import agreement
+from lightning_ga.compat import ranks
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.chunks import ChunkedModules
-from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.measure import measure_exactness
+from lightning_ga.fit.exactness.passes import rounding
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options
@@ -107,7 +107,7 @@ class TrainingExactness:
             reader.trims = False
             sees = measure().training.cause == "exact"
             reader.trims = True
-        if any(agreement.of_all_ranks(self._trainer, sees)):
+        if any(ranks.of_all_ranks(self._trainer, sees)):
             error = "" if verdict.relative_error is None else f" (relative error {verdict.relative_error:.1e})"
             raise UserError(
                 "size_of= cuts batches in the step, and this model has another gradient without columns of padding"
@@ -153,7 +153,7 @@ class TrainingExactness:
 
     def learn_from_ranks(self) -> None:
         """Learn what other ranks have found on samples of theirs, since it is the first rank that tells."""
-        for found in agreement.of_all_ranks(self._trainer, (self.training, self.splitting)):
+        for found in ranks.of_all_ranks(self._trainer, (self.training, self.splitting)):
             self._learn(*(verdict if is_inexact(verdict) else None for verdict in found), is_told=False)
 
     def _learn(self, training: Exactness | None, splitting: Exactness | None, *, is_told: bool) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from lightning_ga.probe.planned.like_cuda import LikeCuda
+from lightning_ga.probe.planned.estimate import LikeCuda
 
 
 def saved(step: Any, *, like_cuda: bool = True) -> list[torch.Tensor]:
