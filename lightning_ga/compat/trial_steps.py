@@ -138,10 +138,8 @@ def _backward_as_in_training(trainer: Any, weight: float) -> Iterator[None]:
 def owners(trainer: Any) -> list[Any]:
     """Return the objects whose attributes a step may set: the trainer, the datamodule, schedules, datasets."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    combined = trainer.fit_loop._combined_loader
-    datasets: list[Any] = [
-        getattr(loader, "dataset", None) for loader in ([] if combined is None else combined.flattened)
-    ]
+    loaders = getattr(trainer.fit_loop._combined_loader, "flattened", ())
+    datasets: list[Any] = [getattr(loader, "dataset", None) for loader in loaders]
     for dataset in datasets:  # what wraps another one keeps it so
         datasets += [dataset.dataset] if hasattr(dataset, "dataset") else []
     found = [trainer, *schedulers, trainer.datamodule, *datasets]
@@ -188,10 +186,8 @@ def begin_amid(trainer: Any, times: int) -> None:
     loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed += max(
         1, batches // factor // 2
     )
-    with (
-        patching.replaced(loop, max_batches=times * batches),
-        patching.replaced(trainer, accumulate_grad_batches=times * factor),
-    ):
+    trainer.accumulate_grad_batches = times * factor
+    with patching.replaced(loop, max_batches=times * batches):
         _begin(trainer)
 
 

@@ -97,10 +97,6 @@ CHANGED = (
     "copy, or change weights in a hook such as on_train_batch_end; or give a lower max_micro_batch_size or "
     "memory_budget."
 )
-ENDED = (
-    "({memory}) in a generator that the step reads, and an error ends what yield makes for good: read it before the "
-    "step, or let it be an object with a __next__; or give a lower max_micro_batch_size or memory_budget."
-)
 OTHERS_WAIT = (
     "({memory}), and this rank cannot run the batch again alone, as others would wait: {what}. Go on from the last "
     "checkpoint with a lower max_micro_batch_size or memory_budget (in evaluation: a smaller batch_size of its loader)."

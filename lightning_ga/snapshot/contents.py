@@ -89,10 +89,7 @@ def _is_trainer(value: Any) -> bool:
 
 
 class LentIterator:
-    """An iterator of which items are kept once they are read; each of its loans begins with these.
-
-    Generators and the iterators of loaders cannot be copied, and copies of others share what they read.
-    """
+    """An iterator, which cannot be copied: items are kept once they are read, and each loan begins with these."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source, self.read = source, list[Any]()

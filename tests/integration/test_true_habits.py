@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from torch.nn.functional import mse_loss, pad
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 from true_support import (
@@ -458,3 +458,23 @@ def test_samples_that_are_none_and_left_out_are_not_measured(way: Way) -> None:
     samples = [None if number % 7 == 0 else (inputs, inputs[:2]) for number, (inputs, _) in enumerate(pairs(48))]
     case = Case(lambda: Task(outputs=2), lambda: DataLoader(samples, batch_size=8, collate_fn=left_out))
     cut_rightly(case, way)
+
+
+class Clipping(Callback):
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+
+
+class Reading(Callback):
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.norm = sum(parameter.grad.norm() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("other", [Clipping, Reading])
+@each_cut
+def test_a_callback_that_changes_the_gradients_of_micro_batches_is_told(other: type[Callback], way: Way) -> None:
+    """In step mode it sees those of the batch; one that reads them changes nothing."""
+    ours, stock = train(Task(), whole_batches(), way.callback(8, 4), other()), train(Task(), whole_batches(), other())
+    is_right = way.mode == "step" or other is Reading
+    assert (error(ours, stock) <= 1e-12) == is_right
+    assert len(ours.told) == (not is_right)

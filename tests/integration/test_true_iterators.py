@@ -73,7 +73,7 @@ def test_a_step_that_reads_an_iterator_is_told(way: Way) -> None:
 
 def test_an_error_within_a_generator_does_not_end_the_epoch() -> None:
     """A generator ends with the error, and Lightning takes ``StopIteration`` for the end of the data."""
-    with pytest.raises(UserError, match="in a generator that the step reads") as caught:
+    with pytest.raises(UserError, match="after the step had changed a generator") as caught:
         train(Reading(endless), batches(), AutoAccumulate(), memory=Memory(1, place="generator"), max_epochs=9)
     assert comes_from_memory(caught.value)
 

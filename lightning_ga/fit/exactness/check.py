@@ -39,8 +39,6 @@ from lightning_ga.plan.weights import count_items
 Count = Callable[[Any], float]  # counts the items of a batch that the loss is a mean over
 
 _MULTIPLES = (3, 6, 10, 12, 30, 60, 100, 120, 200, 300, 600, 1200, 3000, 6000, 12000)  # of many small numbers
-_AT_STARTS = ("on_train_start", "on_train_epoch_start")  # hooks that may count the batches of an epoch
-_AT_STEPS = ("optimizer_step", "on_before_optimizer_step")  # and those that may set a learning rate by that
 _SEEDS = 8  # further passes with other random numbers, if some are drawn
 
 
@@ -194,7 +192,7 @@ class ExactnessCheck:
         step belongs to the passes, and weights have to move alike.
         """
         if self._numbers_matter is None:
-            steps = any(closures.has_hook([self._module], name) for name in _AT_STEPS)
+            steps = closures.has_hook([self._module], "optimizer_step", "on_before_optimizer_step")
             names = [name for name, weight in self._module.named_parameters() if weight.requires_grad] if steps else []
 
             def run(place: PassPlace) -> Passes | None:  # the module may have no such batch, or need more of the loop
@@ -206,7 +204,8 @@ class ExactnessCheck:
 
             places = [PassPlace(ahead=n, may_be_last=n > 0) for n in telling_numbers(micro_batches)]
             self._numbers_matter = differ(run(PassPlace()) if steps else batch_pass, places)
-            if any(closures.has_hook([self._module], name) for name in _AT_STARTS) and not self._numbers_matter:
+            starts = closures.has_hook([self._module], "on_train_start", "on_train_epoch_start")
+            if starts and not self._numbers_matter:
                 self._numbers_matter = differ(run(PassPlace(amid=1)), [PassPlace(amid=2)])
         return self._numbers_matter
 

@@ -262,7 +262,7 @@ class PassRunner:
         self.steps += count
         for index, batch in enumerate(run.batches):
             if index > 0 and not run.weights:
-                self._drop_gradients()
+                Module.zero_grad(self.trainer.lightning_module)
             is_last = index == count - 1
             place = replace(
                 first,
@@ -281,13 +281,9 @@ class PassRunner:
                 gradient_dtype.widen(list(self.trainer.lightning_module.parameters()))
             yield _gradients(self.trainer.lightning_module)
 
-    def _drop_gradients(self) -> None:
-        for parameter in self.trainer.lightning_module.parameters():
-            parameter.grad = None
-
     def _begin(self, seed: int) -> None:
         self._restore()
-        self._drop_gradients()
+        Module.zero_grad(self.trainer.lightning_module)
         stop_dropping(self.trainer.lightning_module)
         if self._begins:  # copies of a weight (averages) move apart from it
             _move(p for p in self.trainer.lightning_module.parameters() if p.requires_grad)
