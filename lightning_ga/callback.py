@@ -190,7 +190,7 @@ class AutoAccumulate(Callback):
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Keep gradients as they should be between two backward passes."""
-        self._started_fit.gradients.settle()
+        self._started_fit.end_backward()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Bring the window's gradients to the mean over what turned out to be in it."""

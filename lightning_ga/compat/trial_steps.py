@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from lightning_ga.compat import closures, patching
 from lightning_ga.snapshot.copies import coalesce_gradients
@@ -31,6 +32,7 @@ class PassPlace:
     weight: float = 1.0  # factor of its backward signal
     ahead: int = 0  # batches of the epoch that count as trained before it
     may_be_last: bool = False  # whether it is the last batch of the epoch if so many are
+    amid: int = 0  # in the middle of so many times as many batches, and accumulated; hooks at the start count these
 
 
 _WARN_ONCE = (  # what a step may come by
@@ -134,9 +136,14 @@ def _backward_as_in_training(trainer: Any, weight: float) -> Iterator[None]:
 
 
 def owners(trainer: Any) -> list[Any]:
-    """Return the objects whose attributes a step may set: the trainer, the datamodule, learning-rate schedules."""
+    """Return the objects whose attributes a step may set: the trainer, the datamodule, schedules, datasets."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    return [trainer, *schedulers, *([] if trainer.datamodule is None else [trainer.datamodule])]
+    loaders = getattr(trainer.fit_loop._combined_loader, "flattened", ())
+    datasets: list[Any] = [getattr(loader, "dataset", None) for loader in loaders]
+    for dataset in datasets:  # what wraps another one keeps it so
+        datasets += [dataset.dataset] if hasattr(dataset, "dataset") else []
+    found = [trainer, *schedulers, trainer.datamodule, *datasets]
+    return [each for each in found if hasattr(each, "__dict__") and not isinstance(each, IterableDataset)]
 
 
 def remember_progress(trainer: Any) -> Attributes:
@@ -168,8 +175,23 @@ def enter_trial(trainer: Any, *, begins: bool = True) -> None:
         scaler._init_scale = 1.0
         if scaler._scale is not None:
             scaler._scale.fill_(1.0)
-    if not begins:
-        return
+    if begins:
+        _begin(trainer)
+
+
+def begin_amid(trainer: Any, times: int) -> None:
+    """Begin again as if an epoch had so many ``times`` as many batches, and half of its steps were done."""
+    loop, factor = trainer.fit_loop, trainer.accumulate_grad_batches
+    batches = loop.max_batches if isinstance(loop.max_batches, int) else 100 * factor
+    loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed += max(
+        1, batches // factor // 2
+    )
+    trainer.accumulate_grad_batches = times * factor
+    with patching.replaced(loop, max_batches=times * batches):
+        _begin(trainer)
+
+
+def _begin(trainer: Any) -> None:
     with muted(trainer):
         _call_module_hook(trainer, "on_train_start")
         _call_module_hook(trainer, "on_train_epoch_start")

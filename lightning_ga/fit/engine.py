@@ -269,6 +269,8 @@ class Engine:
             self.allocator.begin_again()  # what ran was not training
 
     def _acts_upon(self, error: Exception) -> bool:
+        if isinstance(error, UserError):  # it says already what to do about the error that it was raised from
+            return False
         if is_out_of_memory(error):
             return self.policy.retries or self.policy.refusal is not None
         return self.policy.retries and is_ambiguous_out_of_memory(error)

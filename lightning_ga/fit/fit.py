@@ -202,6 +202,11 @@ class Fit:
         self._later.measure_kept()
         self._reporter.tell()
 
+    def end_backward(self) -> None:
+        """Keep gradients as they should be between two backward passes."""
+        self.gradients.settle()
+        self._later.after_backward()
+
     def begin_backward(self, loss: torch.Tensor) -> None:
         """Let the backward pass weigh what its samples weigh in the window."""
         if self._later.are_made:

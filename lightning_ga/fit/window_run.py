@@ -248,6 +248,10 @@ class WindowRun:
         """Run a piece; an error of the user's code tells which samples ran."""
         try:
             return self._window.run_pass(part, batch, piece, weight)
+        except StopIteration:  # the loop would take it for the end of the epoch
+            if self._failure is None:
+                raise
+            raise self._engine.error(self._stage, messages.CHANGED, "a generator, which it ended") from self._failure
         except Exception as error:
             is_ours = isinstance(error, UserError) or is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
             if not is_ours and piece.samples < piece.of:

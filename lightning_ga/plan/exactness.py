@@ -72,6 +72,10 @@ BATCHES_CHANGED = (
     "a callback changes batches in on_train_batch_start, where it sees micro-batches: if it mixes samples, these are "
     'others than in one pass; micro_batching="step" cuts batches after it'
 )
+GRADIENTS_CHANGED = (
+    "a callback changes the gradients of micro-batches in on_after_backward: change those of the batch in "
+    'on_before_optimizer_step, or use micro_batching="step"'
+)
 HOOKED = (
     "hooks on gradients (Tensor.register_hook, or on_after_backward where the loader cuts) see those of each "
     "micro-batch, not of the whole batch: change gradients in on_before_optimizer_step, or clip them by "

@@ -1,14 +1,16 @@
-"""Containers and the objects that hold them: refilled in place, or searched through."""
+"""Containers and the objects that hold them, refilled in place or searched through; iterators, which are lent."""
 
 import copy
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain, count, islice
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_ga.snapshot.random_numbers import GENERATORS
 
@@ -84,3 +86,32 @@ def _is_trainer(value: Any) -> bool:
     return any(
         each.__name__ == "Trainer" and each.__module__.endswith("trainer.trainer") for each in type(value).__mro__
     )
+
+
+class LentIterator:
+    """An iterator, which cannot be copied: items are kept once they are read, and each loan begins with these."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self.source, self.read = source, list[Any]()
+
+    def loan(self) -> Iterator[Any]:
+        """Yield what the source does from where it was when it was lent."""
+        for position in count():
+            if position == len(self.read):
+                self.read.extend(islice(self.source, 1))
+            if position == len(self.read):
+                return
+            yield self.read[position]
+
+
+def lent(value: Any) -> Any:
+    """Return an iterator as one that can be lent; any other value, and an object of another class, as it is."""
+    is_plain = hasattr(value, "__next__") and type(value).__module__ in ("builtins", "itertools")
+    return LentIterator(value) if is_plain or isinstance(value, _BaseDataLoaderIter) else value
+
+
+def given_back(value: Any) -> Any:
+    """Return a lent iterator, with what was read of it before all else; any other value as it is."""
+    if not isinstance(value, LentIterator):
+        return value
+    return chain(value.read.copy(), value.source) if value.read else value.source

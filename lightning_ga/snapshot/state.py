@@ -11,7 +11,6 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.contents import Contents, contained
+from lightning_ga.snapshot.contents import Contents, LentIterator, contained, given_back, lent
 from lightning_ga.snapshot.copies import is_expanded, is_small
 from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, restore_generator
 
@@ -93,7 +92,7 @@ class SwappedState:
         owners = {key: thing for key, thing in behind.items() if _may_be_swapped(thing) and key not in known}
         self._memo: dict[int, Any] = {**known, **owners, **(stand_ins or {})}
         swapped = [*(module for module in modules if not isinstance(module, compiled)), *owners.values()]
-        self._kept = [(thing, _plain(thing)) for thing in swapped]
+        self._kept = [(thing, {name: lent(value) for name, value in _plain(thing).items()}) for thing in swapped]
         self._tables = Contents([*behind.values(), *(vars(m).get(name) for m in modules for name in _MODULE_TABLES)])
 
     def swap_in_copies(self) -> None:
@@ -103,7 +102,7 @@ class SwappedState:
 
     def restore(self) -> None:
         """Put the original attributes and tensors back."""
-        self._put([plain for _, plain in self._kept])
+        self._put([{name: given_back(value) for name, value in plain.items()} for _, plain in self._kept])
 
     def _put(self, attributes: list[dict[str, Any]]) -> None:
         for (module, _), wanted in zip(self._kept, attributes):
@@ -179,6 +178,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a copy as deep as possible; data stay shared, as trials only read them."""
     if isinstance(value, (Dataset, DataLoader)):
         return value
+    if isinstance(value, LentIterator):
+        return value.loan()
     known = len(memo)
     try:
         return copy.deepcopy(value, memo)
@@ -268,6 +269,7 @@ class ReachedState:
         known = {id(thing) for thing in (*apart, *module.modules())}
         self._names = [(place, value) for place, value in _names(module) if id(value) not in known]
         held = [*_held([value for _, value in self._names], known)]
+        self._names = [(place, lent(value)) for place, value in self._names]
         self._contents = Contents([*held, *(vars(each) for each in held if hasattr(each, "__dict__"))])
         self._tensors = TensorValues(each for each in held if isinstance(each, Tensor) and is_small(each))
         self._generators = [(each, generator_state(each)) for each in held if isinstance(each, GENERATORS)]
@@ -275,18 +277,17 @@ class ReachedState:
     def restore(self) -> None:
         """Put everything back."""
         for place, value in self._names:
-            _bind(place, value)
+            _bind(place, given_back(value))
         self._contents.restore()
         self._tensors.restore()
         for generator, state in self._generators:
             restore_generator(generator, state)
 
     def swap_in_copies(self) -> None:
-        """Let iterators be copies, which trials advance; what ``yield`` makes cannot be copied."""
+        """Lend iterators to trials."""
         for place, value in self._names:
-            if hasattr(value, "__next__") and type(value).__module__ in ("builtins", "itertools"):
-                with suppress(TypeError):
-                    _bind(place, copy.copy(value))
+            if isinstance(value, LentIterator):
+                _bind(place, value.loan())
 
 
 def _bind(place: Place, value: Any) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -187,20 +188,25 @@ class ExactnessCheck:
     def _depends_on_number(self, batch_pass: Passes, batch: SampleBatch, micro_batches: int) -> bool:
         """Return whether the gradient is another one at other places of the epoch, which micro-batches number.
 
-        If the optimizer's step is the module's own, it belongs to the passes, and weights have to move alike.
+        Or if the hooks at the start find more batches. If hooks of the module's own set how the optimizer steps, its
+        step belongs to the passes, and weights have to move alike.
         """
         if self._numbers_matter is None:
-            steps = closures.has_hook([self._module], "optimizer_step")
+            steps = closures.has_hook([self._module], "optimizer_step", "on_before_optimizer_step")
             names = [name for name, weight in self._module.named_parameters() if weight.requires_grad] if steps else []
 
-            def run(ahead: int) -> Passes | None:  # the module may have no such batch, or need more of the loop
-                place = PassPlace(ahead=ahead, may_be_last=ahead > 0, steps=steps)
-                passes = attempt(lambda: self._passes.run(batch.whole, keep=names, place=place), is_users_error)
-                return cast("Passes | None", passes.result)
+            def run(place: PassPlace) -> Passes | None:  # the module may have no such batch, or need more of the loop
+                whole = partial(self._passes.run, batch.whole, keep=names, place=replace(place, steps=steps))
+                return cast("Passes | None", attempt(whole, is_users_error).result)
 
-            first = run(0) if steps else batch_pass
-            later = map(run, telling_numbers(micro_batches) if first is not None else ())
-            self._numbers_matter = any(first and other and self._differs(first, other) for other in later)
+            def differ(one: Passes | None, places: Sequence[PassPlace]) -> bool:
+                return one is not None and any(other and self._differs(one, other) for other in map(run, places))
+
+            places = [PassPlace(ahead=n, may_be_last=n > 0) for n in telling_numbers(micro_batches)]
+            self._numbers_matter = differ(run(PassPlace()) if steps else batch_pass, places)
+            starts = closures.has_hook([self._module], "on_train_start", "on_train_epoch_start")
+            if starts and not self._numbers_matter:
+                self._numbers_matter = differ(run(PassPlace(amid=1)), [PassPlace(amid=2)])
         return self._numbers_matter
 
     def which_matter(
@@ -286,10 +292,9 @@ class ExactnessCheck:
         """Return whether hooks, or the next window, make another gradient if the window before was one of parts."""
         if self._while_training or self._draws:
             return False
-        after = replace(halves.whole(seed=1), as_pieces=window.as_pieces, weights=[1.0])
-        whole = self._passes.run_windows(replace(after, batches=halves.whole().batches), after)
-        parts = self._passes.run_windows(window, after)
-        return any(distance(*pair) > self._tolerance for pair in zip(whole, parts, strict=True))
+        whole = replace(halves.whole(), as_pieces=window.as_pieces, weights=[1.0])
+        both = self._passes.run_windows(whole), self._passes.run_windows(window)
+        return any(distance(*pair) > self._tolerance for pair in zip(*both, strict=True))
 
     def _noise(self, batch_pass: Passes, halves: Halves) -> float:
         """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""

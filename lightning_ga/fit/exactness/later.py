@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_ga.batch.layout import BatchSlices
-from lightning_ga.compat import loops, ranks
+from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.exactness.check import ExactnessCheck, batch_norm_layers
 from lightning_ga.fit.exactness.differences import norm
@@ -21,6 +21,7 @@ from lightning_ga.fit.exactness.passes import (
     changed_names,
     numbers_of,
     rounding,
+    settings_of,
     state_sums,
     traceless_passes,
 )
@@ -28,7 +29,8 @@ from lightning_ga.fit.exactness.training import Remeasured, is_inexact
 from lightning_ga.fit.parts import Part
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.plan.exactness import LEFT_OUT_WHOLE, Exactness
+from lightning_ga.plan.exactness import GRADIENTS_CHANGED, LEFT_OUT_WHOLE, Exactness
+from lightning_ga.snapshot.copies import versions
 
 LOOKS = 8  # micro-batches before which the model is looked at, and again from each moment on
 LOOKED_AT = 1000  # micro-batches of which the samples are looked at
@@ -46,10 +48,11 @@ class LaterChecks:
         self._trainer, self._engine, self._data, self._exactness = trainer, engine, data, data.exactness
         self.are_made = wanted and not ranks.is_sharded(trainer)  # whether anything is looked at or measured
         self._passes = self._spent = 0  # of training so far, and of measurements
-        self._looks = LOOKS  # that are left
+        self._looks = LOOKS if self.are_made else 0  # that are left
         self._before: Sums = {}  # of the module's state before the last micro-batch
         self._numbers: dict[str, float] = {}  # at its backward pass
         self._rates: dict[str, float] = {}  # by name, before the step in which the backward pass may run
+        self._gradients: Any = None  # their versions before callbacks that the check does not call
         self._compared = -1  # the last micro-batch at whose backward pass they were read
         self._met: Counter[Kind] = Counter()  # micro-batches with new kinds of values
         self._kept: BatchSlices | None = None
@@ -233,8 +236,20 @@ class LaterChecks:
         is_affordable = self._spent + COST <= FREE + SHARE * self._passes
         return is_affordable and (begins or step.bit_count() == 1)
 
+    def after_backward(self) -> None:
+        """Keep the versions of gradients before ``on_after_backward`` of other callbacks."""
+        own = [self._trainer.lightning_module]  # of which the check knows
+        if self._looks > 0 and not self._data.source.cut_in_step and not closures.has_hook(own, "on_after_backward"):
+            self._gradients = self._versions()
+
+    def _versions(self) -> Any:
+        return versions(parameter.grad for parameter in self._trainer.lightning_module.parameters())
+
     def _compare_state(self) -> None:
         """Note what has changed since the micro-batch before, within a window."""
+        before_hooks, self._gradients = self._gradients, None
+        if before_hooks is not None and not loops.begins_window(self._trainer) and before_hooks != self._versions():
+            self._exactness.found_unknown(GRADIENTS_CHANGED)
         before, self._before = self._before, state_sums(self._trainer.lightning_module)
         self._note_changes(before, self._before)
 
@@ -245,11 +260,9 @@ class LaterChecks:
             self._exactness.found_changed({name: before[name] if name in numbers else None for name in changed})
 
     def read_rates(self) -> None:
-        """Read learning rates before the optimizer's step: ``optimizer_step`` may set them, as in one pass."""
+        """Read learning rates and the like before the optimizer's step: ``optimizer_step`` may set them there."""
         if self._looks > 0:
-            groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-            rates = (float(group.get("lr", 0.0)) for group in groups)
-            self._rates = {f"the learning rate of group {number}": rate for number, rate in enumerate(rates)}
+            self._rates = settings_of(self._trainer.optimizers)
 
     def compare_numbers(self) -> None:
         """Note which numbers have changed since the backward pass of the micro-batch before, within a window.

@@ -264,10 +264,11 @@ def _measured(
 
 
 def telling_samples(samples: list[Any], size: int) -> list[Any]:
-    """Choose samples that differ in labels, shapes and missing values.
+    """Choose samples that differ in labels, shapes and missing values; not those that the collate function leaves out.
 
     The largest come first, so that padding, if any, gives the two parts of a batch different lengths.
     """
+    samples = [sample for sample in samples if sample is not None]
     traits = [set(_traits("", sample)) for sample in samples]
     sizes = [elements(sample) for sample in samples]
     chosen = [sizes.index(max(sizes)), sizes.index(min(sizes))] if sizes and min(sizes) < max(sizes) else []

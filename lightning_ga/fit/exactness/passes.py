@@ -17,9 +17,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
-from lightning_ga.compat import gradient_dtype, patching, ranks
+from lightning_ga.compat import gradient_dtype, patching, ranks, trial_steps
 from lightning_ga.compat.dataloaders import BatchTransfer
-from lightning_ga.compat.trial_steps import PassPlace, call_before_step, end_epoch_of, run_pass, without_logs
+from lightning_ga.compat.trial_steps import PassPlace, run_pass, without_logs
 from lightning_ga.fit.exactness.differences import Gradient
 from lightning_ga.loading.samples import copied_if_possible
 from lightning_ga.memory.live_tensors import uncounted
@@ -206,6 +206,8 @@ class PassRunner:
         """
         module = self.trainer.lightning_module
         self._begin(seed)
+        if place.amid:
+            trial_steps.begin_amid(self.trainer, place.amid)
         _alter(module, altered or {})
         kept, sums, random_state = [_kept(module, keep)], self._sums(), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
@@ -229,37 +231,38 @@ class PassRunner:
         module = self.trainer.lightning_module
         return {**state_sums(module), **summaries(module, self.shared)}
 
-    def run_windows(self, window: MicroBatches, after: MicroBatches) -> list[Gradient]:
-        """Run a window, and one of a single batch ``after`` it, with all hooks of the module.
+    def run_windows(self, window: MicroBatches) -> list[Gradient]:
+        """Run a window twice, with all hooks of the module; the second meets the gradients of the first.
 
-        Return what the optimizer is given in each, and its learning rates.
+        Return what the optimizer is given in each, and the numbers of its parameter groups.
         """
         module = self.trainer.lightning_module
         self._begin(seed=1)
         before = gathered(module)
         place = PassPlace(batches=1 if window.as_pieces else len(window.batches))
         first = self._given_by(window, place)
-        end_epoch_of(self.trainer, {name for name, value in gathered(module).items() if value != before.get(name)})
-        second = self._given_by(after, replace(place, ahead=LATER))
-        rates = [group.get("lr", 0.0) for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
-        return [first, second, [torch.tensor([float(rate) for rate in rates])]]
+        trial_steps.end_epoch_of(
+            self.trainer, {name for name, value in gathered(module).items() if value != before.get(name)}
+        )
+        second = self._given_by(window, replace(place, ahead=LATER))
+        settings = settings_of(self.trainer.optimizers).values()
+        return [first, second, *([torch.tensor([number, not number])] for number in settings)]  # also beside zero
 
     def _given_by(self, window: MicroBatches, place: PassPlace) -> Gradient:
         """Run a window, and return the gradient that the optimizer is given."""
         list(self._window(window, place))
-        call_before_step(self.trainer)
+        trial_steps.call_before_step(self.trainer)
         return _gradients(self.trainer.lightning_module)
 
     def _window(
         self, run: MicroBatches, first: PassPlace, observe: Callable[[], object] = lambda: None
     ) -> Iterator[Gradient]:
         """Run micro-batches from the place of the ``first`` on, and yield the gradient after each."""
-        parameters, count = list(self.trainer.lightning_module.parameters()), len(run.batches)
+        count = len(run.batches)
         self.steps += count
         for index, batch in enumerate(run.batches):
-            if index == 0 or not run.weights:
-                for parameter in parameters:
-                    parameter.grad = None
+            if index > 0 and not run.weights:
+                Module.zero_grad(self.trainer.lightning_module)
             is_last = index == count - 1
             place = replace(
                 first,
@@ -275,15 +278,24 @@ class PassRunner:
             with without_logs(self.trainer) if run.as_pieces else nullcontext():
                 run_pass(self.trainer, there, place, observe=observe)
             if run.weights:
-                gradient_dtype.widen(parameters)
+                gradient_dtype.widen(list(self.trainer.lightning_module.parameters()))
             yield _gradients(self.trainer.lightning_module)
 
     def _begin(self, seed: int) -> None:
         self._restore()
+        Module.zero_grad(self.trainer.lightning_module)
         stop_dropping(self.trainer.lightning_module)
         if self._begins:  # copies of a weight (averages) move apart from it
             _move(p for p in self.trainer.lightning_module.parameters() if p.requires_grad)
         reseed(seed, generators_of(self.trainer.lightning_module))
+
+
+def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
+    """Return the numbers that parameter groups hold, by name: learning rates, weight decay, momentum."""
+    groups = enumerate(group for optimizer in optimizers for group in optimizer.param_groups)
+    named = [("the learning rate" if key == "lr" else key, n, group[key]) for n, group in groups for key in group]
+    singles = [(f"{key} of group {n}", each) for key, n, each in named if getattr(each, "numel", lambda: 1)() == 1]
+    return {name: float(each) for name, each in singles if isinstance(each, (int, float, torch.Tensor))}
 
 
 def numbers_of(module: torch.nn.Module) -> dict[str, float]:
