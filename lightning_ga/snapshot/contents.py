@@ -16,6 +16,7 @@ from lightning_ga.snapshot.random_numbers import GENERATORS
 
 _CONTAINERS = (dict, list, set, deque)
 _LONGEST = 1000  # longer containers hold data: they are not searched
+_COPIED = 100_000  # entries of a container that is put back: longer ones, as of a dataset, would take long
 _OPAQUE = (torch.Tensor, np.ndarray, str, bytes, int, float, type, ModuleType)
 
 
@@ -46,7 +47,8 @@ class ObjectState(Contents):
     def __init__(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
         attributes = [vars(owner) for owner in objects]
-        super().__init__(thing for kept in attributes for thing in contained(kept, seen, longest=_LONGEST))
+        found = (thing for kept in attributes for thing in contained(kept, seen, longest=_LONGEST))
+        super().__init__(each for each in found if not isinstance(each, _CONTAINERS) or len(each) <= _COPIED)
 
 
 def contained(value: Any, seen: set[int], longest: int = sys.maxsize) -> Iterator[Any]:
