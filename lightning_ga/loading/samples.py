@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
@@ -148,13 +149,24 @@ def fetched(
         yield DataLoader.__iter__(_reading_copy(loader, batches, dataset=dataset, **settings))
 
 
+class _Batches(list[list[int]]):
+    """A batch sampler that is its own sampler: loaders that repeat theirs for ever ask that for its length."""
+
+    @property
+    def sampler(self) -> "_Batches":
+        return self
+
+
 def collate_samples(loader: "DataLoader[Any]", samples: Sequence[Any], count: int, *, seed: int = 0) -> Any:
     """Return a batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
     with uncounted():  # copies, as a collate_fn may change its input; they lie on the host
         copies = [copied(samples[position % len(samples)]) for position in range(count)]
     with untouched(getattr(loader.collate_fn, "__self__", loader.collate_fn), seed=seed):
-        read = DataLoader.__iter__ if keeps_place(loader) else iter  # its own iterator would move its position
-        return next(read(_reading_copy(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
+        # Its own iterator would move its position, or go on with the one that it holds, as in YOLO and timm.
+        holds_one = any(isinstance(value, _BaseDataLoaderIter) for value in vars(loader).values())
+        read = DataLoader.__iter__ if keeps_place(loader) or holds_one else iter
+        batches = _Batches([list(range(count))])
+        return next(read(_reading_copy(loader, batches, dataset=copies, _dataset_kind=_MAP_STYLE)))
 
 
 def counts_batches(loader: "DataLoader[Any]", samples: Sequence[Any]) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.data.loader import MultiEpochsDataLoader
 from torch.utils.data import DataLoader
 from true_support import Case, Memory, Task, Way, comes_from_memory, each, each_cut, error, pairs, run, touch, train
 
@@ -115,4 +116,36 @@ def test_a_setting_that_a_hook_of_batches_moves_is_told_where_micro_batches_are_
     assert len(ours.told) == 1
     ours = train(Scheduled(setting, "batch"), batches(), AutoAccumulate(micro_batch_size=3, micro_batching="step"))
     assert error(ours, train(Scheduled(setting, "batch"), batches())) <= 1e-12
+    assert ours.told == []
+
+
+class Repeated:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(iter(self.sampler) for _ in itertools.count())
+
+
+class Infinite(DataLoader[Any]):
+    """It begins one iterator when it is made, and goes on with that in every epoch, as in YOLO."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self) -> Any:
+        return itertools.islice(self.iterator, len(self))
+
+
+@pytest.mark.parametrize("kind", [Infinite, MultiEpochsDataLoader])
+@each_cut
+def test_loaders_that_keep_their_workers_by_one_endless_iterator_are_cut_in_the_step(kind: Any, way: Way) -> None:
+    stock = train(Task(), kind(pairs(28), batch_size=8), max_epochs=2)
+    ours = train(Task(), kind(pairs(28), batch_size=8), way.callback(8, 3), max_epochs=2)
+    assert error(ours, stock) <= 1e-12
     assert ours.told == []
