@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
 from lightning_ga.loading.rebatch import PeekableStream, copy_loader, keeps_place, length_of
 from lightning_ga.loading.sampler import seeded
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.snapshot.contents import ObjectState, contained, reachable
+from lightning_ga.snapshot.contents import ObjectState, contained, is_of_loader, reachable
 from lightning_ga.snapshot.random_numbers import RandomState
 
 _BATCHES = 64  # that a collate function makes of the same samples, if it changes attributes of its own
@@ -163,7 +162,7 @@ def collate_samples(loader: "DataLoader[Any]", samples: Sequence[Any], count: in
         copies = [copied(samples[position % len(samples)]) for position in range(count)]
     with untouched(getattr(loader.collate_fn, "__self__", loader.collate_fn), seed=seed):
         # Its own iterator would move its position, or go on with the one that it holds, as in YOLO and timm.
-        holds_one = any(isinstance(value, _BaseDataLoaderIter) for value in vars(loader).values())
+        holds_one = any(map(is_of_loader, vars(loader).values()))
         read = DataLoader.__iter__ if keeps_place(loader) or holds_one else iter
         batches = _Batches([list(range(count))])
         return next(read(_reading_copy(loader, batches, dataset=copies, _dataset_kind=_MAP_STYLE)))

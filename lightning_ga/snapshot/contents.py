@@ -109,7 +109,12 @@ class LentIterator:
 def lent(value: Any) -> Any:
     """Return an iterator as one that can be lent; any other value, and an object of another class, as it is."""
     is_plain = hasattr(value, "__next__") and type(value).__module__ in ("builtins", "itertools")
-    return LentIterator(value) if is_plain or isinstance(value, _BaseDataLoaderIter) else value
+    return LentIterator(value) if is_plain or is_of_loader(value) else value
+
+
+def is_of_loader(value: Any) -> bool:
+    """Return whether a DataLoader has made an iterator (``torch/utils/data/dataloader.py``, read in 2.15)."""
+    return isinstance(value, _BaseDataLoaderIter)
 
 
 def given_back(value: Any) -> Any:
