@@ -56,7 +56,7 @@ class Fit:
         self._factors = WindowFactors(trainer)
         name = scales_rates(request, options.rates)
         self._grows = request.by_window is not None  # whether windows may grow within an epoch
-        self._rates = WindowRates(trainer, request, options.rates, name) if name or self._grows else None
+        self._rates = WindowRates(trainer, request, options.rates, name) if name or request.varies else None
         self._schedules = StepSchedules(trainer, request, options)
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._batch: Any = None  # the current micro-batch

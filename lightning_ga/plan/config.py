@@ -45,6 +45,13 @@ class Request:
         schedules = (each for each in (self.effective, self.factor) if isinstance(each, PiecewiseSchedule))
         return next((each for each in schedules if each.by_window), None)
 
+    @property
+    def varies(self) -> bool:
+        """Whether windows may be others later, from an epoch on or within one."""
+        schedules = self.effective, self.factor
+        constant = (each for each in schedules if isinstance(each, PiecewiseSchedule) and each.starts in ((), (0,)))
+        return self.by_window is not None or len([*constant]) < len(schedules)
+
     def growth(self, micro_batch: int, world_size: int, steps: int, samples: int, windows_done: int) -> Growth | None:
         """Return the effective batches of an epoch that begins after so many steps and samples of all ranks."""
         schedule = self.by_window

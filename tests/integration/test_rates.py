@@ -1,5 +1,6 @@
 """Learning rate and β₂ follow the effective batch: each value is that of a loop written by hand, to the bit."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,16 @@ def test_loggers_get_batch_factor_and_rate_by_step(tmp_path: Path) -> None:
     monitored = [float(value) for value in ours["lr-SGD/pg1"]]  # by micro-batch
     assert list(dict.fromkeys(monitored)) == pytest.approx(rates)
     assert len(ours["learning_rate/1"]) == len(ours["accumulate_grad_batches"]) == 7
+
+
+@pytest.mark.parametrize("schedule", [{0: 4, 1: 8}, lambda epoch: 4 * (epoch + 1)])
+def test_loggers_get_batch_and_factor_of_a_schedule_by_epoch(schedule: Any, tmp_path: Path) -> None:
+    """By step, too; of a batch that stays as it is they get nothing."""
+    for given, batches in ((schedule, [4.0] * 10 + [8.0] * 5), (4, [])):
+        logger = CSVLogger(tmp_path, name=str(given == 4), version="")
+        settings: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2, "barebones": False}
+        train(Rates(), AutoAccumulate(given, micro_batch_size=2, verify=False), LearningRateMonitor("step"), **settings)
+        rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+        found = [row for row in rows if row.get("effective_batch_size")]
+        assert [float(row["effective_batch_size"]) for row in found] == batches
+        assert [float(row["accumulate_grad_batches"]) for row in found] == [batch / 2 for batch in batches]
