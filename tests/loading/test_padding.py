@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_ga.batch.layout import Layout, SampleAxis
+from lightning_ga.batch.layout import Layout, SampleAxis, SampleCount
 from lightning_ga.errors import UserError
 from lightning_ga.loading.padding import find_padding, shows_lengths, slices_by_size
 from lightning_ga.plan.lengths import SizeLimits
@@ -117,9 +117,11 @@ def test_words_without_a_target_are_no_padding(words: int) -> None:
 
 
 def test_what_is_no_number_or_larger_than_the_batch_shows_no_lengths() -> None:
-    """Texts in an array, times in nanoseconds, and numbers beyond 64 bits are read past."""
+    """Texts in an array, times in nanoseconds, numbers beyond 64 bits, masks of pairs and sparse ones are read past."""
     batches = [batch_of([3, 5, 2], shows="mask"), batch_of([4, 1, 1], shows="mask")]
-    for more in (np.array(["a", "b", "c"]), torch.full((3,), 10**18), [10**30] * 3):
+    square, sparse = torch.ones(3, 4, 4), torch.tensor([[0, 1], [1, 1], [1, 0]]).to_sparse()
+    others = (np.array(["a", "b", "c"]), torch.full((3,), 10**18), [10**30] * 3, square, sparse, torch.ones(3, 2) * 1j)
+    for more in others:
         (padding,) = find_padding([{**batch, "classes": more} for batch in batches], LAYOUT, "auto")
         assert padding.path == "batch['mask']"
 
@@ -140,3 +142,23 @@ def test_a_mask_that_is_none_any_more_is_refused() -> None:
     paddings = find_padding([batch], LAYOUT, "auto")
     with pytest.raises(UserError, match="no longer shows how long they are"):
         slices_by_size({**batch, "mask": 2 * batch["mask"]}, LAYOUT, paddings)
+
+
+def test_arrays_lists_and_counts_follow_the_order_of_the_sizes() -> None:
+    """What belongs to no sample stays; a kind of part that cannot be put in order is refused."""
+    own = {"batch['count']": SampleCount(), "batch['names']": SampleAxis(0), "batch['unit']": "constant"}
+    layout = Layout({**LAYOUT.roles, **own})
+    more = {
+        "features": np.array([[1], [2], [3]]),
+        "names": ["a", "b", "c"],
+        "count": 3,
+        "hidden": None,
+        "unit": "words",
+    }
+    batch = {**batch_of([3, 5, 2], shows="mask"), **more}
+    paddings = find_padding([batch], layout, "auto")
+    cut = slices_by_size(batch, layout, paddings).take(0, 2)
+    assert (cut["features"].tolist(), cut["names"], cut["count"], cut["unit"]) == ([[2], [1]], ["b", "a"], 2, "words")
+    assert cut["hidden"] is None
+    with pytest.raises(ValueError, match="of the type Tensor, which is not sorted here"):
+        slices_by_size({**batch, "names": torch.eye(3).to_sparse()}, layout, paddings).take(0, 2)

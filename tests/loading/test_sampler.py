@@ -138,3 +138,9 @@ def test_a_sampler_that_changes_its_length_is_told() -> None:
         assert list(order.begin(1, 0)) == list(range(20))
     with pytest.raises(UserError, match="yields 16 samples in epoch 2, and its len.. was 20"):
         order.begin(2, 0)
+
+
+def test_samplers_of_torch_say_what_they_draw_from() -> None:
+    """Without drawing: with replacement an epoch meets some of these only."""
+    assert FromSampler(RandomSampler(range(9), replacement=True, num_samples=4), 4).pool(0, 0) == range(9)
+    assert FromSampler(WeightedRandomSampler([0.0, 1.0, 2.0], 8), 8).pool(0, 0) == [1, 2]
