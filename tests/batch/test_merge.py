@@ -79,6 +79,12 @@ MERGED: dict[str, tuple[list[Any], list[int], Any]] = {
     "tuples by sample": ([{"x": (1, 2)}, {"x": (3, 4)}], [2, 2], {"x": (1, 2, 3, 4)}),
     "lists of findings": ([{"x": [1, 2, 3]}, {"x": []}], [2, 1], {"x": [1, 2, 3]}),
     "lists of fields": ([{"x": [1.0, "a", 2.0]}, {"x": [4.0, "a", 5.0]}], [2, 1], {"x": [2.0, "a", 3.0]}),
+    "detections": (
+        [{"x": [{"box": 1}, {"box": 2}]}, {"x": [{"box": 3}]}],
+        [2, 1],
+        {"x": [{"box": 1}, {"box": 2}, {"box": 3}]},
+    ),
+    "one whole number in tensors": ([{"x": torch.tensor(7)}, {"x": torch.tensor(7)}], [2, 1], {"x": torch.tensor(7)}),
     "as many things as samples": ([{"x": (1.0, "a")}] * 2, [2, 2], {"x": (1.0, "a", 1.0, "a")}),
 }
 
