@@ -141,7 +141,8 @@ def owners(trainer: Any) -> list[Any]:
     loaders = getattr(trainer.fit_loop._combined_loader, "flattened", ())
     datasets: list[Any] = [getattr(loader, "dataset", None) for loader in loaders]
     for dataset in datasets:  # what wraps another one keeps it so
-        datasets += [dataset.dataset] if hasattr(dataset, "dataset") else []
+        inner = getattr(dataset, "__dict__", {}).get("dataset")
+        datasets += [] if inner is None or any(inner is known for known in datasets) else [inner]
     found = [trainer, *schedulers, trainer.datamodule, *datasets]
     return [each for each in found if hasattr(each, "__dict__") and not isinstance(each, IterableDataset)]
 

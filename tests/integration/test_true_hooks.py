@@ -1,5 +1,6 @@
 """Hooks that keep gradients, count batches, set datasets or change gradients: put back by the check, or told."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -101,13 +102,24 @@ class Curriculum(Task):
         getattr(dataset, "dataset", dataset).hard += 0.1
 
 
+class Itself(Hardening):
+    """Says of itself what wrappers say of the dataset within, which need not end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dataset = self
+
+
+WRAPPED: list[Callable[[], Any]] = [Hardening, lambda: Subset(Hardening(), range(24)), Itself]
+
+
 @pytest.mark.parametrize("mode", ["loader", "step"])
-@pytest.mark.parametrize("wrap", [lambda dataset: dataset, lambda dataset: Subset(dataset, range(24))])
-def test_what_hooks_set_in_a_dataset_before_training_is_put_back(wrap: Any, mode: str) -> None:
+@pytest.mark.parametrize("make", WRAPPED, ids=["bare", "wrapped", "itself"])
+def test_what_hooks_set_in_a_dataset_before_training_is_put_back(make: Any, mode: str) -> None:
     """Nothing is cut, so the run is the stock run bit for bit."""
 
     def loader() -> DataLoader[Any]:
-        return DataLoader(wrap(Hardening()), batch_size=8)
+        return DataLoader(make(), batch_size=8)
 
     ours = train(Curriculum(), loader(), AutoAccumulate(micro_batching=mode))
     assert error(ours, train(Curriculum(), loader())) == 0.0
