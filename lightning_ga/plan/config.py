@@ -200,10 +200,9 @@ def _refuse_rescaling(batch_norm: str) -> None:
     """Refuse a choice that earlier versions had, and say what to do instead."""
     if isinstance(batch_norm, str) and batch_norm == "rescale":
         raise UserError(
-            'batch_norm="rescale" was removed because it gained nothing: measured, evaluation was worse with a '
-            'constant learning rate and hardly better with one that falls to 0; use batch_norm="ignore" with '
-            "torch.optim.swa_utils.update_bn after training, which had the best mean in every case, or larger "
-            "micro-batches, or GroupNorm (lightning_ga.models.to_group_norm)."
+            'batch_norm="rescale" was removed because it gained nothing: use batch_norm="ignore" with '
+            "torch.optim.swa_utils.update_bn after training, or larger micro-batches, or GroupNorm "
+            "(lightning_ga.models.to_group_norm)."
         )
 
 
