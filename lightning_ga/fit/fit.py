@@ -62,7 +62,7 @@ class Fit:
         self._batch: Any = None  # the current micro-batch
         self.told = Told(self)
         self.progress = Progress(trainer)
-        self._data = TrainingData(trainer, self.exactness, options)
+        self._data = TrainingData(trainer, self.exactness, request, options)
         retries = options.on_oom == "split"
         self.evaluation = Evaluation(trainer, reporter, retries=retries, training=self._data)
         self._engine = self.evaluation.engine

@@ -109,7 +109,8 @@ class TrainingLimit:
             kept = restored if ranks.smallest_over_ranks(self._trainer, int(same)) else None
         found = self._looked_for(epoch, kept)
         if kept is not None and kept.limit is not None:  # memory ran out in that run
-            found = min(found, kept.limit)
+            self._engine.lower("training", kept.limit)
+            found = found if self._data.keeps_sizes else min(found, kept.limit)
         self.most = found
         self._keep_sizes()
         return found
@@ -145,16 +146,16 @@ class TrainingLimit:
         self._find(epoch, None)
 
     def lower(self) -> None:
-        """Plan no more samples than proved too much on any rank; ranks call this together."""
+        """Run no more samples than proved too much on any rank, and plan so; ranks call this together."""
         limit = ranks.smallest_over_ranks(self._trainer, self._engine.limit("training") or NO_LIMIT)
         if self.most is None or limit >= self.most:
             return
-        self.most = limit
         self._engine.lower("training", limit)
-        if self.probe is not None:
-            self.probe = lowered(self.probe, limit)
-            if self._kind is not None:
-                remember(self._kind, self.probe)
+        found = None if self.probe is None else lowered(self.probe, limit)
+        if found is not None and self._kind is not None:
+            remember(self._kind, found)
+        if not self._data.keeps_sizes:
+            self.most, self.probe = limit, found
 
     def lower_if_allocator_struggles(self) -> None:
         """Run smaller passes from here on if the allocator struggles with those that are planned."""

@@ -19,15 +19,16 @@ from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.samples import are_made_by
 from lightning_ga.loading.training_source import MicroBatchSource, TrainingSource
 from lightning_ga.plan.checkpoint import Position
-from lightning_ga.plan.config import Options
+from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.windows import Chunk
 
 
 class TrainingData(StageBatches):
     """Sets the data of the fit loop up with a loader that is cut, and knows the batches that it yields."""
 
-    def __init__(self, trainer: Any, exactness: TrainingExactness, options: Options) -> None:
+    def __init__(self, trainer: Any, exactness: TrainingExactness, request: Request, options: Options) -> None:
         self._trainer, self.exactness = trainer, exactness
+        self._counts_micro_batches = request.factor(0) is not None
         self._size_of, self._tokens = options.size_of, options.tokens
         self._cut_in_step, self._recipe_factor = options.micro_batching == "step", int(trainer.accumulate_grad_batches)
         self.why_in_step = ""  # why batches can be cut in the step only, in a sentence
@@ -42,6 +43,11 @@ class TrainingData(StageBatches):
         """The data as they are cut."""
         assert self._source is not None, "the training data are not set up yet"
         return self._source
+
+    @property
+    def keeps_sizes(self) -> bool:
+        """Whether micro-batches keep their size if memory runs out: a factor counts them, and windows stay."""
+        return self._counts_micro_batches and not self.source.cut_in_step
 
     # --- loaders -------------------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class TrainingData(StageBatches):
 
     def later_epochs(self) -> str:
         """Say who meets smaller batches from the next epoch on, after an out-of-memory error."""
-        if self.source.cut_in_step:
+        if self.source.cut_in_step or self.keeps_sizes:
             return ""
         plateaus = intervals.plateaus_by_step(self._trainer)
         named = f" ({', '.join(plateaus)})" if plateaus else ""
