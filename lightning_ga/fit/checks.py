@@ -194,7 +194,8 @@ class Told:
         silent = exactness is None or exactness.cause in ("exact", *INEXACT)
         measured = "" if silent else f"; exactness: {str(exactness).removesuffix('.')}"
         grows = "" if self._fit.request.by_window is None else f", the largest of {self._fit.request.by_window!r}"
-        return f"{self._fit.plan}{grows}{found}{measured}."
+        counted = "" if self._fit.source.is_counted else "; each batch counts as one sample, as its own are not known"
+        return f"{self._fit.plan}{counted}{grows}{found}{measured}."
 
 
 _LOOKS = 8  # micro-batches before which the callbacks are looked at

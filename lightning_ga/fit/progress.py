@@ -88,6 +88,8 @@ def effective_batch(source: TrainingSource, request: Request, epoch: int, *, mic
 def check_growth(source: TrainingSource, request: Request, epoch: int) -> None:
     """Refuse an effective batch of a schedule by window that cannot be shared out, before any work is lost."""
     schedule = request.by_window
+    if schedule is not None and schedule.unit == "samples":
+        source.check_counted(repr(schedule))
     if schedule is None or schedule is request.factor:
         return
     for effective in sorted(set(schedule.counts)):

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ga.batch.layout import Layout, LayoutError, largest_extent, length_of_first, slices_by_hook, slices_of
+from lightning_ga.batch.layout import (
+    WAY_OUT,
+    Layout,
+    LayoutError,
+    largest_extent,
+    length_of_first,
+    slices_by_hook,
+    slices_of,
+)
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.padding import pick
@@ -63,6 +71,7 @@ class PrebatchedSource(TrainingSource):
         self.may_grow = not self.sizes and samples is not None
         self._largest = max([*self.sizes, *map(largest_extent, first)], default=1)
         self._of_batch = each = settings.largest_over_ranks(samples or 1)  # samples
+        self.is_counted = samples is not None
         items = DataLoader(self._stream, batch_size=1, collate_fn=itemgetter(0))
         order = Stream(None if batches.length is None else batches.length * each, each)
         read = LoaderRecipe(order, each, drop_last=False, shared=settings.world_size == 1)
@@ -95,12 +104,21 @@ class PrebatchedSource(TrainingSource):
                 f"effective_batch_size={effective} counts samples, and the training data come from loaders of unequal "
                 f"batch sizes, {', '.join(map(str, self.sizes))}: say with accumulate=… how many batches make a step."
             )
+        self.check_counted(f"effective_batch_size={effective}")
         multiple = self._of_batch * self.world_size
         if effective % multiple:
             raise UserError(
                 f"effective_batch_size={effective} is no whole number of batches: the training data yields batches of "
                 f"{self._of_batch} samples on each of {self.world_size} ranks, which cannot be cut anew. Use a "
                 f"multiple of {multiple}."
+            )
+
+    def check_counted(self, asked: str) -> None:
+        """Refuse to count samples of batches that cannot be separated."""
+        if not self.is_counted:
+            raise UserError(
+                f"{asked} counts samples, and how many a ready-made batch holds is not known: say with accumulate=… "
+                f"how many batches make a step, or {WAY_OUT}."
             )
 
     def largest_extent(self, epoch: int) -> int:

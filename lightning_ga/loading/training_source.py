@@ -42,6 +42,7 @@ class TrainingSource:
 
     may_drop: bool  # whether a batch may hold fewer samples than were fetched for it
     may_grow = False  # whether a batch may hold more samples than the first
+    is_counted = True  # whether it is known how many samples a batch holds; if not, it counts as one
     reads_windows = False  # whether the step cuts whole windows, which the loader yields as one batch
     batch_source: BatchSource  # samples or other batches, from which the layout of a batch can be read
 
@@ -106,6 +107,9 @@ class TrainingSource:
 
     def check_effective(self, effective: int) -> None:
         """Refuse an effective batch that cannot be counted in samples."""
+
+    def check_counted(self, asked: str) -> None:
+        """Refuse what counts samples where these are not known."""
 
     def check_cut(self) -> None:
         """Refuse batches that cannot be cut."""

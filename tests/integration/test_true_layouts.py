@@ -37,6 +37,7 @@ from true_support import (
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.batch.pytree import register_splitter
+from lightning_ga.schedule import by_samples
 
 MODES = pytest.mark.parametrize("mode", ["loader", "step"])
 
@@ -530,3 +531,24 @@ def test_the_verdict_says_that_a_batch_cannot_be_cut(case: Case, mode: str) -> N
     assert torch.equal(ours.weights, one_pass(case).weights)
     assert ours.cause in ("uncuttable", "unmeasured")
     assert "split_batch" in str(ours.callback.exactness)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"effective_batch_size": 4}, "effective_batch_size=4 counts samples, and how many"),
+        ({"accumulate": by_samples({0: 1, 8: 2})}, r"by_samples\(\{0: 1, 8: 2\}\) counts samples, and how many"),
+    ],
+)
+def test_batches_that_cannot_be_separated_count_as_no_number_of_samples(asked: Any, message: str) -> None:
+    """They are of one size, and as long as the longest in them, which may be the samples as well."""
+    batches = [{"x": torch.zeros(4, length), "y": torch.zeros(4)} for length in (7, 9, 8)]
+
+    def own(task: Any, batch: Any) -> Tensor:
+        return (task.net[0].bias.mean() + batch["x"].mean() - batch["y"].mean()).square()
+
+    with pytest.raises(UserError, match=f"{message}.* accumulate=… how many batches make a step"):
+        quiet_trainer(AutoAccumulate(**asked)).fit(Task(own), DataLoader(batches, batch_size=None))
+    trainer = quiet_trainer(AutoAccumulate(verify=False, cache=False), max_epochs=1)
+    trainer.fit(Task(own), DataLoader(batches, batch_size=None))
+    assert "each batch counts as one sample" in trainer.callbacks[0]._fit.told.summary()
