@@ -157,7 +157,7 @@ class AutoAccumulate(Callback):
         """Put the run between the user's loader and the fit loop, and between batches and the errors they may meet."""
         if stage != "fit":
             self._reporter = self._reporter or OomReporter(trainer)
-            self._evaluation = Evaluation(trainer, self._reporter, retries=self._options.on_oom == "split")
+            self._evaluation = Evaluation(trainer, self._reporter, self._options)
             return
         self._is_fitting = True
         loops.take_factor_back(trainer)

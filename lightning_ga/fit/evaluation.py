@@ -15,15 +15,21 @@ from lightning_ga.fit.parts import Part, Piece, StageBatches, Window
 from lightning_ga.fit.window_run import run_window
 from lightning_ga.loading.reader import BatchSource, CollatedAgain, CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.samples import collect_samples
+from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.plan.config import Options
+from lightning_ga.plan.weights import count_items
 
 
 class Evaluation(Window, StageBatches):
-    """Puts an engine between the loops and their batches, and runs those of evaluation; ``training`` has its own."""
+    """Puts an engine between the loops and their batches, and runs those of evaluation; ``training`` has its own.
+
+    What a piece logs and returns weighs what ``normalize`` counts in it, where that can be called on its batches.
+    """
 
     def __init__(
-        self, trainer: Any, reporter: OomReporter, *, retries: bool, training: StageBatches | None = None
+        self, trainer: Any, reporter: OomReporter, options: Options, training: StageBatches | None = None
     ) -> None:
-        self._trainer = trainer
+        self._trainer, self._normalize, retries = trainer, options.normalize, options.on_oom == "split"
         self.engine = Engine(trainer, reporter, retries=retries, training=training or self, evaluation=self)
         self.number = self.loader = 0  # of the current batch in its loader, and of that loader
         self.parts: list[Part] = []  # while a step runs
@@ -56,11 +62,20 @@ class Evaluation(Window, StageBatches):
         self.parts = []
         if not result.sizes:
             return result.results[0]
-        return engine.retry_once(lambda: merge_outputs(result.results, result.sizes))
+        return engine.retry_once(lambda: merge_outputs(result.results, result.sizes, result.weights))
 
     def run_pass(self, part: Part, batch: Any, piece: Piece | None, weight: float) -> Any:
         """Run the step."""
         return self._step(batch, *self._others)
+
+    def weigh(self, part: Part, cut: Any, piece: Piece) -> float:
+        """Return what a piece weighs in means: its samples, unless its items can be counted."""
+        try:
+            return count_items(self._normalize, cut) if callable(self._normalize) else float(piece.samples)
+        except Exception as error:  # the counter is made for batches of training, which others may not be like
+            if is_out_of_memory(error):
+                raise
+        return float(piece.samples)
 
     def batch_source(self, loader: int) -> BatchSource:
         """Return how the batches of a loader are made."""

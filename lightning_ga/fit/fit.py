@@ -63,8 +63,7 @@ class Fit:
         self.told = Told(self)
         self.progress = Progress(trainer)
         self._data = TrainingData(trainer, self.exactness, request, options)
-        retries = options.on_oom == "split"
-        self.evaluation = Evaluation(trainer, reporter, retries=retries, training=self._data)
+        self.evaluation = Evaluation(trainer, reporter, options, self._data)
         self._engine = self.evaluation.engine
         self._window: TrainingWindow | None = None  # none while the loop runs micro-batches by itself
         self._later = LaterChecks(trainer, self._engine, self._data, wanted=options.verify and not options.whole)

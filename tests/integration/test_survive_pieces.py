@@ -210,3 +210,37 @@ def test_a_batch_that_is_run_again_is_cut_into_near_equal_pieces() -> None:
     trainer(ours).fit(module, DataLoader(TensorDataset(torch.randn(8 * 5, 5)), batch_size=8))
     assert ours.oom_events == 1
     assert Few.sizes[-4:] == [2, 2, 2, 2]
+
+
+class Words(pl.LightningModule):
+    """Its losses are means over the words of a batch, of which samples have different numbers; three samples fit."""
+
+    def __init__(self, fits: int) -> None:
+        super().__init__()
+        self.fits = fits
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        values, mask = batch
+        if len(values) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        loss = values[mask].mean()
+        self.log("loss", loss, batch_size=len(values))
+        return loss
+
+    def on_validation_batch_end(self, outputs: torch.Tensor, batch: Any, batch_idx: int) -> None:
+        self.log("returned", outputs, batch_size=len(batch[0]))
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["", "counter of other batches"])
+def test_pieces_of_an_evaluation_weigh_what_normalize_counts(counts: bool) -> None:
+    """A counter that is made for other batches than these is left out: then samples weigh."""
+    values, lengths = torch.randn(8, 9, dtype=torch.float64), torch.arange(1, 9)
+    mask = torch.arange(9) < lengths[:, None]
+    loader = DataLoader(TensorDataset(values, mask), batch_size=8)
+    normalize = (lambda batch: batch[1].sum()) if counts else (lambda batch: batch["labels"].sum())
+    found = [
+        quiet_trainer(AutoAccumulate(normalize=normalize)).validate(Words(fits), loader, verbose=False)[0]
+        for fits in (8, 3)
+    ]
+    assert set(found[0]) == {"loss", "returned"}
+    assert (found[1] == pytest.approx(found[0], rel=1e-6)) == counts
