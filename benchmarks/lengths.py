@@ -215,7 +215,7 @@ def text(record: Mapping[str, Any]) -> str:
     grouped = f"grouped: LengthGroupedSampler of transformers {record['transformers']}. "
     if record["transformers"] is None:
         grouped = "transformers, whose LengthGroupedSampler belongs here, is not installed. "
-    windows = " and ".join(f"{group['windows']} of {name}" for name, group in record["groups"].items())
+    windows = " or ".join(map(str, dict.fromkeys(group["windows"] for group in record["groups"].values())))
     legend = (
         f"Windows of {WINDOW} texts, or of as many tokens as these have in the mean; {windows} of each "
         f"program by turns; micro-batches of {MICRO_BATCH}, or of at most {MICRO_BATCH} × the longest padded tokens. "
