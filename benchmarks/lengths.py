@@ -176,7 +176,7 @@ def measured(texts: list[str], longest: int, windows: int, width: int, depth: in
             "fp64": errors[name],  # of the first window's gradient
         }
     longest = max(length_of(data, index) for index in range(len(data)))
-    return {"texts": len(texts), "longest": longest, "rows": rows}
+    return {"windows": windows, "texts": len(texts), "longest": longest, "rows": rows}
 
 
 def padded_of(module: Reading) -> int:
@@ -215,8 +215,9 @@ def text(record: Mapping[str, Any]) -> str:
     grouped = f"grouped: LengthGroupedSampler of transformers {record['transformers']}. "
     if record["transformers"] is None:
         grouped = "transformers, whose LengthGroupedSampler belongs here, is not installed. "
+    windows = " or ".join(map(str, dict.fromkeys(group["windows"] for group in record["groups"].values())))
     legend = (
-        f"Windows of {WINDOW} texts, or of as many tokens as these have in the mean; {record['windows']} of each "
+        f"Windows of {WINDOW} texts, or of as many tokens as these have in the mean; {windows} of each "
         f"program by turns; micro-batches of {MICRO_BATCH}, or of at most {MICRO_BATCH} × the longest padded tokens. "
         f"{grouped}other: steps do not hold the samples that they hold as drawn. waste: share of padding. padded: "
         "tokens with padding ÷ as drawn, for the same texts. passes: of a window. most: padded tokens of a pass. "
@@ -242,7 +243,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = read_json("lengths")["groups"] if (RESULTS / "lengths.json").exists() else {}
     groups = {name: {**known, **found}[name] for name in CORPORA if name in {**known, **found}}
     record = {
-        "windows": settings.windows,
         "width": settings.width,
         "depth": settings.depth,
         "transformers": installed("transformers"),

@@ -258,7 +258,7 @@ class GradientReducer:
         for device in {bucket.last.device for _, bucket in dense}:
             size = max(bucket.size for _, bucket in dense if bucket.last.device == device)
             if device not in self._rooms or len(self._rooms[device][0]) < size:
-                self._rooms[device] = []  # freed before new ones are made
+                self._rooms.pop(device, None)  # freed before new ones are made
                 self._rooms[device] = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
         for place, bucket in dense:
             bucket.place(self._rooms[bucket.last.device][place % IN_FLIGHT])

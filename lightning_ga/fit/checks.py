@@ -118,7 +118,8 @@ class Told:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
         found, steps = [*self.of_gradients(), *self._beyond()], self._fit.optimizer_steps()
         found += self._of_joined_batches()
-        is_another = steps is not None and steps != self._fit.optimizer_steps(of_recipe=True)
+        by_tokens = self._fit.options.tokens is not None  # which no recipe counts
+        is_another = steps is not None and (by_tokens or steps != self._fit.optimizer_steps(of_recipe=True))
         for name, length in intervals.wrong_horizons(self._fit.trainer, steps) if steps and is_another else []:
             found.append(
                 f"{name} ends after {length} steps and training takes {steps}: make it with "

@@ -203,7 +203,8 @@ class Engine:
         reader, on_host = self.reader(stage, part.loader), part.move is not None
         fetch = partial(self.batches(stage).fetch, part.number, part.loader)
         with self._reading(stage, part):
-            return reader.slices(part.batch, expected=part.expected, on_host=on_host, samples=fetch)
+            cut = partial(reader.slices, part.batch, expected=part.expected, on_host=on_host, samples=fetch)
+            return self.retry_once(cut)
 
     def _count(self, stage: str, part: Part) -> int:
         """Return how many samples a batch holds: those expected, if that is known."""

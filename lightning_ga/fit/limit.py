@@ -80,9 +80,10 @@ class TrainingLimit:
             exactness.measure(source, reader, epoch=epoch, limit=limit, chunked=chunked)
 
     def cuts(self, epoch: int) -> bool:
-        """Return whether batches of the recipe have to be cut, or may have to be."""
-        limit = self.micro_batch
-        return limit is not None and limit < self._source.largest_extent(epoch)
+        """Return whether batches of the recipe have to be cut, or may have to be, or may be faster in pieces."""
+        limit, sizes = self.micro_batch, None if self.probe is None else self.probe.sizes
+        by_cost = sizes is not None and sizes.pass_cost is not None
+        return limit is not None and (by_cost or limit < self._source.largest_extent(epoch))
 
     def _refuse_what_cannot_be_cut(self, epoch: int) -> None:
         """Refuse batches that are too large and cannot be cut into samples, before any work is lost."""

@@ -196,8 +196,9 @@ class TrainingWindow(Window):
         return result
 
     def _begin_reduction(self) -> None:
-        if self._reducer is not None:
-            self._reduction = self._reducer.window(summed=self._trainer.accumulate_grad_batches > 1)
+        if (reducer := self._reducer) is not None:
+            summed = self._trainer.accumulate_grad_batches > 1
+            self._reduction = self._engine.retry_once(lambda: reducer.window(summed=summed))
 
     def _finish(self, result: BatchResult) -> None:
         """Receive averages, and call hooks that were withheld."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_ga.batch.layout import BatchSlices, Layout, Role, SampleAxis, SampleCount, uncuttable
 from lightning_ga.batch.pytree import extents, is_array, is_plain_sequence, open_container, rebuild
 from lightning_ga.errors import UserError
+from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.lengths import SizeLimits, piece_sizes
 
 _IGNORED = -100  # as in ``torch.nn.CrossEntropyLoss``
@@ -32,10 +33,16 @@ class SizedSlices(BatchSlices):
     sizes: tuple[int, ...]  # of the samples in that order
     width: int  # of the batch, which may be padded further than its longest sample
 
-    def pieces(self, limits: SizeLimits, number: int = 1) -> list[int]:
-        """Return the samples of each piece: of the whole if that is within the limits and one is asked for."""
+    def pieces(self, limits: SizeLimits, number: int = 0) -> list[int]:
+        """Return the samples of each piece, of as many as ranks have agreed on if a number is given.
+
+        The whole is one piece if it is within the limits, unless the cost of a pass was measured and more are cheaper.
+        """
+        limits = replace(limits, pass_cost=None) if number else limits
         fits = self.samples <= limits.samples and self.samples * (self.width + limits.offset) <= limits.budget
-        return [self.samples] if fits and number <= 1 else piece_sizes(self.sizes, limits, max(2, number))
+        if fits and number <= 1 and limits.pass_cost is None:
+            return [self.samples]
+        return piece_sizes(self.sizes, limits, max(number, 1 if fits else 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +215,9 @@ def _real(kind: str, path: str, samples: int, parts: Mapping[str, Any]) -> Tenso
         return None
     try:
         tensor = torch.as_tensor(node).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):  # texts, objects, whole numbers beyond 64 bits
+    except (TypeError, ValueError, RuntimeError) as error:  # texts, objects, whole numbers beyond 64 bits
+        if is_out_of_memory(error):
+            raise
         return None
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None

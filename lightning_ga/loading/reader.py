@@ -37,6 +37,7 @@ from lightning_ga.plan.lengths import SizeLimits
 Prepare = Callable[[Any], Any]
 
 LOOKED_AT = 8  # samples of a loader that are read
+_WITHOUT_HOOK = ' size_of= does without that hook if a map-style dataset is cut with micro_batching="loader".'
 _KINDS = 3  # of these, of different shapes if there are any, are collated
 
 
@@ -192,7 +193,7 @@ class BatchReader:
                 self._layouts[key] = str(error)  # the error itself would keep the batches alive
         found = self._layouts[key]
         if isinstance(found, str):
-            raise LayoutError(found)
+            raise LayoutError(found + (_WITHOUT_HOOK if self.cuts_by_size else ""))
         return found
 
     def look(self, *, on_host: bool = False) -> None:

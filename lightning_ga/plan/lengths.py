@@ -130,13 +130,20 @@ def cut_by_size(
 def piece_sizes(descending: Sequence[int], limits: SizeLimits, number: int = 1) -> list[int]:
     """Cut sorted samples into the fewest micro-batches within the limits, or into ``number`` if these suffice.
 
+    If the cost of a pass was measured, into more while one more saves so much.
+
     Examples:
         >>> piece_sizes([9, 8, 3, 2, 2, 1], SizeLimits(budget=12, samples=4))
         [1, 1, 4]
     """
     costs = [size + limits.offset for size in descending]
-    fewest = len(_greedy(costs, limits.budget, limits.samples))
-    return [end - start for start, end in _spans(costs, limits, max(fewest, number))]
+    spans = _spans(costs, limits, max(len(_greedy(costs, limits.budget, limits.samples)), number))
+    while limits.pass_cost is not None and len(spans) < len(costs):
+        finer = _spans(costs, limits, len(spans) + 1)
+        if _total(costs, spans) - _total(costs, finer) <= limits.pass_cost:
+            break
+        spans = finer
+    return [end - start for start, end in spans]
 
 
 def _greedy(descending: Sequence[int], budget: int, most: int) -> list[int]:
@@ -180,6 +187,10 @@ def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[t
 
 def _cost(descending: Sequence[int], span: tuple[int, int]) -> int:
     return (span[1] - span[0]) * descending[span[0]]
+
+
+def _total(descending: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
+    return sum(_cost(descending, span) for span in spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +291,9 @@ def plan_by_size(
         passes = sum(map(sized.factor_of, some)) if isinstance(sized, GrowingEpoch) else sized.factor * len(some)
         return sum(_chunks(sized, cut.sizes, some)[1]) + each * passes * epoch.world_size
 
-    while cost(more + 1) < cost(more):
+    # If the cost of a pass is not measured, no more than a third of those that the longest samples would take.
+    most = epoch.factor if limits.pass_cost is not None else epoch.factor // 3
+    while least + more < most and cost(more + 1) < cost(more):
         more += 1
     sized = with_more(largest_over_ranks(least + more) - least)
     factors = [sized.factor_of(window) for window in windows]

@@ -15,7 +15,7 @@ from texts import LONGEST, Reading, Texts, pad, plain_gradients, windows_of
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.testing import limit_memory
+from lightning_ga.testing import limit_memory, out_of_memory_at
 from lightning_ga.weights import TargetTokens
 
 SIZE, BATCH, SEED = 150, 32, 7  # the last batch holds 22 samples
@@ -173,6 +173,35 @@ def test_windows_survive(micro_batch: int, factor: int) -> None:
     assert max(rows for rows, _ in module.shapes) > 3
 
 
+class AtOperation(pl.Callback):
+    """Memory runs out at one operation of the second batch, which may be one that cuts it."""
+
+    def __init__(self, operation: int) -> None:
+        self.counter, self.is_on = out_of_memory_at(operation), False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.counter.__enter__()
+            self.is_on = True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.is_on:
+            self.counter.__exit__(None, None, None)
+            self.is_on = False
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out in training:UserWarning")
+def test_what_cuts_a_batch_is_survived() -> None:
+    """Masks are compared and sorted to find the lengths; what is tried again changes no gradient."""
+    survived = []
+    for operation in range(2, 200, 22):
+        module, callback = train(ready_made(), 4, AtOperation(operation), verify=False)
+        survived.append(callback.oom_events)
+        assert worst_error(module.gradients, plain_gradients(DATA, windows())) <= 1e-12, operation
+    assert 0 in survived
+    assert 1 in survived
+
+
 def test_the_limit_is_found() -> None:
     with limit_memory("250 kB"):
         module, callback = train(ready_made(), "auto", memory_budget="250 kB", verify=False, cache=False)
@@ -180,6 +209,35 @@ def test_the_limit_is_found() -> None:
     assert 1 < callback.probe.limit < BATCH
     assert callback.probe.steps <= 8
     assert worst_error(module.gradients, plain_gradients(DATA, windows())) <= 1e-12
+
+
+class Timed(Reading):
+    """A pass takes so many milliseconds, and one for each padded word."""
+
+    now = 0.0
+
+    def __init__(self, each: int) -> None:
+        super().__init__()
+        self.each = each
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        Timed.now += 1e-3 * (self.each + batch["words"].numel())
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("each", "passes"), [(0, (25, 150)), (20, (10, 24)), (600, (5, 6))])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_throughput_weighs_passes_against_padding(
+    each: int, passes: tuple[int, int], factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By two measured costs, on a made-up clock: batches that fit are cut all the same if passes cost little."""
+    monkeypatch.setattr("lightning_ga.probe.trials.time", SimpleNamespace(perf_counter=lambda: Timed.now))
+    settings = {"objective": "throughput", "memory_budget": "20 MB", "cache": False, "factor": factor}
+    module, callback = train(ready_made(), "auto", module=Timed(each), verify=False, **settings)
+    assert callback.probe.limit >= BATCH
+    assert callback.probe.sizes.pass_cost == pytest.approx(each, rel=0.05, abs=1)
+    assert passes[0] <= len(module.shapes) <= passes[1]
+    assert worst_error(module.gradients, plain_gradients(DATA, windows(factor))) <= 1e-12
 
 
 class Outputs(Reading):

@@ -141,6 +141,23 @@ def test_passes_and_padding_are_fewer() -> None:
     assert [plan.padding, plan.padding_as_drawn] == pytest.approx(padding)
 
 
+class Estimated(Reading):
+    """Its schedule ends after as many steps as Lightning estimates, from the windows of one epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer, steps = super().configure_optimizers(), int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def test_a_schedule_that_ends_too_early_is_told_of() -> None:
+    """Epochs hold other numbers of windows; Lightning counts those of the first for all."""
+    steps = sum(len(cut_by_tokens(order(epoch), tokens=60)) for epoch in range(3))
+    told = pytest.warns(UserWarning, match=f"OneCycleLR ends after {steps - 2} steps and training takes {steps}: make")
+    with told, pytest.raises(ValueError, match="Tried to step"):
+        by_tokens(tokens=60, module=Estimated(), max_epochs=3)
+
+
 def test_the_plan_says_how_windows_of_tokens_differ() -> None:
     module, callback = by_tokens()
     plan, windows, first = callback.plan, cut_by_tokens(order(1)), len(cut_by_tokens(order(0)))
