@@ -4,7 +4,7 @@ Lightning's ``core/module.py`` (``log``) and ``trainer/connectors/logger_connect
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,11 +27,19 @@ class LogTap:
     def __init__(self, results: Any) -> None:
         self.results = results
         self.logged: list[tuple[str, str]] = []  # by the current batch
+        self.constants: Mapping[float, float] = {}  # what a ``batch_size`` of the user's counts as in a micro-batch
+        self._counted: set[str] = set()  # names of which it was another number once
         self.buffer: LogBuffer | None = None  # takes entries instead; ``None`` if they go through
-        self.log: Callable[..., None] = lambda *_, **__: None
         if results is not None:
-            self.log = partial(_log, results, type(results).log)
             vars(results)["log"] = self
+
+    def log(self, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
+        """Log a value; a constant ``batch_size``, that of the recipe, is shared out among its micro-batches."""
+        if (given := settings.get("batch_size")) is not None and self.constants:
+            self._counted |= {name} if given not in self.constants else set()
+            settings["batch_size"] = given if name in self._counted else self.constants[given]
+        if self.results is not None:
+            _log(self.results, type(self.results).log, fx, name, *arguments, **settings)
 
     def __call__(self, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
         """Log a value."""

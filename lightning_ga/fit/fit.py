@@ -169,6 +169,7 @@ class Fit:
             self._rates.begin_window(
                 source, chunk, self.fed.effective_batch_size, self.progress.position.samples_before
             )
+        self._engine.constants = source.constants(chunk)
         expected = source.expected(chunk)
         counts = self.gradients.counts_samples
         if counts or (source.streams and (self._grows or self._engine.chunked is not None)):

@@ -322,6 +322,11 @@ class WindowBatchSampler(Sampler[list[Any]]):
         """Return the samples of the ``index``-th micro-batch of the epoch, once more."""
         return self._indices(index, self.order.draw(self.epoch, self.seed))
 
+    def between(self, start: int, stop: int) -> list[Any]:
+        """Return the samples at some places of the epoch."""
+        drawn = self.order.draw(self.epoch, self.seed)
+        return [None] * (stop - start) if drawn is None else _listed(drawn[start:stop])
+
     def _indices(self, index: int, drawn: Any) -> list[Any]:
         """Return indices; a rank without a sample gets a stand-in of weight 0, to join in what ranks do together."""
         chunk = self.chunk(index)

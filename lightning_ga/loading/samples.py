@@ -64,9 +64,8 @@ def are_made_by(model: torch.nn.Module, loader: Any) -> bool:
 class FirstSamples:
     """The samples that are looked at before training: read once for all who ask, as data workers take time to start."""
 
-    def __init__(self, loader: "DataLoader[Any]", indices: list[Any]) -> None:
-        self._loader, self._indices = loader, indices
-        self._found: list[Any] = []
+    def __init__(self, loader: "DataLoader[Any]", indices: list[Any], found: Sequence[Any] = ()) -> None:
+        self._loader, self._indices, self._found = loader, indices, list(found)
 
     def __len__(self) -> int:
         return len(self._indices)

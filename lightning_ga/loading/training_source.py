@@ -14,7 +14,7 @@ from lightning_ga.loading.reader import LOOKED_AT, BatchSource, CollatedAgain, C
 from lightning_ga.loading.rebatch import read_loader, rebatch
 from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
 from lightning_ga.loading.sampler import FromBatches, Sequential, Stream, WindowBatchSampler
-from lightning_ga.loading.samples import peekable, read_samples
+from lightning_ga.loading.samples import FirstSamples, peekable, read_samples
 from lightning_ga.plan.accumulation import AccumulationPlan, in_groups, plan_accumulation
 from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.schedule import Growth
@@ -230,6 +230,14 @@ class TrainingSource:
         """Return the samples that a batch should hold; ``None`` where only the batch shows them."""
         return None if self.streams or not chunk.count else chunk.count
 
+    def constants(self, chunk: Chunk) -> dict[float, float]:
+        """Return what the recipe's batch size, or one, counts as in a micro-batch: those of a batch add up to it."""
+        size, ranks = self.recipe.batch_size or 0, self.recipe.ranks_per_order
+        if self.cut_in_step or not 0 < chunk.count < size:
+            return {}
+        share = chunk.count * ranks * -(-chunk.window_samples // (size * ranks)) / chunk.window_samples
+        return {1: share if chunk.count > 1 else 1, size: size * share}
+
     def relative_size(self, number: int) -> tuple[int, int]:
         """Return what a sample of a micro-batch counts as, and the most that any does."""
         return 1, 1
@@ -257,6 +265,16 @@ class TrainingSource:
             return ends[min(batches * recipe.ranks_per_order, len(ends) - 1)]
         samples, total = batches * recipe.batch_size * recipe.ranks_per_order, recipe.total(epoch)
         return samples if total is None else min(samples, total)
+
+    def some_batches(self) -> Iterator[FirstSamples]:
+        """Yield the samples of some batches of the recipe, from all over the epoch; of a stream those of the first."""
+        epoch, ranks = self.sampler.epoch, self.recipe.ranks_per_order
+        total = None if self.streams else self.recipe.total(epoch)
+        count = 3 if total is None else self.recipe_batches(total)
+        for number in sorted({0, count // 2, max(0, count - 1)}):
+            start, stop = self.samples_of(number), self.samples_of(number + 1)
+            found = self.looks(epoch).some.read(stop)[start:] if self.streams else ()
+            yield FirstSamples(self.recipe.loader, self.sampler.between(start, start + (stop - start) // ranks), found)
 
     def batches_after(self, index: int) -> int:
         """Return the batches of the recipe that are done once each rank has done this micro-batch; 0 before any."""

@@ -54,6 +54,29 @@ def same_weights(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()), rtol=1e-10, atol=1e-10)
 
 
+class LogsByConstant(Regression):
+    """Gives the size of its batches as a constant, as Lightning asks for where it cannot tell."""
+
+    def __init__(self, size: int | None) -> None:
+        super().__init__()
+        self.size = size
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        value = super().training_step(batch, batch_idx)
+        self.log("loss", value, on_epoch=True, on_step=False, batch_size=self.size or len(batch[0]))
+        return value
+
+
+@every_pair(size=[BATCH, 1, None], mode=BOTH, oom=MAYBE)
+def test_a_constant_batch_size_of_what_is_logged_is_that_of_the_recipe(mode: str, oom: bool, size: int | None) -> None:
+    """A mean over the epoch is the same, whoever follows it."""
+    means = [
+        train(mode=how, oom=oom and how is not None, module=LogsByConstant(size))[1].callback_metrics["loss"]
+        for how in (None, mode)
+    ]
+    torch.testing.assert_close(*means, rtol=1e-10, atol=0.0)
+
+
 @row("`LearningRateFinder`")
 @MODES
 def test_the_learning_rate_finder(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

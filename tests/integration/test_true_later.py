@@ -267,6 +267,16 @@ class WeighsByEpoch(Task):
         self.before, self.gathered = torch.stack(self.gathered).mean(), []
 
 
+class WeighsByEpochs(WeighsByEpoch):
+    """How losses have fallen from one epoch to the next weighs those of the third (dynamic weight averaging)."""
+
+    def on_train_epoch_end(self) -> None:
+        means = [*getattr(self, "means", []), float(torch.stack(self.gathered).mean())]
+        self.means, self.gathered = means, []
+        if len(means) > 1:
+            self.before = torch.tensor(means[-1] / means[-2], dtype=torch.float64)
+
+
 class LogsByEpoch(WeighsByEpoch):
     """Gathers losses to log their mean, as many programs do."""
 
@@ -381,6 +391,7 @@ class ReadsParts(Task):
 WRONG_IN = {
     ReadsParts: (LOADER,),
     WeighsByEpoch: (LOADER, STEP),
+    WeighsByEpochs: (LOADER, STEP),
 }
 
 
@@ -388,8 +399,8 @@ WRONG_IN = {
 @each_cut
 def test_what_a_later_hook_or_window_meets_is_told(module: Any, way: Way) -> None:
     """The parts give the gradient of the batch, and what they leave is not what the batch leaves."""
-    case = Case(module, numbered if module is WeighsByEpoch else of_pairs, micro=4)
-    ours, stock = run(case, way, max_epochs=2), one_pass(case, max_epochs=2)
+    case = Case(module, numbered if issubclass(module, WeighsByEpoch) else of_pairs, micro=4)
+    ours, stock = run(case, way, max_epochs=3), one_pass(case, max_epochs=3)
     if way not in WRONG_IN[module]:
         assert error(ours, stock) <= ROUNDING
         assert (ours.told, ours.cause) == ([], "exact")

@@ -10,13 +10,14 @@ from lightning.pytorch import LightningModule
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchvision.ops import StochasticDepth
 from true_support import (
     FEATURES,
     ROUNDING,
+    STEP,
     VERDICTS,
     WAYS,
     Case,
@@ -321,6 +322,80 @@ def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(coun
         assert "batch_idx" in text
         assert 'trainer.global_step, which counts optimizer steps, or micro_batching="step"' in text
     assert all("with the same result" in text for text in ours.ran_out)
+
+
+class Copied(Task):
+    """A network that is copied after every second batch, by its number or that of the optimizer's step."""
+
+    def __init__(self) -> None:
+        super().__init__(target=network().requires_grad_(False))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.regression(batch[0], batch[1] + self.target(batch[0] + 1))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            self.target.load_state_dict(self.net.state_dict())
+
+
+class Seldom(Task):
+    """The optimizer steps after every second batch."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@pytest.mark.parametrize("module", [Copied, Seldom])
+@each_way
+def test_what_hooks_do_after_every_second_batch_is_told_where_micro_batches_are_counted(module: Any, way: Way) -> None:
+    """Though no pass shows it: with two micro-batches, windows end where the hook acts. After an error, too."""
+    numbered = Case(module, of_pairs, micro=4)
+    ours = run(numbered, way, max_epochs=2)
+    if way is STEP:
+        assert error(ours, one_pass(numbered, max_epochs=2)) <= ROUNDING
+        assert (ours.cause, ours.told) == ("exact", [])
+    else:
+        assert not torch.allclose(ours.weights, one_pass(numbered, max_epochs=2).weights, rtol=1e-6)
+        assert ours.cause == "stateful"
+        (text,) = ours.told
+        assert "batch_idx" in text or "keeps something of each pass" in text
+
+
+# --- batches of one task each -------------------------------------------------------------------
+
+
+def by_task(task: Task, batch: Any) -> Tensor:
+    """A loss by the task of the first sample, as all of a batch are of one."""
+    predicted = task.predict(batch[0])
+    return cross_entropy(predicted, batch[1].long()) if batch[2][0] else mse_loss(predicted[:, :1], batch[1][:, None])
+
+
+def of_tasks(size: int) -> list[Any]:
+    """Samples of two tasks, by turns so many of each."""
+    samples = [(x, y[0], number // size % 2) for number, (x, y) in enumerate(pairs(48))]
+    return [(x, y.abs().floor().clamp(max=2) if task else y, task) for x, y, task in samples]
+
+
+class Samples(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(of_tasks(8))
+
+
+TASKS = {
+    "sequence": (lambda: DataLoader(of_tasks(8), batch_size=8), 8),
+    "stream": (lambda: DataLoader(Samples(), batch_size=8), 8),
+    "batch sampler": (lambda: DataLoader(of_tasks(4), batch_sampler=torch.arange(48).reshape(-1, 4).tolist()), 4),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+@each_way
+def test_samples_of_several_tasks_are_measured_in_the_batches_that_hold_them(name: str, way: Way) -> None:
+    loader, batch = TASKS[name]
+    cut_rightly(Case(lambda: Task(by_task, outputs=3), loader, batch, micro=batch // 2), way, max_epochs=2)
 
 
 # --- means over tokens --------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class ExactnessCheck:
     def judge(self, batch_pass: Passes, halves: Halves) -> Exactness:
         """Compare the parts of a batch with a pass over the whole batch."""
         counts = [self._items(part, size, halves) for part, size in zip(halves.parts.batches, halves.sizes)]
-        if not all(number > 0 for number in counts):
+        if not (min(counts) >= 0 and sum(counts) > 0):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
         weights = counts[0] / sum(counts), counts[1] / sum(counts)
         self.kinds |= uneven_kinds(halves.parts.batches, halves.sizes)
@@ -193,14 +193,20 @@ class ExactnessCheck:
         """
         if self._numbers_matter is None:
             steps = closures.has_hook([self._module], "optimizer_step", "on_before_optimizer_step")
-            names = [name for name, weight in self._module.named_parameters() if weight.requires_grad] if steps else []
+            trained = [name for name, weight in self._module.named_parameters() if weight.requires_grad]
+            names = trained if steps else []
 
             def run(place: PassPlace) -> Passes | None:  # the module may have no such batch, or need more of the loop
                 whole = partial(self._passes.run, batch.whole, keep=names, place=replace(place, steps=steps))
                 return cast("Passes | None", attempt(whole, is_users_error).result)
 
+            def moves_else(one: Passes, other: Passes) -> bool:  # as a network that is copied every few batches
+                names = dict.fromkeys({*one.changed}.symmetric_difference(other.changed).difference(trained))
+                return bool(names) and bool(self.which_matter(batch_pass, batch.whole, names))
+
             def differ(one: Passes | None, places: Sequence[PassPlace]) -> bool:
-                return one is not None and any(other and self._differs(one, other) for other in map(run, places))
+                others = map(run, places)
+                return one is not None and any(o and (self._differs(one, o) or moves_else(one, o)) for o in others)
 
             places = [PassPlace(ahead=n, may_be_last=n > 0) for n in telling_numbers(micro_batches)]
             self._numbers_matter = differ(run(PassPlace()) if steps else batch_pass, places)
@@ -293,7 +299,8 @@ class ExactnessCheck:
         if self._while_training or self._draws:
             return False
         whole = replace(halves.whole(), as_pieces=window.as_pieces, weights=[1.0])
-        both = self._passes.run_windows(whole), self._passes.run_windows(window)
+        moves = not window.on_device  # parts were moved to the device by hooks that may use weights
+        both = (self._passes.run_windows(each, moves=moves) for each in (whole, window))
         return any(distance(*pair) > self._tolerance for pair in zip(*both, strict=True))
 
     def _noise(self, batch_pass: Passes, halves: Halves) -> float:

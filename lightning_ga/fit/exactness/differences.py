@@ -56,11 +56,11 @@ def norm(gradient: Gradient) -> float:
 
 @uncounted()
 def distance(one: Gradient, other: Gradient) -> float:
-    """Return ‖one − other‖ ÷ ‖one‖."""
+    """Return ‖one − other‖ ÷ ‖one‖; infinity if only the other is there."""
     size = difference = 0.0
     for a, b in _in_double(one, other):
         size, difference = size + _square(a), difference + _square(a - b)
-    return math.sqrt(difference / size) if size else 0.0
+    return math.sqrt(difference / size) if size else math.inf if difference else 0.0
 
 
 def _in_double(*gradients: Gradient) -> Iterable[tuple[torch.Tensor, ...]]:

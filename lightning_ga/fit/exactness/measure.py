@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from lightning_ga.fit.exactness.passes import (
     traceless_passes,
 )
 from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.samples import FirstSamples
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.accumulation import ChunkSize
@@ -184,7 +186,7 @@ def measure_exactness(
     micro_batches = _most_micro_batches(source, epoch, limit)
     shared = shared_containers(trainer.lightning_module, getattr(source.recipe.loader, "dataset", None))
 
-    def check(size: int, plain: bool, tolerance: float) -> Verdicts:
+    def check(size: int, plain: bool, tolerance: float, available: FirstSamples = available) -> Verdicts:
         with traceless_passes(trainer, plain=plain) as passes:
             samples = telling_samples(available.read(size, most=max(size, considered), seconds=_MOMENT), size)
             if len(samples) < 2:
@@ -201,6 +203,14 @@ def measure_exactness(
             changing, tables = tuple(checking.changing), tuple(checking.tables)
             return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
 
+    def within_batches(size: int) -> Verdicts | None:  # others may not belong together, as those of several tasks
+        found = None
+        for batch in source.some_batches():
+            found = _measured(trainer, partial(check, available=batch), min(size, len(batch)), plain=is_small)
+            if found is None or not found.training.cause == found.splitting.cause == "exact":
+                return None
+        return found
+
     # A small model may run a few samples above the limit, and in the precision of its weights.
     is_small = sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL
     most = min(SAMPLES, len(available))
@@ -210,6 +220,8 @@ def measure_exactness(
         while verdicts is not None and verdicts.training.reason == NO_GRADIENT and size < min(limit, len(available)):
             size = min(2 * size, limit, len(available))  # a loss of pairs may find none among a few samples
             verdicts = _measured(trainer, check, size, plain=is_small or size <= limit // 2)
+        if verdicts is not None and chunked is None and verdicts.training.cause in ("coupled", "unmeasured"):
+            verdicts = attempt(within_batches, lambda _: True, size).result or verdicts
         if verdicts is not None and verdicts.training.cause == "coupled":
             found = find_independent(trainer, source, reader, epoch=epoch)
             training = replace(verdicts.training, whole=found.names, bytes_per_sample=found.bytes_per_sample)

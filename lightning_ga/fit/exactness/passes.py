@@ -231,22 +231,26 @@ class PassRunner:
         module = self.trainer.lightning_module
         return {**state_sums(module), **summaries(module, self.shared)}
 
-    def run_windows(self, window: MicroBatches) -> list[Gradient]:
-        """Run a window twice, with all hooks of the module; the second meets the gradients of the first.
+    def run_windows(self, window: MicroBatches, *, moves: bool) -> list[Gradient]:
+        """Run a window three times, with all hooks of the module; later ones meet what the first has left.
 
-        Return what the optimizer is given in each, and the numbers of its parameter groups.
+        Between them epochs end, two, as some losses are weighed by what the last two have gathered. If the window
+        ``moves``, weights do, as in training. Return what the optimizer is given in each, and the numbers of its
+        parameter groups.
         """
-        module = self.trainer.lightning_module
+        module, gathers, counted = self.trainer.lightning_module, set[str](), None
+        given: list[Any] = []
         self._begin(seed=1)
-        before = gathered(module)
         place = PassPlace(batches=1 if window.as_pieces else len(window.batches))
-        first = self._given_by(window, place)
-        trial_steps.end_epoch_of(
-            self.trainer, {name for name, value in gathered(module).items() if value != before.get(name)}
-        )
-        second = self._given_by(window, replace(place, ahead=LATER))
+        for ahead in (0, LATER, LATER):
+            if given:
+                _move(p for p in module.parameters() if p.requires_grad and moves)
+                counted = trial_steps.end_epoch_of(self.trainer, gathers, counted)
+            before = gathered(module)
+            given.append(self._given_by(window, replace(place, ahead=ahead)))
+            gathers = {name for name, value in gathered(module).items() if value != before.get(name)}
         settings = settings_of(self.trainer.optimizers).values()
-        return [first, second, *([torch.tensor([number, not number])] for number in settings)]  # also beside zero
+        return [*given, *([torch.tensor([number, not number])] for number in settings)]  # also beside zero
 
     def _given_by(self, window: MicroBatches, place: PassPlace) -> Gradient:
         """Run a window, and return the gradient that the optimizer is given."""
