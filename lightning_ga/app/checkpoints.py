@@ -135,10 +135,10 @@ def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
 
 
 def written(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Iterator[Path]:
-    """Files of a name that runs of a model have written, the latest first."""
+    """Files of a name that runs of a model have written, or of any if none is given, the latest first."""
     files = [path for root in roots for path in root.glob(f"**/checkpoints/{name}")]
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
-        if architecture(read_config(path.parent.parent).get("model") or {}) == architecture(model):
+        if not model or architecture(read_config(path.parent.parent).get("model") or {}) == architecture(model):
             yield path
 
 
@@ -263,11 +263,12 @@ def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: to
     odd = {
         name for group in groups for name, value in group.items() if not is_alike(value, optimizer.defaults.get(name))
     }
-    saved = Counter(
-        shapes_of(state) for states in content["optimizer_states"] for state in states.get("state", {}).values()
-    )
+    states = [pair for one in content["optimizer_states"] for pair in one.get("state", {}).items()]
+    saved = Counter(shapes_of(state) for _, state in states)
+    places = {place for group in groups for place in group.get("params", ()) if isinstance(place, int)}
+    strays = any(place not in places for place, _ in states)  # torch would keep them, and use none
     wanted = None if missing or odd or not content.get("global_step") else state_after_a_step(optimizer, groups)
-    if wanted is not None and (saved - wanted or (any(wanted) and not any(saved))):
+    if wanted is not None and (strays or saved - wanted or (any(wanted) and not any(saved))):
         missing = {"state that fits its weights"}
     if missing or odd:
         told = (

@@ -63,8 +63,10 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
     options, overrides = split_options(arguments)
     if any(option.startswith("--experimental-rerun") for option in options):
         raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
-    if "--resolve" in options and not {"--cfg", "-c", "--help", "-h"} & {option.split("=")[0] for option in options}:
-        raise UserError("--resolve shows a configuration with its interpolations filled in: write --cfg job --resolve.")
+    names = {option.partition("=")[0] for option in options}
+    for option in ("--resolve", "--package", "-p"):
+        if option in names and not {"--cfg", "-c", "--help", "-h"} & names:
+            raise UserError(f"{option} says how a configuration is shown, and nothing shows it: add --cfg job.")
     if any(option == "-sc" or option.startswith("--sh") for option in options):
         asked = {override.partition("=")[0] for override in overrides}
         if not asked & {"install", "uninstall"} and not ("query" in asked and "COMP_LINE" in os.environ):
@@ -84,16 +86,19 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
             raise UserError(
                 f"{override} leaves a run without {group}, which it needs; --help lists the options of {group}."
             )
-        if (key in groups or key.startswith("hydra/")) and value in ("", "null", "[]", "{}"):
+        if (key in groups or key.startswith("hydra/")) and value in ("", "null", "[]", "{}", "false", "true"):
             way_out = f"write {key}={WITHOUT[key]} to do without" if key in WITHOUT else "leave this out"
             way_out = f"a run needs one: {way_out}" if key in NEEDED else way_out
             raise UserError(f"{override} chooses no option of {key}: {way_out}; --help lists the options.")
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
-    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks."""
+    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks.
+
+    ``--hydra-help`` composes no run, which overrides would be of.
+    """
     options, overrides = split_options(arguments)
-    return [*options, *map(at_home, overrides)]
+    return [*map(at_home, options), *(map(at_home, overrides) if "--hydra-help" not in options else ())]
 
 
 def at_home(override: str) -> str:
@@ -205,6 +210,10 @@ def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence
         config: DictConfig = composed(load, *args, **kwargs)
         content: Any = OmegaConf.to_container(config, resolve=False)
         check_hydra_section(content["hydra"])
+        if "task" not in content and kwargs.get("config_name") is not None:
+            raise UserError(
+                "The configuration that --config-name chose has no task: let its defaults begin with train."
+            )
         check_keys(content, known_keys, typed)
         return config
 

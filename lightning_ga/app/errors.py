@@ -36,7 +36,7 @@ LOGGERS = {  # packages whose errors are about accounts, servers and networks, a
     "mlflow": "logger.mlflow.tracking_uri=… names a server or a database",
 }
 TYPESET = re.compile("[“”„‟‘’‚‛«»‹›]")
-FOLDER_KEYS = "hydra.run.dir=FOLDER for this run, paths.output_root=FOLDER for all"
+FOLDER_KEYS = "hydra.run.dir=FOLDER for this run, hydra.sweep.dir=FOLDER for a sweep, paths.output_root=FOLDER for all"
 
 
 def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
@@ -88,7 +88,7 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
             f"The model cannot take what it is given ({one_line(error)}): the keys of model, and data.image_size, "
             "data.channels or optimizer, have to fit each other (--traceback shows where)."
         )
-    if not is_expected:
+    if not is_expected and not (isinstance(error, ValueError) and own[-1].startswith("hydra.")):  # of its options
         return None
     said = next((cause for cause in links if str(cause).strip()), error)
     if not isinstance(said, OmegaConfBaseException):
@@ -122,7 +122,9 @@ def explain_override(error: BaseException, keys: Sequence[str]) -> str | None:
             f"twice, for the shell and for Hydra: '{key}=\"{quoted}\"'"
         )
     if isinstance(error, MissingConfigException) and error.options:  # model=nope
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        file = str(error.missing_cfg_file)  # an option may hold slashes
+        group = re.match(r"((hydra/)?[^/]+)/|", file)[1] or ""  # type: ignore[index]
+        option = file.removeprefix(f"{group}/")
         if group.startswith("hydra/") and option in PLUGINS:
             return f"{group}={option} needs a package that is not installed: pip install {PLUGINS[option]}"
         given, kind = (f"{group}={option}", "options") if group else (f"--config-name {option}", "names")

@@ -89,8 +89,8 @@ def own(config: DictConfig, mode: RunMode, locks: ExitStack) -> None:
             if not by_clock:
                 break
     lock(folder, locks)
-    if is_run and not by_clock:
-        require_free(folder, config)
+    if not by_clock:
+        require_free(folder, config, names=() if is_run else (CONFIG, *PARTS))
     if folder != wanted:
         with read_write(config.hydra):
             section.dir = str(folder)
@@ -131,8 +131,10 @@ def require_free(folder: Path, config: Any, checkpoint: Path | None = None, *, k
         return
     wanted = checkpoint or config.get("ckpt_path")
     goes_on = wanted in ("last", "best") or (wanted is not None and is_below(Path(wanted), folder))
-    if not (goes_on and config.get("task") == "fit") and not any(folder.glob("hpc_ckpt_*.ckpt")):
-        way_out = f"go on with ckpt_path={folder}, " if any(folder.glob("checkpoints/*.ckpt")) else ""
+    is_fit = config.get("task") == "fit"
+    if not (goes_on and is_fit) and not any(folder.glob("hpc_ckpt_*.ckpt")):
+        may_go_on = is_fit and not names and any(folder.glob("checkpoints/*.ckpt"))
+        way_out = f"go on with ckpt_path={folder}, " * may_go_on
         raise UserError(
             f"{str(folder)!r}{f', where {key} writes,' * bool(key)} holds what a run leaves ({', '.join(held)}): give "
             f"this one another folder, {way_out}or replace what is there by typing overwrite=true."

@@ -162,6 +162,11 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("trainer.min_epochs trainer.log_every_n_steps", count(5, 0, besides=NULL)),
     ("trainer.max_steps", count(1000, besides=(-1,))),
     ("trainer.max_time", DURATION),
+    (
+        "trainer.devices",
+        Rule("a number of devices, a list of them or auto", 1, lambda value: value not in (0, "0", [])),
+    ),
+    ("trainer.num_nodes", count(1)),
     ("trainer.accumulate_grad_batches", count(4)),
     ("trainer.gradient_clip_val", number(1.0, 0, besides=NULL)),
     ("trainer.limit_train_batches", Rule(AMOUNT, 1.0, lambda value: LIMIT.holds(value) and value != 0)),

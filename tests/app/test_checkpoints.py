@@ -229,7 +229,8 @@ def test_a_training_does_not_go_on_with_a_fresh_optimizer(make):
     keeps = any(isinstance(value, torch.Tensor) for each in state["state"].values() for value in each.values())
     if not keeps or make is torch.optim.Adafactor:  # it keeps nothing, or needs values to take a step
         return
-    for broken in ({}, trained(make, torch.nn.Linear(2, 4))["optimizer_states"][0]["state"]):
+    others = trained(make, torch.nn.Linear(2, 4))["optimizer_states"][0]["state"]
+    for broken in ({}, others, {place + 9: kept for place, kept in state["state"].items()}):
         with pytest.raises(UserError, match=r"another optimizer than \w+ \(it has no state that fits its weights\)"):
             require_same_optimizer(path, {**content, "optimizer_states": [{**state, "state": broken}]}, make(elsewhere))
 

@@ -243,7 +243,21 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "logger=wandb"], ["pip install wandb"]),
         (["model=timm", "+model.options.checkpoint_path=x.pth"], ["use model.init_from=PATH instead"]),
         (["model=mlp,gpt"], ["model=mlp,gpt is several values: -m runs one after the other; a list is [mlp,gpt]."]),
-        (["--resolve"], ["--cfg job --resolve"]),
+        (["--resolve"], ["--resolve says how a configuration is shown", "add --cfg job"]),
+        (["model=mlp", "-p", "model"], ["-p says how a configuration is shown", "add --cfg job"]),
+        (["--run", "-m"], ["Only one of --run, --multirun, --cfg"]),
+        (["--config-dir", ".", "--config-name", "empty"], ["has no task: let its defaults begin with train"]),
+        (
+            ["model=mlp", "accumulate=false"],
+            ["accumulate=false chooses no option", "write accumulate=off to do without"],
+        ),
+        (["model=../../x"], ["model=../../x does not exist"]),
+        (["hydra/launcher=nope"], ["hydra/launcher=nope does not exist"]),
+        (["--config-dir=~/none"], [f"'{Path.home()}/none' not found"]),
+        (
+            ["trainer.devices=0", "dry_run=true", "device_memory=16GiB"],
+            ["trainer.devices=0 must be a number of devices"],
+        ),
         (["--config-dir", ".", "--config-name", "empty", "model=mlp"], ["has no model: let its defaults begin with"]),
         (["--config-name", "nope"], ["--config-name nope does not exist. The names: train."]),
         (
@@ -294,6 +308,11 @@ def test_a_search_without_its_package_says_what_to_install(command):
 def test_traceback_shows_an_error_in_full(command):
     with pytest.raises(UserError, match="data=mnist"):
         command("model=mlp", "data=mnist", "--traceback")
+
+
+def test_hydras_own_help_is_shown_whatever_else_is_typed(command):
+    shown = command("--hydra-help", "model=mlp")
+    assert (shown.code, "Hydra" in shown.out) == (0, True), shown.err
 
 
 def test_help_shows_examples_groups_and_keys(command):
