@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_ga.app.checkpoints import read_safely, require_checkpoint
 from lightning_ga.callback import AutoAccumulate

@@ -118,12 +118,10 @@ def linear(start: int, end: int, *, steps: int) -> PiecewiseSchedule:
     """
     start, end, steps = _ramp("linear", start, end, steps)
     rise = abs(end - start)
-    ends = (
-        steps * (2 * level + 1) // (2 * rise) for level in range(rise)
-    )  # the last step before a change, or its first
-    places = (
-        range(steps + 1) if steps <= 2 * rise else sorted({0, *(place + more for place in ends for more in (0, 1))})
-    )
+    places: Iterable[int] = range(steps + 1)
+    if rise < steps:  # it changes at these steps, or right after
+        changes = [steps * (2 * level + 1) // (2 * rise) for level in range(rise)]
+        places = sorted({0, *changes, *(step + 1 for step in changes)})
     counts = {step: start + (2 * (end - start) * step + steps) // (2 * steps) for step in places}
     return _piecewise(f"linear({start}, {end}, {steps=})", "step", counts)
 
