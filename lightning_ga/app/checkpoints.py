@@ -9,7 +9,6 @@ new name may stand for old or missing bytes. Here a checkpoint is flushed to the
 that runs save. Beside it: ``model.init_from=weights.pt``, which starts a model from bare weights.
 """
 
-import math
 import os
 import re
 import traceback
@@ -129,9 +128,7 @@ def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
     if path is not None:
         return path
     folders = " or ".join(f"{str(root)!r}" for root in roots)
-    torn = next(written(f"{kind}.ckpt{PART}", model, roots), None)
-    begun = f" ({str(torn)!r} was being written when its run was killed, and is not whole)" if torn else ""
-    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one{begun}; train it first.")
+    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one; train it first.")
 
 
 def written(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Iterator[Path]:
@@ -260,35 +257,19 @@ def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: to
     """Refuse the state of another kind of optimizer, or of other weights; those of this one need no values."""
     groups = [group for state in content["optimizer_states"] for group in state.get("param_groups", ())]
     missing = {name for group in groups for name in optimizer.defaults.keys() - group.keys()}
-    odd = {
-        name for group in groups for name, value in group.items() if not is_alike(value, optimizer.defaults.get(name))
-    }
     states = [pair for one in content["optimizer_states"] for pair in one.get("state", {}).items()]
     saved = Counter(shapes_of(state) for _, state in states)
     places = {place for group in groups for place in group.get("params", ()) if isinstance(place, int)}
     strays = any(place not in places for place, _ in states)  # torch would keep them, and use none
-    wanted = None if missing or odd or not content.get("global_step") else state_after_a_step(optimizer, groups)
+    wanted = None if missing or not content.get("global_step") else state_after_a_step(optimizer, groups)
     if wanted is not None and (strays or saved - wanted or (any(wanted) and not any(saved))):
         missing = {"state that fits its weights"}
-    if missing or odd:
-        told = (
-            f"it has no {', '.join(sorted(missing))}" if missing else f"other values are its {', '.join(sorted(odd))}"
-        )
+    if missing:
         raise UserError(
-            f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} ({told}): give the "
-            f"optimizer= of its run, or start from its weights with model.init_from={path}."
+            f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} (it has no "
+            f"{', '.join(sorted(missing))}): give the optimizer= of its run, or start from its weights with "
+            f"model.init_from={path}."
         )
-
-
-def is_alike(value: Any, default: Any) -> bool:
-    """Whether a saved setting of an optimizer is of the kind of its default."""
-    if isinstance(default, list | tuple):
-        several = isinstance(value, list | tuple) and len(value) == len(default)
-        return several and all(map(is_alike, value, default))
-    if isinstance(default, int | float) and not isinstance(default, bool):
-        is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-        return is_number and math.isfinite(value)
-    return default is None or isinstance(value, type(default))
 
 
 def shapes_of(state: Mapping[str, Any]) -> frozenset[tuple[str, torch.Size]]:
@@ -328,10 +309,7 @@ def recipe(config: Mapping[str, Any], *, fit: bool) -> dict[str, Any]:
     sections = {name: config.get(name) for name in RECIPE if fit or name not in TRAINED_WITH}
     if isinstance(sections["model"], Mapping):
         sections["model"] = architecture(sections["model"])
-    accumulate, left_out = sections.get("accumulate"), NOT_RECIPE
-    if isinstance(accumulate, Mapping) and isinstance(accumulate.get("effective_batch_size"), str):
-        left_out = left_out - {"size_of"}  # it counts the tokens at which windows end
-    return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & left_out}
+    return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & NOT_RECIPE}
 
 
 def load_initial_weights(model: nn.Module, name: str) -> str:

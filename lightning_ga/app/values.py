@@ -132,11 +132,6 @@ BETAS = Rule(
     "[0.9,0.999]",
     lambda value: isinstance(value, list) and len(value) == 2 and all(PART.holds(beta) and beta < 1 for beta in value),
 )
-DURATION = Rule(
-    "days, hours, minutes and seconds, a mapping of those or null",
-    "00:01:30:00",
-    lambda value: value is None or isinstance(value, dict) or bool(re.fullmatch(r"(\d+:){3}\d+", str(value))),
-)
 NODES = Rule(
     "a list of transforms",
     "[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]",
@@ -161,7 +156,6 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("trainer.max_epochs", count(4, besides=(-1, None))),
     ("trainer.min_epochs trainer.log_every_n_steps", count(5, 0, besides=NULL)),
     ("trainer.max_steps", count(1000, besides=(-1,))),
-    ("trainer.max_time", DURATION),
     (
         "trainer.devices",
         Rule("a number of devices, a list of them or auto", 1, lambda value: value not in (0, "0", [])),

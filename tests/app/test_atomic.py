@@ -82,7 +82,7 @@ def test_a_run_killed_in_its_first_write_has_left_none(command: Any) -> None:
     killed_in_write(1, *TINY, "callbacks=last", "hydra.run.dir=outputs/killed")
     resumed = command(*TINY, "ckpt_path=last")
     assert resumed.code == 1
-    assert "last.ckpt.part' was being written when its run was killed, and is not whole" in resumed.err
+    assert "ckpt_path=last: no run of this model below 'outputs' or 'multirun' has left one" in resumed.err
 
 
 def test_what_fails_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
