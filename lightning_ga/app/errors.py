@@ -76,8 +76,8 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
     own = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if own and (own[-1].startswith("torch.optim.") or "configure_optimizers" in {f.f_code.co_name for f in frames}):
         return (
-            f"optimizer or lr_scheduler cannot work with what it is given ({one_line(error)}): --cfg job -p optimizer shows "
-            "them (--traceback shows where)."
+            f"optimizer or lr_scheduler cannot work with what it is given ({one_line(error)}): --cfg job -p optimizer "
+            "shows it (--traceback shows where)."
         )
     if (
         any(name.startswith("lightning_ga.models") for name in own)
