@@ -101,12 +101,11 @@ def test_what_an_optimizer_or_a_schedule_cannot_take_is_told():
     def configure_optimizers():
         raise TypeError("got an unexpected keyword argument 'warmup'")
 
+    given = "optimizer or lr_scheduler cannot work with what it is given"
     with pytest.raises(TypeError) as caught:
         configure_optimizers()
-    assert explain(caught.value).startswith(
-        "optimizer or lr_scheduler cannot work with what it is given (got an unexpected"
-    )
+    assert explain(caught.value).startswith(f"{given} (got an unexpected keyword argument 'warmup')")
     weight = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(TypeError) as caught:
         torch.optim.Adam([weight], eps="x")
-    assert "--cfg job -p optimizer shows them" in explain(caught.value)
+    assert explain(caught.value).startswith(f"{given} ('<=' not supported between instances of ")
