@@ -4,6 +4,7 @@ Hydra's own section imports, builds and writes before a job begins. What a file 
 is the user's own. And a file of the user's own is merged without a word, whatever its keys are.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,8 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
     for option in ("--resolve", "--package", "-p"):
         if option in names and not {"--cfg", "-c", "--help", "-h"} & names:
             raise UserError(f"{option} says how a configuration is shown, and nothing shows it: add --cfg job.")
+    if any(override.startswith("query=") for override in overrides) and "COMP_LINE" not in os.environ:
+        raise UserError("query= is for a shell, which gives the line in COMP_LINE: set it up by -sc install=bash.")
     apart = APART.search(" ".join(overrides))
     if apart and any(not override.partition("=")[2] or " =" in override or "= " in override for override in overrides):
         raise UserError(f"{apart[0].strip()} has a blank beside the =: write {apart[1]}={apart[2]}.")

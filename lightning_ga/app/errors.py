@@ -155,8 +155,10 @@ def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
     first = key.partition(".")[0]
     if first in keys and (section is None or first not in root):
         return f"The configuration that --config-name chose has no {first}: let its defaults begin with train."
-    known = [*keys, *(place for place, _ in walk(root) if place and not place.startswith("hydra"))]
-    nearest = [place for place in dict.fromkeys(known) if place.rpartition(".")[2] == name][:2] or near(key, known)
+    of_hydra = first == "hydra"
+    known = [place for place, _ in walk(root) if place.rpartition(".")[0] and place.startswith("hydra.") == of_hydra]
+    nearest = [place for place in (*keys, *known) if place.rpartition(".")[2] == name][:2]
+    nearest = nearest or near(key, known if parent else keys)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "."
     if section is not None and not section and section._get_full_key(None) == first:
         without = WITHOUT.get(first, "null")
