@@ -15,7 +15,7 @@ import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,6 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        flush_folder(place.parent)
-
-
-def flush_folder(folder: Path) -> None:
-    """Flush a folder, so that a rename in it survives a loss of power; do nothing where the file system cannot."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
