@@ -79,11 +79,7 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
             f"optimizer or lr_scheduler cannot work with what it is given ({one_line(error)}): --cfg job -p optimizer "
             "shows it (--traceback shows where)."
         )
-    if (
-        any(name.startswith("lightning_ga.models") for name in own)
-        and own[-1].startswith(("torch", "timm"))
-        and not isinstance(error, AssertionError)
-    ):
+    if any(name.startswith("lightning_ga.models") for name in own) and own[-1].startswith(("torch", "timm")):
         return (
             f"The model cannot take what it is given ({one_line(error)}): the keys of model, and data.image_size, "
             "data.channels or optimizer, have to fit each other (--traceback shows where)."

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
@@ -126,17 +125,11 @@ class Interrupted(BaseException):
 def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
     """A context that turns the end by a signal into an ``Interrupted`` that says what became of the run.
 
-    An error of a full disk is given that as a note.
-
-    Lightning turns Ctrl-C into ``SystemExit(1)`` and SIGTERM, once a batch is done, into one without a code.
+    An error of a full disk is given that as a note. Lightning turns Ctrl-C into ``SystemExit(1)`` and SIGTERM in a fit,
+    once a batch is done, into one without a code; at other times SIGTERM ends the process.
     """
-
-    def interrupt(*_: Any) -> None:
-        raise Interrupted(signal.SIGTERM)
-
     try:
-        with sigterm_handled(interrupt):
-            yield
+        yield
     except BaseException as end:  # torch.save, if it is interrupted, raises an error of its own
         links = [*chain(end)]
         behind = [SIGNALS[type(link).__name__] for link in links if type(link).__name__ in SIGNALS]
@@ -145,16 +138,3 @@ def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
         if any(isinstance(link, OSError) and link.errno in FULL for link in links):
             end.add_note(outcome())
         raise
-
-
-@contextmanager
-def sigterm_handled(handler: Callable[..., None]) -> Iterator[None]:
-    """A context in which SIGTERM calls a function; threads other than the first cannot handle signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -348,12 +348,6 @@ def contradictions(config: Config) -> Iterator[str]:
     for name in ("optimizer", "lr_scheduler"):
         if name in model and model[name] != config.get(name):
             yield f"model.{name} is read from {name}: choose {name}=OPTION, or set {name}.KEY."
-    optimizer = str((config.get("optimizer") or {}).get("_target_"))
-    if model.get("sparse") and optimizer.startswith("torch.optim.Adam"):
-        yield (
-            f"model.sparse=true makes sparse gradients, which {optimizer} does not take: use optimizer=adagrad, or "
-            "model.sparse=false."
-        )
     for own, other in (("in_channels", "channels"), ("image_size", "image_size"), ("context", "max_length")):
         wanted, found = model.get(own), data.get(other)
         if wanted is not None and found is not None and wanted != found:

@@ -226,7 +226,11 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "model.hidden.first=3"], ["A value does not fit what it sets (invalid literal for int()"]),
         (["dry_run=true", "device_memory=16"], ["device_memory=16 is a number of bytes: write device_memory='16GiB'"]),
         (["model=mlp", "model.optimizer.lr=1"], ["no key model.optimizer.lr; did you mean optimizer.lr?"]),
-        (["model=hashed_patches"], ["model.sparse=true makes sparse gradients, which torch.optim.Adam does not take"]),
+        (
+            ["model=timm", "model.name=vit_tiny_patch16_224", "+model.options.img_size=64", "accumulate=off"],
+            ["The model cannot take what it is given (Input height (32) doesn't match model (64).)"],
+        ),
+        (["model=hashed_patches", "accumulate=off"], ["(Adam does not support sparse gradients, please consider"]),
         (["model=mlp", "ckpt_path="], ['ckpt_path="" must be a path or null']),
         (
             ["model=timm", "model.name=vit_tiny_patch16_224", "data.image_size=7", "accumulate=off"],
