@@ -9,6 +9,7 @@ new name may stand for old or missing bytes. Here a checkpoint is flushed to the
 that runs save. Beside it: ``model.init_from=weights.pt``, which starts a model from bare weights.
 """
 
+import math
 import os
 import re
 import traceback
@@ -26,7 +27,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointIO
 from torch import Tensor, nn
 
-from lightning_ga.app.errors import explain, one_line
+from lightning_ga.app.errors import is_out_of_memory, one_line
 from lightning_ga.app.run_files import read_config
 from lightning_ga.app.values import settings, walk
 from lightning_ga.errors import UserError, printable
@@ -218,7 +219,8 @@ def told_if_not_restored(path: Path | None) -> Iterator[None]:
         yield
     except Exception as error:
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-        if path is None or explain(error) is not None or not names & {"resume_start", *RESTORING}:
+        is_known = isinstance(error, UserError | OSError) or is_out_of_memory(error)
+        if path is None or is_known or not names & {"resume_start", *RESTORING}:
             raise
         raise UserError(
             f"{str(path)!r} cannot be taken over, as its content is not what this version of Lightning writes "
@@ -246,19 +248,35 @@ def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: to
     """Refuse the state of another kind of optimizer, or of other weights; those of this one need no values."""
     groups = [group for state in content["optimizer_states"] for group in state.get("param_groups", ())]
     missing = {name for group in groups for name in optimizer.defaults.keys() - group.keys()}
+    odd = {
+        name for group in groups for name, value in group.items() if not is_alike(value, optimizer.defaults.get(name))
+    }
     states = [pair for one in content["optimizer_states"] for pair in one.get("state", {}).items()]
     saved = Counter(shapes_of(state) for _, state in states)
     places = {place for group in groups for place in group.get("params", ()) if isinstance(place, int)}
     strays = any(place not in places for place, _ in states)  # torch would keep them, and use none
-    wanted = None if missing or not content.get("global_step") else state_after_a_step(optimizer, groups)
+    wanted = None if missing or odd or not content.get("global_step") else state_after_a_step(optimizer, groups)
     if wanted is not None and (strays or saved - wanted or (any(wanted) and not any(saved))):
         missing = {"state that fits its weights"}
-    if missing:
-        raise UserError(
-            f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} (it has no "
-            f"{', '.join(sorted(missing))}): give the optimizer= of its run, or start from its weights with "
-            f"model.init_from={path}."
+    if missing or odd:
+        told = (
+            f"it has no {', '.join(sorted(missing))}" if missing else f"other values are its {', '.join(sorted(odd))}"
         )
+        raise UserError(
+            f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} ({told}): give the "
+            f"optimizer= of its run, or start from its weights with model.init_from={path}."
+        )
+
+
+def is_alike(value: Any, default: Any) -> bool:
+    """Whether a saved setting of an optimizer is of the kind of its default."""
+    if isinstance(default, list | tuple):
+        several = isinstance(value, list | tuple) and len(value) == len(default)
+        return several and all(map(is_alike, value, default))
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        return is_number and math.isfinite(value)
+    return default is None or isinstance(value, type(default))
 
 
 def shapes_of(state: Mapping[str, Any]) -> frozenset[tuple[str, torch.Size]]:
