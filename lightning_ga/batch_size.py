@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
-import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_ga.app.checkpoints import read_safely, require_checkpoint
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.accumulation import require_count
@@ -73,7 +74,8 @@ def measure_batch_size(
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
             raise UserError(f"{name}={value!r} must be a number above 0.")
     samples, epochs = _whole(require_count("samples", samples), 4 * batch, make()[1])
-    content = torch.load(ckpt_path, map_location="cpu", weights_only=True)
+    content = read_safely(Path(ckpt_path))
+    require_checkpoint(Path(ckpt_path), content)
     run = _Branches(make, content, RateRule(scale_lr, scale_beta2), batch, lr, monitor, trainer)
     setting = {"step": content["global_step"], "batch": batch, "samples": samples, "lr": lr, "monitor": monitor}
     setting |= {"scale_lr": scale_lr, "scale_beta2": scale_beta2}
@@ -111,8 +113,8 @@ class _Branches:
         pl.seed_everything(seed, workers=True, verbose=False)  # now, as what the user makes may be seeded
         settings: dict[str, Any] = {**_QUIET, "max_epochs": -1, **self.trainer, **end, "limit_val_batches": 0}
         start = pl.callbacks.LambdaCallback(on_fit_start=partial(self._begin, size))  # before the probe
-        pl.Trainer(**settings, callbacks=[AutoAccumulate(size, verify=False), start]).fit(module, datamodule=data)
-        judge = pl.Trainer(**{**_QUIET, **self.trainer})
+        _trainer(**settings, callbacks=[AutoAccumulate(size, verify=False), start]).fit(module, datamodule=data)
+        judge = _trainer(**{**_QUIET, **self.trainer})
         judge.validate(module, datamodule=data, verbose=False)
         if self.monitor not in judge.callback_metrics:
             known = ", ".join(sorted(judge.callback_metrics))
@@ -143,6 +145,13 @@ class _Branches:
             self.loss(self.batch, 0, {"max_steps": few})
             taken.append(time.perf_counter() - started)
         return taken[0] + max(0.0, taken[1] - taken[0]) / 8 * steps
+
+
+def _trainer(**arguments: Any) -> pl.Trainer:
+    try:
+        return pl.Trainer(**arguments)
+    except (TypeError, ValueError, MisconfigurationException) as error:
+        raise UserError(f"These arguments make no Trainer: {str(error).rstrip('.')}.") from error
 
 
 def _whole(samples: int, multiple: int, data: Any) -> tuple[int, int]:
@@ -196,16 +205,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from omegaconf import OmegaConf
     from rich.console import Console
     from rich.table import Table
+    from yaml import YAMLError  # type: ignore[import-untyped] # it ships no types
 
     from lightning_ga.app import build, checkpoints
     from lightning_ga.app.build import check_targets
     from lightning_ga.app.progress import quiet_lightning
-    from lightning_ga.app.run_files import read_config
+    from lightning_ga.app.run_files import read_run
 
     written = list(sys.argv[1:] if arguments is None else arguments)
-    given: dict[str, Any] = dict(OmegaConf.to_container(OmegaConf.from_dotlist(written)))  # type: ignore[arg-type]
+    try:
+        given: dict[str, Any] = dict(OmegaConf.to_container(OmegaConf.from_dotlist(written)))  # type: ignore[arg-type]
+    except YAMLError as error:
+        raise UserError(f"{' '.join(written)} cannot be read: {' '.join(str(error).split())}.") from error
     known = {*_PARAMETERS, *signature(pl.Trainer).parameters, "ckpt_path"} - {"make", "folder", "tell", "trainer"}
-    wrong = next((f"{key}= is no argument" for key in given if key not in known), None)
+    wrong = next((f"{key} is no argument" for key in given if key not in known), None)
     wrong = "ckpt_path=RUN is missing" if wrong is None and not given.get("ckpt_path") else wrong
     if wrong is not None:
         ours = ", ".join(f"{name}=" for name in _PARAMETERS if name in known - {"ckpt_path"})
@@ -214,9 +227,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "arguments of the Trainer."
         )
     path = checkpoints.find_checkpoint(str(given.pop("ckpt_path")), {}, [Path("outputs")])
-    config = read_config(path.parent.parent)
-    config["paths"]["output_dir"] = str(path.parent.parent)
-    check_targets({key: config[key] for key in ("data", "model", "optimizer", "lr_scheduler", "trainer")})
+    run = read_run(path.parent.parent)
+    if not run.config or not run.plan.get("plan"):
+        raise UserError(f"{str(run.folder)!r} holds no config.yaml and plan.json that can be read: give another run.")
+    config = {**run.config, "paths": {**run.config.get("paths", {}), "output_dir": str(run.folder)}}
+    check_targets({key: config.get(key) for key in ("data", "model", "optimizer", "lr_scheduler", "trainer")})
     cfg = OmegaConf.create(config)
 
     def make() -> tuple[Any, Any]:
@@ -230,9 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(
             "Batch or learning rate of the run followed a schedule: give batch=…, the one that the rate is for."
         )
-    plan = json.loads((path.parent.parent / "plan.json").read_text())["plan"]
-    batch = require_count("batch", given.pop("batch", plan["effective_batch_size"]))
-    asked = {"samples": 64 * batch, "folder": path.parent.parent / "batch_size", **given}
+    batch = require_count("batch", given.pop("batch", run.plan["plan"]["effective_batch_size"]))
+    asked = {"samples": 64 * batch, "folder": run.folder / "batch_size", **given}
     for key in ("accelerator", "devices", "precision", "gradient_clip_val"):
         asked.setdefault(key, cfg.trainer[key])
     with quiet_lightning():

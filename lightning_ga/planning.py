@@ -100,9 +100,14 @@ def plan_for_device(
     with planned_device(device_memory) as device, _unchanged(module):
         made = import_module(root).Trainer(**{**_QUIET, **trainer, **changed}, callbacks=[callback, *others])
         made.strategy.world_size = ranks
+        ends = made.limit_train_batches, made.max_epochs, made.max_steps
         made.fit(module, **{"datamodule" if hasattr(data, "train_dataloader") else "train_dataloaders": data})
     plan, probe = callback.plan, callback.probe
-    assert plan is not None, "the start of training plans"
+    if plan is None or 0 in (*ends, made.num_training_batches):
+        raise UserError(
+            "Nothing would be trained, so nothing can be planned: give data with a batch, and limit_train_batches, "
+            "max_epochs and max_steps other than 0."
+        )
     if probe is None:
         raise UserError(
             f"data={type(data).__name__} gives batches that are ready-made and cannot be cut, so no other size can be "

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,12 +31,11 @@ from lightning_ga.app.composed import (
 )
 from lightning_ga.app.errors import chain, explain
 from lightning_ga.app.folders import done_before, own_folders, report_sweep, require_free_folders
-from lightning_ga.app.terminal import Interrupted, printable_everywhere, sigterm_ends, silence, wrapped_output
+from lightning_ga.app.terminal import Interrupted, printable_everywhere, silence
 from lightning_ga.app.values import Config, as_written, check_values, resolved
 from lightning_ga.errors import RankError, UserError, printable
 
 TRACEBACK = "--traceback"
-MOST_SHOWN = 2000  # characters of a sentence: a value may be as long as a file
 
 
 class ReportedError(Exception):
@@ -57,9 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_traceback = TRACEBACK in arguments or os.environ.get("HYDRA_FULL_ERROR") == "1"
     arguments = options_first([argument for argument in arguments if argument != TRACEBACK])
     try:
-        with sigterm_ends():
-            run_hydra(arguments, show_traceback)
-            sys.stdout.flush()
+        run_hydra(arguments, show_traceback)
+        sys.stdout.flush()
     except ReportedError:
         raise SystemExit(1) from None
     except (KeyboardInterrupt, Interrupted) as end:
@@ -86,9 +84,8 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     given = [*arguments, *rank_overrides(arguments, os.environ)]
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
     raised = replaced((sys, "argv", [sys.argv[0], *given]), (utils, "run_and_report", lambda job: job()))  # not printed
-    lines = wrapped_output() if "--help" in arguments else nullcontext()
     checked = checked_composition(own=config_folder(), known_keys=top_level_keys(), typed=given)
-    with lines, raised, checked, own_folders(starts=not {"--help", "-h"} & {*given}), completed_values():
+    with raised, checked, own_folders(starts=not {"--help", "-h"} & {*given}), completed_values():
         try:
             program(jobs.run)()
         finally:
@@ -168,8 +165,6 @@ def print_error(sentence: str, error: BaseException | None = None) -> None:
     rank = getattr(getattr(rank_zero, "rank_zero_only", None), "rank", None)
     if rank is None:
         rank = 0 if is_first_rank(os.environ) else 1
-    if len(sentence) > MOST_SHOWN:
-        sentence = f"{sentence[: MOST_SHOWN - 200]} […] {sentence[-200:]}"
     if rank == 0 or alone:
         print(f"Error{f' on rank {rank}' if rank else ''}: {printable(sentence)}", file=sys.stderr)
 

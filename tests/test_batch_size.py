@@ -108,6 +108,7 @@ def test_what_would_show_nothing_is_refused(checkpoint: Path, tmp_path: Path) ->
         ({"scale_lr": "cubic"}, "scale_lr='cubic' must be one of 'none', 'linear', 'sqrt'"),
         ({"monitor": "val/acc"}, "monitor='val/acc' is no metric of validation: val/loss"),
         ({"batch": 20, "samples": 30}, "hold no window of 80 samples"),
+        ({"precision": "8"}, "These arguments make no Trainer: Precision '8' is invalid"),
     ]:
         with pytest.raises(UserError, match=message):
             measure_batch_size(lambda: (Judged(), Data()), checkpoint, **{**settings, **more})
@@ -142,8 +143,9 @@ def test_no_larger_batch_than_the_verdict_follows_within_the_bound(losses: dict[
     ("arguments", "message"),
     [
         ([], "ckpt_path=RUN is missing: python -m lightning_ga.batch_size ckpt_path=RUN takes the folder of a run, ba"),
-        (["ckpt_path=a", "sampels=3"], "sampels= is no argument: .* batch=, samples=, seeds=, scale_lr=, scale_beta2"),
-        (["--help"], "--help= is no argument: "),
+        (["ckpt_path=a", "sampels=3"], "sampels is no argument: .* batch=, samples=, seeds=, scale_lr=, scale_beta2"),
+        (["--help"], "--help is no argument: "),
+        (["ckpt_path=[1"], r"ckpt_path=\[1 cannot be read: while parsing a flow sequence"),
         (["ckpt_path=nowhere"], "ckpt_path=nowhere is not a file"),
     ],
 )

@@ -9,9 +9,7 @@ begins well and ends elsewhere.
 import inspect
 import os
 import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +17,6 @@ import lightning
 import torch
 from hydra._internal.utils import _locate
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import get_class, instantiate
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -30,7 +27,6 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from omegaconf import DictConfig, OmegaConf
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_ga.app.checkpoints import AtomicCheckpointIO, load_initial_weights
 from lightning_ga.app.plan_report import PlanReport
@@ -79,7 +75,6 @@ NAMED = (  # what is of no such kind, and may be built
 )
 LOADERS = tuple(f"torchmetrics.{part}" for part in ("audio", "functional", "image", "multimodal", "text", "video"))
 """Metrics that load networks from files."""
-INSTEAD = {"timm.create_model": "it can unpickle files: use lightning_ga.models.build_timm, with the same arguments"}
 
 
 def check_targets(config: Any, allow: Sequence[str] = ()) -> None:
@@ -149,13 +144,11 @@ def refused(target: Any, where: str) -> UserError:
     known = {module.split(".")[0] for module in KINDS} | sys.stdlib_module_names
     unknown = package.isidentifier() and package not in known
     way_out = f"; if you trust it, add its package: allow_targets=[{package}]." if unknown else "."
-    instead = f": {INSTEAD[target]}." if target in INSTEAD else way_out
-    return UserError(f"{where}={target} is not on the list of what a configuration may build{instead}")
+    return UserError(f"{where}={target} is not on the list of what a configuration may build{way_out}")
 
 
 HALF_PRECISION = ("16-mixed", "16-true", "16")
 MOST_ON_FEW_CORES = 8  # processes, to try ranks out
-TRIAL_STEPS = 100  # of a schedule that is only tried
 
 
 class Fit(NamedTuple):
@@ -176,7 +169,6 @@ def build(content: Mapping[str, Any], allow: Sequence[str] = ()) -> Fit:
     if cfg.seed is not None:
         lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(cfg.precision.float32_matmul)
-    check_optimizer(cfg)
     folder = Path(cfg.paths.output_dir)
     trainer = build_trainer(cfg, folder)
     data = make(cfg.data)
@@ -264,43 +256,6 @@ def make(node: Any, **arguments: Any) -> Any:
 def make_all(nodes: DictConfig | None) -> list[Any]:
     """Build every named entry of a section."""
     return [make(node) for node in (nodes or {}).values() if node]
-
-
-def check_optimizer(cfg: DictConfig) -> None:
-    """Try optimizer and schedule on one number: a wrong argument would come to light only when training starts."""
-    if not cfg.get("optimizer"):
-        return
-    with told_as("optimizer", cfg.optimizer):
-        optimizer = make(cfg.optimizer)([torch.nn.Parameter(torch.zeros(1))])
-    if not cfg.get("lr_scheduler"):
-        return
-    with told_as("lr_scheduler", cfg.lr_scheduler), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the optimizer itself takes no steps
-        make_scheduler = make(cfg.lr_scheduler)
-        try:
-            known: Any = inspect.signature(make_scheduler).parameters
-        except ValueError:  # of arguments that it does not have, which the call names
-            known = ()
-        scheduler = make_scheduler(optimizer, **({"total_steps": TRIAL_STEPS} if "total_steps" in known else {}))
-        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
-            for _ in range(2):  # some arguments are used in the first step only
-                scheduler.step()
-
-
-@contextmanager
-def told_as(name: str, section: DictConfig) -> Iterator[None]:
-    """Tell any error of a constructor in one sentence: what it is given comes from the configuration alone."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
-        kind = "" if isinstance(cause, TypeError | ValueError) else f"{type(cause).__name__}: "
-        raise UserError(
-            f"{name} ({section.get('_target_')}) could not be built: {kind}{str(cause).rstrip('.')}; "
-            f"its arguments are {name}.<argument>, shown by --cfg job -p {name}."
-        ) from error
 
 
 def check_cpu(trainer: Trainer, precision: str) -> None:

@@ -16,7 +16,7 @@ import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointIO
 from torch import Tensor, nn
 
-from lightning_ga.app.errors import explain, one_line
+from lightning_ga.app.errors import is_out_of_memory, one_line
 from lightning_ga.app.run_files import read_config
 from lightning_ga.app.values import settings, walk
 from lightning_ga.errors import UserError, printable
@@ -65,17 +65,6 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        flush_folder(place.parent)
-
-
-def flush_folder(folder: Path) -> None:
-    """Flush a folder, so that a rename in it survives a loss of power; do nothing where the file system cannot."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
@@ -129,16 +118,14 @@ def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
     if path is not None:
         return path
     folders = " or ".join(f"{str(root)!r}" for root in roots)
-    torn = next(written(f"{kind}.ckpt{PART}", model, roots), None)
-    begun = f" ({str(torn)!r} was being written when its run was killed, and is not whole)" if torn else ""
-    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one{begun}; train it first.")
+    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one; train it first.")
 
 
 def written(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Iterator[Path]:
-    """Files of a name that runs of a model have written, the latest first."""
+    """Files of a name that runs of a model have written, or of any if none is given, the latest first."""
     files = [path for root in roots for path in root.glob(f"**/checkpoints/{name}")]
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
-        if architecture(read_config(path.parent.parent).get("model") or {}) == architecture(model):
+        if not model or architecture(read_config(path.parent.parent).get("model") or {}) == architecture(model):
             yield path
 
 
@@ -232,7 +219,8 @@ def told_if_not_restored(path: Path | None) -> Iterator[None]:
         yield
     except Exception as error:
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-        if path is None or explain(error) is not None or not names & {"resume_start", *RESTORING}:
+        is_known = isinstance(error, UserError | OSError) or is_out_of_memory(error)
+        if path is None or is_known or not names & {"resume_start", *RESTORING}:
             raise
         raise UserError(
             f"{str(path)!r} cannot be taken over, as its content is not what this version of Lightning writes "
@@ -263,11 +251,12 @@ def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: to
     odd = {
         name for group in groups for name, value in group.items() if not is_alike(value, optimizer.defaults.get(name))
     }
-    saved = Counter(
-        shapes_of(state) for states in content["optimizer_states"] for state in states.get("state", {}).values()
-    )
+    states = [pair for one in content["optimizer_states"] for pair in one.get("state", {}).items()]
+    saved = Counter(shapes_of(state) for _, state in states)
+    places = {place for group in groups for place in group.get("params", ()) if isinstance(place, int)}
+    strays = any(place not in places for place, _ in states)  # torch would keep them, and use none
     wanted = None if missing or odd or not content.get("global_step") else state_after_a_step(optimizer, groups)
-    if wanted is not None and (saved - wanted or (any(wanted) and not any(saved))):
+    if wanted is not None and (strays or saved - wanted or (any(wanted) and not any(saved))):
         missing = {"state that fits its weights"}
     if missing or odd:
         told = (
@@ -327,10 +316,7 @@ def recipe(config: Mapping[str, Any], *, fit: bool) -> dict[str, Any]:
     sections = {name: config.get(name) for name in RECIPE if fit or name not in TRAINED_WITH}
     if isinstance(sections["model"], Mapping):
         sections["model"] = architecture(sections["model"])
-    accumulate, left_out = sections.get("accumulate"), NOT_RECIPE
-    if isinstance(accumulate, Mapping) and isinstance(accumulate.get("effective_batch_size"), str):
-        left_out = left_out - {"size_of"}  # it counts the tokens at which windows end
-    return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & left_out}
+    return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & NOT_RECIPE}
 
 
 def load_initial_weights(model: nn.Module, name: str) -> str:

@@ -43,7 +43,7 @@ BY_FILES = {  # keys of the hydra section, and what a file may set them to
     r"sweep\.subdir": r"(\$\{hydra[.:][\w.]+\}|[\w.,=+-])*",  # it is a line of a launcher's script
     r"searchpath": r"file://.*",
     r"mode|verbose|job\.(name|chdir)|job\.config\.override_dirname\.\w+": WORD,
-    r"sweeper\.params\.[+~]*(?!hydra\b)[A-Za-z_][\w.]*": TEXT,  # a file that is searched for imports modules
+    r"sweeper\.params\.[+~]*(?!hydra\b|.*\b_target_)[A-Za-z_][\w.]*": TEXT,  # other files are not checked, or built
     r"sweeper\.(direction|study_name)|launcher\.(account|backend|comment|constraint|gres|name|partition|qos)": WORD,
     r"(sweeper(?!\.params)|launcher)(\.\w+)+": NUMBER,  # no texts: setup is a program, storage a database
     r"(sweeper(\.sampler)?|launcher)\._target_": PLUGINS,
@@ -63,15 +63,12 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
     options, overrides = split_options(arguments)
     if any(option.startswith("--experimental-rerun") for option in options):
         raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
-    if "--resolve" in options and not {"--cfg", "-c", "--help", "-h"} & {option.split("=")[0] for option in options}:
-        raise UserError("--resolve shows a configuration with its interpolations filled in: write --cfg job --resolve.")
-    if any(option == "-sc" or option.startswith("--sh") for option in options):
-        asked = {override.partition("=")[0] for override in overrides}
-        if not asked & {"install", "uninstall"} and not ("query" in asked and "COMP_LINE" in os.environ):
-            raise UserError(
-                "-sc completes what is typed in a shell: set it up by -sc install=bash (or fish, zsh); query= is for "
-                "that shell, which gives the line in the variable COMP_LINE."
-            )
+    names = {option.partition("=")[0] for option in options}
+    for option in ("--resolve", "--package", "-p"):
+        if option in names and not {"--cfg", "-c", "--help", "-h"} & names:
+            raise UserError(f"{option} says how a configuration is shown, and nothing shows it: add --cfg job.")
+    if any(override.startswith("query=") for override in overrides) and "COMP_LINE" not in os.environ:
+        raise UserError("query= is for a shell, which gives the line in COMP_LINE: set it up by -sc install=bash.")
     apart = APART.search(" ".join(overrides))
     if apart and any(not override.partition("=")[2] or " =" in override or "= " in override for override in overrides):
         raise UserError(f"{apart[0].strip()} has a blank beside the =: write {apart[1]}={apart[2]}.")
@@ -84,16 +81,19 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
             raise UserError(
                 f"{override} leaves a run without {group}, which it needs; --help lists the options of {group}."
             )
-        if (key in groups or key.startswith("hydra/")) and value in ("", "null", "[]", "{}"):
+        if (key in groups or key.startswith("hydra/")) and value in ("", "null", "[]", "{}", "false", "true"):
             way_out = f"write {key}={WITHOUT[key]} to do without" if key in WITHOUT else "leave this out"
             way_out = f"a run needs one: {way_out}" if key in NEEDED else way_out
             raise UserError(f"{override} chooses no option of {key}: {way_out}; --help lists the options.")
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
-    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks."""
+    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks.
+
+    ``--hydra-help`` composes no run, which overrides would be of.
+    """
     options, overrides = split_options(arguments)
-    return [*options, *map(at_home, overrides)]
+    return [*map(at_home, options), *(map(at_home, overrides) if "--hydra-help" not in options else ())]
 
 
 def at_home(override: str) -> str:
@@ -170,13 +170,9 @@ def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
 def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence[str]) -> Iterator[None]:
     """A context that checks what Hydra reads, its ``own`` folder aside, and composes; ``typed`` keys may be added."""
     Plugins.instance()  # they register what reads files, and load their modules anew
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
     files: Any = SourcesRegistry.instance().resolve("file")
     loader: Any = ConfigLoaderImpl
     container: Any = Container
-    sweeper: Any = BasicSweeper
-    split = sweeper.split_arguments
     read, embed, load = files.load_config, loader._embed_result_config, loader.load_configuration
     resolve = container._resolve_interpolation_from_parse_tree
     work = 0
@@ -204,7 +200,10 @@ def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence
         work = 0
         config: DictConfig = composed(load, *args, **kwargs)
         content: Any = OmegaConf.to_container(config, resolve=False)
-        check_hydra_section(content["hydra"])
+        if "task" not in content and kwargs.get("config_name") is not None:
+            raise UserError(
+                "The configuration that --config-name chose has no task: let its defaults begin with train."
+            )
         check_keys(content, known_keys, typed)
         return config
 
@@ -216,18 +215,7 @@ def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence
             raise UserError("The interpolations of the configuration grow without bounds: write values in their place.")
         return result
 
-    def split_and_check(overrides: Sequence[Any], *args: Any) -> Any:
-        batches = split(overrides, *args)
-        if not any(batches):
-            empty = next(each for each in overrides if each.is_sweep_override() and not [*each.sweep_string_iterator()])
-            raise UserError(
-                f"{empty.input_line} stands for no value, so that the sweep has no job: write the values, such as "
-                "seed=0,1; glob(PATTERN) stands for options of a group, which --help lists."
-            )
-        return batches
-
     with replaced(
-        (sweeper, "split_arguments", staticmethod(split_and_check)),
         (files, "load_config", check_and_read),
         (loader, "load_configuration", load_and_check),
         (loader, "_embed_result_config", staticmethod(embed_and_check)),
@@ -288,19 +276,6 @@ def check_keys(content: Mapping[str, Any], known: Sequence[str], typed: Sequence
             raise UserError(f"{who} sets {key or repr(key)}, which nothing reads{hint} The keys: {', '.join(known)}.")
     if content.get("overwrite") and not any(argument.lstrip("+").startswith("overwrite=") for argument in typed):
         raise UserError("overwrite=true stands in a configuration file, and replaces a run: type it, too.")
-
-
-def check_hydra_section(section: Mapping[str, Any]) -> None:
-    """Refuse what Hydra would use before the job is checked, wherever it was set: callbacks, variables and plugins."""
-    if section["callbacks"]:
-        raise UserError("hydra.callbacks would run before anything is checked: use callbacks of the Trainer instead.")
-    if section["job"]["env_set"]:
-        raise UserError("hydra.job.env_set would reach every process that a run starts: set variables in the shell.")
-    for key, target in walk(section):
-        if key.rpartition(".")[2] == "_target_" and not re.fullmatch(PLUGINS, str(target)):
-            raise UserError(
-                f"The hydra section names {target}: only Hydra's own launchers and sweepers are built there."
-            )
 
 
 def completions(word: str) -> list[str]:

@@ -15,9 +15,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped] # it ships no types
 
+from lightning_ga.app.values import walk
 from lightning_ga.errors import UserError
 
 EXPECTED = (UserError, HydraException, OmegaConfBaseException, YAMLError, UnicodeEncodeError)
@@ -31,12 +33,9 @@ READERS = re.compile(r"(omegaconf|hydra|yaml)\.")  # modules that go as deep as 
 PLUGINS = {"optuna": "'lightning_ga[sweep]'", "joblib": "hydra-joblib-launcher"}
 BEFORE_DATA = {"build_model", "model_to_device"}  # functions of this package and of Lightning
 WITHOUT = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}
-LOGGERS = {  # packages whose errors are about accounts, servers and networks, and what does without them
-    "wandb": "logger.wandb.offline=true logs into the output folder, without an account or a network",
-    "mlflow": "logger.mlflow.tracking_uri=… names a server or a database",
-}
+LOGGERS = ("wandb", "mlflow")  # packages whose errors are about accounts, servers and networks
 TYPESET = re.compile("[“”„‟‘’‚‛«»‹›]")
-FOLDER_KEYS = "hydra.run.dir=FOLDER for this run, paths.output_root=FOLDER for all"
+FOLDER_KEYS = "hydra.run.dir=FOLDER for this run, hydra.sweep.dir=FOLDER for a sweep, paths.output_root=FOLDER for all"
 
 
 def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
@@ -53,16 +52,12 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
     if endless or "RecursionError raised while" in str(error):
         return "The configuration includes itself, or nests deeper than can be read: write it flatter."
     if isinstance(error, UnicodeEncodeError):
-        if sys.getfilesystemencoding() != "utf-8":
-            return (
-                f"{error.object!r} is not read as UTF-8 here, which a library that writes it needs: set PYTHONUTF8=1."
-            )
-        return f"{error.object!r} is not UTF-8, which a library that writes it needs: give it another name."
+        return f"{error.object!r} is not read as UTF-8: give it another name, or set PYTHONUTF8=1 if it should be."
     if is_out_of_memory(error):
         return explain_out_of_memory(error, {frame.f_code.co_name for frame in frames})
     refused = next((link for link in links if type(link).__module__.partition(".")[0] in LOGGERS), None)
     if refused is not None and not isinstance(error, InstantiationException):
-        return f"{one_line(refused)} ({LOGGERS[type(refused).__module__.partition('.')[0]]})"
+        return f"{one_line(refused)} (logger=default needs no account and no network)"
     mistyped = explain_override(error, keys)
     if mistyped is not None:
         return mistyped
@@ -79,16 +74,17 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
     if isinstance(error, InstantiationException):
         return explain_constructor(error)
     own = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if (
-        any(name.startswith("lightning_ga.models") for name in own)
-        and own[-1].startswith(("torch", "timm"))
-        and not isinstance(error, AssertionError)
-    ):
+    if own and (own[-1].startswith("torch.optim.") or "configure_optimizers" in {f.f_code.co_name for f in frames}):
+        return (
+            f"optimizer or lr_scheduler cannot work with what it is given ({one_line(error)}): --cfg job -p optimizer "
+            "shows it (--traceback shows where)."
+        )
+    if any(name.startswith("lightning_ga.models") for name in own) and own[-1].startswith(("torch", "timm")):
         return (
             f"The model cannot take what it is given ({one_line(error)}): the keys of model, and data.image_size, "
             "data.channels or optimizer, have to fit each other (--traceback shows where)."
         )
-    if not is_expected:
+    if not is_expected and not (isinstance(error, ValueError) and own[-1].startswith("hydra.")):  # of its options
         return None
     said = next((cause for cause in links if str(cause).strip()), error)
     if not isinstance(said, OmegaConfBaseException):
@@ -122,7 +118,9 @@ def explain_override(error: BaseException, keys: Sequence[str]) -> str | None:
             f"twice, for the shell and for Hydra: '{key}=\"{quoted}\"'"
         )
     if isinstance(error, MissingConfigException) and error.options:  # model=nope
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        file = str(error.missing_cfg_file)  # an option may hold slashes
+        group = re.match(r"((hydra/)?[^/]+)/|", file)[1] or ""  # type: ignore[index]
+        option = file.removeprefix(f"{group}/")
         if group.startswith("hydra/") and option in PLUGINS:
             return f"{group}={option} needs a package that is not installed: pip install {PLUGINS[option]}"
         given, kind = (f"{group}={option}", "options") if group else (f"--config-name {option}", "names")
@@ -146,36 +144,30 @@ def explain_override(error: BaseException, keys: Sequence[str]) -> str | None:
 
 
 def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
-    """``trainer.max_epoch=3``: the nearest key beside it; where these are all there are, a list of them."""
+    """``trainer.max_epoch=3``: keys of that last name, or the nearest; of a section of this package, all there are."""
     section = parent_section(error)
+    root: Any = {} if section is None else OmegaConf.to_container(section._get_root(), resolve=False)
     parent, _, name = key.rpartition(".")
-    first, _, rest = key.partition(".")
-    if parent and (section is None or first not in keys):
-        nearest = [f"{match}.{rest}" for match in near(first, keys)[:1]]
-    elif parent and name in keys:  # trainer.compile is compile
-        nearest = [name]
-    elif parent.rpartition(".")[2] in keys[:-1] and parent != first:  # model.optimizer.lr is optimizer.lr
-        nearest = [f"{parent.rpartition('.')[2]}.{name}"]
-    else:
-        nodes = {} if parent or section is None else {each: section._get_node(each) for each in keys if each in section}
-        owners = [each for each, node in nodes.items() if hasattr(node, "keys") and name in node]  # lr: optimizer.lr
-        nearest = [f"{parent}.{match}" if parent else match for match in near(name, section or keys)]
-        nearest = [f"{owner}.{name}" for owner in owners[:2]] or nearest
-    if key in nearest:
+    first = key.partition(".")[0]
+    if first in keys and (section is None or first not in root):
         return f"The configuration that --config-name chose has no {first}: let its defaults begin with train."
+    of_hydra = first == "hydra"
+    known = [place for place, _ in walk(root) if place.rpartition(".")[0] and place.startswith("hydra.") == of_hydra]
+    nearest = [place for place in (*keys, *known) if place.rpartition(".")[2] == name][:2]
+    nearest = nearest or near(key, known if parent else keys)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "."
     if section is not None and not section and section._get_full_key(None) == first:
         without = WITHOUT.get(first, "null")
         return f"{key} sets a part of {first}, which is left out (as by {first}={without}): give one of the two."
     target = "" if section is None or "_target_" not in section else str(section._get_node("_target_"))
     if target.startswith("lightning_ga."):  # a section of this package's own classes shows every argument
-        known = ", ".join(sorted(str(name) for name in section if not str(name).startswith("_")))
-        return f"There is no key {key}{hint} The keys of {parent}: {known}."
+        listed = ", ".join(sorted(str(name) for name in section if not str(name).startswith("_")))
+        return f"There is no key {key}{hint} The keys of {parent}: {listed}."
     return f"There is no key {key}{hint}" + (f" To add a key of your own, write +{key}=VALUE." if parent else "")
 
 
 def explain_constructor(error: InstantiationException) -> str:
-    """A constructor that failed: whose, why, and the nearest argument if one is unknown."""
+    """A constructor that failed: whose, and why."""
     target = re.search(r"(?:call to target|locating target) '([^']+)'", str(error))
     key = re.search(r"full_key: (\S+)", str(error))
     cause = next((cause for cause in chain(error) if not isinstance(cause, HydraException)), error)
@@ -183,25 +175,7 @@ def explain_constructor(error: InstantiationException) -> str:
     if isinstance(cause, ModuleNotFoundError):
         package = cause.name or str(cause).partition("'")[2].partition(">")[0].partition("'")[0]  # wandb's names none
         return f"{name} needs a package that is not installed: pip install {package}"
-    unknown = re.search(r"unexpected keyword argument '([^']+)'", str(cause))
-    known = arguments_of(target[1]) if unknown and target else ()
-    if unknown and known:
-        choice = did_you_mean(unknown[1], known)
-        return f"{name} could not be built: {one_line(cause)}{choice} Its arguments: {', '.join(known)}."
     return f"{name} could not be built: {one_line(cause)} (--traceback shows where)"
-
-
-def arguments_of(target: str) -> list[str]:
-    """The arguments by name that a target takes, which has just been called; none if it takes any."""
-    from hydra.utils import get_object
-
-    try:
-        parameters = inspect.signature(get_object(target)).parameters.values()
-    except (HydraException, ImportError, TypeError, ValueError):
-        return []
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
-        return []
-    return [parameter.name for parameter in parameters if parameter.name != "self"]
 
 
 def explain_out_of_memory(error: BaseException, functions: set[str]) -> str:

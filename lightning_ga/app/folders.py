@@ -89,8 +89,8 @@ def own(config: DictConfig, mode: RunMode, locks: ExitStack) -> None:
             if not by_clock:
                 break
     lock(folder, locks)
-    if is_run and not by_clock:
-        require_free(folder, config)
+    if not by_clock:
+        require_free(folder, config, names=() if is_run else (CONFIG, *PARTS))
     if folder != wanted:
         with read_write(config.hydra):
             section.dir = str(folder)
@@ -125,14 +125,16 @@ def lock(folder: Path, locks: ExitStack) -> None:
 
 def require_free(folder: Path, config: Any, checkpoint: Path | None = None, *, key: str = "", names: Any = ()) -> None:
     """Refuse a folder that holds a run, unless ``ckpt_path`` goes on with that very run or it may be overwritten."""
-    names = names or (LEAVES if checkpoint is not None else (*LEAVES, LOG))  # a run that has read one has begun its log
-    held = [path.name for name in names for path in folder.glob(name)][:3]
+    leaves = LEAVES if checkpoint is not None else (*LEAVES, LOG)  # a run that has read one has begun its log
+    held = [path.name for name in names or leaves for path in folder.glob(name)][:3]
     if not held or config.get("overwrite") or any(os.environ.get(name, "0") != "0" for name in STARTED_AGAIN):
         return
     wanted = checkpoint or config.get("ckpt_path")
     goes_on = wanted in ("last", "best") or (wanted is not None and is_below(Path(wanted), folder))
-    if not (goes_on and config.get("task") == "fit") and not any(folder.glob("hpc_ckpt_*.ckpt")):
-        way_out = f"go on with ckpt_path={folder}, " if any(folder.glob("checkpoints/*.ckpt")) else ""
+    is_fit = config.get("task") == "fit"
+    if not (goes_on and is_fit) and not any(folder.glob("hpc_ckpt_*.ckpt")):
+        may_go_on = is_fit and not names and any(folder.glob("checkpoints/*.ckpt"))
+        way_out = f"go on with ckpt_path={folder}, " if may_go_on else ""
         raise UserError(
             f"{str(folder)!r}{f', where {key} writes,' * bool(key)} holds what a run leaves ({', '.join(held)}): give "
             f"this one another folder, {way_out}or replace what is there by typing overwrite=true."
@@ -187,7 +189,7 @@ def done_before(folder: Path, config: Mapping[str, Any]) -> float | None:
     The folder of a job with another configuration is refused.
     """
     if not agrees(read_config(folder), config):
-        require_free(folder, config)
+        require_free(folder, config, names=(*LEAVES, LOG))
         return None
     result = read_json(folder / RESULT, None)
     value = (result or {}).get(config["optimized_metric"])

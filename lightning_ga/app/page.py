@@ -14,8 +14,8 @@ from lightning_ga.errors import UserError
 from lightning_ga.plan.units import format_bytes
 
 PAGE = "report.html"
-METRICS = ("test/acc", "test/top5", "test/loss", "test/perplexity", "val/acc", "val/loss", "train/loss")
 FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # keys: every run has its own
+METRICS = ("test/acc", "test/top5", "test/loss", "test/perplexity", "val/acc", "val/loss", "train/loss")
 MOST_CLASSES = 40  # of a confusion matrix that can be read
 
 

@@ -118,7 +118,7 @@ def read_curves(path: Path) -> dict[str, Curve]:
         for row in csv.DictReader(text_of(path).splitlines()):
             for name, value in row.items():
                 if value and name not in ("step", "epoch"):
-                    with suppress(TypeError, ValueError):  # half a row, where its run was killed
+                    with suppress(LookupError, TypeError, ValueError):  # half a row, where its run was killed
                         point = int(row["step"]), float(value)
                         curves.setdefault(name, []).append(point)
     return curves
@@ -139,7 +139,7 @@ def read_yaml(path: Path) -> Any:
     """What a YAML file holds, with its interpolations as they are written."""
     try:
         return OmegaConf.to_container(OmegaConf.create(checked_yaml(path) or "{}"))
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError, AssertionError) as error:
         raise UserError(f"{str(path)!r} cannot be read: {' '.join(str(error).split())}.") from error
 
 

@@ -3,40 +3,26 @@
 Both signals end with the exit codes of the shell, and with one sentence on what was saved and how to go on.
 """
 
-import codecs
 import os
 import re
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from io import StringIO
 from pathlib import Path
-from textwrap import wrap
 from typing import Any, TextIO
 
 from lightning_ga.app.errors import FULL, chain
 from lightning_ga.errors import printable
 
-ASCII_SIGNS = {"×": "x", "–": "-", "—": "-", "…": "...", "→": "->", "−": "-", "±": "+-", "µ": "u", "‖": "|", "≤": "<="}
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of a terminal's cursor
 SIGNALS = {"KeyboardInterrupt": signal.SIGINT, "SIGTERMException": signal.SIGTERM, "Interrupted": signal.SIGTERM}
 _open: list["Tee"] = []  # logs of what is printed
 
 
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    signs = error.object[error.start : error.end]
-    return "".join(ASCII_SIGNS.get(sign, "-" if "\u2500" <= sign <= "\u257f" else "?") for sign in signs), error.end
-
-
-codecs.register_error("lightning_ga.ascii", _in_ascii)
-
-
 def printable_everywhere(*streams: Any) -> None:
-    """Have signs that a terminal's encoding lacks replaced by those of ASCII, where printing them would fail.
+    """Have signs that a terminal's encoding lacks shown as question marks, where printing them would fail.
 
     Streams that the process was started without, as by ``>&-``, lead nowhere: a file would get their number.
     """
@@ -45,7 +31,7 @@ def printable_everywhere(*streams: Any) -> None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 (as long as the process)
     for stream in streams or (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError, OSError):
-            stream.reconfigure(errors="lightning_ga.ascii")
+            stream.reconfigure(errors="replace")
 
 
 def silence(stream: Any) -> None:
@@ -57,19 +43,6 @@ def silence(stream: Any) -> None:
 def columns() -> int:
     """How many columns a table may have: those of the terminal within reason, 80 where there is none."""
     return max(60, min(shutil.get_terminal_size((80, 24)).columns, 200))
-
-
-@contextmanager
-def wrapped_output(width: int = 100) -> Iterator[None]:
-    """A context whose output is printed at its end, lists that are longer than a line broken at commas."""
-    text = StringIO()
-    try:
-        with redirect_stdout(text):
-            yield
-    finally:
-        for line in text.getvalue().splitlines():
-            listed = len(line) > width and ": " in line and "," in line
-            print("\n".join(wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)) if listed else line)
 
 
 class Tee:
@@ -149,36 +122,14 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def sigterm_ends() -> Iterator[None]:
-    """A context in which SIGTERM ends the process at once, with a sentence: there is nothing to save yet.
-
-    An exception would not do: code that imports optional packages catches all that is raised there.
-    """
-
-    def end(*_: Any) -> None:
-        interrupted = Interrupted(signal.SIGTERM)
-        print(f"Error: {interrupted}", file=sys.stderr, flush=True)
-        os._exit(interrupted.code)
-
-    with sigterm_handled(end):
-        yield
-
-
-@contextmanager
 def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
     """A context that turns the end by a signal into an ``Interrupted`` that says what became of the run.
 
-    An error of a full disk is given that as a note.
-
-    Lightning turns Ctrl-C into ``SystemExit(1)`` and SIGTERM, once a batch is done, into one without a code.
+    An error of a full disk is given that as a note. Lightning turns Ctrl-C into ``SystemExit(1)`` and SIGTERM in a fit,
+    once a batch is done, into one without a code; at other times SIGTERM ends the process.
     """
-
-    def interrupt(*_: Any) -> None:
-        raise Interrupted(signal.SIGTERM)
-
     try:
-        with sigterm_handled(interrupt):
-            yield
+        yield
     except BaseException as end:  # torch.save, if it is interrupted, raises an error of its own
         links = [*chain(end)]
         behind = [SIGNALS[type(link).__name__] for link in links if type(link).__name__ in SIGNALS]
@@ -187,16 +138,3 @@ def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
         if any(isinstance(link, OSError) and link.errno in FULL for link in links):
             end.add_note(outcome())
         raise
-
-
-@contextmanager
-def sigterm_handled(handler: Callable[..., None]) -> Iterator[None]:
-    """A context in which SIGTERM calls a function; threads other than the first cannot handle signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -132,11 +132,6 @@ BETAS = Rule(
     "[0.9,0.999]",
     lambda value: isinstance(value, list) and len(value) == 2 and all(PART.holds(beta) and beta < 1 for beta in value),
 )
-DURATION = Rule(
-    "days, hours, minutes and seconds, a mapping of those or null",
-    "00:01:30:00",
-    lambda value: value is None or isinstance(value, dict) or bool(re.fullmatch(r"(\d+:){3}\d+", str(value))),
-)
 NODES = Rule(
     "a list of transforms",
     "[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]",
@@ -161,7 +156,11 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("trainer.max_epochs", count(4, besides=(-1, None))),
     ("trainer.min_epochs trainer.log_every_n_steps", count(5, 0, besides=NULL)),
     ("trainer.max_steps", count(1000, besides=(-1,))),
-    ("trainer.max_time", DURATION),
+    (
+        "trainer.devices",
+        Rule("a number of devices, a list of them or auto", 1, lambda value: value not in (0, "0", [])),
+    ),
+    ("trainer.num_nodes", count(1)),
     ("trainer.accumulate_grad_batches", count(4)),
     ("trainer.gradient_clip_val", number(1.0, 0, besides=NULL)),
     ("trainer.limit_train_batches", Rule(AMOUNT, 1.0, lambda value: LIMIT.holds(value) and value != 0)),
@@ -349,12 +348,6 @@ def contradictions(config: Config) -> Iterator[str]:
     for name in ("optimizer", "lr_scheduler"):
         if name in model and model[name] != config.get(name):
             yield f"model.{name} is read from {name}: choose {name}=OPTION, or set {name}.KEY."
-    optimizer = str((config.get("optimizer") or {}).get("_target_"))
-    if model.get("sparse") and optimizer.startswith("torch.optim.Adam"):
-        yield (
-            f"model.sparse=true makes sparse gradients, which {optimizer} does not take: use optimizer=adagrad, or "
-            "model.sparse=false."
-        )
     for own, other in (("in_channels", "channels"), ("image_size", "image_size"), ("context", "max_length")):
         wanted, found = model.get(own), data.get(other)
         if wanted is not None and found is not None and wanted != found:

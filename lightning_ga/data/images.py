@@ -236,7 +236,7 @@ class ImageData(Loaded):
             counts = Counter(labels)
             rarest = min(counts, key=counts.__getitem__)
             name = self.class_names[rarest] if rarest < len(self.class_names) else rarest
-            way_out = "change data.val_fraction or data.test_fraction"
+            way_out = "change data.val_fraction or data.test_fraction, or add samples"
             if counts[rarest] < 2:
                 way_out = f"class {name} has a single sample left, and needs one in each part: add samples of it"
             raise UserError(

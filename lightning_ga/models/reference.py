@@ -143,7 +143,10 @@ class ReferenceModule(LightningModule):
         if self.make_scheduler is None:
             return optimizer
         arguments = {}
-        if "total_steps" in inspect.signature(self.make_scheduler).parameters:
+        made = getattr(
+            self.make_scheduler, "func", self.make_scheduler
+        )  # of arguments that it lacks a partial has none
+        if "total_steps" in inspect.signature(made).parameters:
             arguments["total_steps"] = finite_steps(self.trainer)
         scheduler = self.make_scheduler(optimizer, **arguments)
         if isinstance(scheduler, OneCycleLR):

@@ -117,7 +117,12 @@ def linear(start: int, end: int, *, steps: int) -> PiecewiseSchedule:
         [10, 20, 30, 30]
     """
     start, end, steps = _ramp("linear", start, end, steps)
-    counts = {step: start + (2 * (end - start) * step + steps) // (2 * steps) for step in range(steps + 1)}
+    rise = abs(end - start)
+    places: Iterable[int] = range(steps + 1)
+    if rise < steps:  # it changes at these steps, or right after
+        changes = [steps * (2 * level + 1) // (2 * rise) for level in range(rise)]
+        places = sorted({0, *changes, *(step + 1 for step in changes)})
+    counts = {step: start + (2 * (end - start) * step + steps) // (2 * steps) for step in places}
     return _piecewise(f"linear({start}, {end}, {steps=})", "step", counts)
 
 
@@ -234,6 +239,8 @@ def _checked(name: str, schedule: Callable[[int], int], epoch: int) -> int:
 
 def _counts(name: str, value: Mapping[int, int], unit: Unit) -> dict[int, int]:
     """Return the entries of a mapping in rising order."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"{name}({value!r}) takes a mapping, such as {{0: 32, 100: 64}}.")
     if not value:
         raise UserError(f"{name}={{}} is empty: give at least one {unit}, for example {{0: 32}}.")
     counts: dict[int, int] = {}

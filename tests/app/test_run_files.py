@@ -53,6 +53,10 @@ def test_what_a_killed_run_has_left_is_read(tmp_path):
     assert "TOKEN" not in run.config_text
     (tmp_path / "config.yaml").write_text("data: {root")
     assert read_run(tmp_path).missing == ["plan.json", "result.json", "config.yaml"]
+    (tmp_path / "config.yaml").write_text("3")
+    assert read_run(tmp_path).missing == ["plan.json", "result.json", "config.yaml"]
+    (tmp_path / "csv" / "metrics.csv").write_text("no step\n1\n")
+    assert read_run(tmp_path).curves == {}
     (tmp_path / "config.yaml").unlink()
     assert read_run(tmp_path).missing == ["config.yaml", "plan.json", "result.json"]
 

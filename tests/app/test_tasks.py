@@ -53,7 +53,7 @@ def test_names_from_elsewhere_do_nothing_and_lose_nothing(command):
 
 
 def test_a_folder_that_a_library_cannot_write_is_told(command):
-    assert "is not UTF-8" in command(*TINY, f"hydra.run.dir='outputs/{CLASSES[2]}'").mistake
+    assert "is not read as UTF-8" in command(*TINY, f"hydra.run.dir='outputs/{CLASSES[2]}'").mistake
     assert command(*TINY, "logger=csv", f"hydra.run.dir='outputs/{CLASSES[2]}2'").code == 0
 
 

@@ -210,7 +210,7 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "task=test"], ["needs trained weights", "ckpt_path=best"]),
         (["optimizer._target_=torch.load"], ["torch.load is not on the list"]),
         (["--experimental-rerun", "x.pickle"], ["unpickles"]),
-        (["model=mlp", "+optimizer.eps=abc"], ["optimizer (torch.optim.Adam) could not be built"]),
+        (["model=mlp", "+optimizer.eps=abc"], ["optimizer or lr_scheduler cannot work with what it is given ("]),
         (["model=mlp", "trainer.max_epochs=-1"], ["trainer.max_epochs=-1 has no end", "lr_scheduler=none"]),
         (["model=mlp", "ckpt_path=/etc/passwd"], ["'/etc/passwd' is no file of tensors"]),
         (["model=mlp", "model.num_classes=3"], ["model.num_classes=3 is less than the 10 classes"]),
@@ -226,7 +226,11 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "model.hidden.first=3"], ["A value does not fit what it sets (invalid literal for int()"]),
         (["dry_run=true", "device_memory=16"], ["device_memory=16 is a number of bytes: write device_memory='16GiB'"]),
         (["model=mlp", "model.optimizer.lr=1"], ["no key model.optimizer.lr; did you mean optimizer.lr?"]),
-        (["model=hashed_patches"], ["model.sparse=true makes sparse gradients, which torch.optim.Adam does not take"]),
+        (
+            ["model=timm", "model.name=vit_tiny_patch16_224", "+model.options.img_size=64", "accumulate=off"],
+            ["The model cannot take what it is given (Input height (32) doesn't match model (64).)"],
+        ),
+        (["model=hashed_patches", "accumulate=off"], ["(Adam does not support sparse gradients, please consider"]),
         (["model=mlp", "ckpt_path="], ['ckpt_path="" must be a path or null']),
         (
             ["model=timm", "model.name=vit_tiny_patch16_224", "data.image_size=7", "accumulate=off"],
@@ -243,7 +247,21 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "logger=wandb"], ["pip install wandb"]),
         (["model=timm", "+model.options.checkpoint_path=x.pth"], ["use model.init_from=PATH instead"]),
         (["model=mlp,gpt"], ["model=mlp,gpt is several values: -m runs one after the other; a list is [mlp,gpt]."]),
-        (["--resolve"], ["--cfg job --resolve"]),
+        (["--resolve"], ["--resolve says how a configuration is shown", "add --cfg job"]),
+        (["model=mlp", "-p", "model"], ["-p says how a configuration is shown", "add --cfg job"]),
+        (["--run", "-m"], ["Only one of --run, --multirun, --cfg"]),
+        (["--config-dir", ".", "--config-name", "empty"], ["has no task: let its defaults begin with train"]),
+        (
+            ["model=mlp", "accumulate=false"],
+            ["accumulate=false chooses no option", "write accumulate=off to do without"],
+        ),
+        (["model=../../x"], ["model=../../x does not exist"]),
+        (["hydra/launcher=nope"], ["hydra/launcher=nope does not exist"]),
+        (["--config-dir=~/none"], [f"'{Path.home()}/none' not found"]),
+        (
+            ["trainer.devices=0", "dry_run=true", "device_memory=16GiB"],
+            ["trainer.devices=0 must be a number of devices"],
+        ),
         (["--config-dir", ".", "--config-name", "empty", "model=mlp"], ["has no model: let its defaults begin with"]),
         (["--config-name", "nope"], ["--config-name nope does not exist. The names: train."]),
         (
@@ -296,8 +314,13 @@ def test_traceback_shows_an_error_in_full(command):
         command("model=mlp", "data=mnist", "--traceback")
 
 
+def test_hydras_own_help_is_shown_whatever_else_is_typed(command):
+    shown = command("--hydra-help", "model=mlp")
+    assert (shown.code, "Hydra" in shown.out) == (0, True), shown.err
+
+
 def test_help_shows_examples_groups_and_keys(command):
-    """All that a newcomer needs, in lines of at most 110 columns."""
+    """All that a newcomer needs."""
     run = command("--help")
     assert run.code == 0
     assert not Path("outputs").exists()
@@ -308,7 +331,6 @@ def test_help_shows_examples_groups_and_keys(command):
         "--config-dir",
     ):
         assert part in run.out
-    assert max(map(len, run.out.splitlines())) <= 110
 
 
 def test_a_user_brings_configurations(command):

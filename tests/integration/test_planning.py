@@ -222,6 +222,8 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         ({"effective_batch_size": 8, "callbacks": AutoAccumulate(16)}, "give one of them"),
         ({"strategy": "fsdp"}, "only data parallelism"),
         ({"data": TensorDataset(torch.zeros(8, 3))}, "must be a DataLoader or a datamodule, not a TensorDataset"),
+        ({"limit_train_batches": 0}, "Nothing would be trained, so nothing can be planned"),
+        ({"max_epochs": 0}, "Nothing would be trained, so nothing can be planned"),
         ({"data": [next(iter(loader()))]}, "data=list gives batches that are ready-made and cannot be cut"),
     ],
 )

@@ -72,6 +72,7 @@ def test_a_ramp_is_the_line_between_its_ends(start: int, end: int, steps: int, s
     """Rounded to the nearest whole number, and its end from there on; a geometric one goes by whole factors."""
     exact = start + (end - start) * min(step, steps) / steps
     assert abs(linear(start, end, steps=steps).at(step, 0) - exact) <= 0.5
+    assert len(linear(start, end, steps=10**9).counts) == 1 + abs(end - start)  # whatever the steps are
     counts = geometric(start, end, steps=steps, factor=3)
     assert counts.at(0, 0) == (end if len(counts.counts) == 1 else counts.counts[0])
     assert counts.at(steps, 0) == counts.at(step + steps, 0) == end
@@ -108,6 +109,7 @@ def test_seesaw_doubles_where_the_rate_would_be_halved(decay: str) -> None:
     ("make", "message"),
     [
         (lambda: by_step({}), r"^by_step=\{\} is empty: give at least one step"),
+        (lambda: by_step([8]), r"^by_step.\[8\]. takes a mapping, such as"),  # type: ignore[arg-type]
         (lambda: by_step({5: 8}), "^by_step begins at step 5: say what holds before, from 0 on"),
         (lambda: by_samples({0: 8, -3: 8}), "^by_samples has the samples -3; samples are whole numbers"),
         (lambda: linear(0, 8, steps=3), "^linear: start=0 must be at least 1"),

@@ -271,7 +271,9 @@ def _measured(
         return verdicts
     if isinstance(failure, UserError) and not isinstance(failure, LayoutError):  # training would end in it
         raise failure
-    reason = f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {failure}"
+    reason = (
+        f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {str(failure).rstrip('.')}"
+    )
     return both(unmeasured(tolerance, reason))
 
 
