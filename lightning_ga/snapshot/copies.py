@@ -95,7 +95,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
     listed = list(tensors)
     by_device: dict[torch.device, list[Tensor]] = {}
     try:
-        with _disable_current_modes():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             sums = [_checksum(tensor) for tensor in listed]
             for total in sums:
                 if total is not None:
@@ -118,14 +118,16 @@ def _checksum(tensor: Tensor) -> Tensor | None:
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta or not is_writable(tensor):
         return None
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    strides = values.stride()
-    flat = values.permute(sorted(range(values.dim()), key=strides.__getitem__, reverse=True)).reshape(-1)
+    if not values.is_contiguous():
+        strides = values.stride()
+        values = values.permute(sorted(range(values.dim()), key=strides.__getitem__, reverse=True))
+    flat = values.reshape(-1)
     size = flat.element_size()
     if flat.storage_offset() * size % WORD:
         flat = flat.clone()
     words = flat.numel() * size // WORD * (WORD // size)
-    rest = flat[words:].view(torch.uint8).sum(dtype=torch.int64)
-    return flat[:words].view(torch.int64).sum() + rest
+    total = flat[:words].view(torch.int64).sum()
+    return total if words == flat.numel() else total + flat[words:].view(torch.uint8).sum(dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

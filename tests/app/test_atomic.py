@@ -10,13 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
+from command_lines import TINY
 from forks import forked
 from lightning.fabric.plugins import CheckpointIO
 from lightning_fabric.plugins import CheckpointIO as LegacyCheckpointIO
 
 from lightning_ga import AtomicCheckpointIO
-
-TINY = ("model=mlp", "debug=default", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
 
 
 def cut_off(number: int, *arguments: str) -> None:

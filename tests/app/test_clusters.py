@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_lines import TINY
 from forks import exit_code, fork, forked, free_port
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -15,7 +16,7 @@ from lightning_ga.train import main, print_error
 
 pytestmark = pytest.mark.distributed
 TRAIN = (
-    *("model=mlp", "model.hidden=[32]", "debug=default", "data.batch_size=16", "accumulate.micro_batch_size=8"),
+    *(*TINY, "data.batch_size=16", "accumulate.micro_batch_size=8"),
     *("trainer=ddp", "trainer.num_nodes=2", "trainer.devices=1"),
 )
 SRUN = {

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import TINY
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from lightning_ga import UserError
 from lightning_ga.app.folders import clear, own, read_jobs, require_free
-
-SMALL = ("model=mlp", "model.hidden=[32]", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16", "debug=default")
 
 
 def configuration(folder: str, **keys: Any) -> Any:
@@ -114,24 +113,24 @@ def test_overwriting_removes_what_runs_leave_and_nothing_else(tmp_path):
 )
 def test_a_second_run_in_a_folder_changes_nothing_there(command, shared, key, arguments):
     """One sentence, before anything is written."""
-    first = shared(*SMALL)
+    first = shared(*TINY)
     before = contents(first.folder)
     elsewhere = [] if key == "hydra.run.dir" else ["hydra.run.dir=elsewhere"]
     place = first.folder / "checkpoints" if key.endswith("dirpath") else first.folder
-    second = command(*SMALL, *arguments, f"{key}={place}", *elsewhere)
+    second = command(*TINY, *arguments, f"{key}={place}", *elsewhere)
     assert "holds what a run leaves" in second.mistake
     assert contents(first.folder) == before
 
 
 def test_a_run_goes_on_in_its_folder_or_replaces_it(command, shared):
     """With its checkpoint the one, with ``overwrite=true`` the other, of which nothing is left."""
-    first = shared(*SMALL)
+    first = shared(*TINY)
     (first.folder / "predictions.csv").write_text("old\n")
-    onward = command(*SMALL, "trainer.max_epochs=2", "test=false", f"ckpt_path={first.folder}")
+    onward = command(*TINY, "trainer.max_epochs=2", "test=false", f"ckpt_path={first.folder}")
     assert onward.code == 0, onward.err
     assert "Epoch 2/2" in onward.out
     assert (first.folder / "predictions.csv").exists()
-    anew = command(*SMALL, "dry_run=true", "overwrite=true")
+    anew = command(*TINY, "dry_run=true", "overwrite=true")
     assert anew.code == 0, anew.err
     left = contents(first.folder).keys()
     assert "plan.json" in left
@@ -143,7 +142,7 @@ def test_hydra_starts_runs_in_the_folders_that_were_made_for_them(command, kind)
     """The second of a year, where the folder is named by the year, and of a sweep its jobs, too."""
     options = ["-m", "seed=3"] if kind == "sweep" else []
     for _ in range(2):
-        run = command(*options, *SMALL, "dry_run=true", f"hydra.{kind}.dir=all/${{now:%Y}}")
+        run = command(*options, *TINY, "dry_run=true", f"hydra.{kind}.dir=all/${{now:%Y}}")
         assert run.code == 0, run.err
     first, second = sorted(Path("all").iterdir())
     assert second.name == f"{first.name}-2"
@@ -153,7 +152,7 @@ def test_hydra_starts_runs_in_the_folders_that_were_made_for_them(command, kind)
 
 
 def test_jobs_of_a_sweep_have_folders_of_their_own(command):
-    run = command("-m", *SMALL, "dry_run=true", "seed=1,2", "hydra.sweep.dir=many", "hydra.sweep.subdir=same")
+    run = command("-m", *TINY, "dry_run=true", "seed=1,2", "hydra.sweep.dir=many", "hydra.sweep.subdir=same")
     assert "for two jobs of this sweep" in run.mistake
 
 
@@ -180,11 +179,11 @@ def test_jobs_without_a_number_come_last(tmp_path: Path) -> None:
 )
 def test_no_way_leads_into_the_folder_of_another_run(command, shared, setting):
     """Links, names and parts of names that lead out of a run's own folder."""
-    first = shared(*SMALL)
+    first = shared(*TINY)
     before = contents(first.folder)
     Path("link").symlink_to(first.folder / "checkpoints")
     filename = ["callbacks.best.filename=run/checkpoints/best"] if setting.endswith("=outputs") else []
-    second = command(*SMALL, setting.replace("OWN", str(first.folder)), *filename, folder="second")
+    second = command(*TINY, setting.replace("OWN", str(first.folder)), *filename, folder="second")
     assert f", where {setting.partition('=')[0].rpartition('.')[0]} writes, holds what a run leaves (" in second.mistake
     assert contents(first.folder) == before
 
@@ -194,6 +193,6 @@ def test_a_file_of_the_users_own_is_not_replaced(command, name):
     """If a run would write one of its name; there is nothing to go on with."""
     Path("mine").mkdir()
     Path("mine", name).write_text("mine")
-    run = command(*SMALL, "hydra.run.dir=mine")
+    run = command(*TINY, "hydra.run.dir=mine")
     assert f"'mine' holds what a run leaves ({name}): give this one another folder, or replace" in run.err
     assert contents(Path("mine")) == {name: b"mine"}

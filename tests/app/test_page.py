@@ -3,13 +3,13 @@ import re
 from pathlib import Path
 
 import pytest
+from command_lines import TINY
 from omegaconf import OmegaConf
 
 from lightning_ga.app.page import comparison_page, run_page
 from lightning_ga.app.run_files import read_run
 from lightning_ga.report import main
 
-TINY = ("model=mlp", "model.hidden=[32]", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16", "debug=default")
 PROBE = {
     "limit": 30, "budget_bytes": 90 * 2**20, "peak_bytes": 85 * 2**20, "steps": 4, "seconds": 0.5, "method": "bracket",
     "trials": [{"micro_batch_size": 4, "peak_bytes": 2**24, "fits": True, "seconds": 0.1}],

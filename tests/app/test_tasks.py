@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_lines import TINY
 from PIL import Image
 from sklearn.metrics import classification_report
 
@@ -17,7 +18,6 @@ from lightning_ga.app import tasks
 from lightning_ga.app.tasks import class_report
 from lightning_ga.app.values import as_written, resolved
 
-TINY = ("model=mlp", "model.hidden=[32]", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16", "debug=default")
 CLASSES = ("=cmd|' /C calc'!A1", "\x1b]0;title\x07", b"caf\xe9".decode("utf-8", "surrogateescape"), "a\nb")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from command_lines import TINY
 from rich.console import Console
 
 from lightning_ga.app.terminal import (
@@ -58,7 +59,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(capfd):
 
 
 LINE = f"{sys.executable} -m lightning_ga.train"
-RUN = f"{LINE} model=mlp debug=default accumulate.micro_batch_size=16 hydra.run.dir=run"
+RUN = f"{LINE} {' '.join(TINY)} hydra.run.dir=run"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_shell_may_do_anything_to_the_output(tmp_path, line, said):
     assert ("hydra.run.dir" in line) == (tmp_path / "run" / "result.json").is_file()
 
 
-TINY = ("model=mlp", "debug=default", "trainer.max_epochs=3", "accumulate.micro_batch_size=16")
+THREE_EPOCHS = (*TINY, "trainer.max_epochs=3")
 
 
 @pytest.fixture(autouse=True)
@@ -118,13 +119,13 @@ def send_at(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, *, epoch: i
 def test_a_signal_ends_with_its_exit_code_and_what_was_saved(command, monkeypatch, number, epoch, code, told):
     """One sentence: how far it came, where the last checkpoint is, and the command that goes on with it."""
     send_at(monkeypatch, number, epoch=epoch)
-    run = command(*TINY)
+    run = command(*THREE_EPOCHS)
     assert run.code == code
     last = run.folder / "checkpoints" / "last.ckpt"
     (line,) = [line for line in run.err.splitlines() if line.startswith("Error")]
     assert line.startswith(f"Error: Stopped by {told}")
     again = "Go on with" if epoch else "no checkpoint had been saved yet. Start again"
-    assert f"{again}: python -m lightning_ga.train {' '.join(TINY)}" in line
+    assert f"{again}: python -m lightning_ga.train {' '.join(THREE_EPOCHS)}" in line
     assert line.endswith(f"ckpt_path={last}") == last.is_file() == (epoch > 0)
 
 
@@ -144,7 +145,7 @@ def test_other_exits_are_left_alone():
 def test_ctrl_c_while_a_checkpoint_is_written(command, monkeypatch, number):
     """torch.save ends with an error of its own then; the checkpoint before it is whole, and named."""
     fail_in_save(monkeypatch, number, KeyboardInterrupt())
-    run = command(*TINY)
+    run = command(*THREE_EPOCHS)
     assert run.code == 130
     (line,) = [line for line in run.err.splitlines() if line.startswith("Error")]
     assert line.startswith("Error: Stopped by Ctrl-C: ")
@@ -154,7 +155,7 @@ def test_ctrl_c_while_a_checkpoint_is_written(command, monkeypatch, number):
 def test_a_disk_that_is_full_in_mid_training_says_what_was_saved(command, monkeypatch):
     """After the sentence on the disk; the checkpoint before is whole."""
     fail_in_save(monkeypatch, 2, OSError(errno.ENOSPC, "No space left on device"))
-    run = command(*TINY, "callbacks=last")
+    run = command(*THREE_EPOCHS, "callbacks=last")
     line, last = run.mistake, run.folder / "checkpoints" / "last.ckpt"
     assert "cannot be written: No space left on device. Choose another folder" in line
     assert line.endswith(f"ckpt_path={last}")

@@ -1,7 +1,7 @@
 import csv
 import json
 import os
-import subprocess
+import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_lines import TINY as EPOCH
+from forks import forked
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
@@ -19,7 +21,7 @@ from lightning_ga.train import options_first
 
 SMALL = ("model=mlp", "model.hidden=[32]")
 QUICK = (*SMALL, "trainer.max_epochs=2", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
-TINY = (*QUICK, "debug=default")
+TINY = (*EPOCH, "trainer.max_epochs=2")
 BY_STEP = (*QUICK, "trainer.max_epochs=1", "trainer.log_every_n_steps=1", "optimized_metric=train/loss")
 
 
@@ -170,7 +172,8 @@ def test_a_wrong_name_makes_no_folder(command):
 def test_what_recipes_of_images_set(command):
     """Mixed samples, smoothed labels, no decay of norms; the check says what mixing means for accumulation."""
     run = command(
-        *(*TINY, "data.mixup=0.2", "data.cutmix=1.0", "data.rand_augment=9", "model.label_smoothing=0.1"),
+        *(*TINY, "accumulate.verify=true", "data.mixup=0.2", "data.cutmix=1.0", "data.rand_augment=9"),
+        "model.label_smoothing=0.1",
         *("optimizer=adamw", "optimizer.decay_norms=false", "accumulate.effective_batch_size=32"),
     )
     assert run.code == 0, run.err
@@ -435,16 +438,21 @@ def test_a_sweep_refuses_several_processes_per_job(command):
     assert "cannot start several processes" in run.err
 
 
+def as_module(*arguments: str) -> None:
+    """What ``python -m lightning_ga.train`` does, without importing anew."""
+    sys.argv[1:] = arguments
+    runpy.run_module("lightning_ga.train", run_name="__main__", alter_sys=True)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_share_an_effective_batch(tmp_path):
-    """trainer=ddp starts a process per rank; one of them prints, both train the same 32 samples a step."""
-    arguments = [*TINY, "trainer=ddp", "data.batch_size=16", "accumulate.micro_batch_size=8"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    line = [sys.executable, "-m", "lightning_ga.train", *arguments, "hydra.run.dir=run"]
-    run = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("Plan") == 1
+    """trainer=ddp starts a process for the second rank; one of them prints, both train the same 32 samples a step."""
+    arguments = [*TINY, "trainer=ddp", "data.batch_size=16", "accumulate.micro_batch_size=8", "hydra.run.dir=run"]
+    environment = {"PYTHONWARNINGS": "default", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = forked(as_module, *arguments, environment=environment, folder=tmp_path)
+    assert run.code == 0, run.output
+    assert run.output.count("Plan") == 1
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]
     assert (plan["effective_batch_size"], plan["world_size"], plan["factor"]) == (32, 2, 2)
     steps = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
@@ -458,6 +466,6 @@ def test_options_may_stand_anywhere():
 
 def test_samples_that_have_no_other_to_be_mixed_with_are_told(command):
     """A micro-batch of one."""
-    run = command(*TINY, "data.mixup=0.2", "accumulate.micro_batch_size=1", "accumulate.verify=false", "dry_run=true")
+    run = command(*TINY, "data.mixup=0.2", "accumulate.micro_batch_size=1", "dry_run=true")
     assert run.code == 0, run.err
     assert "Warning: data.mixup and data.cutmix mix the samples of a micro-batch, and these have one" in run.err

@@ -123,17 +123,18 @@ def test_each_window_is_that_of_a_plain_loop(
     make, orders = LOADERS[loader]
     windows, data = windows_of(count, orders), Samples(SIZE)
 
+    ends = [step for step in range(1, len(windows)) if sum(map(len, windows[:step])) % SIZE == 0]
+    first = 1 + (list(SCHEDULES).index(name) + list(LOADERS).index(loader)) % 6
+    steps = ends if loader in STREAMS else range(first, len(windows), 6)
     ours = scheduled(schedule, micro_batch, micro_batching=mode)
-    module, trainer = train(make(), ours, SaveAll(tmp_path))
+    module, trainer = train(make(), ours, SaveAll(tmp_path, steps))
     assert module.windows == windows
     falls = len(windows) if name != "seesaw" else next(k for k in range(99) if sum(map(len, windows[:k])) >= 80)
     rates = [0.1] * falls + [0.1 / 2**0.5] * (len(windows) - falls)
     assert worst_error(module.gradients, plain_training(data, windows, rates)) <= 1e-12
     assert trainer.global_step == len(windows)
     assert ours.optimizer_steps() == (None if loader in ("stream", "ready-made") else len(windows))
-    ends = [step for step in range(1, len(windows)) if sum(map(len, windows[:step])) % SIZE == 0]
-    first = 1 + (list(SCHEDULES).index(name) + list(LOADERS).index(loader)) % 6
-    for turn, step in enumerate(ends if loader in STREAMS else range(first, len(windows), 6)):
+    for turn, step in enumerate(steps):
         resumed, _ = train(
             make(),
             scheduled(schedule, (2, 4, 7)[turn % 3], micro_batching=mode),
@@ -164,14 +165,14 @@ def test_the_factor_follows_the_schedule_too(
     def callback() -> AutoAccumulate:
         return scheduled(None, 4, accumulate=schedule, micro_batching=mode)
 
-    ours, saver = callback(), SaveAll(tmp_path)
+    ends = [step for step in range(4, len(windows)) if sum(map(len, windows[:step])) % SIZE == 0]
+    step = ends[0] if loader == "stream" else 9
+    ours, saver = callback(), SaveAll(tmp_path, [step])
     module, _ = train(make(), ours, saver)
     assert module.windows == windows
     assert saver.factors[0] == factor(0, 0)
     assert max(saver.factors) == 3
     assert ours.optimizer_steps() == (None if loader == "stream" else len(windows))
-    ends = [step for step in range(4, 99) if sum(map(len, windows[:step])) % SIZE == 0]
-    step = ends[0] if loader == "stream" else 9
     resumed, _ = train(make(), callback(), ckpt_path=tmp_path / f"step{step}.ckpt")
     assert resumed.windows[step:] == windows[step:]
 

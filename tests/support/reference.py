@@ -1,6 +1,6 @@
 """A small task on real Trainers, and the oracle: the same training in a plain loop, batch whole."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +113,15 @@ class SaveAt(pl.Callback):
 
 
 class SaveAll(pl.Callback):
-    """A checkpoint after every optimizer step, and the factor of each."""
+    """A checkpoint after every optimizer step, or after those that are named, and the factor of each step."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.factors = folder, list[int]()
+    def __init__(self, folder: Path, steps: Container[int] = range(10**9)) -> None:
+        self.folder, self.steps, self.factors = folder, steps, list[int]()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if not trainer.fit_loop._should_accumulate():
-            trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
+            if trainer.global_step in self.steps:
+                trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
             self.factors.append(trainer.accumulate_grad_batches)
 
 

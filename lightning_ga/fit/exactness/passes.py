@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.nn import Module, functional
@@ -41,26 +41,25 @@ _FUNCTIONS = (
 _ATTENTION = functional.scaled_dot_product_attention
 
 
-class WithoutDropout(TorchFunctionMode):
-    """A context without functional dropout, that of attention included: it returns its input.
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Return a context without functional dropout, that of attention included: it returns its input.
+
+    Functions of torch that a step calls by themselves also need :class:`_CallsWithoutDropout` around it.
+    """
+    called = functional._VF  # type: ignore[attr-defined]  # by the functions of torch.nn.functional
+    names = [name for base in _FUNCTIONS for name in (base, f"{base}_") if hasattr(called, name)]
+    dropless, attends = {name: _dropless(getattr(called, name)) for name in names}, _dropless(_ATTENTION)
+    with patching.replaced(called, **dropless), patching.replaced(functional, scaled_dot_product_attention=attends):
+        yield
+
+
+class _CallsWithoutDropout(TorchFunctionMode):
+    """A context in which calls of torch's functions drop nothing: around steps alone, as it slows each call down.
 
     In a backward pass the mode is off, and what is computed again there (activation checkpointing) finds other
     functions of torch.
     """
-
-    def __enter__(self) -> Self:
-        called = functional._VF  # type: ignore[attr-defined]  # by the functions of torch.nn.functional
-        names = [name for base in _FUNCTIONS for name in (base, f"{base}_") if hasattr(called, name)]
-        self._held = ExitStack()
-        dropless, attends = {name: _dropless(getattr(called, name)) for name in names}, _dropless(_ATTENTION)
-        self._held.enter_context(patching.replaced(called, **dropless))
-        self._held.enter_context(patching.replaced(functional, scaled_dot_product_attention=attends))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._held.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _undropped(func, *args, **(kwargs or {}))
@@ -166,7 +165,7 @@ def traceless_passes(trainer: Any, *, plain: bool, begins: bool = True) -> Itera
     """Return a context in which passes run without dropout, and with exact arithmetic; all state is restored."""
     with ExitStack() as stack:
         restore = stack.enter_context(isolated(trainer, begins=begins))
-        for context in (eager(), exact_arithmetic(trainer, plain=plain), WithoutDropout(), ranks.alone()):
+        for context in (eager(), exact_arithmetic(trainer, plain=plain), without_dropout(), ranks.alone()):
             stack.enter_context(context)
         yield PassRunner(trainer, restore, begins=begins)
 
@@ -188,7 +187,8 @@ class PassRunner:
     def on_device(self, batch: Any) -> Any:
         """Return a batch as its transfer to the device leaves it."""
         self._begin(seed=1)
-        return self.transfer.moved(copied_if_possible(batch))
+        with _CallsWithoutDropout():
+            return self.transfer.moved(copied_if_possible(batch))
 
     def run(
         self,
@@ -278,8 +278,8 @@ class PassRunner:
                 weight=run.weights[index] if run.weights else 1.0,
             )
             batch = copied_if_possible(batch)
-            there = batch if run.on_device else self.transfer.moved(batch)
-            with without_logs(self.trainer) if run.as_pieces else nullcontext():
+            with _CallsWithoutDropout(), without_logs(self.trainer) if run.as_pieces else nullcontext():
+                there = batch if run.on_device else self.transfer.moved(batch)
                 run_pass(self.trainer, there, place, observe=observe)
             if run.weights:
                 gradient_dtype.widen(list(self.trainer.lightning_module.parameters()))
