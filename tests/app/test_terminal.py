@@ -1,6 +1,7 @@
 import errno
 import io
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -125,7 +126,7 @@ def test_a_signal_ends_with_its_exit_code_and_what_was_saved(command, monkeypatc
     (line,) = [line for line in run.err.splitlines() if line.startswith("Error")]
     assert line.startswith(f"Error: Stopped by {told}")
     again = "Go on with" if epoch else "no checkpoint had been saved yet. Start again"
-    assert f"{again}: python -m lightning_ga.train {' '.join(THREE_EPOCHS)}" in line
+    assert f"{again}: python -m lightning_ga.train {shlex.join(THREE_EPOCHS)}" in line
     assert line.endswith(f"ckpt_path={last}") == last.is_file() == (epoch > 0)
 
 
