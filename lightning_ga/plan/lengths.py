@@ -18,6 +18,7 @@ from lightning_ga.plan.units import counted
 from lightning_ga.plan.windows import Cuts, EpochPlan, EvenShares, GrowingEpoch, GrowingWindows
 
 SHARE_OF_PASS = 12  # a pass counts as a twelfth of its budget if what it costs is not measured
+_FEW_PASSES = 8  # of a window: so many may save padding if what a pass costs is not measured
 _LOOKED_AT = 16  # windows
 
 RankChunks = tuple[tuple[int, ...], ...]
@@ -291,9 +292,8 @@ def plan_by_size(
         passes = sum(map(sized.factor_of, some)) if isinstance(sized, GrowingEpoch) else sized.factor * len(some)
         return sum(_chunks(sized, cut.sizes, some)[1]) + each * passes * epoch.world_size
 
-    # If the cost of a pass is not measured, no more than a third of those that the longest samples would take.
-    most = epoch.factor if limits.pass_cost is not None else epoch.factor // 3
-    while least + more < most and cost(more + 1) < cost(more):
+    most = max(_FEW_PASSES, epoch.factor // 3)  # a third of those in the order of the samples
+    while (limits.pass_cost is not None or least + more < most) and cost(more + 1) < cost(more):
         more += 1
     sized = with_more(largest_over_ranks(least + more) - least)
     factors = [sized.factor_of(window) for window in windows]
