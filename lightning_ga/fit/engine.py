@@ -204,7 +204,8 @@ class Engine:
         fetch = partial(self.batches(stage).fetch, part.number, part.loader)
         with self._reading(stage, part):
             cut = partial(reader.slices, part.batch, expected=part.expected, on_host=on_host, samples=fetch)
-            return self.retry_once(cut)
+            slices: BatchSlices = self.retry_once(cut)
+        return slices
 
     def _count(self, stage: str, part: Part) -> int:
         """Return how many samples a batch holds: those expected, if that is known."""

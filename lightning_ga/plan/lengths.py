@@ -141,7 +141,7 @@ def piece_sizes(descending: Sequence[int], limits: SizeLimits, number: int = 1) 
     spans = _spans(costs, limits, max(len(_greedy(costs, limits.budget, limits.samples)), number))
     while limits.pass_cost is not None and len(spans) < len(costs):
         finer = _spans(costs, limits, len(spans) + 1)
-        if _total(costs, spans) - _total(costs, finer) <= limits.pass_cost:
+        if sum(_cost(costs, span) for span in spans) - sum(_cost(costs, span) for span in finer) <= limits.pass_cost:
             break
         spans = finer
     return [end - start for start, end in spans]
@@ -188,10 +188,6 @@ def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[t
 
 def _cost(descending: Sequence[int], span: tuple[int, int]) -> int:
     return (span[1] - span[0]) * descending[span[0]]
-
-
-def _total(descending: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
-    return sum(_cost(descending, span) for span in spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,17 +294,18 @@ def plan_by_size(
     sized = with_more(largest_over_ranks(least + more) - least)
     factors = [sized.factor_of(window) for window in windows]
     (counts, padded), (_, drawn) = _chunks(sized, cut.sizes, windows), _chunks(epoch, cut.sizes, windows)
-    ranks, held = (
-        range(epoch.world_size),
-        sum(sum(cut.sizes[start : start + samples]) for start, samples in map(epoch.windows.span, windows)),
-    )
+    held = sum(sum(cut.sizes[start : start + samples]) for start, samples in map(epoch.windows.span, windows))
     paddings = [None if cut.packs else 1 - held / (sum(each) or 1) if held else 0.0 for each in (padded, drawn)]
     return SizedPlan(
         plan.effective_batch_size,
         plan.world_size,
         max(counts, default=1),
         sized.factor if tokens is None else max(factors, default=1),
-        tuple(tuple(chunk.count for chunk in sized.chunks(windows[0], rank)) for rank in ranks if windows),
+        tuple(
+            tuple(chunk.count for chunk in sized.chunks(windows[0], rank))
+            for rank in range(epoch.world_size)
+            if windows
+        ),
         samples_at_most=min(limits.samples, -(-plan.effective_batch_size // plan.world_size)),
         size_budget=limits.budget,
         fewest_samples=min(counts, default=0),

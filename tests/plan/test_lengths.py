@@ -191,7 +191,7 @@ def test_more_micro_batches_than_needed_are_worth_the_padding_that_they_save(siz
 @settings(deadline=None)
 @given(SIZES, LIMITS, st.integers(0, 100))
 def test_a_batch_is_cut_further_while_that_saves_what_a_pass_costs(sizes, limits, pass_cost):
-    """Within the limits and in order, into no fewer than needed; passes and padding together cost no more than those."""
+    """Within the limits and in order, into no fewer than needed; passes and padding cost no more than then."""
     ordered = sorted(sizes, reverse=True)
 
     def total(pieces: list[int]) -> int:
