@@ -206,7 +206,7 @@ class Engine:
         with self._reading(stage, part):
             cut = partial(reader.slices, part.batch, expected=part.expected, on_host=on_host, samples=fetch)
             slices: BatchSlices = self.retry_once(cut)
-            return slices
+        return slices
 
     def _count(self, stage: str, part: Part) -> int:
         """Return how many samples a batch holds: those expected, if that is known."""

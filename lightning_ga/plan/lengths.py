@@ -18,6 +18,7 @@ from lightning_ga.plan.units import counted
 from lightning_ga.plan.windows import Cuts, EpochPlan, EvenShares, GrowingEpoch, GrowingWindows
 
 SHARE_OF_PASS = 12  # a pass counts as a twelfth of its budget if what it costs is not measured
+_FEW_PASSES = 8  # of a window: so many may save padding if what a pass costs is not measured
 _LOOKED_AT = 16  # windows
 
 RankChunks = tuple[tuple[int, ...], ...]
@@ -140,7 +141,7 @@ def piece_sizes(descending: Sequence[int], limits: SizeLimits, number: int = 1) 
     spans = _spans(costs, limits, max(len(_greedy(costs, limits.budget, limits.samples)), number))
     while limits.pass_cost is not None and len(spans) < len(costs):
         finer = _spans(costs, limits, len(spans) + 1)
-        if _total(costs, spans) - _total(costs, finer) <= limits.pass_cost:
+        if sum(_cost(costs, span) for span in spans) - sum(_cost(costs, span) for span in finer) <= limits.pass_cost:
             break
         spans = finer
     return [end - start for start, end in spans]
@@ -187,10 +188,6 @@ def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[t
 
 def _cost(descending: Sequence[int], span: tuple[int, int]) -> int:
     return (span[1] - span[0]) * descending[span[0]]
-
-
-def _total(descending: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
-    return sum(_cost(descending, span) for span in spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,24 +288,24 @@ def plan_by_size(
         passes = sum(map(sized.factor_of, some)) if isinstance(sized, GrowingEpoch) else sized.factor * len(some)
         return sum(_chunks(sized, cut.sizes, some)[1]) + each * passes * epoch.world_size
 
-    # If the cost of a pass is not measured, no more than a third of those that the longest samples would take.
-    most = epoch.factor if limits.pass_cost is not None else epoch.factor // 3
-    while least + more < most and cost(more + 1) < cost(more):
+    most = max(_FEW_PASSES, epoch.factor // 3)  # a third of those in the order of the samples
+    while (limits.pass_cost is not None or least + more < most) and cost(more + 1) < cost(more):
         more += 1
     sized = with_more(largest_over_ranks(least + more) - least)
     factors = [sized.factor_of(window) for window in windows]
     (counts, padded), (_, drawn) = _chunks(sized, cut.sizes, windows), _chunks(epoch, cut.sizes, windows)
-    ranks, held = (
-        range(epoch.world_size),
-        sum(sum(cut.sizes[start : start + samples]) for start, samples in map(epoch.windows.span, windows)),
-    )
+    held = sum(sum(cut.sizes[start : start + samples]) for start, samples in map(epoch.windows.span, windows))
     paddings = [None if cut.packs else 1 - held / (sum(each) or 1) if held else 0.0 for each in (padded, drawn)]
     return SizedPlan(
         plan.effective_batch_size,
         plan.world_size,
         max(counts, default=1),
         sized.factor if tokens is None else max(factors, default=1),
-        tuple(tuple(chunk.count for chunk in sized.chunks(windows[0], rank)) for rank in ranks if windows),
+        tuple(
+            tuple(chunk.count for chunk in sized.chunks(windows[0], rank))
+            for rank in range(epoch.world_size)
+            if windows
+        ),
         samples_at_most=min(limits.samples, -(-plan.effective_batch_size // plan.world_size)),
         size_budget=limits.budget,
         fewest_samples=min(counts, default=0),

@@ -29,7 +29,7 @@ def try_modes(program: Program) -> list[Row]:
         ("out of memory", program.batch, {}, int(OOM_PLACE * counted)),
     ]
     for mode, batch, settings, fails_at in modes:
-        if mode == "step" and "size_of" in program.settings:  # are refused together
+        if mode == "step" and callable(program.settings.get("size_of")):  # are refused together
             continue
         callback = _accumulate(program, **settings)
         trace = run(program, batch, [callback], fails_at=fails_at)

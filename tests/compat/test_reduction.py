@@ -86,3 +86,21 @@ def test_parameters_that_come_to_be_trained_within_a_window_are_refused() -> Non
     sum(weight.sum() for weight in weights).backward()
     with pytest.raises(UserError, match=r"requires_grad=True on 1 parameters \(the first is of shape \(2,\)"):
         reducer.check()
+
+
+def test_room_for_messages_that_memory_was_not_enough_for_is_made_when_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Larger buckets, of weights that come to be trained, need more of it."""
+    weights = nn.ParameterList([torch.ones(3), nn.Parameter(torch.ones(200), requires_grad=False)])
+    reducer = GradientReducer(Parallel(weights))
+    weights[1].requires_grad_()
+
+    def fails(*_: Any, **settings: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr("lightning_ga.compat.reduction.torch.empty", fails)
+        reducer.window(summed=True)
+    reducer.window(summed=True)
+    assert all(room.numel() >= 4 * 203 for room in reducer.memory())

@@ -15,6 +15,7 @@ from texts import LONGEST, Reading, Texts, pad, plain_gradients, windows_of
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.batch.layout import LayoutError
 from lightning_ga.testing import limit_memory, out_of_memory_at
 from lightning_ga.weights import TargetTokens
 
@@ -289,6 +290,18 @@ def test_batches_that_show_no_lengths_are_refused() -> None:
     for size_of in ("auto", "attention_mask"):
         with pytest.raises(UserError, match=f"size_of='{size_of}' finds no part of the batches"):
             train(batches, size_of=size_of)
+
+
+def packed(samples: list[Any]) -> Batch:
+    """Without padding: one axis holds all words."""
+    words = torch.cat([each["words"] for each in samples])
+    return {"words": words, "of": torch.repeat_interleave(torch.arange(len(samples)), lengths(samples))}
+
+
+def test_batches_that_cannot_be_cut_are_refused_with_a_way_out_that_size_of_goes_with() -> None:
+    loader = DataLoader(DATA, BATCH, collate_fn=packed)
+    with pytest.raises(LayoutError, match="size_of= does without that hook if a map-style dataset is cut with micro"):
+        train(loader)
 
 
 class Splits(Reading):

@@ -16,6 +16,7 @@ from lightning_ga.plan.lengths import (
     SizeLimits,
     chunks_needed,
     cut_by_size,
+    piece_sizes,
     plan_by_size,
     token_windows,
 )
@@ -185,6 +186,39 @@ def test_more_micro_batches_than_needed_are_worth_the_padding_that_they_save(siz
     assert free.factor >= dear.factor
     if len(windows) <= 16:
         assert free.padding <= dear.padding + 1e-12
+
+
+@settings(deadline=None)
+@given(SIZES, LIMITS, st.integers(0, 100))
+def test_a_batch_is_cut_further_while_that_saves_what_a_pass_costs(sizes, limits, pass_cost):
+    """Within the limits and in order, into no fewer than needed; passes and padding cost no more than then."""
+    ordered = sorted(sizes, reverse=True)
+
+    def total(pieces: list[int]) -> int:
+        starts = accumulate(pieces, initial=0)
+        return sum(count * ordered[start] for start, count in zip(starts, pieces)) + pass_cost * len(pieces)
+
+    fewest, found = piece_sizes(ordered, limits), piece_sizes(ordered, replace(limits, pass_cost=pass_cost))
+    assert sum(found) == len(sizes)
+    assert len(found) >= len(fewest)
+    assert total(found) <= total(fewest)
+    assert piece_sizes(ordered, limits, len(found)) == found
+    start = 0
+    for count in found:
+        assert count == 1 or (count <= limits.samples and count * ordered[start] <= limits.budget)
+        start += count
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(1, 80), LIMITS, WORLD_SIZES)
+def test_padding_costs_few_passes_or_a_third_of_them_if_a_pass_is_not_measured(sizes, window, limits, world_size):
+    effective = max(window, world_size)
+    plan = plan_accumulation(effective, micro_batch=1, world_size=world_size)  # as drawn, each sample alone
+    epoch = EpochPlan(RegularWindows(len(sizes), effective), 1, plan.factor, world_size)
+    shares = SizedShares(array("q", sizes), limits)
+    found, _ = plan_by_size(plan, epoch, shares)
+    least, _ = plan_by_size(plan, epoch, replace(shares, limits=replace(limits, pass_cost=10**9)))
+    assert least.factor <= found.factor <= max(least.factor, 8, plan.factor // 3)
 
 
 def plain_cut(sizes: list[int], tokens: int) -> list[list[int]]:
