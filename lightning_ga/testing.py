@@ -49,7 +49,7 @@ def limit_memory(
         Traceback (most recent call last):
         torch.OutOfMemoryError: Live tensors out of memory. Tried to allocate 4,194,304 bytes: ...
     """
-    meter = LiveTensorMeter(budget=parse_budget(budget), device=device)
+    meter = LiveTensorMeter(budget=parse_budget(budget, name="budget"), device=device)
     meter.add(resident)
     LiveTensorMeter.active.append(meter)
     try:

@@ -67,5 +67,5 @@ def test_out_of_memory_at_every_single_operation() -> None:
 
 @pytest.mark.parametrize("budget", ["plenty", 0, "80%"])
 def test_a_bad_budget_is_refused(budget: int | str) -> None:
-    with pytest.raises(UserError, match="memory_budget="), limit_memory(budget):
+    with pytest.raises(UserError, match="^budget="), limit_memory(budget):
         pass

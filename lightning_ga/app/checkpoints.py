@@ -12,11 +12,9 @@ that runs save. Beside it: ``model.init_from=weights.pt``, which starts a model 
 import math
 import os
 import re
-import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointIO
 from torch import Tensor, nn
 
-from lightning_ga.app.errors import is_out_of_memory, one_line
+from lightning_ga.app.errors import one_line
 from lightning_ga.app.run_files import read_config
 from lightning_ga.app.values import settings, walk
 from lightning_ga.errors import UserError, printable
@@ -88,7 +86,6 @@ OF_A_FIT = OF_ALL | {
     "lr_schedulers": [dict],
     "optimizer_states": [dict],
 }
-RESTORING = ("_restore_modules_and_callbacks", "restore_training_state")  # of Lightning's checkpoint connector
 WRAPPERS = re.compile(r"((module|model|net|_orig_mod)\.)*")  # what they put before the names of weights
 
 
@@ -210,22 +207,6 @@ def require_checkpoint(path: Path, content: Any, *, fit: bool = False) -> None:
         raise UserError(
             f"{str(path)!r} is no checkpoint that Lightning wrote: {wrong[0]} is missing, or is something else."
         )
-
-
-@contextmanager
-def told_if_not_restored(path: Path | None) -> Iterator[None]:
-    """A context in which an error that Lightning meets while it takes a checkpoint over is told in one sentence."""
-    try:
-        yield
-    except Exception as error:
-        names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-        is_known = isinstance(error, UserError | OSError) or is_out_of_memory(error)
-        if path is None or is_known or not names & {"resume_start", *RESTORING}:
-            raise
-        raise UserError(
-            f"{str(path)!r} cannot be taken over, as its content is not what this version of Lightning writes "
-            f"({type(error).__name__}: {one_line(error)})."
-        ) from error
 
 
 def require_same_model(path: Path, saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:

@@ -31,6 +31,7 @@ NAMED = (  # of a file or folder that the user named, to write or to read
 )
 READERS = re.compile(r"(omegaconf|hydra|yaml)\.")  # modules that go as deep as a configuration nests
 PLUGINS = {"optuna": "'lightning_ga[sweep]'", "joblib": "hydra-joblib-launcher"}
+RESTORING = {"resume_start", "_restore_modules_and_callbacks", "restore_training_state"}  # functions of Lightning
 BEFORE_DATA = {"build_model", "model_to_device"}  # functions of this package and of Lightning
 WITHOUT = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}
 LOGGERS = ("wandb", "mlflow")  # packages whose errors are about accounts, servers and networks
@@ -48,13 +49,14 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
         return sentence if isinstance(told, UserError) else f"A configuration file is no valid YAML: {sentence}."
     frames = [frame for link in links for frame, _ in traceback.walk_tb(link.__traceback__)]
     modules = [frame.f_globals.get("__name__", "") for frame in frames]
+    functions = {frame.f_code.co_name for frame in frames}
     endless = any(isinstance(link, RecursionError) for link in links) and any(map(READERS.match, modules))
     if endless or "RecursionError raised while" in str(error):
         return "The configuration includes itself, or nests deeper than can be read: write it flatter."
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object!r} is not read as UTF-8: give it another name, or set PYTHONUTF8=1 if it should be."
     if is_out_of_memory(error):
-        return explain_out_of_memory(error, {frame.f_code.co_name for frame in frames})
+        return explain_out_of_memory(error, functions)
     refused = next((link for link in links if type(link).__module__.partition(".")[0] in LOGGERS), None)
     if refused is not None and not isinstance(error, InstantiationException):
         return f"{one_line(refused)} (logger=default needs no account and no network)"
@@ -73,8 +75,13 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
         return "The current folder has been removed: change to another one (cd), and start again."
     if isinstance(error, InstantiationException):
         return explain_constructor(error)
+    if functions & RESTORING:
+        return (
+            "The checkpoint of ckpt_path cannot be taken over, as its content is not what this version of Lightning "
+            f"writes ({type(error).__name__}: {one_line(error)})."
+        )
     own = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if own and (own[-1].startswith("torch.optim.") or "configure_optimizers" in {f.f_code.co_name for f in frames}):
+    if own and (own[-1].startswith("torch.optim.") or "configure_optimizers" in functions):
         return (
             f"optimizer or lr_scheduler cannot work with what it is given ({one_line(error)}): --cfg job -p optimizer "
             "shows it (--traceback shows where)."

@@ -57,7 +57,7 @@ def run_task(content: Config, written: Config, allow: tuple[str, ...] = ()) -> f
                 clear(folder)
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
             write_json(folder / "versions.json", versions(run))
-        with interruptions_told(lambda: outcome(run)), checkpoints.told_if_not_restored(checkpoint):
+        with interruptions_told(lambda: outcome(run)):
             metrics = TASKS[run.config.task](run, checkpoint)
         if run.trainer.is_global_zero and not run.config.dry_run:
             summarize(run, metrics, time.perf_counter() - started)

@@ -20,9 +20,11 @@ _TOKENS = re.compile(r"\s*(\d+(?:[_,]\d+)*)\s+tokens\s*")
 LEAST_BYTES = 1000  # that anybody means by a number without a unit
 
 
-def parse_budget(value: int | float | str | None, total_bytes: int | None = None) -> int | None:
+def parse_budget(
+    value: int | float | str | None, total_bytes: int | None = None, *, name: str = "memory_budget"
+) -> int | None:
     """Return the bytes of a memory budget; ``None`` stays ``None``, and a share needs the device's total."""
-    return None if value is None else require_bytes("memory_budget", value, total_bytes)
+    return None if value is None else require_bytes(name, value, total_bytes)
 
 
 def require_bytes(name: str, value: object, total_bytes: int | None = None, *, least: int = 1) -> int:

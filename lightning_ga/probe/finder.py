@@ -73,7 +73,7 @@ def find_micro_batch(
     require_count("high", high)
     training = _Loop(step, resident, reset, agree)
     chosen = numbered(device)
-    allowed = Budget(budget, total_memory(chosen) if budget is not None else None)
+    allowed = Budget(budget, total_memory(chosen) if budget is not None else None, name="budget")
     return Prober(training, meter_of(chosen, training), allowed).find(high, known=known, predict_only=predict_only)
 
 

@@ -32,16 +32,19 @@ class Budget:
         "train in a lower precision, use activation checkpointing or a smaller model, or shard it over more devices"
     )
 
-    def __init__(self, value: int | float | str | None, total_bytes: int | None) -> None:
-        self.asked = parse_budget(value, total_bytes)  # bytes; ``None`` is what the device has free
-        self.bound = "the device" if value is None else f"memory_budget={value!r}"  # what leaves a step too little
+    def __init__(
+        self, value: int | float | str | None, total_bytes: int | None, *, name: str = "memory_budget"
+    ) -> None:
+        self.asked = parse_budget(value, total_bytes, name=name)  # bytes; ``None`` is what the device has free
+        self.bound = "the device" if value is None else f"{name}={value!r}"  # what leaves a step too little
+        self._name = name  # of the argument
         self._total_bytes = total_bytes  # of the device, to which shares refer
 
     def enough(self, needed: int) -> str | None:
         """Say what would leave so many bytes; ``None`` if nothing does, or nothing is known."""
         if self.asked is None or (self._total_bytes is not None and needed > self._total_bytes):
             return None
-        return f"memory_budget={least_budget(needed)!r} is enough"
+        return f"{self._name}={least_budget(needed)!r} is enough"
 
     def shortage(
         self, what: str, needed: int, left: int, *, measured: bool = False, holders: Attribution | None = None

@@ -169,7 +169,7 @@ def test_a_budget_that_no_step_fits_in_says_what_is_enough(budget: int | str) ->
     with pytest.raises(UserError, match="micro_batch_size=1, the smallest that runs, takes ") as caught:
         find_micro_batch(mlp(), high=64, budget=budget, device="cpu")
     message = str(caught.value)
-    proposed = re.search(r"memory_budget='(\S+)' is enough", message)[1]  # type: ignore[index]
+    proposed = re.search(r"budget='(\S+)' is enough", message)[1]  # type: ignore[index]
     assert "What usually makes the largest part smaller: " in message
     found = find_micro_batch(mlp(), high=64, budget=proposed, device="cpu")
     assert found.limit >= 1
