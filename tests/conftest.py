@@ -37,13 +37,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests of what only one mode does in the other, which each mark explains; begin with long tests."""
-    mode = config.getoption("--micro-batching")
-    for item in items:
-        mark = item.get_closest_marker("loader_only")
-        if mark is not None and mode == "step":
-            item.add_marker(pytest.mark.skip(reason=f"loader mode only: {mark.kwargs['reason']}"))
+    """Begin with long tests. In step mode leave out those of the loader alone, which each mark explains.
+
+    Tests of which a parameter says the mode are left out there, too: they do in either run what they do in the other.
+    """
+    if config.getoption("--micro-batching") == "step":
+        for item in items:
+            mark = item.get_closest_marker("loader_only")
+            if mark is not None:
+                item.add_marker(pytest.mark.skip(reason=f"loader mode only: {mark.kwargs['reason']}"))
+        config.hook.pytest_deselected(items=[item for item in items if says_its_mode(item)])
+        items[:] = [item for item in items if not says_its_mode(item)]
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.stem not in LONG))
+
+
+def says_its_mode(item: pytest.Item) -> bool:
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return any(parameters.get(name) in ("loader", "step") for name in ("mode", "micro_batching"))
 
 
 @pytest.fixture

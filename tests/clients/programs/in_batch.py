@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from clients.program import Program, train
 from clients.programs import lightly
-from lightning_ga.models import to_group_norm
+from clients.programs.lightly import without_batch_norm as group_norm
 
 WORDS, LENGTH = 30, 16
 
@@ -100,14 +100,6 @@ def sentences(module: Callable[[], LightningModule], batch: int, callbacks: Sequ
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(*(torch.randint(WORDS, (32, LENGTH), generator=generator) for _ in range(2)))
     return train(module, partial(DataLoader, data, batch_size=batch), callbacks)
-
-
-def group_norm(module: Callable[[], LightningModule]) -> LightningModule:
-    """The same without BatchNorm."""
-    made = module()
-    for part in made.children():
-        to_group_norm(part, groups=4)
-    return made
 
 
 def whole(client: str, name: str, fit: Any, module: Any, *names: str) -> Program:

@@ -44,11 +44,12 @@ def backbone() -> nn.Module:
 class SimCLR(LightningModule):
     """Positives beside the other samples of the batch."""
 
+    head = partial(SimCLRProjectionHead, FEATURES, FEATURES, 16)
+    loss: Callable[[], nn.Module] = NTXentLoss
+
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = backbone()
-        self.projection_head = SimCLRProjectionHead(FEATURES, FEATURES, 16)
-        self.criterion = NTXentLoss()
+        self.backbone, self.projection_head, self.criterion = backbone(), self.head(), self.loss()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.projection_head(self.backbone(x).flatten(start_dim=1))
@@ -61,67 +62,52 @@ class SimCLR(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.06)
 
 
-class MoCo(LightningModule):
-    """Negatives from a memory bank, keys from a momentum encoder."""
+class MoCo(SimCLR):
+    """Negatives from a memory bank, keys from a momentum encoder, which follows in each step."""
+
+    head = partial(MoCoProjectionHead, FEATURES, FEATURES, 16, batch_norm=True)
+    loss = partial(NTXentLoss, memory_bank_size=(64, 16))
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = backbone()
-        self.projection_head = MoCoProjectionHead(FEATURES, FEATURES, 16, batch_norm=True)
         self.backbone_momentum = copy.deepcopy(self.backbone)
         self.projection_head_momentum = copy.deepcopy(self.projection_head)
         deactivate_requires_grad(self.backbone_momentum)
         deactivate_requires_grad(self.projection_head_momentum)
-        self.criterion = NTXentLoss(memory_bank_size=(64, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.projection_head(self.backbone(x).flatten(start_dim=1))
 
     def forward_momentum(self, x: torch.Tensor) -> torch.Tensor:
         return self.projection_head_momentum(self.backbone_momentum(x).flatten(start_dim=1)).detach()
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def follow(self) -> None:
         momentum = cosine_schedule(self.current_epoch, EPOCHS, 0.9, 1)
         update_momentum(self.backbone, self.backbone_momentum, m=momentum)
         update_momentum(self.projection_head, self.projection_head_momentum, m=momentum)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.follow()
         x_query, x_key = batch[0]
         return self.criterion(self.forward(x_query), self.forward_momentum(x_key))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.06)
 
-
-class BYOL(LightningModule):
+class BYOL(MoCo):
     """A student predicts what its teacher says of the other view."""
+
+    head = partial(BYOLProjectionHead, FEATURES, FEATURES, 16)
+    loss = NegativeCosineSimilarity
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = backbone()
-        self.projection_head = BYOLProjectionHead(FEATURES, FEATURES, 16)
         self.prediction_head = BYOLPredictionHead(16, FEATURES, 16)
-        self.backbone_momentum = copy.deepcopy(self.backbone)
-        self.projection_head_momentum = copy.deepcopy(self.projection_head)
-        deactivate_requires_grad(self.backbone_momentum)
-        deactivate_requires_grad(self.projection_head_momentum)
-        self.criterion = NegativeCosineSimilarity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.prediction_head(self.projection_head(self.backbone(x).flatten(start_dim=1)))
-
-    def forward_momentum(self, x: torch.Tensor) -> torch.Tensor:
-        return self.projection_head_momentum(self.backbone_momentum(x).flatten(start_dim=1)).detach()
+        return self.prediction_head(super().forward(x))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        momentum = cosine_schedule(self.current_epoch, EPOCHS, 0.9, 1)
-        update_momentum(self.backbone, self.backbone_momentum, m=momentum)
-        update_momentum(self.projection_head, self.projection_head_momentum, m=momentum)
+        self.follow()
         x0, x1 = batch[0]
         p0, z0 = self.forward(x0), self.forward_momentum(x0)
         p1, z1 = self.forward(x1), self.forward_momentum(x1)
         return 0.5 * (self.criterion(p0, z1) + self.criterion(p1, z0))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.06)
 
 
 def fit(module: Callable[[], LightningModule], batch: int, callbacks: Sequence[Any]) -> LightningModule:
@@ -129,7 +115,7 @@ def fit(module: Callable[[], LightningModule], batch: int, callbacks: Sequence[A
     return train(module, partial(loader, batch), callbacks)
 
 
-def without_batch_norm(module: type[LightningModule]) -> LightningModule:
+def without_batch_norm(module: Callable[[], LightningModule]) -> LightningModule:
     """The same with GroupNorm, of few groups: a projection normalizes vectors, with no pixels to average over."""
     made = module()
     for part in made.children():
