@@ -62,15 +62,6 @@ def test_a_micro_batch_without_tokens_is_left_out(kind: type[Reading], empty: Se
     assert worst_error(module.gradients, plain_gradients(data, cut(range(16), 8), "words")) <= 1e-12
 
 
-@pytest.mark.parametrize("empty", [range(2, 16, 2), [*range(1, 8), *range(9, 16)]])
-def test_samples_without_tokens_are_measured_as_they_are_trained(empty: Sequence[int]) -> None:
-    """A part of those that are measured may count nothing."""
-    module, callback = Reading("words"), AutoAccumulate(micro_batch_size=2, normalize=TargetTokens())
-    fit(DataLoader(Sequences(16, empty), 8, collate_fn=collate), callback, module=module, max_epochs=1)
-    assert callback.exactness is not None
-    assert callback.exactness.cause == "exact"
-
-
 def test_a_window_without_tokens_is_an_error() -> None:
     """Rather than a step of NaN."""
     with pytest.raises(UserError, match="counted 0 in all micro-batches of a window"):

@@ -325,7 +325,7 @@ def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(coun
 
 
 class Copied(Task):
-    """A network that is copied after every second batch, by its number or that of the optimizer's step."""
+    """A network that is copied after every fourth batch."""
 
     def __init__(self) -> None:
         super().__init__(target=network().requires_grad_(False))
@@ -334,7 +334,7 @@ class Copied(Task):
         return self.regression(batch[0], batch[1] + self.target(batch[0] + 1))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 2:
+        if batch_idx % 4 == 3:
             self.target.load_state_dict(self.net.state_dict())
 
 
@@ -350,7 +350,7 @@ class Seldom(Task):
 
 @pytest.mark.parametrize("module", [Copied, Seldom])
 @each_way
-def test_what_hooks_do_after_every_second_batch_is_told_where_micro_batches_are_counted(module: Any, way: Way) -> None:
+def test_what_hooks_do_after_some_batches_is_told_where_micro_batches_are_counted(module: Any, way: Way) -> None:
     """Though no pass shows it: with two micro-batches, windows end where the hook acts. After an error, too."""
     numbered = Case(module, of_pairs, micro=4)
     ours = run(numbered, way, max_epochs=2)
@@ -440,6 +440,30 @@ def test_a_counter_is_proposed_that_makes_a_mean_over_tokens_exact(shift: bool, 
 @each_oom
 def test_parts_of_a_mean_over_tokens_are_weighted_rightly(way: Way) -> None:
     cut_rightly(case(lambda: language(True), of_sentences), way, arguments={"normalize": TargetTokens(shift=True)})
+
+
+def in_boxes(task: Task, batch: Any) -> Tensor:
+    """A mean over boxes, of which some samples have none."""
+    predicted, boxes = task.predict(batch[0]), batch[1]
+    errors = [(one - each).square().sum() for one, each in zip(predicted, boxes)]
+    return torch.stack(errors).sum() / max(1, number_of_boxes(batch))
+
+
+def number_of_boxes(batch: Any) -> int:
+    return sum(map(len, batch[1]))
+
+
+def of_boxes() -> Any:
+    samples = [(x, y.expand(3 * (number % 3 == 0))) for number, (x, y) in enumerate(pairs(36))]
+    return DataLoader(
+        samples, batch_size=BATCH, collate_fn=lambda some: (default_collate([x for x, _ in some]), [y for _, y in some])
+    )
+
+
+@each_way
+def test_samples_without_items_are_measured_as_they_are_trained(way: Way) -> None:
+    """One part of those that are measured counts nothing."""
+    cut_rightly(case(lambda: Task(in_boxes), of_boxes), way, arguments={"normalize": number_of_boxes})
 
 
 # --- random numbers -----------------------------------------------------------------------------
