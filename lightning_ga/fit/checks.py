@@ -172,12 +172,14 @@ class Told:
         """Return the sentences on windows that are not exact, if the user does not know them yet."""
         found = [self._fit.exactness.untold()] if self._fit.plans_several_passes else []
         source, loader = self._fit.source, self._fit.source.recipe.loader
-        is_cut = self._fit.fed.micro_batch_size < source.recipe.largest_batch(loops.training_epoch(self._fit.trainer))
-        if is_cut and source.streams and loader.num_workers > 1 and not self._workers_are_told:
+        recipes = source.recipe.largest_batch(loops.training_epoch(self._fit.trainer))
+        is_another = self._fit.fed.micro_batch_size != recipes
+        if is_another and source.streams and loader.num_workers > 1 and not self._workers_are_told:
             self._workers_are_told = True
+            ends = "" if source.length is None else ", and an epoch may end before its last samples"
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
-                "samples than batches of the whole size would: use num_workers=1 for the same windows."
+                f"samples than batches of the recipe would{ends}: use num_workers=1 for the same windows."
             )
         return [sentence for sentence in found if sentence is not None]
 

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from pairing import every_pair
+from reference import quiet_trainer
 from torch import Tensor
 from torch.nn.functional import mse_loss, pad
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
@@ -37,7 +38,7 @@ from true_support import (
     train,
 )
 
-from lightning_ga import AutoAccumulate, UserError
+from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
 
 MODES = pytest.mark.parametrize("mode", ["loader", "step"])
 
@@ -226,6 +227,21 @@ def test_workers_that_read_a_stream_in_turn_are_told_where_the_loader_cuts(way: 
         told(case, way, "exact|unmeasured", "Several data workers")
     else:
         cut_rightly(case, way)
+
+
+class Counted(Iterated):
+    """With a length."""
+
+    def __len__(self) -> int:
+        return 48
+
+
+def test_workers_whose_batches_are_joined_are_told() -> None:
+    """Each reads 24 samples, as 20 and 4, and the epoch ends after three of these batches."""
+    loader = DataLoader(Counted(in_turn), batch_size=4, num_workers=2)
+    ours = AutoAccumulate(20, micro_batch_size=20, verify=False)
+    with pytest.warns(ExactnessWarning, match=r"Several data workers .* and an epoch may end before its last samples"):
+        quiet_trainer(ours, max_epochs=1).fit(Task(), loader)
 
 
 # --- epochs that differ -------------------------------------------------------------------------
