@@ -47,7 +47,9 @@ class LogTap:
             self.log(fx, name, *arguments, **settings)
             self.logged.append((fx, name))
         elif (fx, name) not in self.logged:
-            self.buffer.note(fx, name, *arguments, **settings)
+            given = settings.get("batch_size", 1)  # one may count a sample
+            is_constant = given != 1 and given in self.constants and name not in self._counted
+            self.buffer.note(fx, name, *arguments, is_constant=is_constant, **settings)
 
     def begin(self) -> None:
         """Begin a batch: what it logs goes through."""
@@ -107,6 +109,7 @@ class Entry:
     settings: dict[str, Any]  # all other arguments
     weight: float  # of the piece in means
     samples: int  # of the piece
+    is_constant: bool = False  # whether its ``batch_size`` is that of the recipe
 
 
 class LogBuffer:
@@ -122,9 +125,9 @@ class LogBuffer:
         self._weight, self._samples = weight, samples
         self._batch_samples += samples
 
-    def note(self, fx: str, name: str, value: Any, **settings: Any) -> None:
+    def note(self, fx: str, name: str, value: Any, *, is_constant: bool = False, **settings: Any) -> None:
         """Note an entry of the piece that runs, in place of the trainer's ``log``."""
-        self._pieces[-1].append(Entry(fx, name, _detached(value), settings, self._weight, self._samples))
+        self._pieces[-1].append(Entry(fx, name, _detached(value), settings, self._weight, self._samples, is_constant))
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
         """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""
@@ -154,7 +157,8 @@ def _merged(entries: Sequence[Entry], batch_samples: int) -> Entry:
     first, samples = entries[0], [entry.samples for entry in entries]
     settings, weights = dict(first.settings), [entry.weight for entry in entries]
     sizes = [size for entry in entries if (size := entry.settings.get("batch_size")) is not None]
-    if len(sizes) == len(entries) and not _is_constant(sizes, samples, weights, batch_samples):
+    is_constant = all(entry.is_constant for entry in entries)
+    if len(sizes) == len(entries) and not (is_constant or _is_constant(sizes, samples, weights, batch_samples)):
         settings["batch_size"] = sum(sizes)
         weights = weights if sizes == samples else sizes
     if isinstance(first.value, Metric):

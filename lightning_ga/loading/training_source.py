@@ -233,7 +233,9 @@ class TrainingSource:
     def constants(self, chunk: Chunk) -> dict[float, float]:
         """Return what the recipe's batch size, or one, counts as in a micro-batch: those of a batch add up to it."""
         size, ranks = self.recipe.batch_size or 0, self.recipe.ranks_per_order
-        if self.cut_in_step or not 0 < chunk.count < size:
+        if self.cut_in_step:
+            return {size: size}
+        if not 0 < chunk.count < size:
             return {}
         share = chunk.count * ranks * -(-chunk.window_samples // (size * ranks)) / chunk.window_samples
         return {1: share if chunk.count > 1 else 1, size: size * share}
