@@ -252,8 +252,11 @@ class TrainingSource:
         recipe = self.recipe
         over = self._epoch_end is not None and samples >= self._epoch_end
         if recipe.batch_size is not None:
-            used = recipe.used() if over else None
-            return samples // (recipe.batch_size * recipe.ranks_per_order) if used is None else used
+            done, used = samples // (recipe.batch_size * recipe.ranks_per_order), self.epoch_batches
+            if over:
+                used = recipe.used()
+                return done if used is None else used
+            return done if used is None else min(done, max(0, used - 1))
         ends = recipe.ends(self.sampler.epoch)
         if over:
             return -(-(len(ends) - 1) // recipe.ranks_per_order)
