@@ -28,6 +28,14 @@ def test_validation_by_time(interval: Any, micro_batch_size: int) -> None:
     assert trainer.global_step == module.steps_at_validation[-1] == 4
 
 
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_validation_waits_for_windows_that_hold_more_than_full_batches(mode: Any) -> None:
+    """Two batches of 16 are full, and five windows of 7 of the 41 samples: the last begins before 32 are done."""
+    ours, module = AutoAccumulate(7, micro_batch_size=3, micro_batching=mode, verify=False), Validated()
+    fit(DataLoader(Samples(41), batch_size=16, drop_last=True), ours, module=module)
+    assert module.steps_at_validation == [5, 10]
+
+
 class OwnStep(Regression):
     """Looks at the closure that it is given, or forgets it."""
 
