@@ -67,6 +67,7 @@ class TrainingSource:
         # Limits of what batches show, if these are cut by size and so many of the longest samples fit.
         self.size_limits: tuple[int, SizeLimits] | None = None
         self.loader: DataLoader[Any] | None = None  # which the fit loop reads, once an epoch is arranged
+        self._keeps_windows = True  # whether the arranged epoch has the windows of the recipe
         self._epoch_end: int | None = None  # samples after which all its batches are done
         self.epoch_batches: int | None = None  # of the recipe on one rank, in the arranged epoch, if that is known
         self._looks: tuple[int, ScanOrder] | None = None
@@ -129,6 +130,7 @@ class TrainingSource:
         An ``effective`` of ``None`` keeps the recipe's windows; the loader yields nothing until it is ``enabled``.
         """
         windows, total = self._windows(epoch, effective, samples_done), self.recipe.total(epoch)
+        self._keeps_windows = effective is None
         if isinstance(effective, Growth):
             effective = self.recipe.within(effective.largest, epoch)
         if effective is not None and total and windows.count == 0 and samples_done == 0:
@@ -252,11 +254,11 @@ class TrainingSource:
         recipe = self.recipe
         over = self._epoch_end is not None and samples >= self._epoch_end
         if recipe.batch_size is not None:
-            done, used = samples // (recipe.batch_size * recipe.ranks_per_order), self.epoch_batches
+            done, in_epoch = samples // (recipe.batch_size * recipe.ranks_per_order), self.epoch_batches
             if over:
                 used = recipe.used()
                 return done if used is None else used
-            return done if used is None else min(done, max(0, used - 1))
+            return done if in_epoch is None else min(done, max(0, in_epoch - 1))
         ends = recipe.ends(self.sampler.epoch)
         if over:
             return -(-(len(ends) - 1) // recipe.ranks_per_order)
@@ -271,8 +273,13 @@ class TrainingSource:
         samples, total = batches * recipe.batch_size * recipe.ranks_per_order, recipe.total(epoch)
         return samples if total is None else min(samples, total)
 
-    def some_batches(self) -> Iterator[FirstSamples]:
-        """Yield the samples of some batches of the recipe, from all over the epoch; of a stream those of the first."""
+    def some_batches(self, limit: int) -> Iterator[FirstSamples]:
+        """Yield the samples of some batches of the recipe, from all over the epoch; of a stream those of the first.
+
+        There are none if micro-batches of at most ``limit`` samples may mix those of several.
+        """
+        if not self._keeps_batches_apart(limit):
+            return
         epoch, ranks = self.sampler.epoch, self.recipe.ranks_per_order
         total = None if self.streams else self.recipe.total(epoch)
         count = 3 if total is None else self.recipe_batches(total)
@@ -280,6 +287,18 @@ class TrainingSource:
             start, stop = self.samples_of(number), self.samples_of(number + 1)
             found = self.looks(epoch).some.read(stop)[start:] if self.streams else ()
             yield FirstSamples(self.recipe.loader, self.sampler.between(start, start + (stop - start) // ranks), found)
+
+    def _keeps_batches_apart(self, limit: int) -> bool:
+        """Return whether each micro-batch of at most so many samples will lie within one batch of the recipe."""
+        plan, size = self.epoch_plan, self.recipe.batch_size
+        if size is None or self.world_size > 1:
+            return self.keeps_groups
+        in_turn = self.streams and not self.cut_in_step and self.recipe.loader.num_workers > 1
+        start, window = plan.windows.span(plan.windows.done)
+        if in_turn or isinstance(plan, GrowingEpoch) or start % size:
+            return False
+        as_recipe = self._keeps_windows and -(-window // limit) * size == window
+        return size % window == 0 or as_recipe or isinstance(plan.cut, FullChunks)
 
     def batches_after(self, index: int) -> int:
         """Return the batches of the recipe that are done once each rank has done this micro-batch; 0 before any."""

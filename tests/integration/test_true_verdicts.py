@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from reference import quiet_trainer
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional
@@ -396,6 +397,25 @@ TASKS = {
 def test_samples_of_several_tasks_are_measured_in_the_batches_that_hold_them(name: str, way: Way) -> None:
     loader, batch = TASKS[name]
     cut_rightly(Case(lambda: Task(by_task, outputs=3), loader, batch, micro=batch // 2), way, max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("factor", "arguments", "cause"),
+    [
+        (2, {"micro_batch_size": 16}, "coupled"),  # two batches in one pass
+        (2, {"micro_batch_size": 6}, "coupled"),  # 6 + 5 + 5
+        (1, {"effective_batch_size": 12, "micro_batch_size": 4}, "coupled"),
+        (2, {"micro_batch_size": 8}, "exact"),
+        (1, {"effective_batch_size": 4, "micro_batch_size": 2}, "exact"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::lightning_ga.ExactnessWarning", "ignore:Up to 16 samples are in one pass")
+def test_micro_batches_that_mix_tasks_are_not_called_exact(factor: int, arguments: Any, cause: str) -> None:
+    ours, module = AutoAccumulate(**arguments), Task(by_task, outputs=3)
+    trainer = quiet_trainer(ours, accumulate_grad_batches=factor, max_epochs=1)
+    trainer.fit(module, DataLoader(of_tasks(8), batch_size=8))
+    assert ours.exactness is not None
+    assert ours.exactness.cause == cause
 
 
 # --- means over tokens --------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def measure_exactness(
 
     def within_batches(size: int) -> Verdicts | None:  # others may not belong together, as those of several tasks
         found = None
-        for batch in source.some_batches():
+        for batch in source.some_batches(limit):
             found = _measured(trainer, partial(check, available=batch), min(size, len(batch)), plain=is_small)
             if found is None or not found.training.cause == found.splitting.cause == "exact":
                 return None
