@@ -17,7 +17,6 @@ from typing import Any, get_args
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_ga.app.checkpoints import read_safely, require_checkpoint
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.accumulation import require_count
@@ -74,6 +73,8 @@ def measure_batch_size(
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
             raise UserError(f"{name}={value!r} must be a number above 0.")
     samples, epochs = _whole(require_count("samples", samples), 4 * batch, make()[1])
+    from lightning_ga.app.checkpoints import read_safely, require_checkpoint  # the library does without Hydra
+
     content = read_safely(Path(ckpt_path))
     require_checkpoint(Path(ckpt_path), content)
     run = _Branches(make, content, RateRule(scale_lr, scale_beta2), batch, lr, monitor, trainer)

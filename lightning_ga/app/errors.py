@@ -81,17 +81,18 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str | None:
             f"writes ({type(error).__name__}: {one_line(error)})."
         )
     own = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if own and (own[-1].startswith("torch.optim.") or "configure_optimizers" in functions):
+    raised_in = own[-1] if own else ""
+    if raised_in.startswith("torch.optim.") or "configure_optimizers" in functions:
         return (
             f"optimizer or lr_scheduler cannot work with what it is given ({one_line(error)}): --cfg job -p optimizer "
             "shows it (--traceback shows where)."
         )
-    if any(name.startswith("lightning_ga.models") for name in own) and own[-1].startswith(("torch", "timm")):
+    if any(name.startswith("lightning_ga.models") for name in own) and raised_in.startswith(("torch", "timm")):
         return (
             f"The model cannot take what it is given ({one_line(error)}): the keys of model, and data.image_size, "
             "data.channels or optimizer, have to fit each other (--traceback shows where)."
         )
-    if not is_expected and not (isinstance(error, ValueError) and own[-1].startswith("hydra.")):  # of its options
+    if not is_expected and not (isinstance(error, ValueError) and raised_in.startswith("hydra.")):  # of its options
         return None
     said = next((cause for cause in links if str(cause).strip()), error)
     if not isinstance(said, OmegaConfBaseException):

@@ -27,17 +27,17 @@ class LogTap:
     def __init__(self, results: Any) -> None:
         self.results = results
         self.logged: list[tuple[str, str]] = []  # by the current batch
-        self.constants: Mapping[float, float] = {}  # what a ``batch_size`` of the user's counts as in a micro-batch
-        self._counted: set[str] = set()  # names of which it was another number once
+        self.batch_sizes: Mapping[float, float] = {}  # constants, with what they count as in the current micro-batch
+        self._varying: set[str] = set()  # names with a ``batch_size`` that was none of these once
         self.buffer: LogBuffer | None = None  # takes entries instead; ``None`` if they go through
         if results is not None:
             vars(results)["log"] = self
 
     def log(self, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
         """Log a value; a constant ``batch_size``, that of the recipe, is shared out among its micro-batches."""
-        if (given := settings.get("batch_size")) is not None and self.constants:
-            self._counted |= {name} if given not in self.constants else set()
-            settings["batch_size"] = given if name in self._counted else self.constants[given]
+        if (given := settings.get("batch_size")) is not None and self.batch_sizes:
+            self._varying |= {name} if given not in self.batch_sizes else set()
+            settings["batch_size"] = given if name in self._varying else self.batch_sizes[given]
         if self.results is not None:
             _log(self.results, type(self.results).log, fx, name, *arguments, **settings)
 
@@ -48,7 +48,7 @@ class LogTap:
             self.logged.append((fx, name))
         elif (fx, name) not in self.logged:
             given = settings.get("batch_size", 1)  # one may count a sample
-            is_constant = given != 1 and given in self.constants and name not in self._counted
+            is_constant = given != 1 and given in self.batch_sizes and name not in self._varying
             self.buffer.note(fx, name, *arguments, is_constant=is_constant, **settings)
 
     def begin(self) -> None:

@@ -72,13 +72,14 @@ def call_before_step(trainer: Any) -> None:
         _call_module_hook(trainer, "on_before_optimizer_step", trainer.optimizers[0])
 
 
-def end_epoch_of(trainer: Any, gathered: set[str], counted: int | None = None) -> int:
+def end_epoch_of(trainer: Any, gathered: set[str], batches: int | None = None) -> int:
     """Let the module end an epoch and begin the next, if its hook reads what steps have gathered.
 
-    Return how many batches count as trained from here on: those that have been, or as many as are ``counted``.
+    ``batches`` sets the loop's count of all batches so far, for it not to tell apart how many parts there were.
+    Return that count.
     """
     total = trainer.fit_loop.epoch_loop.batch_progress.total
-    total.ready = total.ready if counted is None else counted
+    total.ready = total.ready if batches is None else batches
     hook = getattr(trainer.lightning_module.on_train_epoch_end, "__func__", None)
     if gathered & set(getattr(getattr(hook, "__code__", None), "co_names", ())):
         with muted(trainer), suppress(Exception):  # it may look for what only an epoch leaves

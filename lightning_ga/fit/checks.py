@@ -172,14 +172,14 @@ class Told:
         """Return the sentences on windows that are not exact, if the user does not know them yet."""
         found = [self._fit.exactness.untold()] if self._fit.plans_several_passes else []
         source, loader = self._fit.source, self._fit.source.recipe.loader
-        recipes = source.recipe.largest_batch(loops.training_epoch(self._fit.trainer))
-        is_another = self._fit.fed.micro_batch_size != recipes
+        recipe_batch = source.recipe.largest_batch(loops.training_epoch(self._fit.trainer))
+        is_another = self._fit.fed.micro_batch_size != recipe_batch
         if is_another and source.streams and loader.num_workers > 1 and not self._workers_are_told:
             self._workers_are_told = True
-            ends = "" if source.length is None else ", and an epoch may end before its last samples"
+            early_end = "" if source.length is None else ", and an epoch may end before its last samples"
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
-                f"samples than batches of the recipe would{ends}: use num_workers=1 for the same windows."
+                f"samples than batches of the recipe would{early_end}: use num_workers=1 for the same windows."
             )
         return [sentence for sentence in found if sentence is not None]
 
@@ -197,8 +197,8 @@ class Told:
         silent = exactness is None or exactness.cause in ("exact", *INEXACT)
         measured = "" if silent else f"; exactness: {str(exactness).removesuffix('.')}"
         grows = "" if self._fit.request.by_window is None else f", the largest of {self._fit.request.by_window!r}"
-        counted = "" if self._fit.source.is_counted else "; each batch counts as one sample, as its own are not known"
-        return f"{self._fit.plan}{counted}{grows}{found}{measured}."
+        unit = "" if self._fit.source.is_counted else "; each batch counts as one sample, as its own are not known"
+        return f"{self._fit.plan}{unit}{grows}{found}{measured}."
 
 
 _LOOKS = 8  # micro-batches before which the callbacks are looked at

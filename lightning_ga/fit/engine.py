@@ -5,7 +5,7 @@ begins, a savepoint is taken. If memory runs out anywhere in it, the savepoint i
 from its first batch, in smaller pieces (``fit/window_run.py``). Nothing is noted for a single pass.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -59,7 +59,6 @@ class Engine:
         self._moved: list[tuple[int, int]] = []  # the tensors of the current batch after its transfer
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self.limits: dict[str, int] = {}
-        self.constants: Mapping[float, float] = {}  # see ``LogTap``
         self.chunked: ChunkedModules | None = None  # submodules that run in chunks over whole batches of training
         self._readers: dict[tuple[str, int], BatchReader] = {}
         self._taps: dict[str, logs.LogTap] = {}
@@ -307,7 +306,7 @@ class Engine:
         if tap is None or tap.results is not results:
             tap = self._taps[stage] = logs.LogTap(results)
         tap.begin()
-        tap.constants = self.constants if stage == "training" else {}
+        tap.batch_sizes = self.batches(stage).logged_batch_sizes
         return tap
 
     def stop(self) -> None:

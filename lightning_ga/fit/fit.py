@@ -169,7 +169,6 @@ class Fit:
             self._rates.begin_window(
                 source, chunk, self.fed.effective_batch_size, self.progress.position.samples_before
             )
-        self._engine.constants = source.constants(chunk)
         expected = source.expected(chunk)
         counts = self.gradients.counts_samples
         if counts or (source.streams and (self._grows or self._engine.chunked is not None)):
@@ -179,7 +178,7 @@ class Fit:
                 self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
             if source.streams:
                 self.progress.note(chunk.count, samples)
-        self._data.note(index, expected)
+        self._data.note(index, expected, chunk)
         if self._engine.chunked is not None:
             self._engine.chunked.size.begin_step(expected)
         if self._later.are_made:

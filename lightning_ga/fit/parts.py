@@ -1,7 +1,7 @@
 """What the engine runs: windows, their batches (parts), and pieces of these."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,8 @@ class Window(ABC):
 
 class StageBatches(ABC):
     """What is known of the batches of training, or of evaluation, which is less."""
+
+    logged_batch_sizes: Mapping[float, float] = {}  # what constants count as in the current one (``LogTap``)
 
     @abstractmethod
     def batch_source(self, loader: int) -> BatchSource:

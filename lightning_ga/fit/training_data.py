@@ -127,9 +127,10 @@ class TrainingData(StageBatches):
         """Return how batches are made."""
         return self.source.batch_source
 
-    def note(self, number: int, samples: int | None) -> None:
-        """Keep the samples that the batch which is trained on should hold, if they are known."""
+    def note(self, number: int, samples: int | None, chunk: Chunk) -> None:
+        """Keep the samples that the batch which is trained on should hold, if they are known, and its share."""
         self._expected = {number: samples}
+        self.logged_batch_sizes = self.source.logged_batch_sizes(chunk)
 
     def expected(self, number: int) -> int | None:
         """Return the samples that the batch of this number should hold, if they are known."""

@@ -232,8 +232,11 @@ class TrainingSource:
         """Return the samples that a batch should hold; ``None`` where only the batch shows them."""
         return None if self.streams or not chunk.count else chunk.count
 
-    def constants(self, chunk: Chunk) -> dict[float, float]:
-        """Return what the recipe's batch size, or one, counts as in a micro-batch: those of a batch add up to it."""
+    def logged_batch_sizes(self, chunk: Chunk) -> dict[float, float]:
+        """Return what the recipe's batch size, or one, counts as in a micro-batch, if values are logged with it.
+
+        In the micro-batches of a batch, it adds up to itself.
+        """
         size, ranks = self.recipe.batch_size or 0, self.recipe.ranks_per_order
         if self.cut_in_step:
             return {size: size}

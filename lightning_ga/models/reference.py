@@ -143,10 +143,9 @@ class ReferenceModule(LightningModule):
         if self.make_scheduler is None:
             return optimizer
         arguments = {}
-        made = getattr(
-            self.make_scheduler, "func", self.make_scheduler
-        )  # of arguments that it lacks a partial has none
-        if "total_steps" in inspect.signature(made).parameters:
+        # A partial has no signature if it was given an argument that its function does not take.
+        function = getattr(self.make_scheduler, "func", self.make_scheduler)
+        if "total_steps" in inspect.signature(function).parameters:
             arguments["total_steps"] = finite_steps(self.trainer)
         scheduler = self.make_scheduler(optimizer, **arguments)
         if isinstance(scheduler, OneCycleLR):

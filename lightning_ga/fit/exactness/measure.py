@@ -182,11 +182,11 @@ def measure_exactness(
     With submodules that run in chunks, these are compared with the whole, as windows are one batch.
     """
     refuse_lazy(trainer.lightning_module.parameters())
-    available, considered = source.looks(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
+    all_samples, considered = source.looks(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
     micro_batches = _most_micro_batches(source, epoch, limit)
     shared = shared_containers(trainer.lightning_module, getattr(source.recipe.loader, "dataset", None))
 
-    def check(size: int, plain: bool, tolerance: float, available: FirstSamples = available) -> Verdicts:
+    def check(size: int, plain: bool, tolerance: float, available: FirstSamples = all_samples) -> Verdicts:
         with traceless_passes(trainer, plain=plain) as passes:
             samples = telling_samples(available.read(size, most=max(size, considered), seconds=_MOMENT), size)
             if len(samples) < 2:
@@ -203,22 +203,23 @@ def measure_exactness(
             changing, tables = tuple(checking.changing), tuple(checking.tables)
             return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
 
-    def within_batches(size: int) -> Verdicts | None:  # others may not belong together, as those of several tasks
-        found = None
+    def within_batches(size: int) -> Verdicts | None:
+        """Return the verdict on single batches if all are exact: samples of several may belong to several tasks."""
+        verdicts = None
         for batch in source.some_batches(limit):
-            found = _measured(trainer, partial(check, available=batch), min(size, len(batch)), plain=is_small)
-            if found is None or not found.training.cause == found.splitting.cause == "exact":
+            verdicts = _measured(trainer, partial(check, available=batch), min(size, len(batch)), plain=is_small)
+            if verdicts is None or not verdicts.training.cause == verdicts.splitting.cause == "exact":
                 return None
-        return found
+        return verdicts
 
     # A small model may run a few samples above the limit, and in the precision of its weights.
     is_small = sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL
-    most = min(SAMPLES, len(available))
+    most = min(SAMPLES, len(all_samples))
     sizes = dict.fromkeys([most, min(most, limit)] if is_small else [min(most, limit)])
     for size in sizes:
         verdicts = _measured(trainer, check, size, plain=is_small or size <= limit // 2)
-        while verdicts is not None and verdicts.training.reason == NO_GRADIENT and size < min(limit, len(available)):
-            size = min(2 * size, limit, len(available))  # a loss of pairs may find none among a few samples
+        while verdicts is not None and verdicts.training.reason == NO_GRADIENT and size < min(limit, len(all_samples)):
+            size = min(2 * size, limit, len(all_samples))  # a loss of pairs may find none among a few samples
             verdicts = _measured(trainer, check, size, plain=is_small or size <= limit // 2)
         if verdicts is not None and chunked is None and verdicts.training.cause in ("coupled", "unmeasured"):
             verdicts = attempt(within_batches, lambda _: True, size).result or verdicts

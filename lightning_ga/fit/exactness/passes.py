@@ -232,20 +232,20 @@ class PassRunner:
         return {**state_sums(module), **summaries(module, self.shared)}
 
     def run_windows(self, window: MicroBatches, *, moves: bool) -> list[Gradient]:
-        """Run a window three times, with all hooks of the module; later ones meet what the first has left.
+        """Run a window three times, with all hooks of the module; the second and third meet what the first has left.
 
-        Between them epochs end, two, as some losses are weighed by what the last two have gathered. If the window
-        ``moves``, weights do, as in training. Return what the optimizer is given in each, and the numbers of its
-        parameter groups.
+        An epoch ends after the first and after the second, because some losses are weighed by what the last two epochs
+        have gathered. With ``moves``, weights move between the windows, as in training. Return what the optimizer is
+        given in each window, and the numbers of its parameter groups.
         """
-        module, gathers, counted = self.trainer.lightning_module, set[str](), None
+        module, gathers, batches = self.trainer.lightning_module, set[str](), None
         given: list[Any] = []
         self._begin(seed=1)
         place = PassPlace(batches=1 if window.as_pieces else len(window.batches))
         for ahead in (0, LATER, LATER):
             if given:
                 _move(p for p in module.parameters() if p.requires_grad and moves)
-                counted = trial_steps.end_epoch_of(self.trainer, gathers, counted)
+                batches = trial_steps.end_epoch_of(self.trainer, gathers, batches)
             before = gathered(module)
             given.append(self._given_by(window, replace(place, ahead=ahead)))
             gathers = {name for name, value in gathered(module).items() if value != before.get(name)}
