@@ -34,6 +34,7 @@ from lightning_ga.plan.config import Options, Request, read_request, scales_rate
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import parse_budget
+from lightning_ga.plan.windows import Chunk
 
 
 class Fit:
@@ -60,6 +61,7 @@ class Fit:
         self._schedules = StepSchedules(trainer, request, options)
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._batch: Any = None  # the current micro-batch
+        self._chunk: Chunk | None = None  # as it was planned
         self.told = Told(self)
         self.progress = Progress(trainer)
         self._data = TrainingData(trainer, self.exactness, request, options)
@@ -164,7 +166,7 @@ class Fit:
         self._factors.check()
         source, index = self.source, loops.micro_batch_index(self.trainer)
         self._enter_window(index)
-        chunk = source.chunk(index)
+        chunk = self._chunk = source.chunk(index)
         if self._rates is not None and loops.begins_window(self.trainer):
             self._rates.begin_window(
                 source, chunk, self.fed.effective_batch_size, self.progress.position.samples_before
@@ -225,7 +227,8 @@ class Fit:
         self._batch = None
         if self.gradients.has_skipped and not window_is_over:
             self._later.note_left_out(batch)
-        self.progress.advance(self.source, window_is_over=window_is_over)
+        assert self._chunk is not None, "a micro-batch begins before it ends"
+        self.progress.advance(self.source, self._chunk, window_is_over=window_is_over)
         if window_is_over:
             self._limit.lower_if_allocator_struggles()
         if self._reporter.untold:
