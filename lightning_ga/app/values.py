@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from lightning_ga.errors import UserError
+from lightning_ga.plan.config import CHOICES
 from lightning_ga.plan.units import LEAST_BYTES, require_bytes
 
 BUILT = ("data", "model", "optimizer", "lr_scheduler", "accumulate", "trainer")
@@ -194,11 +195,7 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("optimizer.lr lr_scheduler.max_lr", number(0.001, 0)),
     ("optimizer.weight_decay lr_scheduler.gamma", number(0.01, 0)),
     ("optimizer.betas", BETAS),
-    ("accumulate.objective", one_of("memory", "throughput")),
-    ("accumulate.micro_batching", one_of("loader", "step")),
-    ("accumulate.on_oom", one_of("split", "raise")),
-    ("accumulate.batch_norm", one_of("warn", "ignore")),
-    ("accumulate.scale_lr", one_of("none", "linear", "sqrt")),
+    *((f"accumulate.{name}", one_of(*choices)) for name, choices in CHOICES.items() if True not in choices),
 )
 RULES: Mapping[str, Rule] = {key: rule for keys, rule in TABLE for key in keys.split()}
 

@@ -14,15 +14,18 @@ ScaleLr = Literal["none", "linear", "sqrt"]
 Normalize = Literal["samples"] | Callable[[Any], Any] | None
 Whole = tuple[str, ...] | Literal["auto"]
 
-_CHOICES: Mapping[str, tuple[Any, ...]] = {
+CHOICES: Mapping[str, tuple[Any, ...]] = {
     "objective": ("memory", "throughput"),
     "micro_batching": ("loader", "step"),
     "on_oom": ("split", "raise"),
     "batch_norm": ("warn", "ignore"),
     "verify": (True, False),
     "cache": (True, False),
+    "scale_lr": get_args(ScaleLr),
+    "scale_beta2": (True, False),
 }
-_RATES = {"scale_lr": get_args(ScaleLr), "scale_beta2": (True, False)}
+"""Arguments of ``AutoAccumulate`` that are one of some values."""
+_RATES = ("scale_lr", "scale_beta2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
     """Check the arguments of ``AutoAccumulate``, by name, and turn them into records."""
     effective, normalize, budget = given["effective_batch_size"], given["normalize"], given["memory_budget"]
     _refuse_rescaling(given["batch_norm"])
-    require_choice(**{name: (given[name], choices) for name, choices in {**_CHOICES, **_RATES}.items()})
+    require_choice(**{name: (given[name], choices) for name, choices in CHOICES.items()})
     if callable(normalize):
         require_arguments("normalize", normalize, "batch", "len(batch)")
     elif normalize is not None and not (isinstance(normalize, str) and normalize == "samples"):
@@ -135,7 +138,7 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
     if size_of is not None or tokens is not None:
         _check_size_of(given, request, whole)
     options = Options(
-        **{name: given[name] for name in _CHOICES},
+        **{name: given[name] for name in CHOICES if name not in _RATES},
         budget=budget,
         normalize=None if whole and normalize == "samples" else normalize,  # all ranks have the same loss
         whole=whole,

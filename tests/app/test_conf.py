@@ -42,6 +42,12 @@ def test_every_file_composes_and_resolves(file: Path):
     assert {"data", "model", "optimizer", "trainer", "accumulate"} <= config.keys()
 
 
+@pytest.mark.parametrize(("metric", "direction"), [("val/acc", "maximize"), ("val/loss", "minimize")])
+def test_a_search_looks_for_the_better_metric(metric: str, direction: str):
+    search = OmegaConf.merge(OmegaConf.load(config_folder() / "search/optuna.yaml"), {"optimized_metric": metric})
+    assert search.hydra.sweeper.direction == direction
+
+
 @pytest.mark.parametrize("data", ["digits", "fashion_mnist"])
 @pytest.mark.parametrize("experiment", [f.stem for f in FILES if f.parent == Path("experiment") and str(f) not in TEXT])
 def test_every_experiment_takes_a_set_that_is_at_hand(experiment: str, data: str):
