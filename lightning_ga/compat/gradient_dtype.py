@@ -1,4 +1,4 @@
-"""Accumulate the gradients of half-precision parameters in float32 (why: ``docs/concepts/exactness.md``).
+"""Accumulate the gradients of half-precision parameters in float32 (when: ``fit/window_gradients.py``).
 
 The first gradient of a window becomes float32 before the second is added, and the sum is rounded once, after clipping.
 This needs a torch that lets a gradient have another type than its parameter (``Tensor.grad_dtype``, read in 2.15).

@@ -1,4 +1,4 @@
-"""The batches of evaluation loops: each is a window of its own."""
+"""The batches of evaluation loops: each is a window of its own, which ``window_run`` runs."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -11,10 +11,10 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import loops, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.progress import effective_batch, recipe_micro_batch
+from lightning_ga.fit.place import effective_batch, recipe_micro_batch
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import evaluates_again
-from lightning_ga.loading.lengths import Sized, SizedBatches, SizedSource
+from lightning_ga.loading.sized import Sized, SizedBatches, SizedSource
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.checkpoint import RunState

@@ -12,11 +12,11 @@ from lightning_ga.compat import dataloaders, intervals, loops, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.parts import StageBatches
-from lightning_ga.loading.lengths import SizedSource
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.samples import are_made_by
+from lightning_ga.loading.sized import SizedSource
 from lightning_ga.loading.training_source import MicroBatchSource, TrainingSource
 from lightning_ga.plan.checkpoint import Position
 from lightning_ga.plan.config import Options, Request

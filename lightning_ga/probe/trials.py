@@ -26,9 +26,9 @@ from lightning_ga.compat.dataloaders import BatchTransfer
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, PassPlace, run_pass
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
-from lightning_ga.loading.lengths import Sized
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples
+from lightning_ga.loading.sized import Sized
 from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import uncounted
