@@ -1,10 +1,8 @@
-"""The rows of the fidelity table: what is trained, how it is cut, and what must come out.
-
-Losses are means over samples or over tokens, or couple the batch.
-"""
+"""The rows of the fidelity table: what is trained, how it is cut, and what must come out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -36,18 +34,15 @@ class Case:
     precision: Precision = "true"
     optimizer: Kind = "sgd"
     clip: float | None = None
-    skip: Sequence[int] = field(default=())
+    skip: Sequence[int] = ()
     ranks: int = 1
     fp32_target: float | None = FP32_TARGET
     targeted: bool = True
 
     def windows(self) -> list[list[int]]:
-        skipped = {index for k in self.skip for index in range(k * self.micro, (k + 1) * self.micro)}
-        starts = range(0, self.samples, self.effective)
-        return [
-            [index for index in range(start, min(start + self.effective, self.samples)) if index not in skipped]
-            for start in starts
-        ]
+        """Samples of each window."""
+        kept = [index for index in range(self.samples) if index // self.micro not in self.skip]
+        return [[*window] for _, window in groupby(kept, lambda index: index // self.effective)]
 
 
 UNEQUAL: dict[str, Any] = {"micro": 43, "factor": 3}
@@ -127,30 +122,22 @@ def bags(samples: int, generator: torch.Generator) -> Columns:
     return words, words.sum(1) % CLASSES
 
 
-def normed_perceptron() -> nn.Module:
-    """BatchNorm couples the samples of a micro-batch."""
-    return nn.Sequential(nn.Linear(FEATURES, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, CLASSES))
-
-
-def tagger() -> nn.Module:
-    """A prediction for each word."""
-    return nn.Sequential(nn.Embedding(WORDS, 16), nn.Tanh(), nn.Linear(16, WORDS))
-
-
 def sparse_bag() -> nn.Module:
     """An embedding with sparse gradients and nothing else: SparseAdam takes no dense ones."""
     return nn.Sequential(nn.Embedding(VOCABULARY, CLASSES, sparse=True), Apply(lambda vectors: vectors.mean(1)))
+
+
+def tagger() -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, 16), nn.Tanh(), nn.Linear(16, WORDS))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, CLASSES))
 
 
 TASKS = {
     "samples": Task(images, lambda: perceptron((FEATURES, 64, CLASSES), nn.Tanh), 1000),
     "tokens": Task(sentences, tagger, 2000, normalize=TargetTokens(key=1)),
     "sparse": Task(bags, sparse_bag, 3000),
-    "batch norm": Task(images, normed_perceptron, 1000),
+    "batch norm": Task(images, normed, 1000),
 }
-
-
-def loss_of(net: nn.Module, batch: Any) -> Tensor:
-    """Mean over samples or, where each has many targets, over all targets that count."""
-    inputs, targets = batch
-    return nn.functional.cross_entropy(net(inputs).flatten(0, -2), targets.flatten())

@@ -10,18 +10,14 @@ samples of a run that nothing happened to. Exits with 1 if one of them does not.
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks.disasters.stories import MODELS, MOMENTS, PLACES, draw, undisturbed
 from benchmarks.disasters.telling import WORST, Told, tell
-from benchmarks.output import as_text, conclude, empty_table, error, options
-from benchmarks.trainers import quiet
+from benchmarks.output import Record, benchmark, error, shown
 
 COLUMNS = ("loader, 1 rank", "step, 1 rank", "loader, 2 ranks", "step, 2 ranks")
 
@@ -36,8 +32,7 @@ def summarize(stories: Sequence[Told]) -> dict[str, Any]:
     columns = {}
     for name in COLUMNS:
         some = [one for one in stories if column(one) == name]
-        faults = sum((one.faults for one in some), Counter())
-        kills = sum((one.kills for one in some), Counter())
+        faults, kills = (sum((getattr(one, kind) for one in some), Counter[str]()) for kind in ("faults", "kills"))
         columns[name] = {
             "runs": len(some),
             "faults": {place: faults[place] for place in PLACES},
@@ -52,56 +47,57 @@ def summarize(stories: Sequence[Told]) -> dict[str, Any]:
     return {"columns": columns, "broken": broken}
 
 
-def table(record: Mapping[str, Any]) -> Table:
+def _rows(columns: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     """A row for each kind of misfortune."""
-    shown = empty_table(("",), (name.replace(", ", ",\n") for name in COLUMNS))
-    columns = [record["columns"][name] for name in COLUMNS]
     for title, kind in (("out of memory", "faults"), ("killed", "kills")):
-        shown.add_row(title, *(str(sum(one[kind].values())) for one in columns))
+        yield (title, *(str(sum(one[kind].values())) for one in columns))
         for place in columns[0][kind]:
-            shown.add_row(f"  {place}", *(str(one[kind][place] or "–") for one in columns))
-        shown.add_section()
-    shown.add_row("runs", *(str(one["runs"]) for one in columns))
-    shown.add_row("worst difference of weights", *(error(one["worst"]) for one in columns))
-    return shown
+            yield (f"  {place}", *(str(one[kind][place] or "–") for one in columns))
+    yield ("runs", *(str(one["runs"]) for one in columns))
+    yield ("worst difference of weights", *(error(one["worst"]) for one in columns))
 
 
-def text(record: Mapping[str, Any]) -> str:
-    columns = record["columns"].values()
+def text(record: Record) -> str:
+    columns, broken = [record["columns"][name] for name in COLUMNS], record["broken"]
     faults, kills = (sum(sum(one[kind].values()) for one in columns) for kind in ("faults", "kills"))
-    runs, broken = sum(one["runs"] for one in columns), record["broken"]
-    legend = (
-        f"{runs} runs of a small transformer (AdamW) and a convolutional network (SGD), three\n"
-        f"epochs in fp32 each. Memory ran out {faults} times, on one rank alone; processes were\n"
+    kept = "All ended, with its optimizer steps, learning rates and samples."
+    return shown(
+        ("",),
+        (name.replace(", ", ",\n") for name in COLUMNS),
+        _rows(columns),
+        f"{sum(one['runs'] for one in columns)} runs of a small transformer (AdamW) and a convolutional network (SGD), "
+        f"three\nepochs in fp32 each. Memory ran out {faults} times, on one rank alone; processes were\n"
         f"killed {kills} times, and resumed. Weights may differ by {WORST:.0e} of their norm from\n"
         f"those of a run that nothing happened to. Seed {record['seed']}.\n"
+        + ("\n".join(["BROKEN PROMISES:", *broken]) if broken else kept),
     )
-    kept = "All ended, with its optimizer steps, learning rates and samples."
-    return as_text(table(record), legend + ("\n".join(["BROKEN PROMISES:", *broken]) if broken else kept))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Tell stories until there were enough faults, show, write; 1 if a promise was broken."""
-    parser = options("chaos", __doc__)
-    parser.add_argument("--faults", type=int, default=300, help="out-of-memory errors, at least")
-    parser.add_argument("--seed", type=int, default=0, help="decides what happens")
-    parser.add_argument("--keep", type=Path, help="folder for diaries and output of all runs")
-    settings = parser.parse_args(arguments)
-    quiet()
-    start, rng, stories = time.perf_counter(), random.Random(settings.seed), []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = settings.keep or Path(temporary)
-        alone = [tell(undisturbed(model), folder / model) for model in MODELS]
+def measure(faults: int, seed: int) -> dict[str, Any]:
+    """Tell stories until there were enough faults."""
+    rng, stories, survived = random.Random(seed), list[Told](), 0
+    with tempfile.TemporaryDirectory() as folder:
+        alone = [tell(undisturbed(model), Path(folder, model)) for model in MODELS]
         broken = [sentence for one in alone for sentence in one.broken]
-        while not broken and sum(one.faults.total() for one in stories) < settings.faults:
+        while not broken and survived < faults:
             story = draw(rng, len(stories))
-            stories.append(tell(story, folder / f"run{len(stories)}", folder / story.model))
-            survived = sum(one.faults.total() for one in stories)
-            print(f"\rrun {len(stories)}: {survived} of {settings.faults} errors", end="", flush=True)
-    record = {"seed": settings.seed, "seconds": round(time.perf_counter() - start, 1), **summarize(stories)}
+            stories.append(tell(story, Path(folder, f"run{len(stories)}"), Path(folder, story.model)))
+            survived += stories[-1].faults.total()
+            print(f"\rrun {len(stories)}: {survived} of {faults} errors", end="", flush=True)
+    record = {"seed": seed, **summarize(stories)}
     record["broken"] += broken
-    return conclude("chaos", record, text, record["broken"])
+    return record
 
+
+main = benchmark(
+    "chaos",
+    __doc__,
+    measure,
+    text,
+    lambda record: record["broken"],
+    faults=(300, "out-of-memory errors, at least"),
+    seed=(0, "decides what happens"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,18 +8,16 @@ the whole batch in fp64, for the encoders and for the temperature apart. Exits w
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
-from benchmarks.output import as_text, conclude, empty_table, error, options
-from benchmarks.trainers import quiet
+from benchmarks.output import Record, benchmark, error, shown
 from lightning_ga import in_chunks
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 
@@ -69,16 +67,12 @@ class Towers(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.other = _tower(), _tower()
+        self.nets = nn.ModuleList([_tower(), _tower()])
         self.temperature = nn.Parameter(torch.tensor(0.5))
         self.to(dtype)
 
-    @property
-    def nets(self) -> tuple[nn.Module, nn.Module]:
-        return self.one, self.other
-
     def gradients(self) -> tuple[Tensor, Tensor]:
-        encoders = [p.grad.flatten() for net in self.nets for p in net.parameters() if p.grad is not None]
+        encoders = [p.grad.flatten() for p in self.nets.parameters() if p.grad is not None]
         temperature = self.temperature.grad
         return torch.cat(encoders), torch.zeros(1) if temperature is None else temperature.flatten()
 
@@ -104,7 +98,7 @@ def micro_batches(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
 
 def ours(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
     """The same line as for the whole batch, in a context."""
-    with in_chunks(towers.one, chunk=CHUNK), in_chunks(towers.other, chunk=CHUNK):
+    with in_chunks(towers.nets[0], chunk=CHUNK), in_chunks(towers.nets[1], chunk=CHUNK):
         whole(towers, views, loss)
 
 
@@ -177,7 +171,7 @@ def peaks(loss: Loss) -> tuple[int, dict[str, int]]:
             step()
         return meter.peak_bytes - before
 
-    least = peak(lambda: towers.one(views[0][:CHUNK]).sum().backward()) + peak(of_embeddings)
+    least = peak(lambda: towers.nets[0](views[0][:CHUNK]).sum().backward()) + peak(of_embeddings)
     return least, {name: peak(partial(program, towers, views, loss)) for name, program in PROGRAMS.items()}
 
 
@@ -193,7 +187,7 @@ def ratios(loss: Loss, rounds: int) -> dict[str, float]:
     return {name: median(a / b for a, b in zip(times[1:], seconds["whole"][1:])) for name, times in seconds.items()}
 
 
-def measured(rounds: int) -> dict[str, Any]:
+def measure(rounds: int) -> dict[str, Any]:
     """Of each program on each loss: errors to the whole batch in fp64, the peak of memory, and the time."""
     groups: dict[str, Any] = {}
     for name, loss in LOSSES.items():
@@ -204,54 +198,45 @@ def measured(rounds: int) -> dict[str, Any]:
                 row[f"encoder_{key}"], row[f"temperature_{key}"] = errors(program, loss, dtype)
             rows[program_name] = {**row, "peak_bytes": peak_bytes[program_name], "time": times[program_name]}
         groups[name] = {"least_peak_bytes": least, "rows": rows}
-    return groups
+    return {"rounds": rounds, "groups": groups}
 
 
-def missed(groups: Mapping[str, Any]) -> list[str]:
-    """Return the targets that ours misses; in fp32 the whole batch has rounding of its own."""
-    found = []
-    for name, group in groups.items():
+def missed(record: Record) -> Iterator[str]:
+    """The targets that ours misses; in fp32 the whole batch has rounding of its own."""
+    for name, group in record["groups"].items():
         row, rounding = group["rows"]["ours"], group["rows"]["whole"]["encoder_fp32"]
-        found += [f"{name}: error in fp64"] if row["encoder_fp64"] > FP64 else []
-        found += [f"{name}: error in fp32"] if row["encoder_fp32"] > max(FP32, rounding) else []
-        found += [f"{name}: memory"] if row["peak_bytes"] > MOST_MEMORY * group["least_peak_bytes"] else []
-        found += [f"{name}: time"] if row["time"] > MOST_TIME else []
-    return found
+        within = {
+            "error in fp64": row["encoder_fp64"] <= FP64,
+            "error in fp32": row["encoder_fp32"] <= max(FP32, rounding),
+            "memory": row["peak_bytes"] <= MOST_MEMORY * group["least_peak_bytes"],
+            "time": row["time"] <= MOST_TIME,
+        }
+        yield from (f"{name}: {what}" for what, met in within.items() if not met)
 
 
-def table(groups: Mapping[str, Any]) -> Table:
-    shown = empty_table(("loss", "program"), ("fp64", "temp.", "fp32", "MiB", "÷ least", "time"))
-    for name, group in groups.items():
-        for number, (program, row) in enumerate(group["rows"].items()):
+def text(record: Record) -> str:
+    rows = []
+    for name, group in record["groups"].items():
+        for program, row in group["rows"].items():
             errors = [error(row[key]) for key in ("encoder_fp64", "temperature_fp64", "encoder_fp32")]
             mib, least = row["peak_bytes"] / 2**20, row["peak_bytes"] / group["least_peak_bytes"]
-            shown.add_row("" if number else name, program, *errors, f"{mib:.1f}", f"{least:.2f}", f"{row['time']:.2f}")
-        shown.add_section()
-    return shown
-
-
-def text(record: Mapping[str, Any]) -> str:
-    legend = (
+            first = name if program == "whole" else ""
+            rows.append((first, program, *errors, f"{mib:.1f}", f"{least:.2f}", f"{row['time']:.2f}"))
+    return shown(
+        ("loss", "program"),
+        ("fp64", "temp.", "fp32", "MiB", "÷ least", "time"),
+        rows,
         f"Two convolutional encoders, batch {BATCH} in chunks of {CHUNK}.\n"
         "Relative errors to the whole batch in fp64: of the encoders' gradients in fp64\n"
         "and fp32, of the temperature's in fp64. MiB: live tensors beyond weights,\n"
         "gradients and batch; ÷ least: one chunk, embeddings and the loss, each alone.\n"
         f"time: processor time ÷ the whole batch's, median of {record['rounds']} rounds.\n"
         f"Targets of ours: 1e-12 in fp64; in fp32 1e-6, or what the whole batch\n"
-        f"rounds; {MOST_MEMORY} of the least memory, {MOST_TIME} of the time."
+        f"rounds; {MOST_MEMORY} of the least memory, {MOST_TIME} of the time.",
     )
-    return as_text(table(record["groups"]), legend)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options("coupled", __doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each loss")
-    settings = parser.parse_args(arguments)
-    quiet()
-    groups = measured(settings.rounds)
-    record = {"rounds": settings.rounds, "missed": missed(groups), "groups": groups}
-    return conclude("coupled", record, text, record["missed"])
-
+main = benchmark("coupled", __doc__, measure, text, missed, rounds=(15, "timed rounds of each loss"))
 
 if __name__ == "__main__":
     sys.exit(main())

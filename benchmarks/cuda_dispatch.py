@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.planning_cases import CLASSES, TOKENS, Convolutions, Transformer
+from benchmarks.planning_cases import CLASSES, TOKENS, convolutions, transformer
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.probe.planned.estimate import LikeCuda
 
@@ -35,11 +35,11 @@ def _encoder() -> tuple[nn.Module, Tensor]:
 
 
 FORWARD: dict[str, Make] = {
-    "convolutions, BatchNorm, dropout": lambda: (Convolutions(), torch.empty(SAMPLES, 3, 32, 32)),
+    "convolutions, BatchNorm, dropout": lambda: (convolutions(), torch.empty(SAMPLES, 3, 32, 32)),
     "ResNet-18": _pictures("resnet18", 64),
     "ConvNeXt atto": _pictures("convnext_atto", 64),
     "ViT tiny, dropout": _pictures("vit_tiny_patch16_224", 224, drop_rate=0.1),
-    "transformer, SDPA": lambda: (Transformer(), torch.empty(SAMPLES, TOKENS, dtype=torch.int64)),
+    "transformer, SDPA": lambda: (transformer(), torch.empty(SAMPLES, TOKENS, dtype=torch.int64)),
     "nn.TransformerEncoderLayer": _encoder,
 }
 

@@ -19,53 +19,28 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.output import (
-    Target,
-    as_text,
-    at_least,
-    at_most,
-    empty_table,
-    installed,
-    judged,
-    lacks_cuda,
-    options,
-    write_json,
-)
-from benchmarks.probe import quiet, run
+from benchmarks.output import Record, Target, at_least, at_most, judged, lacks_cuda, parsed, plain, shown, write_json
+from benchmarks.probe import peers, prepare, run
 from benchmarks.probing.cells import Cell, cells
 from benchmarks.probing.devices import CUDA, GIB
 from benchmarks.probing.models import MODELS
-from benchmarks.probing.on_gpu import Watch, fit_at_limit, meters, prediction
-from benchmarks.probing.programs import NEEDS
+from benchmarks.probing.on_gpu import Watch, fit_at_limit, meters, prediction, throughput
 from benchmarks.probing.tables import against_binsearch, details, summary, targets
-from benchmarks.probing.throughput import throughput
+from benchmarks.trainers import quiet
 
 SOAK = "soak"
 STAGES = ("sanity", "throughput", "fp16", "cudnn", "cells")
-BUDGETS = (2.0, 8.0, 24.0, 80.0, 120.0)  # GiB; those that the device does not have are left out
-MINUTES, SOAK_MINUTES, WINDOWS = 25.0, 60.0, 20
 FOUND, ERROR, SPEED, RESERVED, SHARE = 0.98, 0.016, 0.98, 0.01, 0.95
 MOST_STEPS = 6  # of a search; the median is 4
-TIMED = "resnet34d 224"
 HALF, CONVOLUTIONS = "GPT, SDPA", "resnet34d 224"
 SMALL, LARGE = 16, 64  # samples of the recorded steps
 HEADROOM = 0.9  # share of the device that the largest budget may be: other processes, and CUDA itself
-
-
-def budgets(total_bytes: int) -> list[float]:
-    """Budgets in GiB that a device can hold.
-
-    Examples:
-        >>> budgets(16 * 2**30)
-        [2.0, 8.0]
-    """
-    return [gib for gib in BUDGETS if gib * GIB <= HEADROOM * total_bytes]
 
 
 def file_name(device: str) -> str:
@@ -78,7 +53,7 @@ def file_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def gpu_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
+def gpu_targets(records: Sequence[Record]) -> list[Target]:
     """The targets of cells and of predictions."""
     errors = [abs(cell["prediction"]["error"]) for cell in records if cell.get("prediction")]
     found = targets(records, found=FOUND, most_steps=MOST_STEPS, errors=1)  # an allocator does not repeat itself
@@ -97,30 +72,26 @@ def extend(cell: Cell) -> dict[str, Any]:
     return record
 
 
-def extras(records: Sequence[Mapping[str, Any]]) -> Any:
-    """Predictions as they are shown."""
-    table = empty_table(("model",), ("GiB", "samples", "predicted MiB", "measured MiB", "error"))
+def cells_text(records: Sequence[Record]) -> str:
+    """Cells, and predictions beside them."""
+    rows = []
     for cell in records:
         foreseen = cell.get("prediction")
         if foreseen:
             peaks = (f"{foreseen[key] / 2**20:,.1f}" for key in ("predicted", "measured"))
-            error = f"{100 * foreseen['error']:+.2f} %"
-            table.add_row(cell["model"], f"{cell['gib']:g}", f"{foreseen['samples']:,}", *peaks, error)
-    return table
-
-
-def text(record: Mapping[str, Any]) -> str:
-    records = record["cells"]
-    parts = [as_text(table) for table in (summary(records), against_binsearch(records), extras(records))]
-    parts.append(
-        f"{record['device']}, memory capped by set_per_process_memory_fraction. The peak is\n"
-        "predicted from small steps alone, and measured by max_memory_allocated in a\n"
-        "training of its own."
+            place = cell["model"], f"{cell['gib']:g}", f"{foreseen['samples']:,}"
+            rows.append((*place, *peaks, f"{100 * foreseen['error']:+.2f} %"))
+    predictions = shown(
+        ("model",),
+        ("GiB", "samples", "predicted MiB", "measured MiB", "error"),
+        rows,
+        "Memory is capped by set_per_process_memory_fraction. The peak is predicted from small steps alone, and "
+        "measured by max_memory_allocated in a training of its own.",
     )
-    return "\n".join(parts)
+    return "\n".join([details(records), summary(records), against_binsearch(records), predictions])
 
 
-def sanity_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
+def sanity_targets(records: Sequence[Record]) -> list[Target]:
     """Meter and replay to the byte; reserved memory, which holes decide, nearly.
 
     Examples:
@@ -137,12 +108,12 @@ def sanity_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
     ]
 
 
-def speed_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
+def speed_targets(records: Sequence[Record]) -> list[Target]:
     """As fast as a plain loop."""
     return [at_least("images/s ÷ plain loop, least", min((record["ratio"] for record in records), default=0.0), SPEED)]
 
 
-def fit_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
+def fit_targets(records: Sequence[Record]) -> list[Target]:
     """A limit at which training has no trouble."""
     ooms = sum(record["ooms"] + record["errors_and_retries"][0] for record in records)
     retries = sum(record["errors_and_retries"][1] for record in records)
@@ -153,7 +124,7 @@ def fit_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
     ]
 
 
-def soak_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
+def soak_targets(records: Sequence[Record]) -> list[Target]:
     """No trouble, as near the limit as can be.
 
     Examples:
@@ -170,45 +141,36 @@ class Stage:
     """What is measured piece by piece."""
 
     pieces: list[Callable[[], dict[str, Any]]]
-    targets: Callable[[Sequence[Mapping[str, Any]]], list[Target]]
-    text: Callable[[Mapping[str, Any]], str] = lambda record: "\n".join(map(str, record["cells"]))
+    targets: Callable[[Sequence[Record]], list[Target]]
+    text: Callable[[Sequence[Record]], str] = lambda records: "\n".join(map(str, records))
 
 
 def stages(models: Sequence[str], gibs: Sequence[float], windows: int, soak: float) -> dict[str, Stage]:
     """All stages, for these models and budgets; those with one budget take the largest up to 8 GiB."""
     one = max([gib for gib in gibs if gib <= 8], default=min(gibs))
-    halves, fits = ([model for model in named if model in models] for named in ((HALF, CONVOLUTIONS), (CONVOLUTIONS,)))
+    halves, fits, times = (
+        [model for model in named if model in models]
+        for named in ((HALF, CONVOLUTIONS), (CONVOLUTIONS,), (CONVOLUTIONS, "MLP"))
+    )
     # Small budgets of all models first: if time is short, it is large ones that are left out.
     chosen = sorted(cells(models, gibs, CUDA), key=lambda cell: cell.gib)
+    at_limit = {
+        "fp16": [partial(fit_at_limit, m, one, Watch(windows), precision="16-mixed") for m in halves],
+        "cudnn": [partial(fit_at_limit, m, one, Watch(windows), tries=True) for m in fits],
+    }
+    lasting = partial(fit_at_limit, HALF, one, Watch(seconds=60 * soak), precision="bf16-mixed", varied=True)
     return {
         "sanity": Stage([partial(meters, m, n) for m in models for n in (SMALL, LARGE)], sanity_targets),
-        "throughput": Stage([partial(timed, m, one) for m in models if m in (TIMED, "MLP")], speed_targets),
-        "fp16": Stage(
-            [partial(fit_at_limit, m, one, Watch(windows), precision="16-mixed") for m in halves], fit_targets
-        ),
-        "cudnn": Stage([partial(fit_at_limit, m, one, Watch(windows), tries=True) for m in fits], fit_targets),
-        "cells": Stage(
-            [partial(extend, cell) for cell in chosen],
-            gpu_targets,
-            lambda record: f"{as_text(details(record['cells']))}\n{text(record)}",
-        ),
-        SOAK: Stage(
-            [partial(fit_at_limit, HALF, one, Watch(seconds=60 * soak), precision="bf16-mixed", varied=True)],
-            soak_targets,
-        ),
+        "throughput": Stage([partial(throughput, model, one) for model in times], speed_targets),
+        **{name: Stage([*pieces], fit_targets) for name, pieces in at_limit.items()},
+        "cells": Stage([partial(extend, cell) for cell in chosen], gpu_targets, cells_text),
+        SOAK: Stage([lasting], soak_targets),
     }
-
-
-def timed(model: str, gib: float) -> dict[str, Any]:
-    """Samples a second in micro-batches of less than half of a budget: ours and the plain loop are both in memory."""
-    cell = Cell(model, gib / 2.2, CUDA)
-    return {"model": model, "gib": gib, **throughput(MODELS[model], prediction(cell)["samples"], "cuda")}
 
 
 def measure(name: str, stage: Stage, device: str, until: float) -> dict[str, Any]:
     """The pieces of a stage, written down after each: whatever comes next, this is kept; so is an error of one."""
-    start = time.perf_counter()
-    record: dict[str, Any] = {}
+    start, record = time.perf_counter(), dict[str, Any]()
     records: list[dict[str, Any]] = []
     errors: list[str] = []
     for piece in stage.pieces:
@@ -221,8 +183,8 @@ def measure(name: str, stage: Stage, device: str, until: float) -> dict[str, Any
         record = {
             "device": device,
             "cuda": torch.version.cuda,
-            "peers": {name: installed(name) for name in ("lightning", *NEEDS.values())},
-            "targets": [asdict(target) for target in stage.targets(records)] if records else [],
+            "peers": peers(),
+            "targets": plain(stage.targets(records)) if records else [],
             "cells": records,
             "errors": errors,
             "left_out": len(stage.pieces) - len(records) - len(errors),
@@ -232,42 +194,41 @@ def measure(name: str, stage: Stage, device: str, until: float) -> dict[str, Any
     return record
 
 
-def show(name: str, stage: Stage, record: Mapping[str, Any]) -> int:
+def show(name: str, stage: Stage, record: Record) -> int:
     """A stage's tables, and which targets it met; 1 if one is missed."""
-    print("\n".join([*([stage.text(record)] if record["cells"] else []), *record["errors"]]))
+    if not record:
+        print(f"{name}: left out for want of time\n", flush=True)
+        return 0
+    print("\n".join([*([stage.text(record["cells"])] if record["cells"] else []), *record["errors"]]))
     missed = judged(record["targets"]) or int(bool(record["errors"]))
     late = f", {record['left_out']} left out for want of time" if record["left_out"] else ""
     print(f"{name}: {len(record['cells'])} measured{late}, {record['seconds']} s\n", flush=True)
     return missed
 
 
+OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "stages": ([*STAGES], "what is measured", (*STAGES, SOAK)),
+    "models": ([*MODELS], "what is trained", [*MODELS]),
+    "budgets": ([2.0, 8.0, 24.0, 80.0, 120.0], "GiB; those that the device does not have are left out"),
+    "windows": (20, "of the trainings with fp16 and cuDNN"),
+    "minutes": (25.0, "after which nothing is begun"),
+    "soak": (60.0, "minutes of the stage soak"),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options("gpu", __doc__)
-    parser.add_argument("--stages", nargs="*", default=list(STAGES), choices=(*STAGES, SOAK), help="what is measured")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="what is trained")
-    parser.add_argument("--budgets", nargs="*", type=float, help=f"GiB (from {BUDGETS}: what the device has)")
-    parser.add_argument("--windows", type=int, default=WINDOWS, help="of the trainings with fp16 and cuDNN")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="after which nothing is begun")
-    parser.add_argument("--soak", type=float, default=SOAK_MINUTES, help="minutes of the stage soak")
-    settings = parser.parse_args(arguments)
+    settings = parsed("gpu", __doc__, OPTIONS, arguments)
     if lacks_cuda("gpu"):
         return 2
     quiet()
+    prepare()
     until, device = time.perf_counter() + 60 * settings.minutes, torch.cuda.get_device_name()
-    gibs = settings.budgets or budgets(torch.cuda.mem_get_info()[1])
+    gibs = [gib for gib in settings.budgets if gib * GIB <= HEADROOM * torch.cuda.mem_get_info()[1]]
     if not gibs:
-        print(f"{device} is smaller than the smallest budget, {BUDGETS[0]:g} GiB: give --budgets.", file=sys.stderr)
+        print(f"{device} is smaller than the smallest budget: give --budgets.", file=sys.stderr)
         return 2
-    missed = 0
-    for name, stage in stages(settings.models, gibs, settings.windows, settings.soak).items():
-        if name not in settings.stages:
-            continue
-        record = measure(name, stage, device, until)
-        if record:
-            missed |= show(name, stage, record)
-        else:
-            print(f"{name}: left out for want of time\n", flush=True)
-    return missed
+    chosen = stages(settings.models, gibs, settings.windows, settings.soak)
+    return max(show(name, chosen[name], measure(name, chosen[name], device, until)) for name in settings.stages)
 
 
 if __name__ == "__main__":

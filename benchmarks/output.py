@@ -1,8 +1,4 @@
-"""How a benchmark shows what it measured: a table of 80 columns, and JSON with every number.
-
-Of each, ``text`` makes table and legend of such a record, and ``main`` measures, shows and writes; it returns 1 if a
-target is missed, and 2 where a CUDA device is needed and missing.
-"""
+"""How a benchmark runs and is shown: options, a table of 80 columns, targets, and JSON with every number."""
 
 import argparse
 import io
@@ -11,8 +7,9 @@ import os
 import platform
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,29 +19,61 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.trainers import quiet
+
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 80
 MET = {True: "yes", False: "NO", None: "–"}  # a target, or none
+Record = Mapping[str, Any]
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the description as it is written, and the default of each option."""
 
 
-def options(name: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser for the options of ``python -m benchmarks.NAME``."""
-    return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, formatter_class=_Help)
+def parsed(name: str, doc: str | None, options: Mapping[str, tuple[Any, ...]], given: Sequence[str] | None) -> Any:
+    """Options of ``python -m benchmarks.NAME``, each told as its default, its help and, if they are few, its values."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc, formatter_class=_Help)
+    for option, (default, told, *values) in options.items():
+        if default is False:
+            parser.add_argument(f"--{option}", action="store_true", help=told)
+            continue
+        many = isinstance(default, list)
+        kind: dict[str, Any] = {"type": type(default)}
+        if many:
+            kind = {"type": type(default[0]) if default else int, "nargs": "*"}
+        parser.add_argument(f"--{option}", default=default, help=told, choices=values[0] if values else None, **kind)
+    return parser.parse_args(given)
 
 
-def conclude(
-    name: str, record: Mapping[str, Any], text: Callable[[Mapping[str, Any]], str], missed: Iterable[str] = ()
-) -> int:
-    """Show a record and what it misses, and write it down; 1 if a target is missed."""
-    seconds = f", {record['seconds']} s" if "seconds" in record else ""
-    print(f"\r{text(record)}\n{write_json(name, record).name}{seconds}")
-    told = [f"MISSED {each}" for each in missed]
-    print(*told, sep="\n", end="\n" if told else "")
-    return int(bool(told))
+def benchmark(
+    name: str,
+    doc: str | None,
+    measure: Callable[..., dict[str, Any]],
+    text: Callable[[Record], str],
+    missed: Callable[[Record], Iterable[str]] | None = None,
+    *,
+    needs_cuda: bool = False,
+    **options: tuple[Any, ...],
+) -> Callable[[Sequence[str] | None], int]:
+    """The ``main`` of a benchmark: it measures, shows, writes, and returns 1 if a target is missed; 2 lacks CUDA."""
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        chosen = vars(parsed(name, doc, options, arguments))
+        if needs_cuda and lacks_cuda(name):
+            return 2
+        quiet()
+        start = time.perf_counter()
+        record = measure(**chosen)
+        record |= {"load_average": os.getloadavg()[1], "seconds": round(time.perf_counter() - start, 1)}
+        record["missed"] = [*missed(record)] if missed else []
+        print(f"\r{text(record)}\n{record['seconds']} s")
+        if not record.get("partial"):
+            print(write_json(name, record).name)
+        print(*(f"MISSED {each}\n" for each in record["missed"]), sep="", end="")
+        return judged(record.get("targets", ())) or int(bool(record["missed"]))
+
+    return main
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +92,15 @@ def at_most(what: str, value: float, limit: float) -> Target:
 
 
 def at_least(what: str, value: float, limit: float) -> Target:
-    """The same from below."""
     return Target(what, value, value >= limit, f"at least {limit:.3g}")
 
 
-def judged(targets: Iterable[Mapping[str, Any]]) -> int:
+def plain(targets: Iterable[Target]) -> list[dict[str, Any]]:
+    """Targets as a record holds them."""
+    return [asdict(target) for target in targets]
+
+
+def judged(targets: Iterable[Record]) -> int:
     """Print targets, each in a line, and return 1 if one is missed."""
     met = []
     for target in targets:
@@ -102,8 +135,7 @@ def installed(package: str) -> str | None:
         return None
 
 
-def write_json(name: str, record: Mapping[str, Any], folder: Path | None = None) -> Path:
-    """Write a benchmark's record beside the others."""
+def write_json(name: str, record: Record, folder: Path | None = None) -> Path:
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
@@ -112,18 +144,25 @@ def write_json(name: str, record: Mapping[str, Any], folder: Path | None = None)
 
 
 def read_json(name: str, folder: Path | None = None) -> dict[str, Any]:
-    """A record that was written before."""
     record: dict[str, Any] = json.loads(((folder or RESULTS) / f"{name}.json").read_text())
     return record
 
 
-def empty_table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
-    """A table with columns of text, then of numbers."""
+def beside_last(name: str, key: str, parts: Record) -> dict[str, Any]:
+    """Parts that were measured, beside those of the last record that were not."""
+    last = read_json(name)[key] if (RESULTS / f"{name}.json").exists() else {}
+    return {**last, **parts}
+
+
+def shown(texts: Iterable[str], numbers: Iterable[str], rows: Iterable[Iterable[str]], caption: str = "") -> str:
+    """A table with columns of text, then of numbers, and what is to be said below it."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for titles, side in ((texts, "left"), (numbers, "right")):
         for title in titles:
             table.add_column(title, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    return table
+    for row in rows:
+        table.add_row(*row)
+    return as_text(table, caption)
 
 
 def as_text(table: Table, caption: str = "") -> str:

@@ -12,45 +12,32 @@ import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.networks import CausalBlocks, perceptron
+from benchmarks.networks import Apply, CausalBlocks, perceptron
 
 CLASSES, TOKENS, WIDTH, IMAGE = 10, 64, 64, 32
 
 Loss = Callable[[Any, Any], Tensor]
 
 
-class Convolutions(nn.Sequential):
+def convolutions() -> nn.Sequential:
     """BatchNorm and dropout."""
-
-    def __init__(self) -> None:
-        layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2)]
-        layers += [nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.2)]
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2)]
+    layers += [nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))
 
 
-class Transformer(nn.Module):
-    """Three blocks between an embedding and logits by token, with activation checkpointing on demand."""
-
-    def __init__(self, *, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.blocks = CausalBlocks(WIDTH, 4, 3, checkpointed=checkpointed)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.embedding(tokens)))
-        return logits.transpose(1, 2)
+def of_tokens(*layers: nn.Module) -> nn.Sequential:
+    """Layers between an embedding and logits by token."""
+    head = nn.Linear(WIDTH, CLASSES), Apply(lambda logits: logits.transpose(1, 2))
+    return nn.Sequential(nn.Embedding(CLASSES, WIDTH), *layers, *head)
 
 
-class Recurrent(nn.Module):
-    """An LSTM."""
+def transformer(*, checkpointed: bool = False) -> nn.Sequential:
+    return of_tokens(CausalBlocks(WIDTH, 4, 3, checkpointed=checkpointed))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.lstm = nn.Embedding(CLASSES, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.head = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(tokens))[0]).transpose(1, 2)
+def recurrent() -> nn.Sequential:
+    return of_tokens(nn.LSTM(WIDTH, WIDTH, batch_first=True), Apply(lambda outputs: outputs[0]))
 
 
 def images(samples: int) -> TensorDataset:
@@ -109,17 +96,17 @@ resnet = partial(timm.create_model, "resnet18", num_classes=CLASSES)
 CASES: tuple[Case, ...] = (
     Case("perceptron, Adam", flat_perceptron, images),
     Case("perceptron, Adam foreach", flat_perceptron, images, optimizer=partial(adam, foreach=True)),
-    Case("convolutions, BatchNorm, dropout", Convolutions, images),
-    Case("the same, SGD momentum", Convolutions, images, optimizer=sgd),
-    Case("the same, metric, log, item", Convolutions, images, loss=reading),
+    Case("convolutions, BatchNorm, dropout", convolutions, images),
+    Case("the same, SGD momentum", convolutions, images, optimizer=sgd),
+    Case("the same, metric, log, item", convolutions, images, loss=reading),
     Case("ResNet-18, Adam foreach", resnet, images, optimizer=partial(adam, foreach=True)),
     Case("ResNet-18, clipped, SGD", resnet, images, optimizer=sgd, settings=lambda: {"gradient_clip_val": 1}),
-    Case("transformer, SDPA", Transformer, tokens),
-    Case("the same, clipped by value", Transformer, tokens, settings=lambda: {
+    Case("transformer, SDPA", transformer, tokens),
+    Case("the same, clipped by value", transformer, tokens, settings=lambda: {
         "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
-    Case("the same, bf16-mixed", Transformer, tokens, settings=lambda: {"precision": "bf16-mixed"}),
-    Case("the same, fp16, GradScaler", Transformer, tokens, settings=fp16),
-    Case("the same, checkpointed", partial(Transformer, checkpointed=True), tokens),
-    Case("the same, boolean mask", Transformer, tokens, loss=masked),
-    Case("LSTM (listed as unreliable)", Recurrent, tokens),
+    Case("the same, bf16-mixed", transformer, tokens, settings=lambda: {"precision": "bf16-mixed"}),
+    Case("the same, fp16, GradScaler", transformer, tokens, settings=fp16),
+    Case("the same, checkpointed", partial(transformer, checkpointed=True), tokens),
+    Case("the same, boolean mask", transformer, tokens, loss=masked),
+    Case("LSTM (listed as unreliable)", recurrent, tokens),
 )  # fmt: skip

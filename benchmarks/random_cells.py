@@ -1,27 +1,24 @@
-"""Is the limit found in cells that nobody named? ``python -m benchmarks.random_cells --cells 32 --seed 3``.
+"""Is the limit found in cells that nobody named? ``python -m benchmarks.random_cells --cells 32 --seeds 3``.
 
 Models, precisions, optimizers, budgets and settings of the allocator are drawn at random, the same for the same seed.
 Each setting has a process of its own; limits are confirmed as in ``benchmarks.allocator``, and on a simulated device
 the command is called in the same way. Exits with 1 if a target is missed, and with 2 where there is no CUDA device.
 """
 
-import argparse
-import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.allocator import Setting, measure, measured_apart, targets
-from benchmarks.output import as_text, empty_table, judged, lacks_cuda, options, write_json
-from benchmarks.probe import quiet
+from benchmarks.allocator import Setting, has_device, measured, targets, under
+from benchmarks.output import Record, benchmark, plain, shown
+from benchmarks.probe import prepare
 from benchmarks.probing.devices import GIB
 from benchmarks.probing.random_models import draw_model, size_of
 from benchmarks.probing.training import Training
@@ -106,57 +103,58 @@ class RandomTraining(Training):
         return loss
 
 
-def text(record: Mapping[str, Any]) -> str:
-    families: dict[str, list[Mapping[str, Any]]] = {}
+def text(record: Record) -> str:
+    families: dict[str, list[Record]] = {}
     for cell in record["cells"]:
         families.setdefault(cell["model"].split()[0], []).append(cell)
-    table = empty_table(("model",), ("cells", "found ÷ limit, least", "steps, most", "OOMs, most"))
+    rows = []
     for name, cells in sorted(families.items()):
         least = min(cell["found"] / cell["limit"] for cell in cells)
-        most = (max(cell[key] for cell in cells) for key in ("steps", "errors"))
-        table.add_row(name, str(len(cells)), f"{least:.3f}", *map(str, most))
-    return as_text(table, f"{record['device']}: cells drawn at random, seed {', '.join(map(str, record['seeds']))}.")
+        most = (str(max(cell[key] for cell in cells)) for key in ("steps", "errors"))
+        rows.append((name, str(len(cells)), f"{least:.3f}", *most))
+    titles = ("cells", "found ÷ limit, least", "steps, most", "OOMs, most")
+    caption = f"{record['device']}: cells drawn at random, seed {', '.join(map(str, record['seeds']))}."
+    return shown(("model",), titles, rows, caption)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options("random_cells", __doc__)
-    parser.add_argument("--cells", type=int, default=32, help="cells for each seed")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[3], help="what decides their draws")
-    parser.add_argument("--numbers", type=int, nargs="*", help="single cells: 1000 × seed + place; shows trials")
-    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)  # in a process of their own
-    asked = parser.parse_args(arguments)
-    if lacks_cuda("random_cells"):
-        return 2
-    quiet()
-    if asked.record:
-        drawn = map(draw_cell, asked.numbers)
-        cells = [{**asdict(cell), **measure(cell.setting, cell.gib, partial(RandomTraining, cell))} for cell in drawn]
-        asked.record.write_text(json.dumps(cells))
-        return 0
-    record = measured(asked.numbers or [1000 * seed + place for seed in asked.seeds for place in range(asked.cells)])
-    print(text(record))
-    if asked.numbers:
-        for cell in record["cells"]:
-            print(f"{cell['number']}: {cell['found']} of {cell['limit']}, {cell['tried']}")
-    else:
-        write_json("random_cells", record)
-    return judged(record["targets"])
+def of_numbers(numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Cells by their numbers, in the process that has their setting."""
+    prepare()
+    drawn = map(draw_cell, numbers)
+    return [{**asdict(cell), **measured(cell.setting, cell.gib, partial(RandomTraining, cell))} for cell in drawn]
 
 
-def measured(numbers: Sequence[int]) -> dict[str, Any]:
-    """Measure cells by their numbers, those of one setting together."""
-    cells: list[dict[str, Any]] = []
-    drawn = [draw_cell(number) for number in numbers]
-    devices = torch.cuda.device_count()
+def measure(cells: int, seeds: Sequence[int], numbers: Sequence[int]) -> dict[str, Any]:
+    """Measure cells, those of one setting together."""
+    drawn = [draw_cell(number) for number in numbers or [1000 * s + place for s in seeds for place in range(cells)]]
+    found: list[dict[str, Any]] = []
     for setting in sorted({cell.setting.text for cell in drawn}):
-        chosen = [cell for cell in drawn if cell.setting.text == setting and int(cell.setting.device[-1]) < devices]
-        cells += measured_apart(setting, "--numbers", *(str(cell.number) for cell in chosen))
-    seeds = sorted({number // 1000 for number in numbers})
-    by_seed = {str(seed): [cell for cell in cells if cell["number"] // 1000 == seed] for seed in seeds}
-    record = {"device": torch.cuda.get_device_name(), "seeds": seeds, "cells": cells}
-    record["targets"] = [asdict(target) for target in targets(by_seed)]
-    return record
+        some = [cell for cell in drawn if cell.setting.text == setting and has_device(cell.setting.device)]
+        found += under(setting, of_numbers, [cell.number for cell in some])
+    if numbers:
+        print(*(f"{cell['number']}: {cell['found']} of {cell['limit']}, {cell['tried']}" for cell in found), sep="\n")
+    by_seed: dict[int, list[Record]] = {}
+    for cell in found:
+        by_seed.setdefault(cell["number"] // 1000, []).append(cell)
+    record = {
+        "device": torch.cuda.get_device_name(),
+        "partial": bool(numbers),
+        "seeds": sorted(by_seed),
+        "cells": found,
+    }
+    return {**record, "targets": plain(targets({str(seed): some for seed, some in by_seed.items()}))}
 
+
+main = benchmark(
+    "random_cells",
+    __doc__,
+    measure,
+    text,
+    needs_cuda=True,
+    cells=(32, "cells for each seed"),
+    seeds=([3], "what decides their draws"),
+    numbers=([], "single cells: 1000 × seed + place; shows trials and writes nothing"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

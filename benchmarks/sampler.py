@@ -6,31 +6,25 @@ simulated ranks. Every cell is a fresh process in which nothing but the sampler 
 - *first*: from the dataset to the first micro-batch: building the sampler, drawing the order;
 - *next*: seconds per micro-batch, the mean of up to 1000 that follow;
 - *peak*, *held*: growth of the resident memory over what the process held before (Python, PyTorch
-  and Lightning): its high-water mark (``VmHWM``, reset before) and what is left in the end.
+  and Lightning): its high-water mark (``VmHWM``, reset before) and what is left in the end (on Linux).
 
 Times are the shortest of three processes, since other programs can only add to them; memory is the
 largest. Cells that would need more than 8 GB are left out. Exits with 1 if 10⁸ samples take more
 than 5 s or 1 GB on a rank.
 """
 
-import argparse
 import gc
-import json
-import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from rich.table import Table
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from benchmarks.output import as_text, conclude, empty_table, options
-from benchmarks.processes import printed_by
+from benchmarks.output import Record, benchmark, shown
+from benchmarks.processes import apart
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.sampler import LARGEST_WRITTEN_ORDER
 from lightning_ga.loading.training_source import MicroBatchSource
@@ -83,45 +77,32 @@ SAMPLERS: dict[str, Callable[[int], Batches]] = {
 }
 
 
-def measure(name: str, size: int) -> dict[str, Any]:
+def in_process(name: str, size: int) -> dict[str, Any]:
     """One cell, in a process of its own."""
-    torch.set_num_threads(1)
     SAMPLERS[name](64 * MICRO_BATCH * FACTOR)  # loads what is loaded on first use
     gc.collect()
-    reset_peak_resident()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts at what is held now
     before = psutil.Process().memory_info().rss
-    start, start_cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     batches = SAMPLERS[name](size)
     count = len(next(batches))
-    first, first_cpu = time.perf_counter(), time.process_time()
+    first = time.perf_counter()
     yielded = sum(1 for _, _ in zip(range(NEXT), batches))
     end = time.perf_counter()
     peak, held = peak_resident(), psutil.Process().memory_info().rss
     assert count == MICRO_BATCH, f"a micro-batch of {count}"
     return {
         "first_seconds": first - start,
-        "first_cpu_seconds": first_cpu - start_cpu,
         "next_seconds": (end - first) / yielded,
         "peak_bytes": max(0, peak - before),
         "held_bytes": max(0, held - before),
-        "process_bytes": peak,
     }
-
-
-def reset_peak_resident() -> None:
-    """Let the high-water mark of this process start at what it holds now (Linux)."""
-    with suppress(OSError):  # elsewhere the mark is that of the imports too, a little more than what is held
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_resident() -> int:
     """High-water mark of this process in bytes."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def cell(name: str, size: int) -> dict[str, Any]:
@@ -129,33 +110,29 @@ def cell(name: str, size: int) -> dict[str, Any]:
     record: dict[str, Any] = {"sampler": name, "samples": size}
     if name != "AutoAccumulate" and size * BYTES_OF_A_LISTED_INDEX > MOST_BYTES:
         return record | {"skipped": "too large", "needed_bytes": size * BYTES_OF_A_LISTED_INDEX}
-    runs = [printed_by("benchmarks.sampler", "--cell", name, size) for _ in range(REPEATS)]
-    for key in runs[0]:
-        record[key] = (min if key.endswith("seconds") else max)(run[key] for run in runs)
-    return record
+    runs = [apart(in_process, name, size) for _ in range(REPEATS)]
+    return record | {key: (min if key.endswith("seconds") else max)(run[key] for run in runs) for key in runs[0]}
 
 
-def table(cells: Sequence[dict[str, Any]]) -> Table:
-    shown = empty_table(("samples", "sampler"), ("first", "next", "peak", "held"))
-    shown.columns[0].justify = "right"
-    for one in cells:
-        start = (f"{one['samples']:,}" if one["sampler"] == "AutoAccumulate" else "", one["sampler"])
-        if "skipped" in one:
-            shown.add_row(*start, "–", "–", f"≈ {one['needed_bytes'] / 1e6:,.0f} MB", "–")
-            continue
-        times = seconds(one["first_seconds"]), seconds(one["next_seconds"])
-        shown.add_row(*start, *times, *(f"{one[key] / 1e6:,.1f} MB" for key in ("peak_bytes", "held_bytes")))
-    return shown
-
-
-def text(record: Mapping[str, Any]) -> str:
-    legend = (
+def text(record: Record) -> str:
+    rows = []
+    for one in record["cells"]:
+        times, sizes = ("–", "–"), (f"≈ {one.get('needed_bytes', 0) / 1e6:,.0f} MB", "–")
+        if "skipped" not in one:
+            times = seconds(one["first_seconds"]), seconds(one["next_seconds"])
+            sizes = f"{one['peak_bytes'] / 1e6:,.1f} MB", f"{one['held_bytes'] / 1e6:,.1f} MB"
+        rows.append(
+            (f"{one['samples']:>13,}" if one["sampler"] == "AutoAccumulate" else "", one["sampler"], *times, *sizes)
+        )
+    return shown(
+        ("      samples", "sampler"),
+        ("first", "next", "peak", "held"),
+        rows,
         "first: until the first micro-batch; next: each of those that follow; peak, held:\n"
         "what the process grows by at most, and in the end; –: not run, needs too much.\n"
         f"Rank {RANK} of {record['ranks']}, micro-batches of {record['micro_batch']}; "
-        "RandomSampler: a single process."
+        "RandomSampler: a single process.",
     )
-    return as_text(table(record["cells"]), legend)
 
 
 def seconds(value: float) -> str:
@@ -170,8 +147,8 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
 
 
-def missed(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for one in cells:
+def missed(record: Record) -> Iterator[str]:
+    for one in record["cells"]:
         if one["sampler"] == "AutoAccumulate" and one["samples"] == TARGET_SIZE:
             if one["first_seconds"] > TARGET_SECONDS:
                 yield f"{TARGET_SIZE:,} samples start in {one['first_seconds']:.1f} s, not in {TARGET_SECONDS} s."
@@ -179,21 +156,13 @@ def missed(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
                 yield f"{TARGET_SIZE:,} samples hold {one['peak_bytes'] / 1e9:.2f} GB, not {TARGET_BYTES / 1e9} GB."
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options("sampler", __doc__)
-    parser.add_argument("--quick", action="store_true", help=f"stop at {QUICK:,} samples, and write no file")
-    parser.add_argument("--cell", nargs=2, metavar=("SAMPLER", "SAMPLES"), help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.cell:
-        print(json.dumps(measure(given.cell[0], int(given.cell[1]))))
-        return 0
-    cells = [cell(name, size) for size in SIZES if not given.quick or size <= QUICK for name in SAMPLERS]
-    record = {"ranks": RANKS, "micro_batch": MICRO_BATCH, "repeats": REPEATS, "cells": cells}
-    if not given.quick:
-        return conclude("sampler", record, text, missed(cells))
-    print(text(record))
-    return 0
+def measure(quick: bool) -> dict[str, Any]:
+    cells = [cell(name, size) for size in SIZES if not quick or size <= QUICK for name in SAMPLERS]
+    return {"partial": quick, "ranks": RANKS, "micro_batch": MICRO_BATCH, "repeats": REPEATS, "cells": cells}
 
+
+quick = (False, f"stop at {QUICK:,} samples, and write no file")
+main = benchmark("sampler", __doc__, measure, text, missed, quick=quick)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Do batches that grow train as well in fewer steps? ``python -m benchmarks.schedules [smith] [seesaw]``.
+"""Do batches that grow train as well in fewer steps? ``python -m benchmarks.schedules``.
 
 Smith et al. (arXiv 1711.00489) on Fashion-MNIST: a learning rate divided by 5 at epochs 4 and 7 against a batch times 5
 there, and a constant control. Seesaw (arXiv 2510.14717) on the definitions that timm brings: a cosine against a batch
@@ -7,7 +7,7 @@ that doubles where the cosine would halve the rate, and a constant control. Thre
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from statistics import fmean, stdev
 from typing import Any
@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.output import RESULTS, as_text, conclude, empty_table, options, read_json
-from benchmarks.trainers import quiet, quiet_trainer
+from benchmarks.output import Record, benchmark, beside_last, shown
+from benchmarks.trainers import Module, quiet_trainer
 from lightning_ga import AutoAccumulate, optimizer_steps
 from lightning_ga.data import Definitions, FashionMNIST
 from lightning_ga.models import GPT
@@ -29,29 +29,15 @@ from lightning_ga.weights import TargetTokens
 SEEDS = (0, 1, 2)
 BATCH, EPOCHS, MILESTONES = 64, 9, [4, 7]
 TEXTS, TEXT_EPOCHS = 8, 2
+SMALL: dict[str, Any] = {"width": 64, "depth": 2, "heads": 4}
 
 
-class Network(pl.LightningModule):
+def small_network() -> nn.Sequential:
     """Three convolutions with GroupNorm, as small as one thread trains in a minute."""
-
-    def __init__(self, milestones: list[int]) -> None:
-        super().__init__()
-        self.milestones = milestones
-        layers: list[nn.Module] = []
-        for before, after in ((1, 16), (16, 32), (32, 64)):
-            layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(4, after), nn.ReLU()]
-        self.net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.net(images)
-        return logits
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        return [optimizer], [MultiStepLR(optimizer, self.milestones, 0.2)]
+    layers: list[nn.Module] = []
+    for before, after in ((1, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(4, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
 def fashion(folder: str) -> tuple[TensorDataset, TensorDataset]:
@@ -72,7 +58,12 @@ def smith(folder: str) -> list[dict[str, Any]]:
 
     def one(name: str) -> dict[str, Any]:
         milestones, asked = programs[name]
-        module = Network(milestones)
+
+        def decayed(parameters: Any) -> Any:
+            optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+            return [optimizer], [MultiStepLR(optimizer, milestones, 0.2)]
+
+        module = Module(small_network(), decayed)
         callback = AutoAccumulate(asked, micro_batch_size=BATCH)
         row = trained(module, callback, EPOCHS, train_dataloaders=DataLoader(train, BATCH, shuffle=True))
         with torch.no_grad():
@@ -135,11 +126,10 @@ def of_definitions(_: str) -> list[dict[str, Any]]:
     return of_all_seeds(programs, one)
 
 
-SMALL: dict[str, Any] = {"width": 64, "depth": 2, "heads": 4}
 PARTS: Mapping[str, Callable[[str], list[dict[str, Any]]]] = {"smith": smith, "seesaw": of_definitions}
 
 
-def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def means(rows: Sequence[Record]) -> dict[str, dict[str, float]]:
     """Mean score, its standard error and the steps of each program."""
     found = {}
     for name in dict.fromkeys(row["program"] for row in rows):
@@ -149,50 +139,50 @@ def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def missed(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+def missed(record: Record) -> Iterator[str]:
     """The targets that were missed; the first program of a part is the recipe, the second the schedule."""
-    wrong = []
-    for name, (most_steps, apart) in {"smith": (0.52, 0.3), "seesaw": (0.7, 0.005)}.items():
-        recipe, schedule, _ = means(parts[name]).values()
+    for name, most_steps, apart in (("smith", 0.52, 0.3), ("seesaw", 0.7, 0.005)):
+        recipe, schedule, _ = means(record["parts"][name]).values()
         lost = recipe["score"] - schedule["score"]  # of accuracy
-        lost = lost if name == "smith" else -lost / recipe["score"]
-        wrong += [f"{name}: steps"] if round(schedule["steps"] / recipe["steps"], 2) > most_steps else []
-        wrong += [f"{name}: score"] if lost > apart else []
-    return wrong
+        if round(schedule["steps"] / recipe["steps"], 2) > most_steps:
+            yield f"{name}: steps"
+        if (lost if name == "smith" else -lost / recipe["score"]) > apart:
+            yield f"{name}: score"
 
 
-def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
-    table = empty_table(["part", "program"], ["score", "± error", "steps", "÷ recipe"])
-    for part, rows in record["parts"].items():
-        found = means(rows)
+def text(record: Record) -> str:
+    rows = []
+    for part, runs in record["parts"].items():
+        found = means(runs)
         recipe = next(iter(found.values()))["steps"]
         for number, (name, row) in enumerate(found.items()):
             scores = f"{row['score']:.3f}", f"{row['error']:.3f}"
-            table.add_row("" if number else part, name, *scores, f"{row['steps']:,.0f}", f"{row['steps'] / recipe:.2f}")
-        table.add_section()
-    legend = (
+            rows.append(("" if number else part, name, *scores, f"{row['steps']:,.0f}", f"{row['steps'] / recipe:.2f}"))
+    return shown(
+        ("part", "program"),
+        ("score", "± error", "steps", "÷ recipe"),
+        rows,
         f"smith: test accuracy in percent on Fashion-MNIST, {EPOCHS} epochs of 54,000 pictures, batch {BATCH} at "
         f"first; three convolutions, SGD. seesaw: validation loss on 21,844 definitions, {TEXT_EPOCHS} epochs, batch "
         f"{TEXTS} at first; a GPT of width {SMALL['width']} and depth {SMALL['depth']}, AdamW. Means of {len(SEEDS)} "
         "seeds with their standard error.\n"
-        "Targets: smith at most 0.3 points below the recipe in 0.52 of its steps; seesaw at most 0.5 % above in 0.7."
+        "Targets: smith at most 0.3 points below the recipe in 0.52 of its steps; seesaw at most 0.5 % above in 0.7.",
     )
-    return as_text(table, legend)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed. A part that is not run is taken from the record."""
-    parser = options("schedules", __doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{' or '.join(PARTS)}")
-    parser.add_argument("--data", default="data", help="folder with Fashion-MNIST")
-    chosen = parser.parse_args(arguments)
-    quiet()
-    known = read_json("schedules")["parts"] if chosen.parts and (RESULTS / "schedules.json").is_file() else {}
-    parts = {part: run(chosen.data) if part in (chosen.parts or PARTS) else known[part] for part, run in PARTS.items()}
-    record = {"missed": missed(parts), "parts": parts}
-    return conclude("schedules", record, text, record["missed"])
+def measure(parts: Sequence[str], data: str) -> dict[str, Any]:
+    return {"parts": beside_last("schedules", "parts", {part: PARTS[part](data) for part in parts})}
 
+
+main = benchmark(
+    "schedules",
+    __doc__,
+    measure,
+    text,
+    missed,
+    parts=([*PARTS], "what is measured; the other is taken from the last record", [*PARTS]),
+    data=("data", "folder with Fashion-MNIST"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,7 @@
 """The same windows by four programs: a plain loop, stock Lightning, Accelerate, and ours.
 
-Each is set up as its own documentation says, and each ends in an optimizer that notes the gradient
-it was given: after accumulation, reduction over ranks, unscaling and clipping.
+Each is set up as its own documentation says, and ends in an optimizer that notes the gradient it was given: after
+accumulation, reduction over ranks, unscaling and clipping.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,15 +9,15 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
+from torch.optim import LBFGS, SGD, SparseAdam
 from torch.utils.data import DataLoader
 
-from benchmarks.cases import TASKS, Case, loss_of
-from benchmarks.trainers import quiet_trainer
+from benchmarks import trainers
+from benchmarks.cases import TASKS, Case
+from benchmarks.trainers import cross_entropy, quiet_trainer
 from lightning_ga import AutoAccumulate
 
 INITIAL_SCALE = 1024.0  # of the GradScaler: no overflow in the one step that is measured
@@ -29,12 +29,11 @@ class UnsupportedError(Exception):
     """A stack refuses a case; the message is its own."""
 
 
-def recorded(optimizer: Optimizer) -> Optimizer:
-    """Let an optimizer note the gradient of every step, or what it changed if it evaluates the closure many times."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    updates = isinstance(optimizer, LBFGS)
-    seen: list[Tensor] = []
-    optimizer.seen = seen  # type: ignore[attr-defined]
+def optimizer_of(case: Case, net: nn.Module) -> Any:
+    """An optimizer that notes the gradient of every step, or what it changed if it evaluates the closure many times."""
+    parameters = list(net.parameters())
+    optimizer, updates = OPTIMIZERS[case.optimizer](parameters), case.optimizer.startswith("lbfgs")
+    seen = optimizer.seen = list[Tensor]()
     if updates:
         optimizer.register_step_pre_hook(lambda *_: seen.append(_flat(parameters)))
 
@@ -45,11 +44,6 @@ def recorded(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def last_seen(optimizer: Any) -> Tensor:
-    seen: Tensor = optimizer.seen[-1]
-    return seen
-
-
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "sgd": partial(SGD, lr=0.1),
     "sparse_adam": partial(SparseAdam, lr=0.1),
@@ -57,10 +51,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     # At lr=1 the first trial step lies on the edge of the Wolfe condition, and rounding decides what follows.
     "lbfgs_strong_wolfe": partial(LBFGS, lr=4, max_iter=4, line_search_fn="strong_wolfe"),
 }
-
-
-def optimizer_of(case: Case, net: nn.Module) -> Optimizer:
-    return recorded(OPTIMIZERS[case.optimizer](list(net.parameters())))
 
 
 def whole_batch(case: Case, seed: int, dtype: torch.dtype, precision: str = "true") -> Tensor:
@@ -74,7 +64,7 @@ def whole_batch(case: Case, seed: int, dtype: torch.dtype, precision: str = "tru
         def closure(batch: Any = rows[window]) -> Tensor:
             optimizer.zero_grad()
             with torch.autocast("cpu", HALF[precision]) if precision in HALF else nullcontext():
-                loss = loss_of(net, batch)
+                loss = cross_entropy(net, *batch)
             scaler.scale(loss).backward()
             return loss
 
@@ -86,22 +76,19 @@ def whole_batch(case: Case, seed: int, dtype: torch.dtype, precision: str = "tru
         if case.clip is not None:
             nn.utils.clip_grad_norm_(net.parameters(), case.clip)
         scaler.step(optimizer)
-    return last_seen(optimizer)
+    return optimizer.seen[-1]
 
 
-class Module(pl.LightningModule):
+class Module(trainers.Module):
     """The case as a LightningModule."""
 
     def __init__(self, case: Case, seed: int, dtype: torch.dtype) -> None:
-        super().__init__()
+        net = TASKS[case.task].network(seed, dtype)
+        super().__init__(net, lambda _: optimizer_of(case, net))
         self.case = case
-        self.net = TASKS[case.task].network(seed, dtype)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        return None if batch_idx in self.case.skip else loss_of(self.net, batch)
-
-    def configure_optimizers(self) -> Optimizer:
-        return optimizer_of(self.case, self.net)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in self.case.skip else super().training_step(batch, batch_idx)
 
 
 def stock_lightning(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
@@ -126,10 +113,9 @@ def _fit(case: Case, seed: int, dtype: torch.dtype, batch_size: int, **settings:
         settings["precision"] = case.precision
     if case.ranks > 1:
         settings["strategy"] = "ddp"
-    module = Module(case, seed, dtype)
-    trainer = quiet_trainer(max_epochs=1, devices=case.ranks, gradient_clip_val=case.clip, **settings)
-    trainer.fit(module, loader)
-    return last_seen(trainer.optimizers[0])
+    trainer: Any = quiet_trainer(max_epochs=1, devices=case.ranks, gradient_clip_val=case.clip, **settings)
+    trainer.fit(Module(case, seed, dtype), loader)
+    return trainer.optimizers[0].seen[-1]
 
 
 def accelerate(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
@@ -142,24 +128,21 @@ def accelerate(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
         for index, batch in enumerate(loader):
             with accelerator.accumulate(model):
                 if index not in case.skip:
-                    _accelerate_step(accelerator, model, optimizer, partial(loss_of, model, batch), case)
-    return last_seen(recorder)
+                    _accelerate_step(accelerator, model, optimizer, batch, case)
+    return recorder.seen[-1]
 
 
-def _accelerate_step(
-    accelerator: Any, model: nn.Module, optimizer: Any, compute_loss: Callable[[], Tensor], case: Case
-) -> None:
-
+def _accelerate_step(accelerator: Any, model: nn.Module, optimizer: Any, batch: Any, case: Case) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = compute_loss()
+        loss = cross_entropy(model, *batch)
         accelerator.backward(loss)
         return loss
 
     if case.optimizer.startswith("lbfgs"):
         optimizer.step(closure)
         return
-    accelerator.backward(compute_loss())
+    accelerator.backward(cross_entropy(model, *batch))
     if case.clip is not None and accelerator.sync_gradients:
         accelerator.clip_grad_norm_(model.parameters(), case.clip)
     optimizer.step()

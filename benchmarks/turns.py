@@ -1,10 +1,10 @@
 """Trainers that take turns, a window each, so that each is timed beside the others.
 
-On a busy machine two runs a minute apart differ by more than what is to be measured. Here every
-trainer has a thread of its own and only the one whose turn it is computes: windows that are
-compared are a second apart, and what slows one down slows down all.
+On a busy machine two runs a minute apart differ by more than what is to be measured. Here every trainer has a thread
+of its own and only the one whose turn it is computes: windows that are compared are a second apart.
 """
 
+import os
 import random
 import statistics
 import threading
@@ -14,6 +14,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.trainers import quiet_trainer
+from lightning_ga import AutoAccumulate
 
 Clocks = Mapping[str, Sequence[float]]  # seconds of windows, by "wall" and "cpu"
 
@@ -57,15 +62,18 @@ class Turns:
 class Stopwatch(pl.Callback):
     """Times every window, from the end of the last one to its own end, and lets others go in between."""
 
-    def __init__(self, turns: Turns, player: int, factor: int) -> None:
-        self.turns, self.player, self.factor = turns, player, factor
+    def __init__(self, turns: Turns, player: int) -> None:
+        self.turns, self.player = turns, player
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self._since = (0.0, 0.0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.factor:
-            return
+        """Let others go at the end of a window of as many micro-batches as are planned."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.end_of_window()
+
+    def end_of_window(self) -> None:
         self.stop()
         self.turns.pass_on()
         self.turns.wait(self.player)
@@ -94,16 +102,13 @@ class RanksStopwatch(Stopwatch):
         self.wall.append(time.perf_counter() - wall)
 
 
-def take_turns(
-    fits: Sequence[Callable[[Stopwatch], None]],
-    factors: Sequence[int],
-    *,
-    watch: type[Stopwatch] = Stopwatch,
-    seed: int | None = None,
-) -> list[Stopwatch]:
+Fit = Callable[[Any], object]
+
+
+def take_turns(fits: Sequence[Fit], *, watch: type[Stopwatch] = Stopwatch, seed: int | None = None) -> list[Any]:
     """Run fits side by side; each is given the stopwatch that it must have as its last callback."""
     turns = Turns(len(fits), seed)
-    watches = [watch(turns, player, factor) for player, factor in enumerate(factors)]
+    watches = [watch(turns, player) for player in range(len(fits))]
     threads = [threading.Thread(target=_play, args=(turns, fit, watch)) for fit, watch in zip(fits, watches)]
     for thread in threads:
         thread.start()
@@ -114,7 +119,7 @@ def take_turns(
     return watches
 
 
-def _play(turns: Turns, fit: Callable[[Stopwatch], None], watch: Stopwatch) -> None:
+def _play(turns: Turns, fit: Fit, watch: Stopwatch) -> None:
     try:
         turns.wait(watch.player)
         fit(watch)
@@ -123,37 +128,56 @@ def _play(turns: Turns, fit: Callable[[Stopwatch], None], watch: Stopwatch) -> N
         turns.fail(failure)
 
 
-def bouts(
-    programs: Mapping[str, tuple[Callable[[Stopwatch], None], int]], number: int, warm_up: int, seed: int = 0
+def fit(
+    watch: Stopwatch,
+    module: pl.LightningModule,
+    data: Dataset[Any],
+    micro: int,
+    factor: int,
+    ours: Mapping[str, Any] | None = None,
+    *,
+    callbacks: Iterable[pl.Callback] = (),
+    **settings: Any,
+) -> None:
+    """Train in windows on this rank of all, by stock Lightning or, given its settings, by ``AutoAccumulate``."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        settings |= {"devices": ranks, "strategy": DDPStrategy(process_group_backend="gloo")}
+    if ours is None:
+        settings["accumulate_grad_batches"] = factor
+    else:
+        callbacks = [AutoAccumulate(micro * factor * ranks, micro_batch_size=micro, **ours), *callbacks]
+    batch = micro * factor if ours is not None and ours.get("micro_batching") == "step" else micro
+    trainer = quiet_trainer(max_epochs=1, callbacks=[*callbacks, watch], **settings)
+    trainer.fit(module, DataLoader(data, batch_size=batch, collate_fn=getattr(data, "collate", None)))
+
+
+def in_bouts(
+    fits: Mapping[str, Fit], number: int, warm_up: int, *, watch: type[Stopwatch] = Stopwatch
 ) -> Iterator[dict[str, Clocks]]:
-    """Seconds of the windows that count, by program and clock, in bouts of fresh fits, each in an order of its own.
+    """Seconds of the windows that count, by program and clock, in bouts of fresh fits.
 
-    Every program is given with the micro-batches of its window; chance decides the order alike on all ranks.
+    Chance decides the order of each round, alike on all ranks.
     """
-    rng, order = random.Random(seed), list(programs)
-    for _ in range(number):
-        rng.shuffle(order)
-        watches = dict(zip(order, take_turns(*zip(*(programs[name] for name in order)))))
-        yield {n: {"wall": watches[n].wall[warm_up:], "cpu": watches[n].cpu[warm_up:]} for n in sorted(programs)}
+    for seed in range(number):
+        watches = zip(fits, take_turns([*fits.values()], watch=watch, seed=seed))
+        yield {name: {"wall": each.wall[warm_up:], "cpu": each.cpu[warm_up:]} for name, each in watches}
 
 
-def ratios(bouts: Sequence[Mapping[str, Clocks]], name: str, clock: str, beside: str) -> list[list[float]]:
-    """Ratio of each window of a program to the other's of the same round; a list for each bout.
+def ratio(bouts: Sequence[Mapping[str, Clocks]], name: str, beside: str, clock: str, key: str) -> dict[str, Any]:
+    """Median ratio of each window of a program to the other's of the same round, with its 95 % interval.
 
     Examples:
-        >>> ratios([{"stock": {"wall": [1.0, 2.0]}, "ours": {"wall": [1.5, 2.0]}}], "ours", "wall", "stock")
-        [[1.5, 1.0]]
+        >>> ratio([{"stock": {"wall": [1.0, 2.0]}, "ours": {"wall": [1.5, 2.0]}}], "ours", "stock", "wall", "added")
+        {'added': 1.25, 'added_95': (1.25, 1.25)}
     """
-    return [[a / b for a, b in zip(one[name][clock], one[beside][clock])] for one in bouts]
+    ratios = [[a / b for a, b in zip(one[name][clock], one[beside][clock])] for one in bouts]
+    rng, draws = random.Random(0), 2000
+    medians = sorted(pooled_median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    low, high = medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+    return {key: round(pooled_median(ratios), 4), f"{key}_95": (round(low, 4), round(high, 4))}
 
 
-def pooled_median(bouts: Sequence[Sequence[float]]) -> float:
+def pooled_median(bouts: Iterable[Sequence[float]]) -> float:
     """Median over the windows of all bouts."""
-    return statistics.median(ratio for one in bouts for ratio in one)
-
-
-def interval(bouts: Sequence[Sequence[float]], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence."""
-    rng = random.Random(seed)
-    medians = sorted(pooled_median(rng.choices(bouts, k=len(bouts))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+    return statistics.median(value for one in bouts for value in one)

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +61,9 @@ def that_count(lines: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]
         >>> that_count(lines)[1] == lines[1:]
         True
     """
-    steps: dict[int, list[dict[str, Any]]] = {}
-    for line in lines:
-        if line["kind"] == "step":
-            known = steps.get(line["step"], [])
-            latest = max([line["life"], *(other["life"] for other in known)])
-            steps[line["step"]] = [other for other in [*known, line] if other["life"] == latest]
-    return dict(sorted(steps.items()))
+    steps = [line for line in lines if line["kind"] == "step"]
+    latest = {line["step"]: line["life"] for line in sorted(steps, key=itemgetter("step", "life"))}
+    return {step: [x for x in steps if (x["step"], x["life"]) == (step, life)] for step, life in latest.items()}
 
 
 def judged(story: Story, folder: Path, undisturbed: Path) -> Told:
@@ -93,16 +91,12 @@ def samples_missed(steps: dict[int, list[dict[str, Any]]]) -> list[str]:
         ['epoch 1: 199 samples missing, 1 more than once']
     """
     used: dict[int, Counter[int]] = {}
-    for lines in steps.values():
-        for line in lines:
-            used.setdefault(line["epoch"], Counter()).update(line["used"])
-    wrong = {
-        epoch: (SAMPLES - len(counts), sum(count > 1 for count in counts.values())) for epoch, counts in used.items()
-    }
+    for line in chain.from_iterable(steps.values()):
+        used.setdefault(line["epoch"], Counter()).update(line["used"])
     return [
-        f"epoch {epoch}: {missing} samples missing, {again} more than once"
-        for epoch, (missing, again) in wrong.items()
-        if missing or again
+        f"epoch {epoch}: {SAMPLES - len(counts)} samples missing, {again} more than once"
+        for epoch, counts in used.items()
+        if (again := sum(count > 1 for count in counts.values())) or len(counts) != SAMPLES
     ]
 
 

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.disasters import stories
 from benchmarks.disasters.stories import FIRST, FORWARD, LATER, Life, Story
@@ -56,10 +56,8 @@ class Fate(OperationCounter):
         self.kills = self.end is not None and self.end.place == place and self.end.visit <= visit
         if self.kills and self.end is not None:
             self.fails_at = 1 + int(self.end.operation * length)
-        elif due and samples > 1:  # of an update, nothing is applied yet
-            self.fails_at = (
-                1 if place == stories.UPDATE else 1 + int(due[0].operation * length)
-            )  # nothing is applied yet
+        elif due and samples > 1:
+            self.fails_at = 1 + int(due[0].operation * length)
 
     def leave(self) -> None:
         if self.place is not None and not self.fails_at:
@@ -72,7 +70,7 @@ class Fate(OperationCounter):
         yield
         self.leave()
 
-    def pass_by(self, place: str, samples: int = 2) -> None:
+    def pass_by(self, place: str, samples: int) -> None:
         self.come_to(place, samples)
         if self.fails_at:
             self.strike("there")
@@ -114,7 +112,7 @@ class Fate(OperationCounter):
 
 
 class Watch(pl.Callback):
-    """Brings a fate into a process, and takes it out."""
+    """Brings a fate into a process, takes it out, and keeps what the training has come to."""
 
     def __init__(self, fate: Fate) -> None:
         self.fate = fate
@@ -124,11 +122,14 @@ class Watch(pl.Callback):
         self.fate.cut_writes_off()
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.fate.note("start", step=trainer.global_step)
         self.fate.__enter__()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.fate.__exit__(None, None, None)
+        weights = torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
+        loss = trainer.callback_metrics.get("val_loss")  # none if a resume was left with nothing to do
+        end = {"weights": weights, "steps": trainer.global_step, "loss": None if loss is None else float(loss)}
+        torch.save(end, self.fate.folder / f"end{trainer.global_rank}.pt")
 
 
 class Victim(pl.LightningModule):
@@ -142,7 +143,6 @@ class Victim(pl.LightningModule):
         self.passing: list[int] = []  # samples of a pass
         self.passed: list[int] = []  # those of one that went through its backward pass, and may be undone yet
         self.used: list[int] = []  # samples of the window so far
-        self.steps = 0
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         self.fate.pass_by(stories.TRANSFER, len(batch[0]))
@@ -176,9 +176,7 @@ class Victim(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         rate = optimizer.param_groups[0]["lr"]
-        norm = float(torch.stack([p.grad.double().norm() for p in self.parameters() if p.grad is not None]).norm())
-        step, epoch = self.global_step + 1, self.current_epoch
-        self.fate.note("step", step=step, epoch=epoch, rate=rate, gradient=norm, used=self.used)
+        self.fate.note("step", step=self.global_step + 1, epoch=self.current_epoch, rate=rate, used=self.used)
         self.used = []
         self.fate.come_to(stories.UPDATE, 2)
 
@@ -219,36 +217,21 @@ class Transformer(nn.Module):
 
 def convolutional() -> nn.Module:
     """Two convolutions with GroupNorm."""
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1),
-        nn.GroupNorm(2, 8),
-        nn.GELU(),
-        nn.Conv2d(8, 8, 3, stride=2),
-        nn.GroupNorm(2, 8),
-        nn.GELU(),
-        nn.Flatten(),
-        nn.Linear(8 * 2 * 2, CLASSES),
-    )
+    layers = [nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU()]
+    layers += [nn.Conv2d(8, 8, 3, stride=2), nn.GroupNorm(2, 8), nn.GELU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 2 * 2, CLASSES))
 
 
 NETWORKS = {"transformer": Transformer, "convolutional": convolutional}
 
 
-class Samples(Dataset[Any]):
+def samples(model: str, size: int, seed: int) -> TensorDataset:
     """Inputs for a model; a sample knows its index."""
-
-    def __init__(self, model: str, size: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(TOKENS, (size, LENGTH), generator=generator)
-        images = torch.randn(size, 1, 6, 6, generator=generator)
-        self.inputs = tokens if model == "transformer" else images
-        self.targets = torch.randint(CLASSES, (size,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        return self.inputs[index], self.targets[index], index
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(TOKENS, (size, LENGTH), generator=generator)
+    images = torch.randn(size, 1, 6, 6, generator=generator)
+    targets = torch.randint(CLASSES, (size,), generator=generator)
+    return TensorDataset(tokens if model == "transformer" else images, targets, torch.arange(size))
 
 
 def live(story: Story, number: int, folder: Path) -> None:
@@ -260,7 +243,7 @@ def live(story: Story, number: int, folder: Path) -> None:
     strategy: Any = DDPStrategy(start_method="fork", process_group_backend="gloo") if story.ranks > 1 else "auto"
     callback = AutoAccumulate(
         micro_batch_size=life.micro_batch,
-        micro_batching="step" if story.mode == "step" else "loader",
+        micro_batching=story.mode,
         memory_budget=life.budget,
         verify=False,
         cache=False,
@@ -269,7 +252,7 @@ def live(story: Story, number: int, folder: Path) -> None:
     trainer = quiet_trainer(
         devices=story.ranks,
         strategy=strategy,
-        callbacks=[callback, Watch(fate), End(folder), saver],
+        callbacks=[callback, Watch(fate), saver],
         plugins=[AtomicCheckpointIO()],
         accumulate_grad_batches=2,
         max_epochs=stories.EPOCHS,
@@ -279,20 +262,7 @@ def live(story: Story, number: int, folder: Path) -> None:
     )
     trainer.fit(
         module,
-        DataLoader(Samples(story.model, stories.SAMPLES, 1), 32 // story.ranks, shuffle=True),
-        DataLoader(Samples(story.model, 48, 2), 24 // story.ranks),
+        DataLoader(samples(story.model, stories.SAMPLES, 1), 32 // story.ranks, shuffle=True),
+        DataLoader(samples(story.model, 48, 2), 24 // story.ranks),
         ckpt_path="last",
     )
-
-
-class End(pl.Callback):
-    """Keeps what a training has come to."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        weights = torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
-        loss = trainer.callback_metrics.get("val_loss")  # none if a resume was left with nothing to do
-        end = {"weights": weights, "steps": trainer.global_step, "loss": None if loss is None else float(loss)}
-        torch.save(end, self.folder / f"end{trainer.global_rank}.pt")

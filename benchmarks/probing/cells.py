@@ -12,7 +12,7 @@ import torch
 from benchmarks.probing.devices import CUDA, EMULATED, FAKE, GIB, TRAINER, finish, memory, place
 from benchmarks.probing.in_trainer import probed, trains
 from benchmarks.probing.models import MODELS
-from benchmarks.probing.programs import OURS, PROGRAMS, Choice, missing, start_size
+from benchmarks.probing.programs import OURS, PROGRAMS, Choice, at_hand, start_size
 from benchmarks.probing.training import Oracle, Training
 from lightning_ga import UserError
 from lightning_ga.memory.allocator import AllocatorMeter
@@ -44,13 +44,13 @@ class Cell:
         return self.gib <= most
 
 
-def measure(cell: Cell) -> dict[str, Any]:
+def measured(cell: Cell) -> dict[str, Any]:
     """Ours, the true limit, and the peers; each on a device and a training of its own."""
     if cell.kind == TRAINER:
-        return measure_in_trainer(cell)
+        return measured_in_trainer(cell)
     record: dict[str, Any] = {**asdict(cell), "limit": None, "programs": {}}
-    if cell.kind != FAKE:
-        warm_up(cell)
+    if cell.kind != FAKE:  # a small step without a limit, so that no program pays for what a process does once
+        Training(MODELS[cell.model], place(cell.kind)).step(SMALL)
     try:
         record["programs"][OURS] = run(cell, OURS, Choice(cell.budget, place(cell.kind), HIGH, HIGH))
     except (UserError, torch.OutOfMemoryError) as refusal:  # the second where the model alone does not fit
@@ -58,12 +58,12 @@ def measure(cell: Cell) -> dict[str, Any]:
     limit = record["limit"] = true_limit(cell, record["programs"][OURS]["found"])
     choice = Choice(cell.budget, place(cell.kind), HIGH, start_size(limit))
     for name in PROGRAMS:
-        if name != OURS and missing(name) is None:
+        if name != OURS and at_hand(name):
             record["programs"][name] = run(cell, name, choice) if cell.runs_peers else count(name, limit, choice)
     return record
 
 
-def measure_in_trainer(cell: Cell) -> dict[str, Any]:
+def measured_in_trainer(cell: Cell) -> dict[str, Any]:
     """The probe of a fit, as it reports on itself, and the limit of the training that follows it."""
     model = MODELS[cell.model]
     found = probed(model, cell.budget)
@@ -96,12 +96,6 @@ def _outcome(program: str, training: Training, choice: Choice, *, timed: bool) -
     counter = training.counter
     counts = {"trials": counter.trials, "steps": counter.steps, "ooms": counter.ooms}
     return {"found": found, "method": method, **counts, "seconds": seconds}
-
-
-def warm_up(cell: Cell) -> None:
-    """A small step on a device without a limit, so that no program pays for what a process does once."""
-    training = Training(MODELS[cell.model], place(cell.kind))
-    training.step(SMALL)
 
 
 def true_limit(cell: Cell, guess: int) -> int:
@@ -154,26 +148,22 @@ def cells(models: Iterable[str], budgets: Iterable[float], kind: str) -> list[Ce
     return [Cell(model, gib, kind) for model in models for gib in budgets]
 
 
-def full(*, cuda: bool) -> list[Cell]:
-    """All cells: real steps in small budgets, tensors without values in large ones, a CUDA device if there is one."""
-    names = list(MODELS)
-    chosen = [*cells(names, [0.5, 1, 2], EMULATED), *cells(names, [16, 80], FAKE)]
-    chosen += cells([IN_TRAINER], [0.5, 1, 2], TRAINER)
-    return [*chosen, *cells(names, [2], CUDA)] if cuda else chosen
+def chosen(*, cuda: bool, quick: bool = False) -> list[Cell]:
+    """Real steps in small budgets, tensors without values in large ones, a CUDA device if there is one.
 
-
-def quick(*, cuda: bool) -> list[Cell]:
-    """One cheap budget of every model on every device.
+    ``quick``: one cheap budget of every model on every device.
 
     Examples:
-        >>> [(cell.gib, cell.kind) for cell in quick(cuda=False) if cell.model == IN_TRAINER]
+        >>> [(cell.gib, cell.kind) for cell in chosen(cuda=False, quick=True) if cell.model == IN_TRAINER]
         [(0.25, 'emulated'), (16, 'fake'), (0.25, 'trainer')]
     """
-    least: dict[tuple[str, str], Cell] = {}
-    for cell in full(cuda=cuda):
-        gib = MODELS[cell.model].quick_gib if cell.kind in (EMULATED, TRAINER) else cell.gib
-        least.setdefault((cell.model, cell.kind), replace(cell, gib=gib))
-    return list(least.values())
+    found = [*cells(MODELS, [0.5, 1, 2], EMULATED), *cells(MODELS, [16, 80], FAKE)]
+    found += [*cells([IN_TRAINER], [0.5, 1, 2], TRAINER), *(cells(MODELS, [2], CUDA) if cuda else [])]
+    if not quick:
+        return found
+    least = {(cell.model, cell.kind): cell for cell in reversed(found)}
+    small = {key: MODELS[cell.model].quick_gib for key, cell in least.items() if cell.kind in (EMULATED, TRAINER)}
+    return [replace(cell, gib=small.get(key, cell.gib)) for key, cell in reversed(least.items())]
 
 
 def emulation_cost(rounds: int = 50) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import timm
 import torch
-import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
 
 from benchmarks.networks import CausalBlocks, perceptron
@@ -31,11 +31,6 @@ class GPT(nn.Module):
         return logits
 
 
-def resnet() -> nn.Module:
-    """21 million parameters: with Adam, most of a small budget."""
-    return timm.create_model("resnet34d", num_classes=CLASSES)
-
-
 def vit() -> nn.Module:
     """Twelve layers on 144 patches; narrow, so that steps of 2 GiB are cheap on a CPU."""
     return timm.models.VisionTransformer(
@@ -48,14 +43,14 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *perceptron((3 * 128 * 128, 64, 64, CLASSES), nn.ReLU))
 
 
-def images(size: int) -> Samples:
-    return torch.randn(POOL, 3, size, size), torch.arange(POOL) % CLASSES
+def images(size: int, classes: int = CLASSES) -> Samples:
+    return torch.randn(POOL, 3, size, size), torch.arange(POOL) % classes
 
 
-def sentences() -> Samples:
+def sentences(words: int = WORDS, length: int = LENGTH) -> Samples:
     """Words, and the words that follow them."""
-    words = torch.randint(WORDS, (POOL, LENGTH + 1))
-    return words[:, :-1], words[:, 1:]
+    drawn = torch.randint(words, (POOL, length + 1))
+    return drawn[:, :-1], drawn[:, 1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +63,13 @@ class Model:
     quick_gib: float = 0.25
 
 
+resnet = partial(timm.create_model, "resnet34d", num_classes=CLASSES)  # with Adam, most of a small budget
+
 MODELS = {
-    "resnet34d 32": Model(resnet, lambda: images(32), peers_to_gib=0.5, quick_gib=0.4),
-    "resnet34d 224": Model(resnet, lambda: images(224), peers_to_gib=0.5, quick_gib=0.5),
-    "ViT": Model(vit, lambda: images(96), peers_to_gib=1),
-    "GPT, SDPA": Model(lambda: GPT(naive=False), sentences),
-    "GPT, naive": Model(lambda: GPT(naive=True), sentences),
-    "MLP": Model(mlp, lambda: images(128)),
+    "resnet34d 32": Model(resnet, partial(images, 32), peers_to_gib=0.5, quick_gib=0.4),
+    "resnet34d 224": Model(resnet, partial(images, 224), peers_to_gib=0.5, quick_gib=0.5),
+    "ViT": Model(vit, partial(images, 96), peers_to_gib=1),
+    "GPT, SDPA": Model(partial(GPT, naive=False), sentences),
+    "GPT, naive": Model(partial(GPT, naive=True), sentences),
+    "MLP": Model(mlp, partial(images, 128)),
 }
-
-
-def loss_of(net: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over samples, or over all words of all samples."""
-    return F.cross_entropy(net(inputs).flatten(0, -2), targets.flatten())

@@ -1,7 +1,9 @@
-"""On a CUDA device: fits at the limit that their probe finds, meters, and predictions, beside the allocator's word."""
+"""On a CUDA device: fits at the limit that their probe finds, meters, predictions, and time beside a plain loop."""
 
 import random
+import statistics
 import time
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,11 +12,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.probing.cells import HIGH, SMALL, Cell
-from benchmarks.probing.devices import GIB, capped_cuda, finish, memory, place
-from benchmarks.probing.in_trainer import FACTOR, Module, Pool
-from benchmarks.probing.models import LENGTH, MODELS, POOL, WORDS, Samples
+from benchmarks.probing.devices import CUDA, GIB, capped_cuda, finish, memory
+from benchmarks.probing.in_trainer import ADAM, FACTOR, Pool
+from benchmarks.probing.models import LENGTH, MODELS, POOL, WORDS, Model, Samples
 from benchmarks.probing.training import Training
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import Module, cross_entropy, quiet_trainer
+from benchmarks.turns import Stopwatch, fit, take_turns
 from lightning_ga import AutoAccumulate, find_micro_batch
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.segments import ROUNDING, replay_segments
@@ -22,6 +25,7 @@ from lightning_ga.memory.segments import ROUNDING, replay_segments
 ENDLESS = 10**9  # samples: the watch ends training
 SHORTEST = LENGTH // 4  # of sentences of varied length
 ROOM = 2  # times the budget: the step that is measured may take more than was predicted
+WARM_UP, TIMED_WINDOWS = 2, 12  # windows that are not counted, and that are
 
 
 class Watch(pl.Callback):
@@ -79,7 +83,7 @@ def fit_at_limit(
         trainer = quiet_trainer(max_epochs=1, accelerator="gpu", precision=precision, callbacks=[callback, watch])
         data: Any = Sentences() if varied else Pool(MODELS[model], ENDLESS)
         loader = DataLoader(data, batch_size=POOL, collate_fn=padded if varied else None)
-        trainer.fit(Module(MODELS[model]), loader)
+        trainer.fit(Module(MODELS[model].build(), ADAM), loader)
         found, plan = callback.probe, callback.plan
         assert found is not None
         assert plan is not None
@@ -128,15 +132,14 @@ def meters(model: str, samples: int) -> dict[str, Any]:
 
 def prediction(cell: Cell) -> dict[str, Any]:
     """Predict the limit and its peak without a step near it, then measure a step of that size."""
-    device = place(cell.kind)
-    with memory(cell.kind, cell.budget):
-        training = Training(MODELS[cell.model], device)
+    with memory(CUDA, cell.budget):
+        training = Training(MODELS[cell.model], CUDA)
         found = find_micro_batch(
-            training.step, high=HIGH, budget=cell.budget, device=device, resident=training.resident, predict_only=True
+            training.step, high=HIGH, budget=cell.budget, device=CUDA, resident=training.resident, predict_only=True
         )
         del training
-    with memory(cell.kind, ROOM * cell.budget):
-        training = Training(MODELS[cell.model], device)
+    with memory(CUDA, ROOM * cell.budget):
+        training = Training(MODELS[cell.model], CUDA)
         training.step(SMALL)
         finish()
         torch.cuda.reset_peak_memory_stats()
@@ -146,3 +149,59 @@ def prediction(cell: Cell) -> dict[str, Any]:
         del training
     error = (found.peak_bytes - measured) / measured
     return {"samples": found.limit, "predicted": found.peak_bytes, "measured": measured, "error": error}
+
+
+class OnDevice(Pool):
+    """Whole batches that lie on the device: one indexing there, so that no loader hides what a loop costs."""
+
+    def __getitems__(self, indices: list[int]) -> Samples:
+        index = torch.tensor(indices, device=self.samples[0].device) % POOL
+        return tuple(tensor[index] for tensor in self.samples)
+
+    def collate(self, batch: Samples) -> Samples:
+        return batch
+
+
+class DeviceWatch(Stopwatch):
+    """Waits for the device before the time is taken."""
+
+    def stop(self) -> None:
+        finish()
+        super().stop()
+
+
+def plain(watch: Stopwatch, model: Model, data: OnDevice, micro: int) -> None:
+    """The loop that PyTorch's documentation shows, accumulated; each window timed."""
+    net = model.build().to("cuda").train()
+    optimizer = ADAM(net.parameters())
+    for index, batch in enumerate(DataLoader(data, batch_size=micro, collate_fn=data.collate)):
+        (cross_entropy(net, *batch) / FACTOR).backward()
+        if (index + 1) % FACTOR == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.end_of_window()
+
+
+def accumulated(watch: Stopwatch, model: Model, data: OnDevice, micro: int) -> None:
+    """The same windows in a Trainer with ``AutoAccumulate``."""
+    ours = {"batch_norm": "ignore", "verify": False}
+    fit(watch, Module(model.build(), ADAM), data, micro, FACTOR, ours, accelerator="gpu")
+
+
+def throughput(name: str, gib: float) -> dict[str, Any]:
+    """Samples a second of ours and of a plain loop, at a micro-batch that leaves room for both in a budget.
+
+    The ratio is the median of windows that were timed beside each other.
+    """
+    model, micro = MODELS[name], prediction(Cell(name, gib / 2.2, CUDA))["samples"]
+    data = OnDevice(model, micro * FACTOR * (TIMED_WINDOWS + WARM_UP), "cuda")
+    fits = [partial(loop, model=model, data=data, micro=micro) for loop in (plain, accumulated)]
+    theirs, mine = (watch.wall[WARM_UP:] for watch in take_turns(fits, watch=DeviceWatch))
+    return {
+        "model": name,
+        "gib": gib,
+        "micro_batch": micro,
+        "plain": micro * FACTOR / statistics.median(theirs),
+        "ours": micro * FACTOR / statistics.median(mine),
+        "ratio": statistics.median(a / b for a, b in zip(theirs, mine)),
+    }

@@ -141,7 +141,6 @@ PROGRAMS: dict[str, Callable[[Training, Choice], tuple[int, str]]] = {
 }
 
 
-def missing(program: str) -> str | None:
-    """Why a program cannot run here, ``None`` if it can."""
-    package = NEEDS.get(program)
-    return None if package is None or installed(package) else f"{package} is not installed"
+def at_hand(program: str) -> bool:
+    """Whether what a program needs is installed."""
+    return program not in NEEDS or installed(NEEDS[program]) is not None

@@ -1,9 +1,7 @@
 """Networks that nobody named: families of models, each with widths, depths and lengths drawn at random."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from random import Random
 
 import torch
@@ -11,30 +9,18 @@ import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.probing.models import POOL, Model
+from benchmarks.networks import Apply, perceptron
+from benchmarks.probing.models import POOL, Model, Samples, images, sentences
 
-Batch = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A model that was drawn."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    samples: Callable[[], Batch]
+Drawn = tuple[str, Model]  # and what it is called
 
 
-class Blocks(nn.Module):
-    """Blocks one after another, each run again in the backward pass if ``checkpointed``."""
-
-    def __init__(self, blocks: Sequence[nn.Module], *, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.blocks, self.checkpointed = nn.ModuleList(blocks), checkpointed
+class Checkpointed(nn.Sequential):
+    """Blocks that are each run again in the backward pass."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointed else block(hidden)
+        for block in self:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
         return hidden
 
 
@@ -67,32 +53,6 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
-class Mixing(nn.Module):
-    """Mixes the positions of ``(batch, length, width)`` by a perceptron."""
-
-    def __init__(self, length: int, hidden: int) -> None:
-        super().__init__()
-        self.perceptron = perceptron((length, hidden, length))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.perceptron(hidden.transpose(1, 2)).transpose(1, 2)
-
-
-class Patches(nn.Module):
-    """Images as sequences of patches: by a convolution, or cut out and projected."""
-
-    def __init__(self, patch: int, width: int, *, by_convolution: bool) -> None:
-        super().__init__()
-        self.patch = patch
-        kind = nn.Conv2d(3, width, patch, patch) if by_convolution else nn.Linear(3 * patch * patch, width)
-        self.project = kind
-
-    def forward(self, images: Tensor) -> Tensor:
-        if isinstance(self.project, nn.Conv2d):
-            return self.project(images).flatten(2).transpose(1, 2)
-        return self.project(F.unfold(images, self.patch, stride=self.patch).transpose(1, 2))
-
-
 class Classifier(nn.Module):
     """The mean cross-entropy of what layers make of the input; targets may be weighted one by one."""
 
@@ -108,24 +68,6 @@ class Classifier(nn.Module):
             return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
         losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
         return (losses * weights.flatten()).sum() / weights.sum()
-
-
-class MeanOf(nn.Module):
-    """The mean over the length of ``(batch, length, width)``."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden.mean(1)
-
-
-class Recurrent(nn.Module):
-    """An LSTM or GRU without its state."""
-
-    def __init__(self, kind: str, width: int, layers: int) -> None:
-        super().__init__()
-        self.cells = getattr(nn, kind)(width, width, layers, batch_first=True)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.cells(hidden)[0]  # type: ignore[no-any-return]
 
 
 class Towers(nn.Module):
@@ -170,66 +112,55 @@ class UNet(nn.Module):
         return self.head(images)  # type: ignore[no-any-return]
 
 
-class Fields(nn.Module):
-    """Embeddings of many columns, and a perceptron on them."""
-
-    def __init__(self, words: int, width: int, columns: int, hidden: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(words, width)
-        self.perceptron = perceptron((columns * width, hidden, hidden, 2))
-
-    def forward(self, columns: Tensor) -> Tensor:
-        return self.perceptron(self.table(columns).flatten(1))  # type: ignore[no-any-return]
-
-
-def perceptron(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
-    """Linear layers with activations between."""
-    layers: list[nn.Module] = []
-    for one, other in pairwise(widths):
-        layers += [nn.Linear(one, other), activation()]
-    return nn.Sequential(*layers[:-1])
-
-
 def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
     """A convolution with its normalization."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs), nn.ReLU())
 
 
+turned = Apply(lambda hidden: hidden.transpose(1, 2))
+
+
+def mixer(length: int, hidden: int) -> nn.Sequential:
+    """Mixes the positions of ``(batch, length, width)`` by a perceptron."""
+    return nn.Sequential(turned, perceptron((length, hidden, length)), turned)
+
+
+def patches(patch: int, width: int, *, by_convolution: bool) -> nn.Sequential:
+    """Images as sequences of patches: by a convolution, or cut out and projected."""
+    if by_convolution:
+        return nn.Sequential(nn.Conv2d(3, width, patch, patch), nn.Flatten(2), turned)
+    return nn.Sequential(nn.Unfold(patch, stride=patch), turned, nn.Linear(3 * patch * patch, width))
+
+
 def _transformer(
     draw: Random, width: int, depth: int, *, causal: bool, length: int = 0, checkpointed: bool = False
-) -> Blocks:
+) -> nn.Sequential:
     naive, heads, hidden = draw.random() < 0.4, draw.choice((2, 4, 8)), draw.choice((2, 4)) * width
     blocks: list[nn.Module] = []
     for _ in range(depth):
-        mixing = Mixing(length, hidden) if length else Attention(width, heads, naive=naive, causal=causal)
+        mixing = mixer(length, hidden) if length else Attention(width, heads, naive=naive, causal=causal)
         parts = Residual(width, mixing), Residual(width, perceptron((width, hidden, width)))
         blocks.append(nn.Sequential(*parts))
-    return Blocks(blocks, checkpointed=checkpointed)
+    return (Checkpointed if checkpointed else nn.Sequential)(*blocks)
 
 
-def _images(size: int, classes: int) -> Batch:
-    return torch.randn(POOL, 3, size, size), torch.arange(POOL) % classes
-
-
-def _vectors(width: int, classes: int) -> Batch:
+def _vectors(width: int, classes: int) -> Samples:
     return torch.randn(POOL, width), torch.arange(POOL) % classes
 
 
-def _pairs(width: int) -> Batch:
+def _pairs(width: int) -> Samples:
     return torch.randn(POOL, width), torch.randn(POOL, width)
 
 
-def _sentences(words: int, length: int, *, weighted: bool = False) -> Batch:
-    drawn = torch.randint(words, (POOL, length + 1))
-    return (drawn[:, :-1], drawn[:, 1:], torch.rand(POOL, length)) if weighted else (drawn[:, :-1], drawn[:, 1:])
+def _weighted(words: int, length: int) -> Samples:
+    return *sentences(words, length), torch.rand(POOL, length)
 
 
-def _maps(size: int, classes: int) -> Batch:
+def _maps(size: int, classes: int) -> Samples:
     return torch.randn(POOL, 3, size, size), torch.randint(classes, (POOL, size, size))
 
 
 def mlp(draw: Random) -> Drawn:
-    """Perceptrons, narrow to wide."""
     inputs, width, depth = draw.choice((64, 784, 3072, 20000)), draw.choice((128, 500, 1024, 4096)), draw.randint(1, 12)
     dropout, activation = draw.random() < 0.5, draw.choice((nn.ReLU, nn.GELU, nn.SiLU))
 
@@ -237,11 +168,10 @@ def mlp(draw: Random) -> Drawn:
         layers = perceptron((inputs, *[width] * depth, 10), activation)
         return Classifier(*layers[:-1], nn.Dropout(0.1), layers[-1]) if dropout else Classifier(*layers)
 
-    return Drawn(f"MLP {inputs}, {depth} × {width}", build, partial(_vectors, inputs, 10))
+    return f"MLP {inputs}, {depth} × {width}", Model(build, partial(_vectors, inputs, 10))
 
 
 def conv(draw: Random) -> Drawn:
-    """Convolutional nets."""
     size, width, depth = draw.choice((128, 160, 224)), draw.choice((16, 24, 48)), draw.randint(2, 5)
 
     def build() -> nn.Module:
@@ -249,7 +179,7 @@ def conv(draw: Random) -> Drawn:
         stages = [nn.Sequential(convolution(a, b, 2), convolution(b, b)) for a, b in zip((3, *widths), widths)]
         return Classifier(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
 
-    return Drawn(f"conv {size}², {depth} stages from {width}", build, partial(_images, size, 10))
+    return f"conv {size}², {depth} stages from {width}", Model(build, partial(images, size, 10))
 
 
 def vit(draw: Random) -> Drawn:
@@ -261,12 +191,11 @@ def vit(draw: Random) -> Drawn:
     def build() -> nn.Module:
         length = (size // patch) ** 2 if mixer else 0
         blocks = _transformer(Random(seed), width, depth, causal=False, length=length)
-        patches = Patches(patch, width, by_convolution=by_convolution)
-        return Classifier(patches, blocks, MeanOf(), nn.Linear(width, 100))
+        first, mean = patches(patch, width, by_convolution=by_convolution), Apply(lambda hidden: hidden.mean(1))
+        return Classifier(first, blocks, mean, nn.Linear(width, 100))
 
-    return Drawn(
-        f"{'mixer' if mixer else 'ViT'} {size}²/{patch}, {depth} × {width}", build, partial(_images, size, 100)
-    )
+    kind = "mixer" if mixer else "ViT"
+    return f"{kind} {size}²/{patch}, {depth} × {width}", Model(build, partial(images, size, 100))
 
 
 def gpt(draw: Random, *, weighted: bool = False, checkpointed: bool = False) -> Drawn:
@@ -280,11 +209,8 @@ def gpt(draw: Random, *, weighted: bool = False, checkpointed: bool = False) -> 
         return Classifier(nn.Embedding(words, width), blocks, nn.LayerNorm(width), nn.Linear(width, words))
 
     kind = "weighted tokens" if weighted else "checkpointed GPT" if checkpointed else "GPT"
-    return Drawn(
-        f"{kind} {words} words, {length}, {depth} × {width}",
-        build,
-        partial(_sentences, words, length, weighted=weighted),
-    )
+    samples = partial(_weighted if weighted else sentences, words, length)
+    return f"{kind} {words} words, {length}, {depth} × {width}", Model(build, samples)
 
 
 def similarities(draw: Random) -> Drawn:
@@ -298,59 +224,52 @@ def similarities(draw: Random) -> Drawn:
         first = perceptron(widths)
         return Towers(first, first if shared else perceptron(widths), normalized=normalized, both_ways=both_ways)
 
-    return Drawn(f"similarities {inputs}, {depth} × {width}", build, partial(_pairs, inputs))
+    return f"similarities {inputs}, {depth} × {width}", Model(build, partial(_pairs, inputs))
 
 
 def unet(draw: Random) -> Drawn:
-    """Segmentation with connections that skip."""
     size, width, depth = draw.choice((96, 128, 256)), draw.choice((8, 16, 32)), draw.randint(2, 4)
     widths = [width * 2**stage for stage in range(depth)]
-    return Drawn(f"U-Net {size}², {depth} from {width}", lambda: Classifier(UNet(widths, 21)), partial(_maps, size, 21))
+    model = Model(lambda: Classifier(UNet(widths, 21)), partial(_maps, size, 21))
+    return f"U-Net {size}², {depth} from {width}", model
 
 
 def recurrent(draw: Random) -> Drawn:
-    """LSTM and GRU over words."""
     kind, words = draw.choice(("LSTM", "GRU")), draw.choice((256, 10_000))
     length, width, layers = draw.choice((32, 64, 128)), draw.choice((128, 256, 512)), draw.randint(1, 3)
 
     def build() -> nn.Module:
-        return Classifier(nn.Embedding(words, width), Recurrent(kind, width, layers), nn.Linear(width, words))
+        table, cells = nn.Embedding(words, width), getattr(nn, kind)(width, width, layers, batch_first=True)
+        return Classifier(table, cells, Apply(lambda found: found[0]), nn.Linear(width, words))
 
-    return Drawn(f"{kind} {words} words, {length}, {layers} × {width}", build, partial(_sentences, words, length))
+    return f"{kind} {words} words, {length}, {layers} × {width}", Model(build, partial(sentences, words, length))
 
 
 def embeddings(draw: Random) -> Drawn:
     """Tables that are larger than what is computed on them."""
     words, width = draw.choice((100_000, 1_000_000)), draw.choice((16, 64))
     columns, hidden = draw.choice((8, 26)), draw.choice((256, 1024))
-    samples = lambda: (torch.randint(words, (POOL, columns)), torch.arange(POOL) % 2)  # noqa: E731
-    return Drawn(
-        f"embeddings {words} × {width}, {columns} columns",
-        lambda: Classifier(Fields(words, width, columns, hidden)),
-        samples,
-    )
+
+    def build() -> nn.Module:
+        table = nn.Embedding(words, width)
+        return Classifier(table, nn.Flatten(), perceptron((columns * width, hidden, hidden, 2)))
+
+    def samples() -> Samples:
+        return torch.randint(words, (POOL, columns)), torch.arange(POOL) % 2
+
+    return f"embeddings {words} × {width}, {columns} columns", Model(build, samples)
 
 
+LANGUAGE = (gpt, partial(gpt, weighted=True), partial(gpt, checkpointed=True))
 FAMILIES: tuple[Callable[[Random], Drawn], ...] = (
-    mlp,
-    conv,
-    vit,
-    vit,
-    gpt,
-    partial(gpt, weighted=True),
-    partial(gpt, checkpointed=True),
-    similarities,
-    similarities,
-    unet,
-    recurrent,
-    embeddings,
+    *(mlp, conv, vit, vit, *LANGUAGE),
+    *(similarities, similarities, unet, recurrent, embeddings),
 )
 
 
-def draw_model(draw: Random) -> tuple[str, Model]:
-    """Draw a model of any family, and say which it is."""
-    drawn = draw.choice(FAMILIES)(draw)
-    return drawn.name, Model(drawn.build, drawn.samples)
+def draw_model(draw: Random) -> Drawn:
+    """Draw a model of any family."""
+    return draw.choice(FAMILIES)(draw)
 
 
 def size_of(model: Model) -> int:

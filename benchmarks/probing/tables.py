@@ -4,9 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks.output import Target, at_least, at_most, empty_table
+from benchmarks.output import Target, at_least, at_most, shown
 from benchmarks.probing.devices import TRAINER
 from benchmarks.probing.programs import BINSEARCH, OURS, PROGRAMS
 
@@ -39,61 +37,52 @@ def times(cells: Cells, program: str, quantity: str) -> float:
     return statistics.median(ratios) if ratios else float("nan")
 
 
-def details(cells: Cells) -> Table:
+def details(cells: Cells) -> str:
     """Every program in every cell."""
-    table = empty_table(("",), ("method", "trials", "steps", "OOMs", "s", "found", "÷ limit"))
+    rows: list[Sequence[str]] = []
     for cell in cells:
-        table.add_row(
-            f"{_name(cell)}, {cell['gib']:g} GiB",
-            *([""] * 5),
-            f"{cell['limit'] or 0:,}",
-            "limit" if cell["limit"] else "NONE",
-        )
+        limit = f"{cell['limit'] or 0:,}", "limit" if cell["limit"] else "NONE"
+        rows.append((f"{_name(cell)}, {cell['gib']:g} GiB", *([""] * 5), *limit))
         for name, one in cell["programs"].items():
-            counts = (one["method"], one["trials"], one["steps"], one["ooms"])
-            found = (_seconds(one["seconds"]), f"{one['found']:,}", _share(one, cell))
-            table.add_row(f"  {NAMES.get(name, name)}", *map(str, counts), *found)
-    return table
+            counts = (str(one[key]) for key in ("method", "trials", "steps", "ooms"))
+            found = _seconds(one["seconds"]), f"{one['found']:,}", _share(one, cell)
+            rows.append((f"  {NAMES.get(name, name)}", *counts, *found))
+    return shown(("",), ("method", "trials", "steps", "OOMs", "s", "found", "÷ limit"), rows)
 
 
-def against_binsearch(cells: Cells) -> Table:
+def against_binsearch(cells: Cells, caption: str = "") -> str:
     """A row a cell: ours beside the peer that looks for the limit itself."""
-    columns = ("GiB", "limit", "ours", "steps", "s", "binsearch", "steps", "OOMs", "s")
-    table = empty_table(("model",), columns)
+    rows: list[Sequence[str]] = []
     for cell in cells:
         mine, theirs = cell["programs"].get(OURS), cell["programs"].get(BINSEARCH)
         if not cell["limit"]:
-            table.add_row(_name(cell), f"{cell['gib']:g}", "does not fit")
+            rows.append((_name(cell), f"{cell['gib']:g}", "does not fit"))
             continue
         left = (_share(mine, cell), str(mine["steps"]), _seconds(mine["seconds"]))
-        right = ("n/a",) if theirs is None else (_share(theirs, cell), str(theirs["steps"]), str(theirs["ooms"]))
-        last = () if theirs is None else (_seconds(theirs["seconds"]),)
-        table.add_row(_name(cell), f"{cell['gib']:g}", f"{cell['limit']:,}", *left, *right, *last)
-    return table
+        right: tuple[str, ...] = ("n/a",)
+        if theirs is not None:
+            right = (_share(theirs, cell), str(theirs["steps"]), str(theirs["ooms"]), _seconds(theirs["seconds"]))
+        rows.append((_name(cell), f"{cell['gib']:g}", f"{cell['limit']:,}", *left, *right))
+    titles = ("GiB", "limit", "ours", "steps", "s", "binsearch", "steps", "OOMs", "s")
+    return shown(("model",), titles, rows, caption)
 
 
-def summary(cells: Cells) -> Table:
+def summary(cells: Cells, caption: str = "") -> str:
     """A row a program, over all cells."""
-    table = empty_table(("program",), ("found ÷ limit", "steps", "most", "OOMs", "s", "× steps", "× s"))
-    fitting = [cell for cell in cells if cell["limit"]]
+    rows: list[Sequence[str]] = []
     for name in PROGRAMS:
-        ran = [(cell, cell["programs"][name]) for cell in fitting if name in cell["programs"]]
+        ran = [(cell, cell["programs"][name]) for cell in cells if cell["limit"] and name in cell["programs"]]
         if not ran:
-            table.add_row(NAMES.get(name, name), "n/a")
+            rows.append((NAMES.get(name, name), "n/a"))
             continue
         shares = [one["found"] / cell["limit"] for cell, one in ran]
         steps = [one["steps"] for _, one in ran]
-        seconds = sum(one["seconds"] or 0 for _, one in ran)
-        table.add_row(
-            NAMES.get(name, name),
-            f"{statistics.median(shares):.2f} ({min(shares):.2f}–{max(shares):.2f})",
-            f"{statistics.median(steps):g}",
-            str(max(steps)),
-            str(sum(one["ooms"] for _, one in ran)),
-            f"{seconds:.0f}",
-            *(f"{times(fitting, name, quantity):.1f}" for quantity in ("steps", "seconds")),
-        )
-    return table
+        found = f"{statistics.median(shares):.2f} ({min(shares):.2f}–{max(shares):.2f})"
+        counts = f"{statistics.median(steps):g}", str(max(steps)), str(sum(one["ooms"] for _, one in ran))
+        ratios = (f"{times([cell for cell, _ in ran], name, quantity):.1f}" for quantity in ("steps", "seconds"))
+        rows.append((NAMES.get(name, name), found, *counts, f"{sum(x['seconds'] or 0 for _, x in ran):.0f}", *ratios))
+    titles = ("found ÷ limit", "steps", "most", "OOMs", "s", "× steps", "× s")
+    return shown(("program",), titles, rows, caption)
 
 
 def _name(cell: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from benchmarks.probing.models import POOL, Model, Samples, loss_of
+from benchmarks.probing.models import POOL, Model, Samples
+from benchmarks.trainers import cross_entropy
 from lightning_ga import is_out_of_memory
 
 
@@ -28,8 +29,7 @@ class Counter:
             if not is_out_of_memory(error):
                 raise
             self.ooms += 1
-            # Lightning 2.6.6 looks for these words. The error is the same one, with its traceback: what it
-            # pins while a program handles it stays pinned, as on a GPU.
+            # Lightning 2.6.6 looks for these words. What the error pins stays pinned, as on a GPU.
             if "CUDA" not in str(error):
                 error.args = (f"CUDA out of memory. {error}",)
             raise
@@ -63,7 +63,7 @@ class Training:
         self.optimizer = torch.optim.Adam(self.net.parameters(), foreach=True)
 
     def loss(self, size: int) -> Tensor:
-        return loss_of(self.net, *self.batch(size))
+        return cross_entropy(self.net, *self.batch(size))
 
     def batch(self, size: int) -> Samples:
         index = torch.arange(size, device=self.samples[0].device) % POOL
@@ -93,7 +93,6 @@ class Oracle(Training):
         self.limit = limit
 
     def loss(self, size: int) -> Tensor:
-        """A loss, or the error."""
         if size > self.limit:
             raise torch.OutOfMemoryError(f"CUDA out of memory. {size} samples are more than {self.limit}.")
         return self.net(torch.ones(1)).sum()
