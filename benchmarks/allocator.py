@@ -178,7 +178,11 @@ def text(record: Record) -> str:
     )
 
 
-def measure(settings: Sequence[str], models: Sequence[str], budgets: Sequence[float]) -> dict[str, Any]:
+def measure(
+    settings: Sequence[str] = (*SETTINGS,),
+    models: Sequence[str] = (*MODELS,),
+    budgets: Sequence[float] = (2.0, 8.0, 24.0),
+) -> dict[str, Any]:
     """Measure setting by setting."""
     here = [name for name in settings if has_device(SETTINGS[name].device)]
     cells = {name: under(SETTINGS[name].text, in_setting, name, models, budgets) for name in here}
@@ -187,16 +191,8 @@ def measure(settings: Sequence[str], models: Sequence[str], budgets: Sequence[fl
     return {**record, "settings": found, "targets": plain(targets(found))}
 
 
-main = benchmark(
-    "allocator",
-    __doc__,
-    measure,
-    text,
-    needs_cuda=True,
-    settings=([*SETTINGS], "which ones; the others stay as they were measured", [*SETTINGS]),
-    models=([*MODELS], "what is trained", [*MODELS]),
-    budgets=([2.0, 8.0, 24.0], "GiB"),
-)
+main = benchmark("allocator", __doc__, measure, text, needs_cuda=True)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def text(record: Record) -> str:
     )
 
 
-def measure(faults: int, seed: int) -> dict[str, Any]:
+def measure(faults: int = 300, seed: int = 0) -> dict[str, Any]:
     """Tell stories until there were enough faults."""
     rng, stories, survived = random.Random(seed), list[Told](), 0
     with tempfile.TemporaryDirectory() as folder:
@@ -89,15 +90,8 @@ def measure(faults: int, seed: int) -> dict[str, Any]:
     return record
 
 
-main = benchmark(
-    "chaos",
-    __doc__,
-    measure,
-    text,
-    lambda record: record["broken"],
-    faults=(300, "out-of-memory errors, at least"),
-    seed=(0, "decides what happens"),
-)
+main = benchmark("chaos", __doc__, measure, text, itemgetter("broken"))
+
 
 if __name__ == "__main__":
     sys.exit(main())

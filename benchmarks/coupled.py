@@ -187,7 +187,7 @@ def ratios(loss: Loss, rounds: int) -> dict[str, float]:
     return {name: median(a / b for a, b in zip(times[1:], seconds["whole"][1:])) for name, times in seconds.items()}
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int = 15) -> dict[str, Any]:
     """Of each program on each loss: errors to the whole batch in fp64, the peak of memory, and the time."""
     groups: dict[str, Any] = {}
     for name, loss in LOSSES.items():
@@ -236,7 +236,8 @@ def text(record: Record) -> str:
     )
 
 
-main = benchmark("coupled", __doc__, measure, text, missed, rounds=(15, "timed rounds of each loss"))
+main = benchmark("coupled", __doc__, measure, text, missed)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -109,20 +109,16 @@ def text(record: Record) -> str:
     )
 
 
-def measure(windows: int, ranks: Sequence[int], factors: Sequence[int]) -> dict[str, Any]:
+def measure(windows: int = 36, ranks: Sequence[int] = (2, 4), factors: Sequence[int] = (1, 4)) -> dict[str, Any]:
     return {"cells": [measured(n, factor, windows) for n in ranks for factor in factors], "windows": windows}
 
 
-main = benchmark(
-    "exchange",
-    __doc__,
-    measure,
-    text,
-    lambda record: (f"{c['ranks']} ranks, factor {c['factor']}" for c in record["cells"] if c[OURS] > ALLOWED),
-    windows=(36, "windows of each program, more of short ones"),
-    ranks=([2, 4], "ranks"),
-    factors=([1, 4], "factors"),
-)
+def missed(record: Record) -> list[str]:
+    return [f"{cell['ranks']} ranks, factor {cell['factor']}" for cell in record["cells"] if cell[OURS] > ALLOWED]
+
+
+main = benchmark("exchange", __doc__, measure, text, missed)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

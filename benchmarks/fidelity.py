@@ -111,7 +111,7 @@ def text(record: Record) -> str:
     return shown(("window",), (*COLUMNS.values(), "met"), rows, LEGEND.format(draws=record["draws"]))
 
 
-def measure(draws: int) -> dict[str, Any]:
+def measure(draws: int = 10) -> dict[str, Any]:
     return {"draws": draws, "rows": [row(case, draws) for case in CASES]}
 
 
@@ -124,8 +124,8 @@ def missed(record: Record) -> list[str]:
     ]
 
 
-draws = (10, "draws of data and weights for each row")
-main = benchmark("fidelity", __doc__, measure, text, missed, draws=draws)
+main = benchmark("fidelity", __doc__, measure, text, missed)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -145,7 +145,7 @@ class Stage:
     text: Callable[[Sequence[Record]], str] = lambda records: "\n".join(map(str, records))
 
 
-def stages(models: Sequence[str], gibs: Sequence[float], windows: int, soak: float) -> dict[str, Stage]:
+def all_stages(models: Sequence[str], gibs: Sequence[float], windows: int, soak: float) -> dict[str, Stage]:
     """All stages, for these models and budgets; those with one budget take the largest up to 8 GiB."""
     one = max([gib for gib in gibs if gib <= 8], default=min(gibs))
     halves, fits, times = (
@@ -206,30 +206,27 @@ def show(name: str, stage: Stage, record: Record) -> int:
     return missed
 
 
-OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "stages": ([*STAGES], "what is measured", (*STAGES, SOAK)),
-    "models": ([*MODELS], "what is trained", [*MODELS]),
-    "budgets": ([2.0, 8.0, 24.0, 80.0, 120.0], "GiB; those that the device does not have are left out"),
-    "windows": (20, "of the trainings with fp16 and cuDNN"),
-    "minutes": (25.0, "after which nothing is begun"),
-    "soak": (60.0, "minutes of the stage soak"),
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    settings = parsed("gpu", __doc__, OPTIONS, arguments)
+def measure_all(
+    stages: Sequence[str] = STAGES,
+    models: Sequence[str] = (*MODELS,),
+    budgets: Sequence[float] = (2.0, 8.0, 24.0, 80.0, 120.0),
+    windows: int = 20,
+    minutes: float = 25.0,
+    soak: float = 60.0,
+) -> int:
+    """Measure stage by stage, in the budgets that the device has; 1 if a target is missed."""
     if lacks_cuda("gpu"):
         return 2
     quiet()
     prepare()
-    until, device = time.perf_counter() + 60 * settings.minutes, torch.cuda.get_device_name()
-    gibs = [gib for gib in settings.budgets if gib * GIB <= HEADROOM * torch.cuda.mem_get_info()[1]]
+    until, device = time.perf_counter() + 60 * minutes, torch.cuda.get_device_name()
+    gibs = [gib for gib in budgets if gib * GIB <= HEADROOM * torch.cuda.mem_get_info()[1]]
     if not gibs:
         print(f"{device} is smaller than the smallest budget: give --budgets.", file=sys.stderr)
         return 2
-    chosen = stages(settings.models, gibs, settings.windows, settings.soak)
-    return max(show(name, chosen[name], measure(name, chosen[name], device, until)) for name in settings.stages)
+    known = all_stages(models, gibs, windows, soak)
+    return max(show(name, known[name], measure(name, known[name], device, until)) for name in stages)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure_all(**parsed("gpu", __doc__, measure_all, None)))

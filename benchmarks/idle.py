@@ -125,7 +125,9 @@ def measured(ranks: int, modules: int, kind: str, bouts: int, windows: int) -> d
     return {**cell, "stock_seconds": stock, "rows": summarize(found, allowed)}
 
 
-def measure(bouts: int, windows: int, ranks: Sequence[int], modules: Sequence[int]) -> dict[str, Any]:
+def measure(
+    bouts: int = 5, windows: int = 40, ranks: Sequence[int] = (1, 2), modules: Sequence[int] = (10, 100, 600)
+) -> dict[str, Any]:
     cells = [measured(n, size, kind, bouts, windows) for n in ranks for size in modules for kind in KINDS]
     return {"cells": cells, "windows": bouts * windows}
 
@@ -135,17 +137,8 @@ def missed(record: Record) -> list[str]:
     return [f"{cell['modules']} {cell['kind']}" for cell in cells if any(row["met"] is False for row in cell["rows"])]
 
 
-main = benchmark(
-    "idle",
-    __doc__,
-    measure,
-    text,
-    missed,
-    bouts=(5, "bouts of fresh models"),
-    windows=(40, "windows of each program a bout"),
-    ranks=([1, 2], "ranks"),
-    modules=([10, 100, 600], "sizes"),
-)
+main = benchmark("idle", __doc__, measure, text, missed)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -204,7 +204,7 @@ def text(record: Record) -> str:
     )
 
 
-def measure(windows: int, width: int, depth: int, texts: Sequence[str]) -> dict[str, Any]:
+def measure(windows: int = 3, width: int = 32, depth: int = 1, texts: Sequence[str] = (*CORPORA,)) -> dict[str, Any]:
     found = {}
     for name in texts:
         read, longest = CORPORA[name]
@@ -212,17 +212,8 @@ def measure(windows: int, width: int, depth: int, texts: Sequence[str]) -> dict[
     return {"transformers": installed("transformers"), "groups": beside_last("lengths", "groups", found)}
 
 
-main = benchmark(
-    "lengths",
-    __doc__,
-    measure,
-    text,
-    missed,
-    windows=(3, "windows of each program"),
-    width=(32, "of the model"),
-    depth=(1, "of the model"),
-    texts=([*CORPORA], "the others stay as they were measured", [*CORPORA]),
-)
+main = benchmark("lengths", __doc__, measure, text, missed)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -58,7 +58,7 @@ def estimated(net: nn.Module, rate: float, data: TensorDataset, steps: int, wind
     return [None, None] if noise.estimate is None else [noise.estimate.value, noise.estimate.error]
 
 
-def measure(data: str) -> dict[str, Any]:
+def measure(data: str = "data") -> dict[str, Any]:
     """A row for each moment."""
     pl.seed_everything(0, verbose=False)
     pictures = TensorDataset(*(tensor[:SAMPLES] for tensor in fashion(data)[0].tensors))
@@ -107,7 +107,8 @@ def text(record: Record) -> str:
     )
 
 
-main = benchmark("noise_scale", __doc__, measure, text, missed, data=("data", "folder with Fashion-MNIST"))
+main = benchmark("noise_scale", __doc__, measure, text, missed)
+
 
 if __name__ == "__main__":
     sys.exit(main())

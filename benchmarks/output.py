@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,18 @@ MET = {True: "yes", False: "NO", None: "–"}  # a target, or none
 Record = Mapping[str, Any]
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the description as it is written, and the default of each option."""
-
-
-def parsed(name: str, doc: str | None, options: Mapping[str, tuple[Any, ...]], given: Sequence[str] | None) -> Any:
-    """Options of ``python -m benchmarks.NAME``, each told as its default, its help and, if they are few, its values."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc, formatter_class=_Help)
-    for option, (default, told, *values) in options.items():
-        if default is False:
-            parser.add_argument(f"--{option}", action="store_true", help=told)
-            continue
-        many = isinstance(default, list)
+def parsed(name: str, doc: str | None, function: Callable[..., Any], given: Sequence[str] | None) -> dict[str, Any]:
+    """Options of ``python -m benchmarks.NAME``: the parameters of a function, each with a default."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc, formatter_class=raw)
+    for parameter, default in ((each.name, each.default) for each in signature(function).parameters.values()):
         kind: dict[str, Any] = {"type": type(default)}
-        if many:
+        if isinstance(default, tuple):
             kind = {"type": type(default[0]) if default else int, "nargs": "*"}
-        parser.add_argument(f"--{option}", default=default, help=told, choices=values[0] if values else None, **kind)
-    return parser.parse_args(given)
+        if default is False:
+            kind = {"action": "store_true"}
+        parser.add_argument(f"--{parameter.replace('_', '-')}", default=default, help=f"default: {default}", **kind)
+    return vars(parser.parse_args(given))
 
 
 def benchmark(
@@ -54,12 +50,11 @@ def benchmark(
     missed: Callable[[Record], Iterable[str]] | None = None,
     *,
     needs_cuda: bool = False,
-    **options: tuple[Any, ...],
 ) -> Callable[[Sequence[str] | None], int]:
-    """The ``main`` of a benchmark: it measures, shows, writes, and returns 1 if a target is missed; 2 lacks CUDA."""
+    """The ``main`` of a benchmark: measures, shows, writes; it returns 1 if a target is missed, 2 where CUDA is."""
 
     def main(arguments: Sequence[str] | None = None) -> int:
-        chosen = vars(parsed(name, doc, options, arguments))
+        chosen = parsed(name, doc, measure, arguments)
         if needs_cuda and lacks_cuda(name):
             return 2
         quiet()

@@ -5,8 +5,7 @@
 drawn twice, for light and for dark pages. ``--drawn-only`` draws the measurements that are there.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -206,14 +205,12 @@ def draw(record: Mapping[str, Any], folder: Path = FOLDER) -> None:
                 figure.savefig(folder / f"{name}-{page}.svg", metadata={"Date": None})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = {"drawn-only": (False, "draw what was measured before")}
-    if not parsed("pictures", __doc__, options, arguments).drawn_only:
+def made(drawn_only: bool = False) -> None:
+    if not drawn_only:
         quiet()
         write_json("pictures", {"curve": measured_curve(), "survival": measured_survival()})
     draw(read_json("pictures"))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    made(**parsed("pictures", __doc__, made, None))

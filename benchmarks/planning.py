@@ -124,5 +124,6 @@ def missed(record: Record) -> list[str]:
 
 main = benchmark("planning", __doc__, measure, text, missed)
 
+
 if __name__ == "__main__":
     sys.exit(main())

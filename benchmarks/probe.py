@@ -61,7 +61,7 @@ def text(record: Record) -> str:
     return f"{above}\n\n{below}"
 
 
-def measure(quick: bool) -> dict[str, Any]:
+def measure(quick: bool = False) -> dict[str, Any]:
     prepare()
     cells = run(chosen(cuda=torch.cuda.is_available(), quick=quick))
     print(details(cells))
@@ -69,7 +69,8 @@ def measure(quick: bool) -> dict[str, Any]:
     return {**record, "targets": plain(targets(cells)), "cells": cells}
 
 
-main = benchmark("probe", __doc__, measure, text, quick=(False, "one small budget of every model; writes nothing"))
+main = benchmark("probe", __doc__, measure, text)
+
 
 if __name__ == "__main__":
     sys.exit(main())

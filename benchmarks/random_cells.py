@@ -124,7 +124,7 @@ def of_numbers(numbers: Sequence[int]) -> list[dict[str, Any]]:
     return [{**asdict(cell), **measured(cell.setting, cell.gib, partial(RandomTraining, cell))} for cell in drawn]
 
 
-def measure(cells: int, seeds: Sequence[int], numbers: Sequence[int]) -> dict[str, Any]:
+def measure(cells: int = 32, seeds: Sequence[int] = (3,), numbers: Sequence[int] = ()) -> dict[str, Any]:
     """Measure cells, those of one setting together."""
     drawn = [draw_cell(number) for number in numbers or [1000 * s + place for s in seeds for place in range(cells)]]
     found: list[dict[str, Any]] = []
@@ -145,16 +145,8 @@ def measure(cells: int, seeds: Sequence[int], numbers: Sequence[int]) -> dict[st
     return {**record, "targets": plain(targets({str(seed): some for seed, some in by_seed.items()}))}
 
 
-main = benchmark(
-    "random_cells",
-    __doc__,
-    measure,
-    text,
-    needs_cuda=True,
-    cells=(32, "cells for each seed"),
-    seeds=([3], "what decides their draws"),
-    numbers=([], "single cells: 1000 × seed + place; shows trials and writes nothing"),
-)
+main = benchmark("random_cells", __doc__, measure, text, needs_cuda=True)
+
 
 if __name__ == "__main__":
     sys.exit(main())

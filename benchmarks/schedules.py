@@ -170,19 +170,12 @@ def text(record: Record) -> str:
     )
 
 
-def measure(parts: Sequence[str], data: str) -> dict[str, Any]:
+def measure(parts: Sequence[str] = (*PARTS,), data: str = "data") -> dict[str, Any]:
     return {"parts": beside_last("schedules", "parts", {part: PARTS[part](data) for part in parts})}
 
 
-main = benchmark(
-    "schedules",
-    __doc__,
-    measure,
-    text,
-    missed,
-    parts=([*PARTS], "what is measured; the other is taken from the last record", [*PARTS]),
-    data=("data", "folder with Fashion-MNIST"),
-)
+main = benchmark("schedules", __doc__, measure, text, missed)
+
 
 if __name__ == "__main__":
     sys.exit(main())

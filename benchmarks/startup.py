@@ -114,21 +114,18 @@ def text(record: Record) -> str:
     )
 
 
-def measure(rounds: int, workers: Sequence[int]) -> dict[str, Any]:
+def measure(rounds: int = 5, workers: Sequence[int] = (0, 2)) -> dict[str, Any]:
     rng = random.Random(0)
     rows = [measured(number, cache, rounds=rounds, rng=rng) for number in workers for cache in CACHES]
     return {"rows": rows, "rounds": rounds}
 
 
-main = benchmark(
-    "startup",
-    __doc__,
-    measure,
-    text,
-    lambda record: (f"{row['workers']} workers, cache {row['cache']}" for row in record["rows"] if not row["met"]),
-    rounds=(5, "rounds of each row"),
-    workers=([0, 2], "data workers"),
-)
+def missed(record: Record) -> list[str]:
+    return [f"{row['workers']} workers, cache {row['cache']}" for row in record["rows"] if not row["met"]]
+
+
+main = benchmark("startup", __doc__, measure, text, missed)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

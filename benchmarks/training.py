@@ -146,7 +146,7 @@ def text(record: Record) -> str:
     )
 
 
-def measure(epochs: int, seeds: int) -> dict[str, Any]:
+def measure(epochs: int = 5, seeds: int = 3) -> dict[str, Any]:
     groups = []
     for programs in GROUPS:
         trained = [[train(program, seed, epochs) for seed in range(seeds)] for program in programs]
@@ -158,15 +158,8 @@ def missed(record: Record) -> list[str]:
     return [one["program"]["name"] for rows in record["groups"] for one in rows if one["met"] is False]
 
 
-main = benchmark(
-    "training",
-    __doc__,
-    measure,
-    text,
-    missed,
-    epochs=(5, "epochs of each training"),
-    seeds=(3, "seeds of each program"),
-)
+main = benchmark("training", __doc__, measure, text, missed)
+
 
 if __name__ == "__main__":
     sys.exit(main())
