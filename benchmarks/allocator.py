@@ -1,20 +1,16 @@
 """Is the limit found under every setting of CUDA's allocator? ``python -m benchmarks.allocator``.
 
 Each setting has a process of its own, as most hold from its start. In it, every model looks for the limit in every
-budget, which training steps of that size and of one sample more confirm. ``cuda:1`` is left out where there is one
-device. Without a GPU, on the simulated device::
+budget, which training steps of that size and of one sample more confirm. Without a GPU, on the simulated device::
 
     SIMULATED_CUDA_DEVICES=2 SIMULATED_CUDA_VALUES=none sh tests/simulated_cuda/run.sh PYTHON \\
         tests/simulated_cuda/device_values.py benchmarks.allocator
-
-Exits with 1 if a target is missed, and with 2 where there is no CUDA device.
 """
 
 import ctypes
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +21,7 @@ import torch
 
 from benchmarks.output import Record, Target, at_least, at_most, benchmark, beside_last, plain, shown
 from benchmarks.probe import prepare
-from benchmarks.probing.cells import HIGH, SMALL, exhaustive, passes
+from benchmarks.probing.cells import HIGH, confirmed
 from benchmarks.probing.devices import GIB, capped_cuda
 from benchmarks.probing.models import MODELS
 from benchmarks.probing.training import Training
@@ -65,15 +61,9 @@ def measured(setting: Setting, gib: float, make: Callable[[], Training]) -> dict
     budget = int(gib * GIB)
     with bounded(setting, budget):
         training = make()
-        started = time.process_time()
-        found = find_micro_batch(
-            training.step,
-            high=HIGH,
-            budget=budget if setting.bounded == "budget" else None,
-            device=setting.device,
-            resident=training.resident,
-        )
-        seconds, errors = time.process_time() - started, training.counter.ooms
+        asked = {"budget": budget if setting.bounded == "budget" else None, "device": setting.device}
+        found = find_micro_batch(training.step, high=HIGH, resident=training.resident, **asked)
+        errors = training.counter.ooms
         del training
         return {
             "found": found.limit,
@@ -82,17 +72,7 @@ def measured(setting: Setting, gib: float, make: Callable[[], Training]) -> dict
             "steps": found.steps,
             "tried": [(trial.micro_batch_size, trial.fits) for trial in found.trials],
             "errors": errors,
-            "cpu_seconds": round(seconds, 2),
         }
-
-
-def confirmed(make: Callable[[], Training], guess: int) -> int:
-    """The limit of a new training by trial: steps of this size pass and steps of one sample more fail."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    training = make()
-    training.step(SMALL)
-    return exhaustive(partial(passes, training), guess)
 
 
 @contextmanager
@@ -153,12 +133,12 @@ def has_device(device: str) -> bool:
 def targets(settings: Mapping[str, Sequence[Record]]) -> list[Target]:
     """Those of all cells together; they are given by setting."""
     cells = [cell for each in settings.values() for cell in each]
-    median = max((statistics.median(cell["steps"] for cell in each) for each in settings.values()), default=0)
+    median = max(statistics.median(cell["steps"] for cell in each) for each in settings.values())
     return [
-        at_least("found ÷ limit, least", min((cell["found"] / cell["limit"] for cell in cells), default=0.0), FOUND),
+        at_least("found ÷ limit, least", min(cell["found"] / cell["limit"] for cell in cells), FOUND),
         at_most("training steps, median of the worst setting", median, MEDIAN),
-        at_most("training steps, most", max((cell["steps"] for cell in cells), default=0), MOST),
-        at_most("out-of-memory errors of a search, most", max((cell["errors"] for cell in cells), default=0), ERRORS),
+        at_most("training steps, most", max(cell["steps"] for cell in cells), MOST),
+        at_most("out-of-memory errors of a search, most", max(cell["errors"] for cell in cells), ERRORS),
     ]
 
 

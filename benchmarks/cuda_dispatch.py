@@ -1,14 +1,14 @@
 """Activations as PyTorch's own dispatch for CUDA keeps them, worked out without a GPU.
 
-Tensors without values may claim to lie on a CUDA device: operators, dropout and autocast are then
-those of CUDA. Only attention cannot choose its kernel, which asks the device; it is given the one
-that a recent GPU takes. PyTorch 2.15 cannot run a backward pass on such tensors, so what is compared
-is what the forward pass leaves alive: parameters, buffers, batch and saved activations.
+Tensors without values may claim to lie on a CUDA device: operators, dropout and autocast are then those of CUDA. Only
+attention is given the kernel of a recent GPU. PyTorch 2.15 cannot run a backward pass on such tensors, so what is
+compared is what the forward pass leaves alive: parameters, buffers, batch and saved activations.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import timm
 import torch
@@ -63,19 +63,13 @@ class FusedAttention(TorchFunctionMode):
 
 @contextmanager
 def autocast(device: str) -> Iterator[None]:
-    """``torch.autocast`` in bfloat16; it refuses CUDA where there is none, so the switches are set by hand."""
-    kept = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
-    torch.set_autocast_enabled(device, True)
-    torch.set_autocast_dtype(device, torch.bfloat16)
-    torch.set_autocast_cache_enabled(False)
-    torch.autocast_increment_nesting()
-    try:
+    """``torch.autocast`` in bfloat16, which refuses CUDA where there is none."""
+    with (
+        patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
+        patch("torch.cuda.is_bf16_supported", lambda *_: True),
+        torch.autocast(device, torch.bfloat16, cache_enabled=False),
+    ):
         yield
-    finally:
-        torch.autocast_decrement_nesting()
-        torch.set_autocast_enabled(device, kept[0])
-        torch.set_autocast_dtype(device, kept[1])
-        torch.set_autocast_cache_enabled(kept[2])
 
 
 def alive_after_forward(make: Make, device: str, *, half: bool, like_cuda: bool) -> int:
@@ -83,26 +77,14 @@ def alive_after_forward(make: Make, device: str, *, half: bool, like_cuda: bool)
     net, batch = make()
     modes = LikeCuda() if like_cuda else FusedAttention() if device == "cuda" else nullcontext()
     meter = LiveTensorMeter(device=device, rounding=512)
-    with FakeTensorMode(), modes, meter:
-        inputs = torch.empty(batch.shape, dtype=batch.dtype, device=device)
-        move(net, device)
+    with FakeTensorMode(), torch.device(device), modes, meter:
+        inputs = torch.empty(batch.shape, dtype=batch.dtype)
+        net._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         with autocast(device) if half else nullcontext():
             outputs = net(inputs)
-            targets = torch.empty(SAMPLES, *outputs.shape[2:], dtype=torch.int64, device=device)
-            loss = F.cross_entropy(outputs, targets)
+            loss = F.cross_entropy(outputs, torch.empty(SAMPLES, *outputs.shape[2:], dtype=torch.int64))
         assert loss.requires_grad
         return meter.live_bytes
-
-
-def move(net: nn.Module, device: str) -> None:
-    """Parameters and buffers of the same shapes, without values, on a device."""
-    for module in net.modules():
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                module._parameters[name] = nn.Parameter(torch.empty(tensor.shape, device=device))
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                module._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def forward_rows() -> list[dict[str, Any]]:

@@ -95,7 +95,7 @@ def sanity_targets(records: Sequence[Record]) -> list[Target]:
     """Meter and replay to the byte; reserved memory, which holes decide, nearly.
 
     Examples:
-        >>> seen = {"allocated": 5, "metered": 5, "traced": 4, "replayed": (5, 20), "reserved": 20}
+        >>> seen = {"allocated": 5, "metered": 5, "replayed": (5, 20), "reserved": 20}
         >>> [target.met for target in sanity_targets([seen])]
         [True, True]
     """
@@ -148,62 +148,43 @@ class Stage:
 def all_stages(models: Sequence[str], gibs: Sequence[float], windows: int, soak: float) -> dict[str, Stage]:
     """All stages, for these models and budgets; those with one budget take the largest up to 8 GiB."""
     one = max([gib for gib in gibs if gib <= 8], default=min(gibs))
-    halves, fits, times = (
-        [model for model in named if model in models]
-        for named in ((HALF, CONVOLUTIONS), (CONVOLUTIONS,), (CONVOLUTIONS, "MLP"))
-    )
+    at_limit = {HALF: partial(fit_at_limit, HALF, one), CONVOLUTIONS: partial(fit_at_limit, CONVOLUTIONS, one)}
+    fits = {model: fit for model, fit in at_limit.items() if model in models}
+    halves = [partial(fit, Watch(windows), precision="16-mixed") for fit in fits.values()]
+    tried = [partial(fit, Watch(windows), tries=True) for model, fit in fits.items() if model == CONVOLUTIONS]
+    lasting = partial(at_limit[HALF], Watch(seconds=60 * soak), precision="bf16-mixed", varied=True)
     # Small budgets of all models first: if time is short, it is large ones that are left out.
     chosen = sorted(cells(models, gibs, CUDA), key=lambda cell: cell.gib)
-    at_limit = {
-        "fp16": [partial(fit_at_limit, m, one, Watch(windows), precision="16-mixed") for m in halves],
-        "cudnn": [partial(fit_at_limit, m, one, Watch(windows), tries=True) for m in fits],
-    }
-    lasting = partial(fit_at_limit, HALF, one, Watch(seconds=60 * soak), precision="bf16-mixed", varied=True)
+    timed = [partial(throughput, model, one) for model in models if model in (CONVOLUTIONS, "MLP")]
     return {
         "sanity": Stage([partial(meters, m, n) for m in models for n in (SMALL, LARGE)], sanity_targets),
-        "throughput": Stage([partial(throughput, model, one) for model in times], speed_targets),
-        **{name: Stage([*pieces], fit_targets) for name, pieces in at_limit.items()},
+        "throughput": Stage(timed, speed_targets),
+        "fp16": Stage(halves, fit_targets),
+        "cudnn": Stage(tried, fit_targets),
         "cells": Stage([partial(extend, cell) for cell in chosen], gpu_targets, cells_text),
         SOAK: Stage([lasting], soak_targets),
     }
 
 
-def measure(name: str, stage: Stage, device: str, until: float) -> dict[str, Any]:
-    """The pieces of a stage, written down after each: whatever comes next, this is kept; so is an error of one."""
-    start, record = time.perf_counter(), dict[str, Any]()
+def measure(name: str, stage: Stage, device: str, until: float) -> int:
+    """The pieces of a stage, written down after each: whatever comes next, this is kept; 1 if a target is missed."""
     records: list[dict[str, Any]] = []
     errors: list[str] = []
+    targets: list[dict[str, Any]] = []
     for piece in stage.pieces:
         if time.perf_counter() > until:
             break
         try:
             records.append(piece())
+            targets = plain(stage.targets(records))
         except Exception:
             errors.append(traceback.format_exc())
-        record = {
-            "device": device,
-            "cuda": torch.version.cuda,
-            "peers": peers(),
-            "targets": plain(stage.targets(records)) if records else [],
-            "cells": records,
-            "errors": errors,
-            "left_out": len(stage.pieces) - len(records) - len(errors),
-            "seconds": round(time.perf_counter() - start, 1),
-        }
-        write_json(f"{file_name(device)}-{name}", record)
-    return record
-
-
-def show(name: str, stage: Stage, record: Record) -> int:
-    """A stage's tables, and which targets it met; 1 if one is missed."""
-    if not record:
-        print(f"{name}: left out for want of time\n", flush=True)
-        return 0
-    print("\n".join([*([stage.text(record["cells"])] if record["cells"] else []), *record["errors"]]))
-    missed = judged(record["targets"]) or int(bool(record["errors"]))
-    late = f", {record['left_out']} left out for want of time" if record["left_out"] else ""
-    print(f"{name}: {len(record['cells'])} measured{late}, {record['seconds']} s\n", flush=True)
-    return missed
+        record = {"device": device, "cuda": torch.version.cuda, "peers": peers(), "targets": targets}
+        write_json(f"{file_name(device)}-{name}", {**record, "cells": records, "errors": errors})
+    print(stage.text(records) if records else "", *errors, sep="\n")
+    late = len(stage.pieces) - len(records) - len(errors)
+    print(f"{name}: {len(records)} measured, {late} left out for want of time", flush=True)
+    return judged(targets) or int(bool(errors))
 
 
 def measure_all(
@@ -225,7 +206,7 @@ def measure_all(
         print(f"{device} is smaller than the smallest budget: give --budgets.", file=sys.stderr)
         return 2
     known = all_stages(models, gibs, windows, soak)
-    return max(show(name, known[name], measure(name, known[name], device, until)) for name in stages)
+    return max(measure(name, known[name], device, until) for name in stages)
 
 
 if __name__ == "__main__":

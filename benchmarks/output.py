@@ -47,11 +47,10 @@ def benchmark(
     doc: str | None,
     measure: Callable[..., dict[str, Any]],
     text: Callable[[Record], str],
-    missed: Callable[[Record], Iterable[str]] | None = None,
     *,
     needs_cuda: bool = False,
 ) -> Callable[[Sequence[str] | None], int]:
-    """The ``main`` of a benchmark: measures, shows, writes; it returns 1 if a target is missed, 2 where CUDA is."""
+    """The ``main`` of a benchmark: it measures, shows, writes, and returns 1 if a target is missed; 2 without CUDA."""
 
     def main(arguments: Sequence[str] | None = None) -> int:
         chosen = parsed(name, doc, measure, arguments)
@@ -61,12 +60,12 @@ def benchmark(
         start = time.perf_counter()
         record = measure(**chosen)
         record |= {"load_average": os.getloadavg()[1], "seconds": round(time.perf_counter() - start, 1)}
-        record["missed"] = [*missed(record)] if missed else []
         print(f"\r{text(record)}\n{record['seconds']} s")
         if not record.get("partial"):
             print(write_json(name, record).name)
-        print(*(f"MISSED {each}\n" for each in record["missed"]), sep="", end="")
-        return judged(record.get("targets", ())) or int(bool(record["missed"]))
+        missed = record.get("missed", ())
+        print(*(f"MISSED {each}\n" for each in missed), sep="", end="")
+        return judged(record.get("targets", ())) or int(bool(missed))
 
     return main
 

@@ -1,9 +1,8 @@
 """Is the limit found, and in how many steps? ``python -m benchmarks.probe``.
 
-Six models in several budgets; in each cell ours, Lightning's tuner (power and binsearch),
-Accelerate's ``find_executable_batch_size`` and torch-max-mem run the same training step and look for
-the largest micro-batch. The true limit comes from steps too: it passes, and one sample more fails.
-Exits with 1 if a target of ours is missed.
+Six models in several budgets; in each cell ours, Lightning's tuner (power and binsearch), Accelerate's
+``find_executable_batch_size`` and torch-max-mem run the same training step and look for the largest micro-batch. The
+true limit comes from steps too: it passes, and one sample more fails. ``--quick``: one small budget, writes nothing.
 """
 
 import gc

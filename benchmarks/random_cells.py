@@ -1,8 +1,8 @@
 """Is the limit found in cells that nobody named? ``python -m benchmarks.random_cells --cells 32 --seeds 3``.
 
-Models, precisions, optimizers, budgets and settings of the allocator are drawn at random, the same for the same seed.
-Each setting has a process of its own; limits are confirmed as in ``benchmarks.allocator``, and on a simulated device
-the command is called in the same way. Exits with 1 if a target is missed, and with 2 where there is no CUDA device.
+Models, precisions, optimizers, budgets and settings of the allocator are drawn at random, the same for the same seed,
+and measured as in ``benchmarks.allocator``. ``--numbers`` (1000 × seed + place) shows the trials of single cells, and
+writes nothing.
 """
 
 import sys

@@ -21,52 +21,28 @@ from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 
 Clocks = Mapping[str, Sequence[float]]  # seconds of windows, by "wall" and "cpu"
-
-
-class Turns:
-    """Passes the turn around in rounds, until all have had enough or one has failed."""
-
-    def __init__(self, players: int, seed: int | None = None) -> None:
-        self._changed = threading.Condition()
-        self._random = None if seed is None else random.Random(seed)
-        self._waiting, self._next = self._in_order(range(players)), list[int]()
-        self.failure: BaseException | None = None
-
-    def wait(self, player: int) -> None:
-        """Block until it is this player's turn."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure or self._waiting[0] == player)
-        if self.failure:
-            raise RuntimeError("another trainer failed") from self.failure
-
-    def pass_on(self, *, leave: bool = False) -> None:
-        with self._changed:
-            player = self._waiting.pop(0)
-            self._next += [] if leave else [player]
-            if not self._waiting:
-                self._waiting, self._next = self._in_order(self._next), []
-            self._changed.notify_all()
-
-    def _in_order(self, players: Iterable[int]) -> list[int]:
-        order = sorted(players)
-        if self._random is not None:
-            self._random.shuffle(order)
-        return order
-
-    def fail(self, failure: BaseException) -> None:
-        with self._changed:
-            self.failure = self.failure or failure
-            self._changed.notify_all()
+Fit = Callable[[Any], object]
 
 
 class Stopwatch(pl.Callback):
     """Times every window, from the end of the last one to its own end, and lets others go in between."""
 
-    def __init__(self, turns: Turns, player: int) -> None:
-        self.turns, self.player = turns, player
+    def __init__(self) -> None:
         self.wall: list[float] = []
         self.cpu: list[float] = []
-        self._since = (0.0, 0.0)
+        self.turn, self.over = threading.Semaphore(0), threading.Semaphore(0)
+        self.ended: BaseException | bool = False  # or the error that ended it
+        self.since = (0.0, 0.0)
+
+    def play(self, fit: Fit) -> None:
+        """Run a fit, which is given this stopwatch and must have it as its last callback."""
+        self.turn.acquire()
+        try:
+            fit(self)
+            self.ended = True
+        except BaseException as error:
+            self.ended = error
+        self.over.release()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Let others go at the end of a window of as many micro-batches as are planned."""
@@ -75,17 +51,16 @@ class Stopwatch(pl.Callback):
 
     def end_of_window(self) -> None:
         self.stop()
-        self.turns.pass_on()
-        self.turns.wait(self.player)
+        self.over.release()
+        self.turn.acquire()
         self.start()
 
     def start(self) -> None:
-        self._since = (time.perf_counter(), time.thread_time())
+        self.since = time.perf_counter(), time.thread_time()
 
     def stop(self) -> None:
-        wall, cpu = self._since
-        self.wall.append(time.perf_counter() - wall)
-        self.cpu.append(time.thread_time() - cpu)
+        self.wall.append(time.perf_counter() - self.since[0])
+        self.cpu.append(time.thread_time() - self.since[1])
 
 
 class RanksStopwatch(Stopwatch):
@@ -93,39 +68,29 @@ class RanksStopwatch(Stopwatch):
 
     def start(self) -> None:
         torch.distributed.barrier()
-        self._since = (time.perf_counter(), time.process_time())
+        self.since = time.perf_counter(), time.process_time()
 
     def stop(self) -> None:
-        wall, cpu = self._since
-        self.cpu.append(time.process_time() - cpu)
+        self.cpu.append(time.process_time() - self.since[1])
         torch.distributed.barrier()
-        self.wall.append(time.perf_counter() - wall)
+        self.wall.append(time.perf_counter() - self.since[0])
 
 
-Fit = Callable[[Any], object]
-
-
-def take_turns(fits: Sequence[Fit], *, watch: type[Stopwatch] = Stopwatch, seed: int | None = None) -> list[Any]:
-    """Run fits side by side; each is given the stopwatch that it must have as its last callback."""
-    turns = Turns(len(fits), seed)
-    watches = [watch(turns, player) for player in range(len(fits))]
-    threads = [threading.Thread(target=_play, args=(turns, fit, watch)) for fit, watch in zip(fits, watches)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if turns.failure:
-        raise RuntimeError("a trainer failed") from turns.failure
+def take_turns(fits: Iterable[Fit], *, watch: type[Stopwatch] = Stopwatch, seed: int | None = None) -> list[Any]:
+    """Run fits side by side, in rounds; a seed decides the order of each."""
+    watches, rng = [], random.Random(seed)
+    for fit in fits:
+        watches.append(watch())
+        threading.Thread(target=watches[-1].play, args=(fit,), daemon=True).start()
+    playing = list(watches)
+    while playing:
+        for each in playing if seed is None else rng.sample(playing, len(playing)):
+            each.turn.release()
+            each.over.acquire()
+            if isinstance(each.ended, BaseException):
+                raise RuntimeError("a trainer failed") from each.ended
+        playing = [each for each in playing if not each.ended]
     return watches
-
-
-def _play(turns: Turns, fit: Fit, watch: Stopwatch) -> None:
-    try:
-        turns.wait(watch.player)
-        fit(watch)
-        turns.pass_on(leave=True)
-    except BaseException as failure:
-        turns.fail(failure)
 
 
 def fit(
@@ -160,7 +125,7 @@ def in_bouts(
     Chance decides the order of each round, alike on all ranks.
     """
     for seed in range(number):
-        watches = zip(fits, take_turns([*fits.values()], watch=watch, seed=seed))
+        watches = zip(fits, take_turns(fits.values(), watch=watch, seed=seed))
         yield {name: {"wall": each.wall[warm_up:], "cpu": each.cpu[warm_up:]} for name, each in watches}
 
 

@@ -1,5 +1,6 @@
 """One cell: a model in a budget, its true limit, and what every program finds in how many steps."""
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ import torch
 from benchmarks.probing.devices import CUDA, EMULATED, FAKE, GIB, TRAINER, finish, memory, place
 from benchmarks.probing.in_trainer import probed, trains
 from benchmarks.probing.models import MODELS
-from benchmarks.probing.programs import OURS, PROGRAMS, Choice, at_hand, start_size
+from benchmarks.probing.programs import OURS, PEERS, Choice, at_hand, found_by, start_size
 from benchmarks.probing.training import Oracle, Training
 from lightning_ga import UserError
 from lightning_ga.memory.allocator import AllocatorMeter
@@ -49,17 +50,18 @@ def measured(cell: Cell) -> dict[str, Any]:
     if cell.kind == TRAINER:
         return measured_in_trainer(cell)
     record: dict[str, Any] = {**asdict(cell), "limit": None, "programs": {}}
+    make = partial(Training, MODELS[cell.model], place(cell.kind))
     if cell.kind != FAKE:  # a small step without a limit, so that no program pays for what a process does once
-        Training(MODELS[cell.model], place(cell.kind)).step(SMALL)
+        make().step(SMALL)
     try:
         record["programs"][OURS] = run(cell, OURS, Choice(cell.budget, place(cell.kind), HIGH, HIGH))
     except (UserError, torch.OutOfMemoryError) as refusal:  # the second where the model alone does not fit
         return {**record, "refusal": str(refusal)}
-    limit = record["limit"] = true_limit(cell, record["programs"][OURS]["found"])
+    with memory(cell.kind, cell.budget):
+        limit = record["limit"] = confirmed(make, record["programs"][OURS]["found"])
     choice = Choice(cell.budget, place(cell.kind), HIGH, start_size(limit))
-    for name in PROGRAMS:
-        if name != OURS and at_hand(name):
-            record["programs"][name] = run(cell, name, choice) if cell.runs_peers else count(name, limit, choice)
+    for name in filter(at_hand, PEERS):
+        record["programs"][name] = run(cell, name, choice) if cell.runs_peers else count(name, Oracle(limit), choice)
     return record
 
 
@@ -67,9 +69,8 @@ def measured_in_trainer(cell: Cell) -> dict[str, Any]:
     """The probe of a fit, as it reports on itself, and the limit of the training that follows it."""
     model = MODELS[cell.model]
     found = probed(model, cell.budget)
-    ooms = sum(not trial.fits for trial in found.trials)
-    outcome = {"found": found.limit, "method": found.method, "trials": len(found.trials), "steps": found.steps}
-    outcome |= {"ooms": ooms, "seconds": found.seconds}
+    counts = {"trials": len(found.trials), "steps": found.steps, "ooms": sum(not trial.fits for trial in found.trials)}
+    outcome = {"found": found.limit, "method": found.method, **counts, "seconds": found.seconds}
     limit = exhaustive(partial(trains, model, cell.budget), found.limit)
     return {**asdict(cell), "limit": limit, "programs": {OURS: outcome}}
 
@@ -78,34 +79,27 @@ def run(cell: Cell, program: str, choice: Choice) -> dict[str, Any]:
     """Let a program search on a fresh device."""
     with memory(cell.kind, cell.budget):
         training = Training(MODELS[cell.model], choice.device)
-        outcome = _outcome(program, training, choice, timed=cell.kind != FAKE)
+        start = time.perf_counter()
+        outcome = count(program, training, choice)
+        finish()
+        seconds = time.perf_counter() - start
         del training
-    return outcome
+    return {**outcome, "seconds": None if cell.kind == FAKE else seconds}
 
 
-def count(program: str, limit: int, choice: Choice) -> dict[str, Any]:
-    """Count the steps of a program on a device whose limit is known; nothing is computed."""
-    return _outcome(program, Oracle(limit), choice, timed=False)
+def count(program: str, training: Training, choice: Choice) -> dict[str, Any]:
+    """Count the steps of a program, which may run on a device whose limit is known, where nothing is computed."""
+    found, method = found_by(program, training, choice)
+    return {"found": found, "method": method, **training.counter.counts(), "seconds": None}
 
 
-def _outcome(program: str, training: Training, choice: Choice, *, timed: bool) -> dict[str, Any]:
-    start = time.perf_counter()
-    found, method = PROGRAMS[program](training, choice)
-    finish()
-    seconds = time.perf_counter() - start if timed else None
-    counter = training.counter
-    counts = {"trials": counter.trials, "steps": counter.steps, "ooms": counter.ooms}
-    return {"found": found, "method": method, **counts, "seconds": seconds}
-
-
-def true_limit(cell: Cell, guess: int) -> int:
-    """The limit by trial: steps of this size pass and steps of one sample more fail, whatever ``guess`` is."""
-    with memory(cell.kind, cell.budget):
-        training = Training(MODELS[cell.model], place(cell.kind))
-        training.step(SMALL)
-        limit = exhaustive(partial(passes, training), guess)
-        del training
-    return limit
+def confirmed(make: Callable[[], Training], guess: int) -> int:
+    """The limit of a new training by trial: steps of this size pass and steps of one sample more fail."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    training = make()
+    training.step(SMALL)
+    return exhaustive(partial(passes, training), guess)
 
 
 def passes(training: Training, size: int) -> bool:

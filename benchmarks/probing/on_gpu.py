@@ -20,7 +20,7 @@ from benchmarks.trainers import Module, cross_entropy, quiet_trainer
 from benchmarks.turns import Stopwatch, fit, take_turns
 from lightning_ga import AutoAccumulate, find_micro_batch
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.segments import ROUNDING, replay_segments
+from lightning_ga.memory.segments import replay_segments
 
 ENDLESS = 10**9  # samples: the watch ends training
 SHORTEST = LENGTH // 4  # of sentences of varied length
@@ -33,24 +33,18 @@ class Watch(pl.Callback):
 
     def __init__(self, windows: int | None = None, seconds: float = float("inf")) -> None:
         self.windows, self.seconds = windows, seconds
-        self.troubles, self.trained, self.peak_reserved = (0, 0), 0, 0
-        self.begun = 0.0
-        self.loss = float("nan")
-        self._before: tuple[int, int] | None = None
+        self.troubles, self.trained = (0, 0), 0
+        self._first: tuple[float, tuple[int, int]] | None = None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Read the counters at the end of a window; the first one is warming up."""
         if trainer.global_step == self.trained:
             return
         self.trained = trainer.global_step
         now = AllocatorMeter(pl_module.device).troubles()
-        if self._before is None:
-            self._before, self.begun = now, time.monotonic()
-        self.troubles = (now[0] - self._before[0], now[1] - self._before[1])
-        self.peak_reserved = torch.cuda.max_memory_reserved()
-        if self.trained == self.windows or time.monotonic() - self.begun > self.seconds:
-            trainer.should_stop = True
-            self.loss = float(outputs["loss"])
+        begun, before = self._first = self._first or (time.monotonic(), now)
+        self.troubles = (now[0] - before[0], now[1] - before[1])
+        trainer.should_stop = self.trained == self.windows or time.monotonic() - begun > self.seconds
 
 
 class Sentences(Dataset[Tensor]):
@@ -75,11 +69,9 @@ def fit_at_limit(
     model: str, gib: float, watch: Watch, *, precision: Any = "32-true", varied: bool = False, tries: bool = False
 ) -> dict[str, Any]:
     """Probe and train in a budget, if ``tries`` while cuDNN tries its algorithms; tell what was found, what failed."""
-    budget, cudnn = int(gib * GIB), torch.backends.cudnn
-    with capped_cuda(budget), cudnn.flags(enabled=cudnn.enabled, benchmark=tries):
-        callback = AutoAccumulate(
-            accumulate=FACTOR, memory_budget=budget, verify=False, batch_norm="ignore", cache=False
-        )
+    cudnn, settings = torch.backends.cudnn, {"verify": False, "batch_norm": "ignore", "cache": False}
+    with capped_cuda(int(gib * GIB)), cudnn.flags(enabled=cudnn.enabled, benchmark=tries):
+        callback = AutoAccumulate(accumulate=FACTOR, memory_budget=int(gib * GIB), **settings)
         trainer = quiet_trainer(max_epochs=1, accelerator="gpu", precision=precision, callbacks=[callback, watch])
         data: Any = Sentences() if varied else Pool(MODELS[model], ENDLESS)
         loader = DataLoader(data, batch_size=POOL, collate_fn=padded if varied else None)
@@ -94,39 +86,32 @@ def fit_at_limit(
             "precision": precision,
             "limit": found.limit,
             "micro_batch": plan.micro_batch_size,
-            "method": found.method,
             "steps": found.steps,
             "failed": sum(not trial.fits for trial in found.trials),
             "windows": watch.trained,
-            "seconds": round(time.monotonic() - watch.begun, 1),
             "ooms": callback.oom_events,
             "errors_and_retries": watch.troubles,
-            "peak_reserved": watch.peak_reserved,
-            "loss": watch.loss,
             "scale": None if scaler is None else scaler.get_scale(),
         }
 
 
 def meters(model: str, samples: int) -> dict[str, Any]:
-    """One recorded step: what the meter, its trace and the replay of it say, beside PyTorch's own statistics."""
+    """One recorded step: what the meter and the replay of its trace say, beside PyTorch's own statistics."""
     training = Training(MODELS[model], "cuda")
     for _ in range(2):
         training.step(SMALL)
     meter = AllocatorMeter(training.samples[0].device)
     meter.start(record=True)
     training.step(samples)
-    peak, undisturbed = meter.finish()
-    trace, reserved = meter.trace(samples), torch.cuda.max_memory_reserved()
-    replayed = None if trace is None else replay_segments(trace.sizes, trace)
+    peak, _ = meter.finish()
+    trace = meter.trace(samples)
     return {
         "model": model,
         "samples": samples,
-        "undisturbed": undisturbed,
         "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": reserved,
+        "reserved": torch.cuda.max_memory_reserved(),
         "metered": peak,
-        "traced": None if trace is None else trace.peak(ROUNDING),
-        "replayed": None if replayed is None else tuple(replayed),
+        "replayed": None if trace is None else tuple(replay_segments(trace.sizes, trace)),
     }
 
 

@@ -1,7 +1,7 @@
 """Five programs that look for the largest micro-batch: ours and four of others, each as its documentation says.
 
-A program is given a training and returns the size that it found. Peers keep their defaults; what a
-user has to choose is in ``Choice``.
+A program is given a training and what its user has to choose, and returns the size that it found. Peers keep their
+defaults.
 """
 
 import tempfile
@@ -23,10 +23,8 @@ from lightning_ga import find_micro_batch
 from lightning_ga.memory.live_tensors import uncounted
 
 OURS, POWER, BINSEARCH, ACCELERATE, MAX_MEM = "ours", "power", "binsearch", "Accelerate", "torch-max-mem"
-METHODS = {POWER: "×2", BINSEARCH: "×2, ½", ACCELERATE: "×0.9", MAX_MEM: "÷2"}
 NEEDS = {ACCELERATE: "accelerate", MAX_MEM: "torch-max-mem"}
-# Steps after which a size is accepted where that is the user's to say: Adam makes its state at the end of the first.
-ACCEPTED = 2
+ACCEPTED = 2  # steps after which a size is accepted, if the user says so: Adam makes its state at the end of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +45,6 @@ def start_size(limit: int) -> int:
         (512, 512, 1024)
     """
     return 2 << (limit - 1).bit_length()
-
-
-def ours(training: Training, choice: Choice) -> tuple[int, str]:
-    """``find_micro_batch`` with everything that is alive named, as ``AutoAccumulate`` does."""
-    found = find_micro_batch(
-        training.step, high=choice.high, budget=choice.budget, device=choice.device, resident=training.resident
-    )
-    return found.limit, found.method
 
 
 class Sizes(IterableDataset[int]):
@@ -98,7 +88,7 @@ class Module(pl.LightningModule):
         return self.shared.optimizer
 
 
-def lightning(training: Training, choice: Choice, mode: str) -> tuple[int, str]:
+def lightning(training: Training, choice: Choice, mode: str) -> int:
     """``Tuner.scale_batch_size``: 3 steps a trial, from 2 samples; ``max_val`` as high as ours may go.
 
     Its default ``power``, and ``binsearch``, which takes off a margin of 5 %.
@@ -106,24 +96,21 @@ def lightning(training: Training, choice: Choice, mode: str) -> tuple[int, str]:
     accelerator = "gpu" if choice.device == "cuda" else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         trainer = quiet_trainer(max_epochs=1, accelerator=accelerator, default_root_dir=folder)
-        found = Tuner(trainer).scale_batch_size(Module(training), mode=mode, max_val=choice.high)
-    return int(found or 0), METHODS[mode]
+        return Tuner(trainer).scale_batch_size(Module(training), mode=mode, max_val=choice.high) or 0
 
 
-def accelerate(training: Training, choice: Choice) -> tuple[int, str]:
+def accelerate(training: Training, choice: Choice) -> int:
     """``find_executable_batch_size`` around the training, which ends once a size is accepted."""
     from accelerate.utils import find_executable_batch_size
 
-    train = find_executable_batch_size(partial(_train, training), starting_batch_size=choice.start)
-    return int(train()), METHODS[ACCELERATE]
+    return int(find_executable_batch_size(partial(_train, training), starting_batch_size=choice.start)())
 
 
-def max_mem(training: Training, choice: Choice) -> tuple[int, str]:
+def max_mem(training: Training, choice: Choice) -> int:
     """``maximize_memory_utilization`` around the training."""
     from torch_max_mem import maximize_memory_utilization
 
-    train = maximize_memory_utilization()(partial(_train, training))
-    return int(train(batch_size=choice.start)), METHODS[MAX_MEM]
+    return int(maximize_memory_utilization()(partial(_train, training))(batch_size=choice.start))
 
 
 def _train(training: Training, batch_size: int) -> int:
@@ -132,13 +119,22 @@ def _train(training: Training, batch_size: int) -> int:
     return batch_size
 
 
-PROGRAMS: dict[str, Callable[[Training, Choice], tuple[int, str]]] = {
-    OURS: ours,
-    POWER: partial(lightning, mode=POWER),
-    BINSEARCH: partial(lightning, mode=BINSEARCH),
-    ACCELERATE: accelerate,
-    MAX_MEM: max_mem,
+PEERS: dict[str, tuple[Callable[[Training, Choice], int], str]] = {  # and how each goes through sizes
+    POWER: (partial(lightning, mode=POWER), "×2"),
+    BINSEARCH: (partial(lightning, mode=BINSEARCH), "×2, ½"),
+    ACCELERATE: (accelerate, "×0.9"),
+    MAX_MEM: (max_mem, "÷2"),
 }
+
+
+def found_by(program: str, training: Training, choice: Choice) -> tuple[int, str]:
+    """The size that a program found, and its method; ours is told all that is alive, as in ``AutoAccumulate``."""
+    if program in PEERS:
+        search, method = PEERS[program]
+        return search(training, choice), method
+    given = {"high": choice.high, "budget": choice.budget, "device": choice.device}
+    found = find_micro_batch(training.step, resident=training.resident, **given)
+    return found.limit, found.method
 
 
 def at_hand(program: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.output import Target, at_least, at_most, shown
 from benchmarks.probing.devices import TRAINER
-from benchmarks.probing.programs import BINSEARCH, OURS, PROGRAMS
+from benchmarks.probing.programs import BINSEARCH, OURS, PEERS
 
 MOST_STEPS, FEWER = 5, 5
 NAMES = {OURS: "ours", "power": "Lightning power", BINSEARCH: "Lightning binsearch"}
@@ -70,7 +70,7 @@ def against_binsearch(cells: Cells, caption: str = "") -> str:
 def summary(cells: Cells, caption: str = "") -> str:
     """A row a program, over all cells."""
     rows: list[Sequence[str]] = []
-    for name in PROGRAMS:
+    for name in (OURS, *PEERS):
         ran = [(cell, cell["programs"][name]) for cell in cells if cell["limit"] and name in cell["programs"]]
         if not ran:
             rows.append((NAMES.get(name, name), "n/a"))

@@ -34,21 +34,16 @@ class Counter:
                 error.args = (f"CUDA out of memory. {error}",)
             raise
 
-    @property
-    def steps(self) -> int:
-        return len(self.sizes)
-
-    @property
-    def trials(self) -> int:
-        """Sizes tried, one after another.
+    def counts(self) -> dict[str, int]:
+        """Sizes tried one after another, steps and errors.
 
         Examples:
             >>> counter = Counter()
             >>> counter.sizes += [2, 2, 2, 4, 2]
-            >>> counter.steps, counter.trials
-            (5, 3)
+            >>> counter.counts()
+            {'trials': 3, 'steps': 5, 'ooms': 0}
         """
-        return len(list(groupby(self.sizes)))
+        return {"trials": len([*groupby(self.sizes)]), "steps": len(self.sizes), "ooms": self.ooms}
 
 
 class Training:
