@@ -23,8 +23,7 @@ from benchmarks.output import Record, Target, at_least, at_most, benchmark, besi
 from benchmarks.probe import prepare
 from benchmarks.probing.cells import HIGH, confirmed
 from benchmarks.probing.devices import GIB, capped_cuda
-from benchmarks.probing.models import MODELS
-from benchmarks.probing.training import Training
+from benchmarks.probing.training import MODELS, Training
 from benchmarks.processes import apart
 from lightning_ga import find_micro_batch
 

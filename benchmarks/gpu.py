@@ -29,9 +29,9 @@ from benchmarks.output import Record, Target, at_least, at_most, judged, lacks_c
 from benchmarks.probe import peers, prepare, run
 from benchmarks.probing.cells import Cell, cells
 from benchmarks.probing.devices import CUDA, GIB
-from benchmarks.probing.models import MODELS
 from benchmarks.probing.on_gpu import Watch, fit_at_limit, meters, prediction, throughput
 from benchmarks.probing.tables import against_binsearch, details, summary, targets
+from benchmarks.probing.training import MODELS
 from benchmarks.trainers import quiet
 
 SOAK = "soak"

@@ -62,8 +62,7 @@ def draw(rng: random.Random, number: int) -> Story:
 
 
 def _life(rng: random.Random, ranks: int, *, killed: bool) -> Life:
-    trained = [place for place in (FORWARD, LOSS, FIRST, LATER) for _ in range(2)]
-    places = [*rng.sample(trained, 5), TRANSFER, VALIDATION, VALIDATION]
+    places = [*rng.sample([FORWARD] * 2 + [LOSS] * 2 + [FIRST] * 2 + [LATER] * 2, 5), TRANSFER, VALIDATION, VALIDATION]
     faults = tuple(_blow(rng, place, ranks, latest=4 if place == VALIDATION else 6) for place in places)
     end = _blow(rng, rng.choice(MOMENTS), ranks, latest=6) if killed else None
     if end is not None and end.place in (WRITE, WRITTEN):

@@ -5,8 +5,6 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.disasters import stories
 from benchmarks.disasters.stories import FIRST, FORWARD, LATER, Life, Story
+from benchmarks.networks import Apply
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AtomicCheckpointIO, AutoAccumulate
 from lightning_ga.testing import OperationCounter
@@ -39,7 +38,7 @@ class Fate(OperationCounter):
 
     def begin(self, rank: int) -> None:
         self.faults = [fault for fault in self.life.faults if fault.rank == rank]
-        self.end = self.life.end if self.life.end is not None and self.life.end.rank == rank else None
+        self.ends = [end for end in (self.life.end,) if end is not None and end.rank == rank]
         self.diary = (self.folder / f"rank{rank}.jsonl").open("a")
 
     def note(self, kind: str, **record: Any) -> None:
@@ -53,22 +52,15 @@ class Fate(OperationCounter):
         self.visits[place] += 1
         visit, length = self.visits[place], self.lengths.get(place, 1)
         due = [fault for fault in self.faults if fault.place == place and fault.visit <= visit]
-        self.kills = self.end is not None and self.end.place == place and self.end.visit <= visit
-        if self.kills and self.end is not None:
-            self.fails_at = 1 + int(self.end.operation * length)
-        elif due and samples > 1:
-            self.fails_at = 1 + int(due[0].operation * length)
+        ends = [end for end in self.ends if end.place == place and end.visit <= visit]
+        self.kills = bool(ends)
+        if ends or (due and samples > 1):
+            self.fails_at = 1 + int([*ends, *due][0].operation * length)
 
     def leave(self) -> None:
         if self.place is not None and not self.fails_at:
             self.lengths[self.place] = self.operations
         self.place, self.fails_at = None, 0
-
-    @contextmanager
-    def within(self, place: str, samples: int) -> Iterator[None]:
-        self.come_to(place, samples)
-        yield
-        self.leave()
 
     def pass_by(self, place: str, samples: int) -> None:
         self.come_to(place, samples)
@@ -154,10 +146,10 @@ class Victim(pl.LightningModule):
         if not set(self.passing) <= set(self.passed):  # else it is undone, and this is a part of it
             self.used += self.passed
         self.passed = []
-        with self.fate.within(FORWARD, len(inputs)):
-            logits = self.net(inputs)
-        with self.fate.within(stories.LOSS, len(inputs)):
-            loss = nn.functional.cross_entropy(logits, targets)
+        self.fate.come_to(FORWARD, len(inputs))
+        logits = self.net(inputs)
+        self.fate.come_to(stories.LOSS, len(inputs))
+        loss = nn.functional.cross_entropy(logits, targets)
         self.fate.come_to(LATER if self.used else FIRST, len(inputs))
         return loss
 
@@ -188,31 +180,25 @@ class Victim(pl.LightningModule):
             self.fate.pass_by(stories.WRITTEN, 1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        with self.fate.within(stories.VALIDATION, len(batch[0])):
-            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.fate.come_to(stories.VALIDATION, len(batch[0]))
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.fate.leave()
         self.log("val_loss", loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
+        optimizer: Any = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         if self.kind == "transformer":
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-3)
-        else:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Transformer(nn.Module):
+def transformer() -> nn.Module:
     """Two layers on six tokens, without dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(16, CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layers(self.embed(tokens)).mean(1))
+    table = nn.Embedding(TOKENS, 16)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(table, layers, Apply(lambda hidden: hidden.mean(1)), nn.Linear(16, CLASSES))
 
 
 def convolutional() -> nn.Module:
@@ -222,7 +208,7 @@ def convolutional() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 2 * 2, CLASSES))
 
 
-NETWORKS = {"transformer": Transformer, "convolutional": convolutional}
+NETWORKS = {"transformer": transformer, "convolutional": convolutional}
 
 
 def samples(model: str, size: int, seed: int) -> TensorDataset:
@@ -241,13 +227,8 @@ def live(story: Story, number: int, folder: Path) -> None:
     pl.seed_everything(0, verbose=False)
     module = Victim(story.model, fate)
     strategy: Any = DDPStrategy(start_method="fork", process_group_backend="gloo") if story.ranks > 1 else "auto"
-    callback = AutoAccumulate(
-        micro_batch_size=life.micro_batch,
-        micro_batching=story.mode,
-        memory_budget=life.budget,
-        verify=False,
-        cache=False,
-    )
+    settings: dict[str, Any] = {"micro_batching": story.mode, "memory_budget": life.budget}
+    callback = AutoAccumulate(micro_batch_size=life.micro_batch, verify=False, cache=False, **settings)
     saver = ModelCheckpoint(folder, "last", every_n_train_steps=life.save_every, enable_version_counter=False)
     trainer = quiet_trainer(
         devices=story.ranks,
@@ -260,9 +241,5 @@ def live(story: Story, number: int, folder: Path) -> None:
         enable_checkpointing=True,
         default_root_dir=folder,
     )
-    trainer.fit(
-        module,
-        DataLoader(samples(story.model, stories.SAMPLES, 1), 32 // story.ranks, shuffle=True),
-        DataLoader(samples(story.model, 48, 2), 24 // story.ranks),
-        ckpt_path="last",
-    )
+    train = DataLoader(samples(story.model, stories.SAMPLES, 1), 32 // story.ranks, shuffle=True)
+    trainer.fit(module, train, DataLoader(samples(story.model, 48, 2), 24 // story.ranks), ckpt_path="last")

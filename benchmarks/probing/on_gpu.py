@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.probing.cells import HIGH, SMALL, Cell
+from benchmarks.probing.cells import ADAM, FACTOR, HIGH, SMALL, Cell, Pool
 from benchmarks.probing.devices import CUDA, GIB, capped_cuda, finish, memory
-from benchmarks.probing.in_trainer import ADAM, FACTOR, Pool
-from benchmarks.probing.models import LENGTH, MODELS, POOL, WORDS, Model, Samples
-from benchmarks.probing.training import Training
+from benchmarks.probing.training import LENGTH, MODELS, POOL, WORDS, Model, Samples, Training
 from benchmarks.trainers import Module, cross_entropy, quiet_trainer
 from benchmarks.turns import Stopwatch, fit, take_turns
 from lightning_ga import AutoAccumulate, find_micro_batch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.networks import Apply, perceptron
-from benchmarks.probing.models import POOL, Model, Samples, images, sentences
+from benchmarks.probing.training import POOL, Model, Samples, images, sentences
 
 Drawn = tuple[str, Model]  # and what it is called
 

@@ -28,7 +28,7 @@ def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        *("fidelity", "output", "overhead", "startup", "sampler", "gpu", "disasters.telling", "turns", "idle"),
+        *("fidelity", "output", "overhead", "startup", "sampler", "gpu", "chaos", "turns", "idle"),
         *("exchange", "probing.cells", "probing.programs", "probing.training"),
     ],
 )

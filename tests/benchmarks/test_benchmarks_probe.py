@@ -9,22 +9,22 @@ import pytest
 from torch import nn
 
 from benchmarks import output, probe
-from benchmarks.probing import cells, models, tables
+from benchmarks.probing import cells, tables, training
 from benchmarks.probing.cells import Cell
 from benchmarks.probing.devices import EMULATED
 from benchmarks.probing.programs import BINSEARCH, OURS, PEERS, Choice, start_size
 from benchmarks.probing.training import Oracle
 
-TINY = models.Model(
-    lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.Linear(16, 10)), lambda: models.images(8)
+TINY = training.Model(
+    lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.Linear(16, 10)), lambda: training.images(8)
 )
 
 
 @pytest.fixture(autouse=True)
 def _tiny_and_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """One tiny model, results in a folder of the test's own, trainers that say nothing."""
-    for name in list(models.MODELS):
-        monkeypatch.setitem(models.MODELS, name, TINY)
+    for name in list(training.MODELS):
+        monkeypatch.setitem(training.MODELS, name, TINY)
     monkeypatch.setattr(output, "RESULTS", tmp_path)
     monkeypatch.setattr(output, "quiet", lambda: None)
     monkeypatch.setattr(probe, "prepare", lambda: None)
