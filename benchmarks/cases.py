@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.networks import Apply, perceptron
+from benchmarks.networks import perceptron
 from lightning_ga.plan.weights import TargetTokens
 
 Precision = Literal["true", "bf16-mixed", "16-mixed", "bf16-true"]
@@ -122,22 +122,19 @@ def bags(samples: int, generator: torch.Generator) -> Columns:
     return words, words.sum(1) % CLASSES
 
 
-def sparse_bag() -> nn.Module:
-    """An embedding with sparse gradients and nothing else: SparseAdam takes no dense ones."""
-    return nn.Sequential(nn.Embedding(VOCABULARY, CLASSES, sparse=True), Apply(lambda vectors: vectors.mean(1)))
-
-
-def tagger() -> nn.Module:
-    return nn.Sequential(nn.Embedding(WORDS, 16), nn.Tanh(), nn.Linear(16, WORDS))
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, CLASSES))
-
-
 TASKS = {
     "samples": Task(images, lambda: perceptron((FEATURES, 64, CLASSES), nn.Tanh), 1000),
-    "tokens": Task(sentences, tagger, 2000, normalize=TargetTokens(key=1)),
-    "sparse": Task(bags, sparse_bag, 3000),
-    "batch norm": Task(images, normed, 1000),
+    "tokens": Task(
+        sentences,
+        lambda: nn.Sequential(nn.Embedding(WORDS, 16), nn.Tanh(), nn.Linear(16, WORDS)),
+        2000,
+        normalize=TargetTokens(key=1),
+    ),
+    # An embedding with sparse gradients and nothing else: SparseAdam takes no dense ones.
+    "sparse": Task(bags, lambda: nn.EmbeddingBag(VOCABULARY, CLASSES, sparse=True), 3000),
+    "batch norm": Task(
+        images,
+        lambda: nn.Sequential(nn.Linear(FEATURES, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, CLASSES)),
+        1000,
+    ),
 }

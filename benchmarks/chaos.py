@@ -24,6 +24,7 @@ from benchmarks.disasters.stories import MODELS, MOMENTS, PLACES, SAMPLES, Story
 from benchmarks.disasters.victims import live
 from benchmarks.output import Record, benchmark, error, shown
 from benchmarks.processes import forked
+from benchmarks.trainers import relative_error
 
 COLUMNS = ("loader, 1 rank", "step, 1 rank", "loader, 2 ranks", "step, 2 ranks")
 HANGS_AFTER = 180.0  # seconds of a life
@@ -78,7 +79,7 @@ def that_count(lines: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]
 def judged(story: Story, folder: Path, undisturbed: Path) -> Told:
     """Compare a story that has ended with the undisturbed run."""
     ours, theirs = torch.load(folder / "end0.pt"), torch.load(undisturbed / "end0.pt")
-    difference = float((ours["weights"] - theirs["weights"]).norm() / theirs["weights"].norm())
+    difference = relative_error(ours["weights"], theirs["weights"])
     broken = []
     if not difference <= WORST:
         broken.append(f"weights differ by {difference:.1e}")

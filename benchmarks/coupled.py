@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
 from benchmarks.output import Record, benchmark, error, shown
+from benchmarks.trainers import flat, relative_error
 from lightning_ga import in_chunks
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 
@@ -71,8 +72,10 @@ class Towers(nn.Module):
         self.to(dtype)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        encoders = [p.grad.flatten() for p in self.nets.parameters() if p.grad is not None]
-        return torch.cat(encoders), torch.zeros(1) if self.temperature.grad is None else self.temperature.grad.flatten()
+        temperature = self.temperature.grad
+        return flat(p.grad for p in self.nets.parameters()), flat(
+            [torch.zeros(1) if temperature is None else temperature]
+        )
 
 
 def _tower() -> nn.Module:
@@ -142,8 +145,7 @@ def errors(program: Any, loss: Loss, dtype: torch.dtype) -> tuple[float, float]:
     oracle, towers = Towers(torch.float64), Towers(dtype)
     whole(oracle, batches(torch.float64), loss)
     program(towers, batches(dtype), loss)
-    pairs = zip(towers.gradients(), oracle.gradients())
-    encoder, temperature = (float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+    encoder, temperature = (relative_error(*pair) for pair in zip(towers.gradients(), oracle.gradients()))
     return encoder, temperature
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from benchmarks.cases import CASES, FP64_TARGET, HALF_TARGETS, LEGEND, WHOLE_TARGET, Case
 from benchmarks.output import MET, Record, benchmark, error, shown
 from benchmarks.processes import apart
-from benchmarks.stacks import HELD_IN, UnsupportedError, accelerate, ours, relative_error, stock_lightning, whole_batch
+from benchmarks.stacks import HELD_IN, UnsupportedError, accelerate, ours, stock_lightning, whole_batch
+from benchmarks.trainers import relative_error
 
 COLUMNS = {
     "stock_lightning": "Lightning",

@@ -8,7 +8,7 @@ trained by turns; gradients are compared in fp64 with one padded pass over the w
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.output import Record, benchmark, beside_last, error, installed, shown
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import flat, quiet_trainer, relative_error
 from benchmarks.turns import take_turns
 from lightning_ga import AutoAccumulate
 from lightning_ga.data.sets import TextDataset, pad, read_definitions
@@ -77,10 +77,7 @@ class Reading(GPT):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps.append(set())
         self.tokens.append(0)
-        self.last_gradient = self.gradient()
-
-    def gradient(self) -> Tensor:
-        return torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None])
+        self.gradient = flat(parameter.grad for parameter in self.parameters())
 
     @property
     def padded(self) -> int:
@@ -91,12 +88,12 @@ class Reading(GPT):
 class Indexed(TextDataset):
     """Texts that know their places and lengths."""
 
+    def __init__(self, texts: Sequence[str], max_length: int) -> None:
+        super().__init__(texts, max_length)
+        self.lengths = [length_of(self, index) for index in range(len(self))]
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {**super().__getitem__(index), "index": torch.tensor(index)}
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        return [length_of(self, index) for index in range(len(self))]
 
 
 def padded(texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -127,7 +124,7 @@ def fp64_errors(data: Indexed) -> dict[str, float]:
         window = frozenset(module.steps[0])
         if window not in oracles:
             oracles[window] = whole_gradient(data, window)
-        errors[program] = float((module.last_gradient - oracles[window]).norm() / oracles[window].norm())
+        errors[program] = relative_error(module.gradient, oracles[window])
     return errors
 
 
@@ -135,7 +132,7 @@ def whole_gradient(data: Indexed, window: Set[int]) -> Tensor:
     """Return the gradient in one padded pass, in fp64."""
     oracle = Reading(data.max_length, 32, 1).double()
     oracle.token_loss(padded([data[index] for index in sorted(window)])).backward()
-    return oracle.gradient()
+    return flat(parameter.grad for parameter in oracle.parameters())
 
 
 def measured(texts: list[str], longest: int, windows: int, width: int, depth: int) -> dict[str, Any]:

@@ -36,14 +36,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 TEXTS = (
     *[""] * 6,
     *["expandable_segments:True"] * 2,
-    "max_split_size_mb:64",
-    "max_split_size_mb:256",
-    "roundup_power2_divisions:2",
-    "roundup_power2_divisions:16",
-    "garbage_collection_threshold:0.8",
-    "garbage_collection_threshold:0.5,max_split_size_mb:512",
-    "expandable_segments:True,roundup_power2_divisions:4",
-    "backend:cudaMallocAsync",
+    *("max_split_size_mb:64", "max_split_size_mb:256"),
+    *("roundup_power2_divisions:2", "roundup_power2_divisions:16"),
+    *("garbage_collection_threshold:0.8", "garbage_collection_threshold:0.5,max_split_size_mb:512"),
+    *("expandable_segments:True,roundup_power2_divisions:4", "backend:cudaMallocAsync"),
 )
 
 
@@ -85,7 +81,6 @@ class RandomTraining(Training):
         self.scaler = torch.amp.GradScaler("cuda", enabled=cell.precision == "16-mixed")
 
     def step(self, size: int) -> None:
-        """One counted training step."""
         with self.counter.step(size):
             loss = self.loss(size)
             self.optimizer.zero_grad()

@@ -9,12 +9,12 @@ Every cell is a fresh process in which nothing but the sampler works; memory is 
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from benchmarks.output import Record, benchmark, shown
 from benchmarks.processes import apart
@@ -22,6 +22,7 @@ from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.sampler import LARGEST_WRITTEN_ORDER
 from lightning_ga.loading.training_source import MicroBatchSource
 
+SAMPLERS = OURS, _, RANDOM = "AutoAccumulate", "DistributedSampler", "RandomSampler"
 RANKS, RANK, MICRO_BATCH, FACTOR = 64, 63, 32, 2
 SIZES = (10**4, 10**5, 10**6, 10**7, 10**8, LARGEST_WRITTEN_ORDER, 10**9)
 QUICK = 10**7
@@ -31,56 +32,30 @@ TARGET_SIZE, TARGET_SECONDS, TARGET_BYTES = 10**8, 5.0, 1e9
 # A list of Python integers, and the 64-bit tensor that it is made of: 8 of pointer, 32 of object, 8.
 BYTES_OF_A_LISTED_INDEX = 48
 
-Batches = Iterator[list[int]]
 
-
-class Counted(Dataset[int]):
-    """A dataset of any size."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-
-def ours(size: int) -> Batches:
-    """What ``AutoAccumulate`` puts in the place of the user's loader, on one of 64 ranks."""
-    loader = DataLoader(Counted(size), batch_size=MICRO_BATCH * FACTOR, shuffle=True)
-    feed = MicroBatchSource(loader, SourceSettings(recipe_factor=1, world_size=RANKS, rank=RANK, seed=1))
-    feed.arrange(0, None, MICRO_BATCH)
-    return iter(feed.sampler)
-
-
-def distributed(size: int) -> Batches:
-    """Torch's sampler for ranks."""
-    sampler: DistributedSampler[int] = DistributedSampler(Counted(size), num_replicas=RANKS, rank=RANK, seed=1)
+def batches(name: str, size: int) -> Iterator[list[int]]:
+    """Micro-batches of one of 64 ranks; torch's sampler for one process is the same on one rank as on 64."""
+    data: Any = range(size)
+    if name == OURS:  # what AutoAccumulate puts in the place of the user's loader
+        loader = DataLoader(data, batch_size=MICRO_BATCH * FACTOR, shuffle=True)
+        source = MicroBatchSource(loader, SourceSettings(recipe_factor=1, world_size=RANKS, rank=RANK, seed=1))
+        source.arrange(0, None, MICRO_BATCH)
+        return iter(source.sampler)
+    sampler = RandomSampler(data) if name == RANDOM else DistributedSampler(data, num_replicas=RANKS, rank=RANK, seed=1)
     return iter(BatchSampler(sampler, MICRO_BATCH, drop_last=False))
-
-
-def single(size: int) -> Batches:
-    """Torch's sampler for one process; it is the same on one rank as on 64."""
-    return iter(BatchSampler(RandomSampler(Counted(size)), MICRO_BATCH, drop_last=False))
-
-
-SAMPLERS: dict[str, Callable[[int], Batches]] = {
-    "AutoAccumulate": ours,
-    "DistributedSampler": distributed,
-    "RandomSampler": single,
-}
 
 
 def in_process(name: str, size: int) -> dict[str, Any]:
     """One cell, in a process of its own."""
-    SAMPLERS[name](64 * MICRO_BATCH * FACTOR)  # loads what is loaded on first use
+    batches(name, 64 * MICRO_BATCH * FACTOR)  # loads what is loaded on first use
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts at what is held now
     before = psutil.Process().memory_info().rss
     start = time.perf_counter()
-    batches = SAMPLERS[name](size)
-    count = len(next(batches))
+    drawn = batches(name, size)
+    count = len(next(drawn))
     first = time.perf_counter()
-    yielded = sum(1 for _, _ in zip(range(NEXT), batches))
+    yielded = sum(1 for _, _ in zip(range(NEXT), drawn))
     end = time.perf_counter()
     peak, held = peak_resident(), psutil.Process().memory_info().rss
     assert count == MICRO_BATCH, f"a micro-batch of {count}"
@@ -101,7 +76,7 @@ def peak_resident() -> int:
 def cell(name: str, size: int) -> dict[str, Any]:
     """Measured in fresh processes, or the reason why not."""
     record: dict[str, Any] = {"sampler": name, "samples": size}
-    if name != "AutoAccumulate" and size * BYTES_OF_A_LISTED_INDEX > MOST_BYTES:
+    if name != OURS and size * BYTES_OF_A_LISTED_INDEX > MOST_BYTES:
         return record | {"skipped": "too large", "needed_bytes": size * BYTES_OF_A_LISTED_INDEX}
     runs = [apart(in_process, name, size) for _ in range(REPEATS)]
     return record | {key: (min if key.endswith("seconds") else max)(run[key] for run in runs) for key in runs[0]}
@@ -114,9 +89,7 @@ def text(record: Record) -> str:
         if "skipped" not in one:
             times = seconds(one["first_seconds"]), seconds(one["next_seconds"])
             sizes = f"{one['peak_bytes'] / 1e6:,.1f} MB", f"{one['held_bytes'] / 1e6:,.1f} MB"
-        rows.append(
-            (f"{one['samples']:>13,}" if one["sampler"] == "AutoAccumulate" else "", one["sampler"], *times, *sizes)
-        )
+        rows.append((f"{one['samples']:>13,}" if one["sampler"] == OURS else "", one["sampler"], *times, *sizes))
     return shown(
         ("      samples", "sampler"),
         ("first", "next", "peak", "held"),
@@ -142,7 +115,7 @@ def seconds(value: float) -> str:
 
 def missed(cells: Sequence[Record]) -> Iterator[str]:
     for one in cells:
-        if one["sampler"] == "AutoAccumulate" and one["samples"] == TARGET_SIZE:
+        if one["sampler"] == OURS and one["samples"] == TARGET_SIZE:
             if one["first_seconds"] > TARGET_SECONDS:
                 yield f"{TARGET_SIZE:,} samples start in {one['first_seconds']:.1f} s, not in {TARGET_SECONDS} s."
             if one["peak_bytes"] > TARGET_BYTES:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import trainers
 from benchmarks.cases import TASKS, Case
-from benchmarks.trainers import cross_entropy, quiet_trainer
+from benchmarks.trainers import cross_entropy, flat, quiet_trainer
 from lightning_ga import AutoAccumulate
 
 INITIAL_SCALE = 1024.0  # of the GradScaler: no overflow in the one step that is measured
@@ -35,10 +35,10 @@ def optimizer_of(case: Case, net: nn.Module) -> Any:
     optimizer, updates = OPTIMIZERS[case.optimizer](parameters), case.optimizer.startswith("lbfgs")
     seen = optimizer.seen = list[Tensor]()
     if updates:
-        optimizer.register_step_pre_hook(lambda *_: seen.append(_flat(parameters)))
+        optimizer.register_step_pre_hook(lambda *_: seen.append(flat(parameters)))
 
     def note(*_: Any) -> None:
-        seen.append(_flat(parameters) - seen[-1] if updates else _flat(p.grad for p in parameters))
+        seen.append(flat(parameters) - seen[-1] if updates else flat(p.grad for p in parameters))
 
     optimizer.register_step_post_hook(note)
     return optimizer
@@ -93,19 +93,17 @@ class Module(trainers.Module):
 
 def stock_lightning(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
     """``DataLoader(batch_size=micro)`` and ``Trainer(accumulate_grad_batches=factor)``."""
-    return _fit(case, seed, dtype, case.micro, accumulate_grad_batches=case.factor)
+    return _fit(case, seed, dtype, accumulate_grad_batches=case.factor)
 
 
 def ours(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
     """The recipe of the whole batch, and ``AutoAccumulate`` with a limit on the micro-batch."""
-    callback = AutoAccumulate(
-        case.effective, micro_batch_size=case.micro, normalize=TASKS[case.task].normalize, batch_norm="ignore"
-    )
-    return _fit(case, seed, dtype, case.micro, callbacks=[callback])
+    settings = {"normalize": TASKS[case.task].normalize, "batch_norm": "ignore"}
+    return _fit(case, seed, dtype, callbacks=[AutoAccumulate(case.effective, micro_batch_size=case.micro, **settings)])
 
 
-def _fit(case: Case, seed: int, dtype: torch.dtype, batch_size: int, **settings: Any) -> Tensor:
-    loader = DataLoader(TASKS[case.task].rows(case.samples, seed, dtype), batch_size=batch_size)
+def _fit(case: Case, seed: int, dtype: torch.dtype, **settings: Any) -> Tensor:
+    loader = DataLoader(TASKS[case.task].rows(case.samples, seed, dtype), batch_size=case.micro)
     if case.precision == "16-mixed":  # Lightning turns "16-mixed" on the CPU into bf16
         scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE)
         settings["plugins"] = MixedPrecision("16-mixed", "cpu", scaler)
@@ -126,27 +124,25 @@ def accelerate(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
     with fresh_accelerator(case) as accelerator:
         model, optimizer, loader = accelerator.prepare(net, recorder, DataLoader(rows, batch_size=case.micro))
         for index, batch in enumerate(loader):
+
+            def closure(batch: Any = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = cross_entropy(model, *batch)
+                accelerator.backward(loss)
+                return loss
+
             with accelerator.accumulate(model):
-                if index not in case.skip:
-                    _accelerate_step(accelerator, model, optimizer, batch, case)
+                if index in case.skip:
+                    continue
+                if case.optimizer.startswith("lbfgs"):
+                    optimizer.step(closure)
+                    continue
+                accelerator.backward(cross_entropy(model, *batch))
+                if case.clip is not None and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), case.clip)
+                optimizer.step()
+                optimizer.zero_grad()
     return recorder.seen[-1]
-
-
-def _accelerate_step(accelerator: Any, model: nn.Module, optimizer: Any, batch: Any, case: Case) -> None:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = cross_entropy(model, *batch)
-        accelerator.backward(loss)
-        return loss
-
-    if case.optimizer.startswith("lbfgs"):
-        optimizer.step(closure)
-        return
-    accelerator.backward(cross_entropy(model, *batch))
-    if case.clip is not None and accelerator.sync_gradients:
-        accelerator.clip_grad_norm_(model.parameters(), case.clip)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @contextmanager
@@ -159,25 +155,12 @@ def fresh_accelerator(case: Case) -> Iterator[Any]:
         raise UnsupportedError(f"{missing}: pip install 'lightning_ga[bench]'") from missing
     mixed = {"true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "no"}[case.precision]
     try:
-        try:
-            accelerator = Accelerator(gradient_accumulation_steps=case.factor, mixed_precision=mixed, cpu=True)
-        except (ValueError, NotImplementedError) as refusal:
-            raise UnsupportedError(f"{type(refusal).__name__}: {refusal}") from refusal
+        accelerator = Accelerator(gradient_accumulation_steps=case.factor, mixed_precision=mixed, cpu=True)
         if mixed != "no" and not accelerator.native_amp:
-            raise UnsupportedError(
-                f"Accelerator(mixed_precision={mixed!r}, cpu=True) says nothing and computes in fp32"
-            )
+            raise ValueError(f"Accelerator(mixed_precision={mixed!r}, cpu=True) says nothing and computes in fp32")
         yield accelerator
+    except (ValueError, NotImplementedError) as refusal:
+        raise UnsupportedError(f"{type(refusal).__name__}: {refusal}") from refusal
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-
-
-def _flat(tensors: Any) -> Tensor:
-    dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
-    return torch.cat([tensor.detach().flatten().double() for tensor in dense])
-
-
-def relative_error(value: Tensor, oracle: Tensor) -> float:
-    """‖value − oracle‖ ÷ ‖oracle‖."""
-    return float((value - oracle).norm() / oracle.norm())

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,6 +31,17 @@ def cross_entropy(net: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def mean_square(net: nn.Module, inputs: Tensor) -> Tensor:
     return net(inputs).square().mean()
+
+
+def flat(tensors: Iterable[Tensor | None]) -> Tensor:
+    """Weights or gradients as one vector in fp64."""
+    dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors if tensor is not None]
+    return torch.cat([tensor.detach().flatten().double() for tensor in dense])
+
+
+def relative_error(value: Tensor, oracle: Tensor) -> float:
+    """‖value − oracle‖ ÷ ‖oracle‖."""
+    return float((value - oracle).norm() / oracle.norm())
 
 
 class Module(pl.LightningModule):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from benchmarks.output import MET, Record, benchmark, error, shown
-from benchmarks.trainers import Module, quiet_trainer
+from benchmarks.trainers import Module, flat, quiet_trainer, relative_error
 from lightning_ga import AutoAccumulate
 
 EFFECTIVE = 64
@@ -103,10 +103,9 @@ def train(program: Program, seed: int, epochs: int) -> Trained:
     collate = _in_reverse if program.reverse else None
     trainer = quiet_trainer(max_epochs=epochs, **settings)
     trainer.fit(module, DataLoader(dataset, batch_size=program.micro, sampler=order, collate_fn=collate))
-    weights = torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
     with torch.no_grad():
         accuracy = (module.eval().net(images).argmax(1) == labels).double().mean()
-    return Trained(weights, float(accuracy), trainer.global_step)
+    return Trained(flat(module.parameters()), float(accuracy), trainer.global_step)
 
 
 def _in_reverse(samples: list[Any]) -> Any:
@@ -115,7 +114,7 @@ def _in_reverse(samples: list[Any]) -> Any:
 
 def row(program: Program, whole: Sequence[Trained], trained: Sequence[Trained]) -> dict[str, Any]:
     """A program beside the whole batch, seed by seed."""
-    weights = [float((a.weights - b.weights).norm() / b.weights.norm()) for a, b in zip(trained, whole)]
+    weights = [relative_error(a.weights, b.weights) for a, b in zip(trained, whole)]
     accuracies, oracle = [one.accuracy for one in trained], [one.accuracy for one in whole]
     exact = max(weights) <= WEIGHTS_TARGET and accuracies == oracle
     return {

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.disasters import stories
 from benchmarks.disasters.stories import FIRST, FORWARD, LATER, Life, Story
 from benchmarks.networks import Apply
-from benchmarks.trainers import quiet_trainer
+from benchmarks.trainers import flat, quiet_trainer
 from lightning_ga import AtomicCheckpointIO, AutoAccumulate
 from lightning_ga.testing import OperationCounter
 
@@ -118,9 +118,12 @@ class Watch(pl.Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.fate.__exit__(None, None, None)
-        weights = torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
         loss = trainer.callback_metrics.get("val_loss")  # none if a resume was left with nothing to do
-        end = {"weights": weights, "steps": trainer.global_step, "loss": None if loss is None else float(loss)}
+        end: dict[str, Any] = {
+            "weights": flat(module.parameters()),
+            "steps": trainer.global_step,
+            "loss": None if loss is None else float(loss),
+        }
         torch.save(end, self.fate.folder / f"end{trainer.global_rank}.pt")
 
 

@@ -8,19 +8,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.output import installed
 from benchmarks.probing.training import Training
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import find_micro_batch
-from lightning_ga.memory.live_tensors import uncounted
 
 OURS, POWER, BINSEARCH, ACCELERATE, MAX_MEM = "ours", "power", "binsearch", "Accelerate", "torch-max-mem"
 NEEDS = {ACCELERATE: "accelerate", MAX_MEM: "torch-max-mem"}
@@ -47,25 +46,6 @@ def start_size(limit: int) -> int:
     return 2 << (limit - 1).bit_length()
 
 
-class Sizes(IterableDataset[int]):
-    """Batches without end that are their own size: the step fills them, and loading takes no time."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield self.size
-
-
-class HostLoader(DataLoader[int]):
-    """A loader whose own tensors (a seed) lie on the host, beside a device that is emulated."""
-
-    def __iter__(self) -> Any:
-        with uncounted():
-            return super().__iter__()
-
-
 class Module(pl.LightningModule):
     """The training as a LightningModule."""
 
@@ -74,8 +54,9 @@ class Module(pl.LightningModule):
         # The tuner begins with the loader that is there: its init_val of 2 comes into force with the second trial.
         self.shared, self.net, self.batch_size = training, training.net, 2
 
-    def train_dataloader(self) -> DataLoader[int]:
-        return HostLoader(Sizes(self.batch_size), batch_size=None)
+    def train_dataloader(self) -> Iterator[int]:
+        """Batches without end that are their own size: the step fills them, and loading takes no time."""
+        return repeat(self.batch_size)
 
     def training_step(self, size: int, batch_idx: int) -> Tensor:
         return self.shared.loss(size)

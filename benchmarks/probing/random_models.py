@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from random import Random
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.networks import Apply, perceptron
-from benchmarks.probing.training import POOL, Model, Samples, images, sentences
+from benchmarks.probing.training import POOL, Model, images, sentences
 
 Drawn = tuple[str, Model]  # and what it is called
 
@@ -44,8 +45,7 @@ class Attention(nn.Module):
         self.inputs, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        shape = (*hidden.shape[:2], 3, self.heads, -1)
-        query, key, value = self.inputs(hidden).view(shape).permute(2, 0, 3, 1, 4)
+        query, key, value = self.inputs(hidden).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if self.naive:
             mixed = (query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5).softmax(-1) @ value
         else:
@@ -88,18 +88,15 @@ class Towers(nn.Module):
 
 
 class UNet(nn.Module):
-    """Halves images again and again, then doubles them, with connections between equal sizes."""
+    """Halves images again and again, then doubles them, with connections between equal sizes; classes of each pixel."""
 
     def __init__(self, widths: Sequence[int], classes: int) -> None:
         super().__init__()
-        inputs = (3, *widths[:-1])
-        self.down = nn.ModuleList(convolution(a, b) for a, b in zip(inputs, widths))
-        pairs = zip(widths[:0:-1], widths[-2::-1])
-        self.up = nn.ModuleList(convolution(a + b, b) for a, b in pairs)
+        self.down = nn.ModuleList(convolution(a, b) for a, b in pairwise((3, *widths)))
+        self.up = nn.ModuleList(convolution(a + b, b) for a, b in pairwise(widths[::-1]))
         self.head = nn.Conv2d(widths[0], classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Classes of every pixel."""
         kept = []
         for layer in self.down:
             images = layer(images)
@@ -136,28 +133,12 @@ def _transformer(
     draw: Random, width: int, depth: int, *, causal: bool, length: int = 0, checkpointed: bool = False
 ) -> nn.Sequential:
     naive, heads, hidden = draw.random() < 0.4, draw.choice((2, 4, 8)), draw.choice((2, 4)) * width
-    blocks: list[nn.Module] = []
-    for _ in range(depth):
+
+    def block() -> nn.Sequential:
         mixing = mixer(length, hidden) if length else Attention(width, heads, naive=naive, causal=causal)
-        parts = Residual(width, mixing), Residual(width, perceptron((width, hidden, width)))
-        blocks.append(nn.Sequential(*parts))
-    return (Checkpointed if checkpointed else nn.Sequential)(*blocks)
+        return nn.Sequential(Residual(width, mixing), Residual(width, perceptron((width, hidden, width))))
 
-
-def _vectors(width: int, classes: int) -> Samples:
-    return torch.randn(POOL, width), torch.arange(POOL) % classes
-
-
-def _pairs(width: int) -> Samples:
-    return torch.randn(POOL, width), torch.randn(POOL, width)
-
-
-def _weighted(words: int, length: int) -> Samples:
-    return *sentences(words, length), torch.rand(POOL, length)
-
-
-def _maps(size: int, classes: int) -> Samples:
-    return torch.randn(POOL, 3, size, size), torch.randint(classes, (POOL, size, size))
+    return (Checkpointed if checkpointed else nn.Sequential)(*(block() for _ in range(depth)))
 
 
 def mlp(draw: Random) -> Drawn:
@@ -168,7 +149,9 @@ def mlp(draw: Random) -> Drawn:
         layers = perceptron((inputs, *[width] * depth, 10), activation)
         return Classifier(*layers[:-1], nn.Dropout(0.1), layers[-1]) if dropout else Classifier(*layers)
 
-    return f"MLP {inputs}, {depth} × {width}", Model(build, partial(_vectors, inputs, 10))
+    return f"MLP {inputs}, {depth} × {width}", Model(
+        build, lambda: (torch.randn(POOL, inputs), torch.arange(POOL) % 10)
+    )
 
 
 def conv(draw: Random) -> Drawn:
@@ -209,8 +192,10 @@ def gpt(draw: Random, *, weighted: bool = False, checkpointed: bool = False) -> 
         return Classifier(nn.Embedding(words, width), blocks, nn.LayerNorm(width), nn.Linear(width, words))
 
     kind = "weighted tokens" if weighted else "checkpointed GPT" if checkpointed else "GPT"
-    samples = partial(_weighted if weighted else sentences, words, length)
-    return f"{kind} {words} words, {length}, {depth} × {width}", Model(build, samples)
+    name = f"{kind} {words} words, {length}, {depth} × {width}"
+    if weighted:
+        return name, Model(build, lambda: (*sentences(words, length), torch.rand(POOL, length)))
+    return name, Model(build, partial(sentences, words, length))
 
 
 def similarities(draw: Random) -> Drawn:
@@ -224,14 +209,16 @@ def similarities(draw: Random) -> Drawn:
         first = perceptron(widths)
         return Towers(first, first if shared else perceptron(widths), normalized=normalized, both_ways=both_ways)
 
-    return f"similarities {inputs}, {depth} × {width}", Model(build, partial(_pairs, inputs))
+    return f"similarities {inputs}, {depth} × {width}", Model(
+        build, lambda: (torch.randn(POOL, inputs), torch.randn(POOL, inputs))
+    )
 
 
 def unet(draw: Random) -> Drawn:
     size, width, depth = draw.choice((96, 128, 256)), draw.choice((8, 16, 32)), draw.randint(2, 4)
     widths = [width * 2**stage for stage in range(depth)]
-    model = Model(lambda: Classifier(UNet(widths, 21)), partial(_maps, size, 21))
-    return f"U-Net {size}², {depth} from {width}", model
+    samples = lambda: (torch.randn(POOL, 3, size, size), torch.randint(21, (POOL, size, size)))  # noqa: E731
+    return f"U-Net {size}², {depth} from {width}", Model(lambda: Classifier(UNet(widths, 21)), samples)
 
 
 def recurrent(draw: Random) -> Drawn:
@@ -254,9 +241,7 @@ def embeddings(draw: Random) -> Drawn:
         table = nn.Embedding(words, width)
         return Classifier(table, nn.Flatten(), perceptron((columns * width, hidden, hidden, 2)))
 
-    def samples() -> Samples:
-        return torch.randint(words, (POOL, columns)), torch.arange(POOL) % 2
-
+    samples = lambda: (torch.randint(words, (POOL, columns)), torch.arange(POOL) % 2)  # noqa: E731
     return f"embeddings {words} × {width}, {columns} columns", Model(build, samples)
 
 
