@@ -109,7 +109,6 @@ def _cuda() -> Any:
 
 
 def in_setting(name: str, models: Sequence[str], gibs: Sequence[float]) -> list[dict[str, Any]]:
-    """The cells of a setting, in the process that has it."""
     prepare()
     setting, few = SETTINGS[name], [] if torch.backends.cudnn.enabled else [SMALL_IMAGES]
     return [
@@ -162,7 +161,6 @@ def measure(
     models: Sequence[str] = (*MODELS,),
     budgets: Sequence[float] = (2.0, 8.0, 24.0),
 ) -> dict[str, Any]:
-    """Measure setting by setting."""
     here = [name for name in settings if has_device(SETTINGS[name].device)]
     cells = {name: under(SETTINGS[name].text, in_setting, name, models, budgets) for name in here}
     found = beside_last("allocator", "settings", cells)

@@ -40,7 +40,6 @@ class Case:
     targeted: bool = True
 
     def windows(self) -> list[list[int]]:
-        """Samples of each window."""
         kept = [index for index in range(self.samples) if index // self.micro not in self.skip]
         return [[*window] for _, window in groupby(kept, lambda index: index // self.effective)]
 

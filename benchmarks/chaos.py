@@ -58,7 +58,6 @@ def tell(story: Story, folder: Path, undisturbed: Path | None = None) -> Told:
 
 
 def diary(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """What all ranks wrote down."""
     files = [folder / f"rank{rank}.jsonl" for rank in range(ranks)]
     return [json.loads(line) for file in files if file.is_file() for line in file.read_text().splitlines()]
 
@@ -111,14 +110,12 @@ def samples_missed(steps: dict[int, list[dict[str, Any]]]) -> list[str]:
 
 
 def told(story: Story, folder: Path, difference: float, broken: Sequence[str]) -> Told:
-    """What happened, and what is wrong with it."""
     lines = diary(folder, story.ranks)
     kinds = {kind: Counter(str(line["place"]) for line in lines if line["kind"] == kind) for kind in ("fault", "kill")}
     return Told(story, kinds["fault"], kinds["kill"], difference, tuple(broken))
 
 
 def column(one: Told) -> str:
-    """Where a story is counted."""
     return f"{one.story.mode}, {one.story.ranks} rank{'s' if one.story.ranks > 1 else ''}"
 
 
@@ -143,7 +140,6 @@ def summarize(stories: Sequence[Told]) -> dict[str, Any]:
 
 
 def _rows(columns: Sequence[Record]) -> Iterator[tuple[str, ...]]:
-    """A row for each kind of misfortune."""
     for title, kind in (("out of memory", "faults"), ("killed", "kills")):
         yield (title, *(str(sum(one[kind].values())) for one in columns))
         for place in columns[0][kind]:

@@ -28,32 +28,27 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def clip(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """Cross-entropy of similarities in both directions."""
     logits, labels = temperature.exp() * normalize(one) @ normalize(other).T, torch.arange(len(one))
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
 def siglip(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """A sigmoid for each pair."""
     logits = temperature.exp() * normalize(one) @ normalize(other).T
     return -logsigmoid((2 * torch.eye(len(one), dtype=one.dtype) - 1) * logits).sum() / len(one)
 
 
 def simclr(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """NT-Xent over both views."""
     both = normalize(torch.cat([one, other]))
     logits = (temperature.exp() * both @ both.T).masked_fill(torch.eye(len(both), dtype=torch.bool), -torch.inf)
     return cross_entropy(logits, torch.arange(len(both)).roll(len(one)))
 
 
 def barlow_twins(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """Cross-correlation of standardized features."""
     one, other = ((each - each.mean(0)) / each.std(0) for each in (one, other))
     return temperature * (one.T @ other / len(one) - torch.eye(one.shape[1], dtype=one.dtype)).square().sum()
 
 
 def vicreg(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """Distance, and variance over the batch."""
     spread = (1 - one.var(0).add(1e-4).sqrt()).relu().mean() + (1 - other.var(0).add(1e-4).sqrt()).relu().mean()
     return temperature * (one - other).square().mean() + spread
 
@@ -62,8 +57,6 @@ LOSSES: dict[str, Loss] = {each.__name__: each for each in (clip, siglip, simclr
 
 
 class Towers(nn.Module):
-    """Two convolutional encoders and a temperature."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -86,7 +79,6 @@ def _tower() -> nn.Module:
 
 
 def whole(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
-    """The batch in one pass."""
     loss(*(net(view) for net, view in zip(towers.nets, views)), towers.temperature).backward()
 
 
@@ -132,7 +124,6 @@ PROGRAMS = {each.__name__: each for each in (whole, micro_batches, ours, grad_ca
 
 
 def batches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two views of some pictures."""
     generator = torch.Generator().manual_seed(1)
     coarse = torch.randn(BATCH, 3, 4, 4, generator=generator, dtype=torch.float64)
     pictures = coarse.repeat_interleave(8, 2).repeat_interleave(8, 3)
@@ -201,7 +192,6 @@ def measure(rounds: int = 15) -> dict[str, Any]:
 
 
 def missed(groups: Record) -> Iterator[str]:
-    """The targets that ours misses; in fp32 the whole batch has rounding of its own."""
     for name, group in groups.items():
         row, rounding = group["rows"]["ours"], group["rows"]["whole"]["encoder_fp32"]
         within = {

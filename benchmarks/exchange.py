@@ -31,7 +31,6 @@ KEEPS_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**25), "
 
 
 def train(watch: Stopwatch, ours: Mapping[str, Any] | None, factor: int, windows: int) -> None:
-    """Train a fresh model for some windows, on this rank of all."""
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     data = TensorDataset(torch.randn(MICRO * factor * windows * int(os.environ["WORLD_SIZE"]), WIDTH))
     fit(watch, Module(layers, partial(torch.optim.SGD, lr=1e-3), mean_square), data, MICRO, factor, ours)
@@ -63,7 +62,6 @@ def joined(ranks: Sequence[Sequence[Bout]]) -> list[Bout]:
 
 
 def measured(ranks: int, factor: int, windows: int) -> dict[str, Any]:
-    """One cell of the table."""
     bouts = joined(apart(of_all_ranks, factor, rounds_of(ranks, factor, windows), ranks=ranks, env=KEEPS_MEMORY))
     cell: dict[str, Any] = {"ranks": ranks, "factor": factor, "windows": sum(len(one[STOCK]["wall"]) for one in bouts)}
     cell["stock_seconds"] = pooled_median(one[STOCK]["wall"] for one in bouts)

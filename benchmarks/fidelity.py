@@ -37,7 +37,6 @@ class Measured:
 
 
 def measured(case: Case, draws: int) -> Measured:
-    """Run every program on every draw."""
     oracles = [whole_batch(case, seed, torch.float64) for seed in range(draws)]
     found = Measured()
     for name, run in programs(case).items():

@@ -54,7 +54,6 @@ def file_name(device: str) -> str:
 
 
 def gpu_targets(records: Sequence[Record]) -> list[Target]:
-    """The targets of cells and of predictions."""
     errors = [abs(cell["prediction"]["error"]) for cell in records if cell.get("prediction")]
     found = targets(records, found=FOUND, most_steps=MOST_STEPS, errors=1)  # an allocator does not repeat itself
     found.append(at_most("cells that an error cut short", sum("incomplete" in cell for cell in records), 0))
@@ -73,7 +72,6 @@ def extend(cell: Cell) -> dict[str, Any]:
 
 
 def cells_text(records: Sequence[Record]) -> str:
-    """Cells, and predictions beside them."""
     rows = []
     for cell in records:
         foreseen = cell.get("prediction")
@@ -109,7 +107,6 @@ def sanity_targets(records: Sequence[Record]) -> list[Target]:
 
 
 def speed_targets(records: Sequence[Record]) -> list[Target]:
-    """As fast as a plain loop."""
     return [at_least("images/s ÷ plain loop, least", min((record["ratio"] for record in records), default=0.0), SPEED)]
 
 
@@ -138,8 +135,6 @@ def soak_targets(records: Sequence[Record]) -> list[Target]:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is measured piece by piece."""
-
     pieces: list[Callable[[], dict[str, Any]]]
     targets: Callable[[Sequence[Record]], list[Target]]
     text: Callable[[Sequence[Record]], str] = lambda records: "\n".join(map(str, records))

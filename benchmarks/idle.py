@@ -50,7 +50,6 @@ def train(watch: Stopwatch, name: str, modules: int, kind: str, windows: int) ->
 
 
 def bouts_of(modules: int, kind: str, bouts: int, windows: int) -> list[dict[str, Any]]:
-    """Processor seconds of each window of each program, bout by bout."""
     given: dict[str, Any] = {"modules": modules, "kind": kind, "windows": windows + WARM_UP}
     programs = {name: partial(train, name=name, **given) for name in PROGRAMS}
     return [{name: one[name]["cpu"] for name in programs} for one in in_bouts(programs, bouts, WARM_UP)]
@@ -114,7 +113,6 @@ def text(record: Record) -> str:
 
 
 def measured(ranks: int, modules: int, kind: str, bouts: int, windows: int) -> dict[str, Any]:
-    """One cell of the table."""
     given = modules, kind, bouts, windows
     found = bouts_of(*given) if ranks == 1 else apart(bouts_of, *given, ranks=ranks)
     allowed = allowed_seconds(ranks, modules, kind)

@@ -33,7 +33,6 @@ SEED = 7
 
 
 def source_texts() -> list[str]:
-    """Return the paragraphs of the modules of Python's standard library."""
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     found = (text for path in modules for text in path.read_text(encoding="utf-8", errors="replace").split("\n\n"))
     return [text for text in found if text.strip()]
@@ -46,7 +45,6 @@ CORPORA: dict[str, tuple[Callable[[], list[str]], int]] = {  # and the most toke
 
 
 def length_of(data: TextDataset, index: int) -> int:
-    """Return the tokens of a text."""
     return min(len(data.texts[index].encode()) + 1, data.max_length)
 
 
@@ -81,13 +79,10 @@ class Reading(GPT):
 
     @property
     def padded(self) -> int:
-        """Tokens of all micro-batches with their padding."""
         return sum(rows * columns for rows, columns in self.shapes)
 
 
 class Indexed(TextDataset):
-    """Texts that know their places and lengths."""
-
     def __init__(self, texts: Sequence[str], max_length: int) -> None:
         super().__init__(texts, max_length)
         self.lengths = [length_of(self, index) for index in range(len(self))]
@@ -97,12 +92,10 @@ class Indexed(TextDataset):
 
 
 def padded(texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a batch as long as its longest text."""
     return {**pad(texts), "index": torch.stack([text["index"] for text in texts])}
 
 
 def train(data: Indexed, program: str, module: Reading, windows: int, *callbacks: pl.Callback) -> None:
-    """Train some windows."""
     window = f"{round(WINDOW * fmean(data.lengths))} tokens" if program == "by tokens" else WINDOW
     callback = AutoAccumulate(window, micro_batch_size=MICRO_BATCH, normalize=TargetTokens(), **PROGRAMS[program])
     order: dict[str, Any] = {"shuffle": True}
@@ -129,14 +122,12 @@ def fp64_errors(data: Indexed) -> dict[str, float]:
 
 
 def whole_gradient(data: Indexed, window: Set[int]) -> Tensor:
-    """Return the gradient in one padded pass, in fp64."""
     oracle = Reading(data.max_length, 32, 1).double()
     oracle.token_loss(padded([data[index] for index in sorted(window)])).backward()
     return flat(parameter.grad for parameter in oracle.parameters())
 
 
 def measured(texts: list[str], longest: int, windows: int, width: int, depth: int) -> dict[str, Any]:
-    """Measure all programs on a corpus."""
     data = Indexed(texts, longest)
     modules = {name: Reading(longest, width, depth) for name in PROGRAMS}
     fits = [partial(train, data, name, modules[name], windows + WARM_UP) for name in PROGRAMS]
@@ -161,7 +152,6 @@ def measured(texts: list[str], longest: int, windows: int, width: int, depth: in
 
 
 def missed(groups: Record) -> Iterator[str]:
-    """Return the targets that cutting by budget misses."""
     for name, group in groups.items():
         row, drawn = group["rows"]["by budget"], group["rows"]["as drawn"]
         within = {

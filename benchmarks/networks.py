@@ -53,7 +53,6 @@ class Apply(nn.Module):
 
 
 def perceptron(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
-    """Linear layers with activations between."""
     layers: list[nn.Module] = []
     for one, other in pairwise(widths):
         layers += [nn.Linear(one, other), activation()]

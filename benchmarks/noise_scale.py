@@ -59,7 +59,6 @@ def estimated(net: nn.Module, rate: float, data: TensorDataset, steps: int, wind
 
 
 def measure(data: str = "data") -> dict[str, Any]:
-    """A row for each moment."""
     pl.seed_everything(0, verbose=False)
     pictures = TensorDataset(*(tensor[:SAMPLES] for tensor in fashion(data)[0].tensors))
     net, rows, done = small_network(), [], 0

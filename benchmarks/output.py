@@ -160,7 +160,6 @@ def shown(texts: Iterable[str], numbers: Iterable[str], rows: Iterable[Iterable[
 
 
 def as_text(table: Table, caption: str = "") -> str:
-    """A table as it looks in a terminal of 80 columns, and what is to be said below it."""
     console = Console(width=WIDTH, highlight=False, color_system=None, file=io.StringIO())
     console.print(table)
     below = [part for line in caption.splitlines() for part in textwrap.wrap(line, WIDTH)]

@@ -37,7 +37,6 @@ SGD = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 
 def train(watch: Stopwatch, name: str, model: str, windows: int) -> None:
-    """Train a fresh model for some windows."""
     tiny = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
     module = Module(tiny if model == TINY else timm.create_model(model, num_classes=10), SGD)
     samples = MICRO * FACTOR * windows

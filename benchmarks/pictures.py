@@ -196,7 +196,6 @@ def inked(ink: str) -> Iterator[None]:
 
 
 def draw(record: Mapping[str, Any], folder: Path = FOLDER) -> None:
-    """Write each picture for light and for dark pages."""
     for name, (paint, height) in PICTURES.items():
         for page, ink in INKS.items():
             with inked(ink):

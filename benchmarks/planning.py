@@ -52,7 +52,6 @@ def probe(case: Case, budget: int, *, estimated: bool) -> tuple[ProbeResult, tup
 
 
 def row(case: Case) -> dict[str, Any]:
-    """What the JSON keeps of one case; the budget is half-way between small batches and the whole one."""
     _, small, whole = probe(case, AMPLE, estimated=True)[0].trials
     budget = (small.peak_bytes + whole.peak_bytes) // 2
     (measured, _), (estimated, unreliable) = (probe(case, budget, estimated=which) for which in (False, True))
@@ -87,7 +86,6 @@ def probed_text(record: Record) -> str:
 
 
 def text(record: Record) -> str:
-    """What was probed, and what the forward pass leaves alive."""
     rows = []
     for one in record["forward"]:
         cuda = one["cuda"]

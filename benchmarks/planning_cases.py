@@ -20,7 +20,6 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def convolutions() -> nn.Sequential:
-    """BatchNorm and dropout."""
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2)]
     layers += [nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.2)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))
@@ -77,8 +76,6 @@ sgd = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row."""
-
     name: str
     net: Callable[[], nn.Module]
     data: Callable[[int], TensorDataset]

@@ -32,7 +32,6 @@ def peers() -> dict[str, str | None]:
 
 
 def run(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Measure the cells, one after another."""
     records = []
     for number, cell in enumerate(cells, 1):
         print(f"\r\x1b[K{number} of {len(cells)}: {cell.model}, {cell.gib:g} GiB", end="", file=sys.stderr, flush=True)

@@ -72,8 +72,6 @@ def draw_cell(number: int) -> RandomCell:
 
 
 class RandomTraining(Training):
-    """A training as a cell says."""
-
     def __init__(self, cell: RandomCell) -> None:
         super().__init__(draw_model(Random(cell.number))[1], cell.setting.device)
         self.cell = cell
@@ -113,14 +111,12 @@ def text(record: Record) -> str:
 
 
 def of_numbers(numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """Cells by their numbers, in the process that has their setting."""
     prepare()
     drawn = map(draw_cell, numbers)
     return [{**asdict(cell), **measured(cell.setting, cell.gib, partial(RandomTraining, cell))} for cell in drawn]
 
 
 def measure(cells: int = 32, seeds: Sequence[int] = (3,), numbers: Sequence[int] = ()) -> dict[str, Any]:
-    """Measure cells, those of one setting together."""
     drawn = [draw_cell(number) for number in numbers or [1000 * s + place for s in seeds for place in range(cells)]]
     found: list[dict[str, Any]] = []
     for setting in sorted({cell.setting.text for cell in drawn}):

@@ -46,7 +46,6 @@ def batches(name: str, size: int) -> Iterator[list[int]]:
 
 
 def in_process(name: str, size: int) -> dict[str, Any]:
-    """One cell, in a process of its own."""
     batches(name, 64 * MICRO_BATCH * FACTOR)  # loads what is loaded on first use
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts at what is held now
@@ -68,7 +67,6 @@ def in_process(name: str, size: int) -> dict[str, Any]:
 
 
 def peak_resident() -> int:
-    """High-water mark of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 

@@ -41,14 +41,12 @@ def small_network() -> nn.Sequential:
 
 
 def fashion(folder: str) -> tuple[TensorDataset, TensorDataset]:
-    """Pictures to train on, and pictures to test."""
     parts = FashionMNIST(root=folder, val_fraction=0.1).read()
     train, test = ([(part.images.float() / 255 - 0.286) / 0.353, part.labels] for part in (parts.train, parts.test))
     return TensorDataset(*train), TensorDataset(*test)
 
 
 def smith(folder: str) -> list[dict[str, Any]]:
-    """Test accuracy and steps of decay, growth and control."""
     train, test = fashion(folder)
     programs: Mapping[str, tuple[list[int], Any]] = {
         "learning rate ÷ 5 at 4 and 7": (MILESTONES, BATCH),
@@ -74,7 +72,6 @@ def smith(folder: str) -> list[dict[str, Any]]:
 
 
 def of_all_seeds(programs: Iterable[str], run: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run every program with every seed, and say what came of it."""
     rows = []
     for seed, name in product(SEEDS, programs):
         pl.seed_everything(seed, verbose=False)
@@ -104,7 +101,6 @@ def trained(module: Any, callback: AutoAccumulate, epochs: int, **data: Any) -> 
 
 
 def of_definitions(_: str) -> list[dict[str, Any]]:
-    """Validation loss and steps of the cosine, Seesaw and a control."""
     data = Definitions(batch_size=TEXTS)
     data.prepare_data()
     data.setup("fit")
@@ -140,7 +136,6 @@ def means(rows: Sequence[Record]) -> dict[str, dict[str, float]]:
 
 
 def missed(parts: Record) -> Iterator[str]:
-    """The targets that were missed; the first program of a part is the recipe, the second the schedule."""
     for name, most_steps, apart in (("smith", 0.52, 0.3), ("seesaw", 0.7, 0.005)):
         recipe, schedule, _ = means(parts[name]).values()
         lost = recipe["score"] - schedule["score"]  # of accuracy

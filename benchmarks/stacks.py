@@ -80,8 +80,6 @@ def whole_batch(case: Case, seed: int, dtype: torch.dtype, precision: str = "tru
 
 
 class Module(trainers.Module):
-    """The case as a LightningModule."""
-
     def __init__(self, case: Case, seed: int, dtype: torch.dtype) -> None:
         net = TASKS[case.task].network(seed, dtype)
         super().__init__(net, lambda _: optimizer_of(case, net))

@@ -28,7 +28,6 @@ ALLOWED_SECONDS = 1.0
 
 
 def script(name: str, *, workers: int, cache: str) -> str:
-    """Return the README's script, for one of the programs."""
     (found,) = re.findall(r"```python\n(import torch\n.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     changes = {}
     if workers:

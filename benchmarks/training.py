@@ -30,8 +30,6 @@ Network = Literal["group norm", "relu", "batch norm"]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One way to train."""
-
     name: str
     network: Network = "group norm"
     micro: int = EFFECTIVE
@@ -41,7 +39,6 @@ class Program:
     targeted: bool = False
 
     def net(self) -> nn.Sequential:
-        """Two convolutions, each with its normalization, and ten classes; no dropout."""
         norm: Any = nn.BatchNorm2d if self.network == "batch norm" else partial(nn.GroupNorm, 4)
         activation = nn.ReLU if self.network == "relu" else nn.GELU
         layers = [nn.Conv2d(1, 16, 3, padding=1), norm(16), activation()]
@@ -73,8 +70,6 @@ GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a training ended with."""
-
     weights: Tensor
     accuracy: float
     steps: int

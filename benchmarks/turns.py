@@ -144,5 +144,4 @@ def ratio(bouts: Sequence[Mapping[str, Clocks]], name: str, beside: str, clock: 
 
 
 def pooled_median(bouts: Iterable[Sequence[float]]) -> float:
-    """Median over the windows of all bouts."""
     return statistics.median(value for one in bouts for value in one)

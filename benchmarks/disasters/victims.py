@@ -197,7 +197,6 @@ class Victim(pl.LightningModule):
 
 
 def transformer() -> nn.Module:
-    """Two layers on six tokens, without dropout."""
     table = nn.Embedding(TOKENS, 16)
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
     layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -205,7 +204,6 @@ def transformer() -> nn.Module:
 
 
 def convolutional() -> nn.Module:
-    """Two convolutions with GroupNorm."""
     layers = [nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU()]
     layers += [nn.Conv2d(8, 8, 3, stride=2), nn.GroupNorm(2, 8), nn.GELU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 2 * 2, CLASSES))

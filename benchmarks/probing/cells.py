@@ -32,8 +32,6 @@ ADAM = partial(torch.optim.Adam, foreach=True)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A model, a budget, a device."""
-
     model: str
     gib: float
     kind: str = EMULATED
@@ -79,7 +77,6 @@ def measured_in_trainer(cell: Cell) -> dict[str, Any]:
 
 
 def run(cell: Cell, program: str, choice: Choice) -> dict[str, Any]:
-    """Let a program search on a fresh device."""
     with memory(cell.kind, cell.budget):
         training = Training(MODELS[cell.model], choice.device)
         start = time.perf_counter()

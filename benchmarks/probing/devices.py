@@ -56,11 +56,9 @@ def capped_cuda(budget: int) -> Iterator[None]:
 
 
 def finish() -> None:
-    """Wait for what the device still has to do."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def place(kind: str) -> str:
-    """Name of the device that tensors lie on."""
     return "cuda" if kind == CUDA else "cpu"

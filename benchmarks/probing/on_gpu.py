@@ -58,7 +58,6 @@ class Sentences(Dataset[Tensor]):
 
 
 def padded(sentences: list[Tensor]) -> Samples:
-    """As long as the longest of them."""
     words = torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True)
     return words[:, :-1], words[:, 1:]
 

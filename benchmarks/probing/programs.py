@@ -28,8 +28,6 @@ ACCEPTED = 2  # steps after which a size is accepted, if the user says so: Adam 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the user of a program has to choose."""
-
     budget: int
     device: str
     high: int

@@ -26,8 +26,6 @@ class Checkpointed(nn.Sequential):
 
 
 class Residual(nn.Module):
-    """Adds what a part makes of its normalized input."""
-
     def __init__(self, width: int, part: nn.Module) -> None:
         super().__init__()
         self.norm, self.part = nn.LayerNorm(width), part
@@ -37,8 +35,6 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention, by a fused kernel or written out."""
-
     def __init__(self, width: int, heads: int, *, naive: bool, causal: bool) -> None:
         super().__init__()
         self.heads, self.naive, self.causal = heads, naive, causal
@@ -110,7 +106,6 @@ class UNet(nn.Module):
 
 
 def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
-    """A convolution with its normalization."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs), nn.ReLU())
 
 
@@ -166,7 +161,6 @@ def conv(draw: Random) -> Drawn:
 
 
 def vit(draw: Random) -> Drawn:
-    """Transformers and mixers on patches."""
     size, patch = draw.choice((64, 96, 224)), draw.choice((8, 16))
     width, depth, mixer = draw.choice((96, 192, 384)), draw.randint(2, 14), draw.random() < 0.4
     by_convolution, seed = draw.random() < 0.5, draw.random()
@@ -233,7 +227,6 @@ def recurrent(draw: Random) -> Drawn:
 
 
 def embeddings(draw: Random) -> Drawn:
-    """Tables that are larger than what is computed on them."""
     words, width = draw.choice((100_000, 1_000_000)), draw.choice((16, 64))
     columns, hidden = draw.choice((8, 26)), draw.choice((256, 1024))
 
@@ -253,12 +246,10 @@ FAMILIES: tuple[Callable[[Random], Drawn], ...] = (
 
 
 def draw_model(draw: Random) -> Drawn:
-    """Draw a model of any family."""
     return draw.choice(FAMILIES)(draw)
 
 
 def size_of(model: Model) -> int:
-    """Return the bytes of a model's parameters, without making them."""
     with torch.device("meta"):
         net = model.build()
     return sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())

@@ -38,7 +38,6 @@ def times(cells: Cells, program: str, quantity: str) -> float:
 
 
 def details(cells: Cells) -> str:
-    """Every program in every cell."""
     rows: list[Sequence[str]] = []
     for cell in cells:
         limit = f"{cell['limit'] or 0:,}", "limit" if cell["limit"] else "NONE"
@@ -68,7 +67,6 @@ def against_binsearch(cells: Cells, caption: str = "") -> str:
 
 
 def summary(cells: Cells, caption: str = "") -> str:
-    """A row a program, over all cells."""
     rows: list[Sequence[str]] = []
     for name in (OURS, *PEERS):
         ran = [(cell, cell["programs"][name]) for cell in cells if cell["limit"] and name in cell["programs"]]

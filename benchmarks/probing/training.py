@@ -52,15 +52,12 @@ def images(size: int, classes: int = CLASSES) -> Samples:
 
 
 def sentences(words: int = WORDS, length: int = LENGTH) -> Samples:
-    """Words, and the words that follow them."""
     drawn = torch.randint(words, (POOL, length + 1))
     return drawn[:, :-1], drawn[:, 1:]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A network and samples for it."""
-
     build: Callable[[], nn.Module]
     samples: Callable[[], Samples]
     peers_to_gib: float = 2
