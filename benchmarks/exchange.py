@@ -25,7 +25,6 @@ LEARNING = 8  # micro-batches in which AutoAccumulate compares all weights to le
 BOUTS = 4  # of fresh models
 ALLOWED = 1.02
 STOCK, AGAIN, OURS = "stock", "again", "ours"
-Bout = Mapping[str, Clocks]  # by program
 # As it returns memory to the system or not, by chance, a window of either program takes 500 page faults more or less.
 KEEPS_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
@@ -36,48 +35,28 @@ def train(watch: Stopwatch, ours: Mapping[str, Any] | None, factor: int, windows
     fit(watch, Module(layers, partial(torch.optim.SGD, lr=1e-3), mean_square), data, MICRO, factor, ours)
 
 
-def of_all_ranks(factor: int, windows: int) -> list[list[Bout]]:
-    """Seconds of every window, bout by bout, of each rank."""
+def of_all_ranks(factor: int, windows: int) -> list[dict[str, Clocks]]:
+    """Seconds of every window, bout by bout: by the clock of this rank, and on the processors of all."""
     warm_up = 1 + ceil(LEARNING / factor)
     given: dict[str, Any] = {"factor": factor, "windows": windows // BOUTS + warm_up}
     programs = {STOCK: None, AGAIN: None, OURS: {"verify": False}}
     fits = {name: partial(train, ours=ours, **given) for name, ours in programs.items()}
     bouts = [*in_bouts(fits, BOUTS, warm_up, watch=RanksStopwatch)]
-    found: list[list[Bout]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, bouts)
-    return found
-
-
-def joined(ranks: Sequence[Sequence[Bout]]) -> list[Bout]:
-    """Bouts of all ranks as one: the first one's clock, and the processor time of all.
-
-    Examples:
-        >>> joined([[{"ours": {"wall": [3.0], "cpu": [1.0]}}], [{"ours": {"wall": [3.1], "cpu": [2.0]}}]])
-        [{'ours': {'wall': [3.0], 'cpu': [3.0]}}]
-    """
-    return [
-        {n: {"wall": one[0][n]["wall"], "cpu": list(map(sum, zip(*(rank[n]["cpu"] for rank in one))))} for n in one[0]}
-        for one in zip(*ranks)
-    ]
+    for clocks in (clocks for one in bouts for clocks in one.values()):
+        seconds = torch.tensor(clocks["cpu"], dtype=torch.float64)
+        torch.distributed.all_reduce(seconds)
+        clocks["cpu"] = seconds.tolist()
+    return bouts
 
 
 def measured(ranks: int, factor: int, windows: int) -> dict[str, Any]:
-    bouts = joined(apart(of_all_ranks, factor, rounds_of(ranks, factor, windows), ranks=ranks, env=KEEPS_MEMORY))
+    rounds = round(windows * 22 / (ranks * (factor + 1.5)))  # as much time as four ranks at factor 4 take for them
+    bouts = apart(of_all_ranks, factor, rounds, ranks=ranks, env=KEEPS_MEMORY)
     cell: dict[str, Any] = {"ranks": ranks, "factor": factor, "windows": sum(len(one[STOCK]["wall"]) for one in bouts)}
     cell["stock_seconds"] = pooled_median(one[STOCK]["wall"] for one in bouts)
     for name in (AGAIN, OURS):
         cell |= ratio(bouts, name, STOCK, "wall", name) | ratio(bouts, name, STOCK, "cpu", f"{name}_cpu")
     return cell
-
-
-def rounds_of(ranks: int, factor: int, windows: int) -> int:
-    """Windows of each program for as much time as that many of four ranks at factor 4 take.
-
-    Examples:
-        >>> rounds_of(4, 4, 40), rounds_of(2, 1, 40)
-        (40, 176)
-    """
-    return round(windows * 22 / (ranks * (factor + 1.5)))
 
 
 def _with_interval(cell: Record, key: str) -> str:

@@ -13,10 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import CASES, FP64_TARGET, HALF_TARGETS, LEGEND, WHOLE_TARGET, Case
 from benchmarks.output import MET, Record, benchmark, error, shown
 from benchmarks.processes import apart
-from benchmarks.stacks import HELD_IN, UnsupportedError, accelerate, ours, stock_lightning, whole_batch
+from benchmarks.stacks import (
+    CASES,
+    FP64_TARGET,
+    HALF_TARGETS,
+    HELD_IN,
+    LEGEND,
+    WHOLE_TARGET,
+    Case,
+    UnsupportedError,
+    accelerate,
+    ours,
+    stock_lightning,
+    whole_batch,
+)
 from benchmarks.trainers import relative_error
 
 COLUMNS = {

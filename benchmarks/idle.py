@@ -24,8 +24,9 @@ from benchmarks.turns import Stopwatch, fit, in_bouts, pooled_median
 
 MICRO, FACTOR, WIDTH = 2, 4, 4
 WARM_UP = 4  # windows of each bout that are not counted
-ALLOWED = {10: 75e-6, 100: 90e-6, 600: 250e-6}  # seconds that loader mode may add on one rank, by modules
-ALLOWED_WITH_BATCH_NORM = {600: 350e-6}
+# Seconds that loader mode may add on one rank, by modules, and with BatchNorm.
+ALLOWED = {(10, False): 75e-6, (10, True): 75e-6, (100, False): 90e-6, (100, True): 90e-6}
+ALLOWED |= {(600, False): 250e-6, (600, True): 350e-6}
 ALLOWED_SURVIVAL = 35e-6  # of these, what loader mode adds to itself with on_oom="raise"
 STOCK, AGAIN, EMPTY = "stock Lightning", "stock Lightning again", "an empty callback"
 RAISE, LOADER, STEP = 'loader mode, on_oom="raise"', "loader mode", "step mode"
@@ -53,13 +54,6 @@ def bouts_of(modules: int, kind: str, bouts: int, windows: int) -> list[dict[str
     given: dict[str, Any] = {"modules": modules, "kind": kind, "windows": windows + WARM_UP}
     programs = {name: partial(train, name=name, **given) for name in PROGRAMS}
     return [{name: one[name]["cpu"] for name in programs} for one in in_bouts(programs, bouts, WARM_UP)]
-
-
-def allowed_seconds(ranks: int, modules: int, kind: str) -> float | None:
-    """Return what loader mode may add; ``None`` where nothing is asked."""
-    if ranks != 1:
-        return None
-    return (ALLOWED_WITH_BATCH_NORM if "batch" in kind else {}).get(modules, ALLOWED.get(modules))
 
 
 def summarize(bouts: Sequence[Mapping[str, Sequence[float]]], allowed: float | None) -> list[dict[str, Any]]:
@@ -115,7 +109,7 @@ def text(record: Record) -> str:
 def measured(ranks: int, modules: int, kind: str, bouts: int, windows: int) -> dict[str, Any]:
     given = modules, kind, bouts, windows
     found = bouts_of(*given) if ranks == 1 else apart(bouts_of, *given, ranks=ranks)
-    allowed = allowed_seconds(ranks, modules, kind)
+    allowed = ALLOWED.get((modules, "batch" in kind)) if ranks == 1 else None
     cell = {"ranks": ranks, "modules": modules, "kind": kind, "allowed_seconds": allowed}
     stock = pooled_median(one[STOCK] for one in found) / FACTOR
     return {**cell, "stock_seconds": stock, "rows": summarize(found, allowed)}

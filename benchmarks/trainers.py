@@ -1,4 +1,4 @@
-"""Trainers and modules of the benchmarks, and the process that they run in."""
+"""Trainers and modules of the benchmarks, and the process that they run in, without timm."""
 
 import logging
 import warnings

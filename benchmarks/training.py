@@ -68,11 +68,7 @@ GROUPS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    weights: Tensor
-    accuracy: float
-    steps: int
+Trained = tuple[Tensor, float, int]  # the weights and accuracy that a training ended with, and its steps
 
 
 @cache
@@ -100,7 +96,7 @@ def train(program: Program, seed: int, epochs: int) -> Trained:
     trainer.fit(module, DataLoader(dataset, batch_size=program.micro, sampler=order, collate_fn=collate))
     with torch.no_grad():
         accuracy = (module.eval().net(images).argmax(1) == labels).double().mean()
-    return Trained(flat(module.parameters()), float(accuracy), trainer.global_step)
+    return flat(module.parameters()), float(accuracy), trainer.global_step
 
 
 def _in_reverse(samples: list[Any]) -> Any:
@@ -109,14 +105,14 @@ def _in_reverse(samples: list[Any]) -> Any:
 
 def row(program: Program, whole: Sequence[Trained], trained: Sequence[Trained]) -> dict[str, Any]:
     """A program beside the whole batch, seed by seed."""
-    weights = [relative_error(a.weights, b.weights) for a, b in zip(trained, whole)]
-    accuracies, oracle = [one.accuracy for one in trained], [one.accuracy for one in whole]
+    weights = [relative_error(one[0], other[0]) for one, other in zip(trained, whole)]
+    accuracies, oracle = [one[1] for one in trained], [one[1] for one in whole]
     exact = max(weights) <= WEIGHTS_TARGET and accuracies == oracle
     return {
         "program": asdict(program),
         "weights": weights,
         "accuracy": accuracies,
-        "steps": trained[0].steps,
+        "steps": trained[0][2],
         "met": exact if program.targeted else None,
     }
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import fidelity, output, quote, turns
-from benchmarks.cases import CASES, Case
 from benchmarks.fidelity import Measured
+from benchmarks.stacks import CASES, Case
 
 ROOT = Path(__file__).parents[2]
 
