@@ -163,7 +163,7 @@ def measure(
 ) -> dict[str, Any]:
     here = [name for name in settings if has_device(SETTINGS[name].device)]
     cells = {name: under(SETTINGS[name].text, in_setting, name, models, budgets) for name in here}
-    found = beside_last("allocator", "settings", cells)
+    found = beside_last("allocator", "settings", cells) if len(models) == len(MODELS) else cells
     record = {"device": torch.cuda.get_device_name(), "models": models, "budgets": budgets}
     return {**record, "settings": found, "targets": plain(targets(found))}
 

@@ -65,14 +65,12 @@ class Towers(nn.Module):
         self.to(dtype)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        temperature = self.temperature.grad
-        return flat(p.grad for p in self.nets.parameters()), flat(
-            [torch.zeros(1) if temperature is None else temperature]
-        )
+        of_encoders = flat(parameter.grad for parameter in self.nets.parameters())
+        return of_encoders, flat([torch.zeros(1) if self.temperature.grad is None else self.temperature.grad])
 
 
 def _tower() -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.GELU()]
+    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.GELU()]
     layers += [nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.GELU()]
     layers += [nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(64, WIDTH))

@@ -7,7 +7,7 @@ trained by turns; gradients are compared in fp64 with one padded pass over the w
 
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -116,15 +116,11 @@ def fp64_errors(data: Indexed) -> dict[str, float]:
         train(data, program, module, 1)
         window = frozenset(module.steps[0])
         if window not in oracles:
-            oracles[window] = whole_gradient(data, window)
+            oracle = Reading(data.max_length, 32, 1).double()
+            oracle.token_loss(padded([data[index] for index in sorted(window)])).backward()
+            oracles[window] = flat(parameter.grad for parameter in oracle.parameters())
         errors[program] = relative_error(module.gradient, oracles[window])
     return errors
-
-
-def whole_gradient(data: Indexed, window: Set[int]) -> Tensor:
-    oracle = Reading(data.max_length, 32, 1).double()
-    oracle.token_loss(padded([data[index] for index in sorted(window)])).backward()
-    return flat(parameter.grad for parameter in oracle.parameters())
 
 
 def measured(texts: list[str], longest: int, windows: int, width: int, depth: int) -> dict[str, Any]:

@@ -47,10 +47,6 @@ def tokens(samples: int) -> TensorDataset:
     return TensorDataset(*torch.randint(0, CLASSES, (2, samples, TOKENS)))
 
 
-def flat_perceptron() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), *perceptron((3 * IMAGE**2, 256, CLASSES), nn.ReLU))
-
-
 def plain(module: Any, batch: Any) -> Tensor:
     return F.cross_entropy(module.net(batch[0]), batch[1])
 
@@ -84,15 +80,13 @@ class Case:
     settings: Callable[[], dict[str, Any]] = field(default=dict)
 
 
-def fp16() -> dict[str, Any]:
-    return {"plugins": [pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))]}
-
-
+fp16 = partial(pl.plugins.MixedPrecision, "16-mixed", "cpu")
+mlp = lambda: nn.Sequential(nn.Flatten(), *perceptron((3 * IMAGE**2, 256, CLASSES), nn.ReLU))  # noqa: E731
 resnet = partial(timm.create_model, "resnet18", num_classes=CLASSES)
 
 CASES: tuple[Case, ...] = (
-    Case("perceptron, Adam", flat_perceptron, images),
-    Case("perceptron, Adam foreach", flat_perceptron, images, optimizer=partial(adam, foreach=True)),
+    Case("perceptron, Adam", mlp, images),
+    Case("perceptron, Adam foreach", mlp, images, optimizer=partial(adam, foreach=True)),
     Case("convolutions, BatchNorm, dropout", convolutions, images),
     Case("the same, SGD momentum", convolutions, images, optimizer=sgd),
     Case("the same, metric, log, item", convolutions, images, loss=reading),
@@ -102,7 +96,8 @@ CASES: tuple[Case, ...] = (
     Case("the same, clipped by value", transformer, tokens, settings=lambda: {
         "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
     Case("the same, bf16-mixed", transformer, tokens, settings=lambda: {"precision": "bf16-mixed"}),
-    Case("the same, fp16, GradScaler", transformer, tokens, settings=fp16),
+    Case("the same, fp16, GradScaler", transformer, tokens, settings=lambda: {
+        "plugins": [fp16(torch.amp.GradScaler("cpu", init_scale=2.0))]}),
     Case("the same, checkpointed", partial(transformer, checkpointed=True), tokens),
     Case("the same, boolean mask", transformer, tokens, loss=masked),
     Case("LSTM (listed as unreliable)", recurrent, tokens),

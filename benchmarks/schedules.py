@@ -6,7 +6,6 @@ that doubles where the cosine would halve the rate, and a control. ``--parts``: 
 """
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from statistics import fmean, stdev
@@ -62,11 +61,10 @@ def smith(folder: str) -> list[dict[str, Any]]:
             return [optimizer], [MultiStepLR(optimizer, milestones, 0.2)]
 
         module = Module(small_network(), decayed)
-        callback = AutoAccumulate(asked, micro_batch_size=BATCH)
-        row = trained(module, callback, EPOCHS, train_dataloaders=DataLoader(train, BATCH, shuffle=True))
+        steps = trained(module, asked, BATCH, EPOCHS, train_dataloaders=DataLoader(train, BATCH, shuffle=True))
         with torch.no_grad():
             hits = sum(int((module.net(x).argmax(1) == y).sum()) for x, y in DataLoader(test, 1000))
-        return {"score": 100 * hits / len(test), **row}
+        return {"score": 100 * hits / len(test), "steps": steps}
 
     return of_all_seeds(programs, one)
 
@@ -93,11 +91,11 @@ class Definition(GPT):
         return [optimizer], [{"scheduler": cosine, "interval": "step"}]
 
 
-def trained(module: Any, callback: AutoAccumulate, epochs: int, **data: Any) -> dict[str, Any]:
-    started = time.perf_counter()
+def trained(module: Any, asked: Any, micro: int, epochs: int, normalize: Any = "samples", **data: Any) -> int:
+    callback = AutoAccumulate(asked, micro_batch_size=micro, normalize=normalize)
     trainer = quiet_trainer(callbacks=[callback], max_epochs=epochs, limit_val_batches=0)
     trainer.fit(module, **data)
-    return {"steps": trainer.global_step, "seconds": round(time.perf_counter() - started, 1)}
+    return trainer.global_step
 
 
 def of_definitions(_: str) -> list[dict[str, Any]]:
@@ -114,10 +112,9 @@ def of_definitions(_: str) -> list[dict[str, Any]]:
     def one(name: str) -> dict[str, Any]:
         module = Definition(**SMALL)
         module.cosine, asked = programs[name]
-        callback = AutoAccumulate(asked, micro_batch_size=TEXTS, normalize=TargetTokens())
-        row = trained(module, callback, TEXT_EPOCHS, datamodule=data)
+        steps = trained(module, asked, TEXTS, TEXT_EPOCHS, TargetTokens(), datamodule=data)
         (found,) = quiet_trainer().validate(module, datamodule=data, verbose=False)
-        return {"score": found["val/loss"], **row}
+        return {"score": found["val/loss"], "steps": steps}
 
     return of_all_seeds(programs, one)
 
