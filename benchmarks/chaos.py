@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.disasters.stories import MODELS, MOMENTS, PLACES, SAMPLES, Story, draw, undisturbed
-from benchmarks.disasters.victims import live
+from benchmarks.disasters import MODELS, MOMENTS, PLACES, SAMPLES, Story, draw, live, undisturbed
 from benchmarks.output import Record, benchmark, error, shown
 from benchmarks.processes import forked
 from benchmarks.trainers import relative_error

@@ -8,7 +8,7 @@ import pytest
 from forks import forked
 
 from benchmarks import chaos, output
-from benchmarks.disasters.stories import CELLS, MOMENTS, PLACES, draw
+from benchmarks.disasters import CELLS, MOMENTS, PLACES, draw
 
 
 def test_a_seed_tells_the_same_stories() -> None:

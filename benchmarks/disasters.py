@@ -1,10 +1,13 @@
-"""The trainings that misfortunes befall: two small models, in processes that may be killed."""
+"""What befalls the runs of ``benchmarks.chaos``: drawn by a seed, in processes that may be killed."""
 
 import io
 import json
 import os
+import random
 import signal
 from collections import Counter
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,81 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.disasters import stories
-from benchmarks.disasters.stories import FIRST, FORWARD, LATER, Life, Story
 from benchmarks.networks import Apply
 from benchmarks.trainers import flat, quiet_trainer
 from lightning_ga import AtomicCheckpointIO, AutoAccumulate
 from lightning_ga.testing import OperationCounter
+
+EFFECTIVE, SAMPLES, EPOCHS = 64, 200, 3
+MODELS, MODES, RANKS = ("transformer", "convolutional"), ("loader", "step"), (1, 2)
+
+FORWARD, LOSS, FIRST, LATER = "forward", "loss", "backward, first of a window", "backward, later"
+TRANSFER, VALIDATION, UPDATE = "batch transfer", "validation", "optimizer step"
+PLACES = (FORWARD, LOSS, FIRST, LATER, TRANSFER, VALIDATION)  # not the update: it is not run again
+BETWEEN, WRITE, WRITTEN = "between micro-batches", "writing a checkpoint", "after a checkpoint"
+MOMENTS = (BETWEEN, FORWARD, FIRST, LATER, VALIDATION, UPDATE, WRITE, WRITTEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """Memory runs out, or the process is killed."""
+
+    place: str
+    rank: int
+    visit: int
+    operation: float
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One process, or one on each rank."""
+
+    micro_batch: int
+    budget: str
+    save_every: int
+    faults: tuple[Blow, ...]
+    end: Blow | None
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """One training, of several lives where it is killed."""
+
+    model: str
+    mode: str
+    ranks: int
+    lives: tuple[Life, ...]
+
+
+CELLS = tuple(product(MODELS, MODES, RANKS))
+
+
+def undisturbed(model: str) -> Story:
+    """The training that all others of a model have to equal: one rank, large micro-batches, no fault."""
+    return Story(model, "loader", 1, (Life(EFFECTIVE, "8GiB", 100, (), None),))
+
+
+def draw(rng: random.Random, number: int) -> Story:
+    """A story; all combinations of model, mode and ranks take turns."""
+    model, mode, ranks = CELLS[number % len(CELLS)]
+    kills = rng.randint(1, 3)
+    lives = tuple(_life(rng, ranks, killed=life < kills) for life in range(kills + 1))
+    return Story(model, mode, ranks, lives)
+
+
+def _life(rng: random.Random, ranks: int, *, killed: bool) -> Life:
+    places = [*rng.sample([FORWARD] * 2 + [LOSS] * 2 + [FIRST] * 2 + [LATER] * 2, 5), TRANSFER, VALIDATION, VALIDATION]
+    faults = tuple(_blow(rng, place, ranks, latest=4 if place == VALIDATION else 6) for place in places)
+    end = _blow(rng, rng.choice(MOMENTS), ranks, latest=6) if killed else None
+    if end is not None and end.place in (WRITE, WRITTEN):
+        end = Blow(end.place, 0, min(end.visit, 3), end.operation)  # rank 0 writes
+    micro_batch = rng.choice((64, 48, 32, 24)) // ranks
+    return Life(micro_batch, rng.choice(("8GiB", "8GiB", "9GiB")), rng.randint(1, 3), faults, end)
+
+
+def _blow(rng: random.Random, place: str, ranks: int, *, latest: int) -> Blow:
+    return Blow(place, rng.randrange(ranks), rng.randint(1, latest), rng.random())
+
 
 CLASSES, TOKENS, LENGTH = 5, 16, 6
 
@@ -90,7 +162,7 @@ class Fate(OperationCounter):
             if isinstance(file, Path):  # what is kept of the end is no checkpoint
                 save(checkpoint, file)
                 return
-            self.come_to(stories.WRITE, 1)
+            self.come_to(WRITE, 1)
             if self.fails_at:
                 whole = io.BytesIO()
                 save(checkpoint, whole)
@@ -140,7 +212,7 @@ class Victim(pl.LightningModule):
         self.used: list[int] = []  # samples of the window so far
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        self.fate.pass_by(stories.TRANSFER, len(batch[0]))
+        self.fate.pass_by(TRANSFER, len(batch[0]))
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -151,7 +223,7 @@ class Victim(pl.LightningModule):
         self.passed = []
         self.fate.come_to(FORWARD, len(inputs))
         logits = self.net(inputs)
-        self.fate.come_to(stories.LOSS, len(inputs))
+        self.fate.come_to(LOSS, len(inputs))
         loss = nn.functional.cross_entropy(logits, targets)
         self.fate.come_to(LATER if self.used else FIRST, len(inputs))
         return loss
@@ -173,17 +245,17 @@ class Victim(pl.LightningModule):
         rate = optimizer.param_groups[0]["lr"]
         self.fate.note("step", step=self.global_step + 1, epoch=self.current_epoch, rate=rate, used=self.used)
         self.used = []
-        self.fate.come_to(stories.UPDATE, 2)
+        self.fate.come_to(UPDATE, 2)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.fate.leave()
         if self.used:
-            self.fate.pass_by(stories.BETWEEN, 1)
+            self.fate.pass_by(BETWEEN, 1)
         elif self.global_step % self.fate.life.save_every == 0:
-            self.fate.pass_by(stories.WRITTEN, 1)
+            self.fate.pass_by(WRITTEN, 1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.fate.come_to(stories.VALIDATION, len(batch[0]))
+        self.fate.come_to(VALIDATION, len(batch[0]))
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.fate.leave()
         self.log("val_loss", loss, sync_dist=True)
@@ -237,10 +309,10 @@ def live(story: Story, number: int, folder: Path) -> None:
         callbacks=[callback, Watch(fate), saver],
         plugins=[AtomicCheckpointIO()],
         accumulate_grad_batches=2,
-        max_epochs=stories.EPOCHS,
+        max_epochs=EPOCHS,
         num_sanity_val_steps=0,
         enable_checkpointing=True,
         default_root_dir=folder,
     )
-    train = DataLoader(samples(story.model, stories.SAMPLES, 1), 32 // story.ranks, shuffle=True)
+    train = DataLoader(samples(story.model, SAMPLES, 1), 32 // story.ranks, shuffle=True)
     trainer.fit(module, train, DataLoader(samples(story.model, 48, 2), 24 // story.ranks), ckpt_path="last")
