@@ -21,8 +21,9 @@ import torch
 
 from benchmarks.output import Record, Target, at_least, at_most, benchmark, beside_last, plain, shown
 from benchmarks.probe import prepare
-from benchmarks.probing.cells import HIGH, confirmed
+from benchmarks.probing.cells import confirmed
 from benchmarks.probing.devices import GIB, capped_cuda
+from benchmarks.probing.programs import HIGH
 from benchmarks.probing.training import MODELS, Training
 from benchmarks.processes import apart
 from lightning_ga import find_micro_batch

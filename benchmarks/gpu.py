@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.output import Record, Target, at_least, at_most, judged, lacks_cuda, parsed, plain, shown, write_json
-from benchmarks.probe import peers, prepare, run
-from benchmarks.probing.cells import ADAM, FACTOR, HIGH, SMALL, Cell, Pool, cells
+from benchmarks.probe import against_binsearch, details, peers, prepare, run, summary, targets
+from benchmarks.probing.cells import ADAM, FACTOR, SMALL, Cell, Pool, cells
 from benchmarks.probing.devices import CUDA, GIB, capped_cuda, finish, memory
-from benchmarks.probing.tables import against_binsearch, details, summary, targets
+from benchmarks.probing.programs import HIGH
 from benchmarks.probing.training import LENGTH, MODELS, POOL, WORDS, Model, Samples, Training
 from benchmarks.trainers import Module, cross_entropy, quiet, quiet_trainer
 from benchmarks.turns import Stopwatch, fit, take_turns

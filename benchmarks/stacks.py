@@ -23,11 +23,6 @@ from benchmarks.trainers import cross_entropy, flat, quiet_trainer
 from lightning_ga import AutoAccumulate
 from lightning_ga.plan.weights import TargetTokens
 
-FP64_TARGET = 1e-12
-FP32_TARGET = 1e-6
-WHOLE_TARGET = 2.0  # times the whole batch's own error
-HALF_TARGETS = {"bf16-mixed": 2e-2, "16-mixed": 2e-3, "bf16-true": 1e-2}
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -44,7 +39,7 @@ class Case:
     clip: float | None = None
     skip: Sequence[int] = ()
     ranks: int = 1
-    fp32_target: float | None = FP32_TARGET
+    fp32_target: float | None = 1e-6
     targeted: bool = True
 
     def windows(self) -> list[list[int]]:
@@ -73,14 +68,6 @@ CASES: tuple[Case, ...] = (
     Case("LBFGS strong Wolfe ᵇ", optimizer="lbfgs_strong_wolfe", **UNEQUAL),
     Case("(BatchNorm, 4×32)", task="batch norm", targeted=False),
 )
-
-LEGEND = """\
-Relative error of the gradient that the optimizer sees to the whole batch's in
-fp64, the worst of {draws} draws. Lightning, Accelerate and "ours fp64" compute in
-fp64; "ours" and "whole" (one batch, no accumulation) in fp32. In the rows bf16
-and fp16 all compute in that; in bf16-true the weights are bf16, in fp64 too.
-ᵃ 43+43+42. ᵇ The same; the change of the parameters in one step of several
-closure calls. BatchNorm, which no accumulation can get right, has no target."""
 
 FEATURES, CLASSES = 32, 10
 LENGTH, WORDS, VOCABULARY = 12, 50, 1000

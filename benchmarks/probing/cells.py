@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.probing.devices import CUDA, EMULATED, FAKE, GIB, TRAINER, finish, memory, place
-from benchmarks.probing.programs import OURS, PEERS, Choice, at_hand, found_by, start_size
+from benchmarks.probing.programs import HIGH, OURS, PEERS, at_hand, found_by, start_size
 from benchmarks.probing.training import MODELS, POOL, Model, Oracle, Samples, Training
 from benchmarks.trainers import Module, quiet_trainer
 from lightning_ga import AutoAccumulate, ProbeResult, UserError
@@ -21,7 +21,6 @@ from lightning_ga.memory.live_tensors import LiveTensorMeter, uncounted
 from lightning_ga.memory.oom import attempt
 from lightning_ga.testing import limit_memory, out_of_memory_at
 
-HIGH = 2**24  # samples: far above every limit, the same for ours and for Lightning's max_val
 IN_TRAINER = "GPT, SDPA"  # the model whose limit is also searched for in a Trainer
 SMALL = 2  # samples of a step that only warms up
 PEERS_TO_GIB = 8.0  # largest budget in which peers compute on a GPU: dozens of steps at the limit take minutes
@@ -55,14 +54,14 @@ def measured(cell: Cell) -> dict[str, Any]:
     if cell.kind != FAKE:  # a small step without a limit, so that no program pays for what a process does once
         make().step(SMALL)
     try:
-        record["programs"][OURS] = run(cell, OURS, Choice(cell.budget, place(cell.kind), HIGH, HIGH))
+        record["programs"][OURS] = run(cell, OURS, HIGH)
     except (UserError, torch.OutOfMemoryError) as refusal:  # the second where the model alone does not fit
         return {**record, "refusal": str(refusal)}
     with memory(cell.kind, cell.budget):
         limit = record["limit"] = confirmed(make, record["programs"][OURS]["found"])
-    choice = Choice(cell.budget, place(cell.kind), HIGH, start_size(limit))
+    start = start_size(limit)
     for name in filter(at_hand, PEERS):
-        record["programs"][name] = run(cell, name, choice) if cell.runs_peers else count(name, Oracle(limit), choice)
+        record["programs"][name] = run(cell, name, start) if cell.runs_peers else count(name, Oracle(limit), start)
     return record
 
 
@@ -76,20 +75,20 @@ def measured_in_trainer(cell: Cell) -> dict[str, Any]:
     return {**asdict(cell), "limit": limit, "programs": {OURS: outcome}}
 
 
-def run(cell: Cell, program: str, choice: Choice) -> dict[str, Any]:
+def run(cell: Cell, program: str, start: int) -> dict[str, Any]:
     with memory(cell.kind, cell.budget):
-        training = Training(MODELS[cell.model], choice.device)
-        start = time.perf_counter()
-        outcome = count(program, training, choice)
+        training = Training(MODELS[cell.model], place(cell.kind))
+        begun = time.perf_counter()
+        outcome = count(program, training, start, cell.budget)
         finish()
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - begun
         del training
     return {**outcome, "seconds": None if cell.kind == FAKE else seconds}
 
 
-def count(program: str, training: Training, choice: Choice) -> dict[str, Any]:
+def count(program: str, training: Training, start: int, budget: int = 0) -> dict[str, Any]:
     """Count the steps of a program, which may run on a device whose limit is known, where nothing is computed."""
-    found, method = found_by(program, training, choice)
+    found, method = found_by(program, training, start, budget)
     return {"found": found, "method": method, **training.counter.counts(), "seconds": None}
 
 

@@ -1,12 +1,11 @@
 """Five programs that look for the largest micro-batch: ours and four of others, each as its documentation says.
 
-A program is given a training and what its user has to choose, and returns the size that it found. Peers keep their
-defaults.
+A program is given a training and the size that its user may have to begin with, and returns the size that it found.
+Peers keep their defaults.
 """
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -23,15 +22,8 @@ from lightning_ga import find_micro_batch
 
 OURS, POWER, BINSEARCH, ACCELERATE, MAX_MEM = "ours", "power", "binsearch", "Accelerate", "torch-max-mem"
 NEEDS = {ACCELERATE: "accelerate", MAX_MEM: "torch-max-mem"}
+HIGH = 2**24  # samples: far above every limit, the same for ours and for Lightning's max_val
 ACCEPTED = 2  # steps after which a size is accepted, if the user says so: Adam makes its state at the end of the first
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    budget: int
-    device: str
-    high: int
-    start: int
 
 
 def start_size(limit: int) -> int:
@@ -67,29 +59,29 @@ class Module(pl.LightningModule):
         return self.shared.optimizer
 
 
-def lightning(training: Training, choice: Choice, mode: str) -> int:
+def lightning(training: Training, _: int, mode: str) -> int:
     """``Tuner.scale_batch_size``: 3 steps a trial, from 2 samples; ``max_val`` as high as ours may go.
 
     Its default ``power``, and ``binsearch``, which takes off a margin of 5 %.
     """
-    accelerator = "gpu" if choice.device == "cuda" else "cpu"
+    accelerator = "gpu" if training.samples[0].is_cuda else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         trainer = quiet_trainer(max_epochs=1, accelerator=accelerator, default_root_dir=folder)
-        return Tuner(trainer).scale_batch_size(Module(training), mode=mode, max_val=choice.high) or 0
+        return Tuner(trainer).scale_batch_size(Module(training), mode=mode, max_val=HIGH) or 0
 
 
-def accelerate(training: Training, choice: Choice) -> int:
+def accelerate(training: Training, start: int) -> int:
     """``find_executable_batch_size`` around the training, which ends once a size is accepted."""
     from accelerate.utils import find_executable_batch_size
 
-    return int(find_executable_batch_size(partial(_train, training), starting_batch_size=choice.start)())
+    return int(find_executable_batch_size(partial(_train, training), starting_batch_size=start)())
 
 
-def max_mem(training: Training, choice: Choice) -> int:
+def max_mem(training: Training, start: int) -> int:
     """``maximize_memory_utilization`` around the training."""
     from torch_max_mem import maximize_memory_utilization
 
-    return int(maximize_memory_utilization()(partial(_train, training))(batch_size=choice.start))
+    return int(maximize_memory_utilization()(partial(_train, training))(batch_size=start))
 
 
 def _train(training: Training, batch_size: int) -> int:
@@ -98,7 +90,7 @@ def _train(training: Training, batch_size: int) -> int:
     return batch_size
 
 
-PEERS: dict[str, tuple[Callable[[Training, Choice], int], str]] = {  # and how each goes through sizes
+PEERS: dict[str, tuple[Callable[[Training, int], int], str]] = {  # and how each goes through sizes
     POWER: (partial(lightning, mode=POWER), "×2"),
     BINSEARCH: (partial(lightning, mode=BINSEARCH), "×2, ½"),
     ACCELERATE: (accelerate, "×0.9"),
@@ -106,13 +98,13 @@ PEERS: dict[str, tuple[Callable[[Training, Choice], int], str]] = {  # and how e
 }
 
 
-def found_by(program: str, training: Training, choice: Choice) -> tuple[int, str]:
+def found_by(program: str, training: Training, start: int, budget: int = 0) -> tuple[int, str]:
     """The size that a program found, and its method; ours is told all that is alive, as in ``AutoAccumulate``."""
     if program in PEERS:
         search, method = PEERS[program]
-        return search(training, choice), method
-    given = {"high": choice.high, "budget": choice.budget, "device": choice.device}
-    found = find_micro_batch(training.step, resident=training.resident, **given)
+        return search(training, start), method
+    device = training.samples[0].device
+    found = find_micro_batch(training.step, high=HIGH, budget=budget, device=device, resident=training.resident)
     return found.limit, found.method
 
 

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from benchmarks import output, probe
-from benchmarks.probing import cells, tables, training
+from benchmarks.probing import cells, training
 from benchmarks.probing.cells import Cell
 from benchmarks.probing.devices import EMULATED
-from benchmarks.probing.programs import BINSEARCH, OURS, PEERS, Choice, start_size
+from benchmarks.probing.programs import BINSEARCH, OURS, PEERS, start_size
 from benchmarks.probing.training import Oracle
 
 TINY = training.Model(
@@ -39,12 +39,12 @@ def test_every_program_meets_the_same_limit() -> None:
     limit, found = record["limit"], record["programs"]
     assert found[OURS]["found"] == limit
     assert found[OURS]["ooms"] == 0
-    assert found[OURS]["steps"] <= tables.MOST_STEPS
+    assert found[OURS]["steps"] <= probe.MOST_STEPS
     for name in PEERS.keys() & found.keys():
         assert limit / 4 < found[name]["found"] <= limit
         assert found[name]["ooms"] >= 1
         assert found[name]["seconds"] > 0
-        told = cells.count(name, Oracle(limit), Choice(0, "cpu", cells.HIGH, start_size(limit)))
+        told = cells.count(name, Oracle(limit), start_size(limit))
         # A step that is too large may run until Adam makes its state: then the second one fails.
         assert told.pop("steps") in (found[name]["steps"], found[name]["steps"] - 1)
         assert told.items() <= {**found[name], "seconds": None}.items(), "what is tried depends on the limit alone"
