@@ -10,7 +10,6 @@ budget, which training steps of that size and of one sample more confirm. Withou
 import ctypes
 import gc
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,6 +170,5 @@ def measure(
 
 main = benchmark("allocator", __doc__, measure, text, needs_cuda=True)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

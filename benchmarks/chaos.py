@@ -7,7 +7,6 @@ the weights, the validation loss, the learning rates and the samples of a run th
 
 import json
 import random
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -181,6 +180,5 @@ def measure(faults: int = 300, seed: int = 0) -> dict[str, Any]:
 
 main = benchmark("chaos", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -5,7 +5,6 @@ two passes of GradCache (arXiv 2101.06983) written by hand, and by OpenCLIP's lo
 micro-batches without gradients, then each micro-batch again with the whole loss.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -225,6 +224,5 @@ def text(record: Record) -> str:
 
 main = benchmark("coupled", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

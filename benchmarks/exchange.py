@@ -59,15 +59,13 @@ def measured(ranks: int, factor: int, windows: int) -> dict[str, Any]:
     return cell
 
 
-def _with_interval(cell: Record, key: str) -> str:
-    low, high = cell[f"{key}_95"]
-    return f"{cell[key]:.3f} ± {max(high - cell[key], cell[key] - low):.3f}"
-
-
 def text(record: Record) -> str:
     rows = []
     for cell in record["cells"]:
-        ratios = [_with_interval(cell, key) for key in (AGAIN, OURS, "ours_cpu")]
+        ratios = []
+        for key in (AGAIN, OURS, "ours_cpu"):
+            low, high = cell[f"{key}_95"]
+            ratios.append(f"{cell[key]:.3f} ± {max(high - cell[key], cell[key] - low):.3f}")
         ratios[1] += "" if cell[OURS] <= ALLOWED else " NO"
         rows.append((str(cell["ranks"]), str(cell["factor"]), f"{1e3 * cell['stock_seconds']:.0f}", *ratios))
     windows = [cell["windows"] for cell in record["cells"]]
@@ -90,7 +88,6 @@ def measure(windows: int = 36, ranks: Sequence[int] = (2, 4), factors: Sequence[
 
 
 main = benchmark("exchange", __doc__, measure, text)
-
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -4,7 +4,6 @@ Stock Lightning, Hugging Face Accelerate's ``accumulate()`` and ``AutoAccumulate
 plain loop that takes the whole batch in fp64. All are run, none is quoted.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -132,6 +131,5 @@ def measure(draws: int = 10) -> dict[str, Any]:
 
 main = benchmark("fidelity", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -378,4 +378,4 @@ def measure_all(
 
 
 if __name__ == "__main__":
-    sys.exit(measure_all(**parsed("gpu", __doc__, measure_all, None)))
+    raise SystemExit(measure_all(**parsed("gpu", __doc__, measure_all, None)))

@@ -81,18 +81,14 @@ def _added(bouts: Sequence[Mapping[str, Sequence[float]]], name: str, beside: st
     return statistics.median(a - b for one in bouts for a, b in zip(one[name], one[beside])) / FACTOR
 
 
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:+.0f}"
-
-
 def text(record: Record) -> str:
     rows = []
     for cell in record["cells"]:
-        added = [f"{_us(row['added_seconds'])}{' NO' if row['met'] is False else ''}" for row in cell["rows"]]
+        added = [f"{1e6 * row['added_seconds']:+.0f}{' NO' if row['met'] is False else ''}" for row in cell["rows"]]
         (survival,) = (row["survival_seconds"] for row in cell["rows"] if "survival_seconds" in row)
         allowed = "–" if cell["allowed_seconds"] is None else f"{1e6 * cell['allowed_seconds']:.0f}"
         names = str(cell["ranks"]), f"{cell['modules']} {cell['kind']}", f"{1e6 * cell['stock_seconds']:,.0f}"
-        rows.append((*names, *added, _us(survival), allowed))
+        rows.append((*names, *added, f"{1e6 * survival:+.0f}", allowed))
     return shown(
         ("n", "modules"),
         ("stock", "again", "empty", "raise", "loader", "step", "surv.", "most"),
@@ -124,7 +120,6 @@ def measure(
 
 
 main = benchmark("idle", __doc__, measure, text)
-
 
 if __name__ == "__main__":
     raise SystemExit(main())

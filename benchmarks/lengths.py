@@ -5,7 +5,6 @@ trained by turns; gradients are compared in fp64 with one padded pass over the w
 ``--texts`` stay as they were measured.
 """
 
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -77,10 +76,6 @@ class Reading(GPT):
         self.tokens.append(0)
         self.gradient = flat(parameter.grad for parameter in self.parameters())
 
-    @property
-    def padded(self) -> int:
-        return sum(rows * columns for rows, columns in self.shapes)
-
 
 class Indexed(TextDataset):
     def __init__(self, texts: Sequence[str], max_length: int) -> None:
@@ -133,11 +128,15 @@ def measured(texts: list[str], longest: int, windows: int, width: int, depth: in
         for name, module in modules.items()
     }
     drawn, rows, errors = modules["as drawn"], {}, fp64_errors(data)
+    with_padding = {name: sum(texts * length for texts, length in module.shapes) for name, module in modules.items()}
     for name, module in modules.items():
         tokens = sum(module.tokens)
         rows[name] = {
-            "padding": 1 - tokens / module.padded,  # share of the padded tokens
-            "padded": module.padded / tokens / drawn.padded * sum(drawn.tokens),  # ÷ as drawn, at the same texts
+            "padding": 1 - tokens / with_padding[name],  # share of the padded tokens
+            "padded": with_padding[name]
+            / tokens
+            / with_padding["as drawn"]
+            * sum(drawn.tokens),  # ÷ as drawn, at the same texts
             "passes": len(module.shapes) / (windows + WARM_UP),  # of a window
             "most_padded": max(texts * length for texts, length in module.shapes),  # tokens of a pass
             "speed": median(mine / theirs for mine, theirs in zip(speeds[name], speeds["as drawn"])),
@@ -196,6 +195,5 @@ def measure(windows: int = 3, width: int = 32, depth: int = 1, texts: Sequence[s
 
 main = benchmark("lengths", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -5,7 +5,6 @@ A small CNN trains on Fashion-MNIST. At three moments the exact gradient noise s
 weights, with a learning rate of zero, and over the last windows while it trains. ``--data``: Fashion-MNIST's folder.
 """
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -100,6 +99,5 @@ def text(record: Record) -> str:
 
 main = benchmark("noise_scale", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -26,6 +26,8 @@ RESULTS = Path(__file__).parent / "results"
 WIDTH = 80
 MET = {True: "yes", False: "NO", None: "–"}  # a target, or none
 Record = Mapping[str, Any]
+Measure, Text = Callable[..., dict[str, Any]], Callable[[Record], str]
+Main = Callable[[Sequence[str] | None], int]
 
 
 def parsed(name: str, doc: str | None, function: Callable[..., Any], given: Sequence[str] | None) -> dict[str, Any]:
@@ -42,14 +44,7 @@ def parsed(name: str, doc: str | None, function: Callable[..., Any], given: Sequ
     return vars(parser.parse_args(given))
 
 
-def benchmark(
-    name: str,
-    doc: str | None,
-    measure: Callable[..., dict[str, Any]],
-    text: Callable[[Record], str],
-    *,
-    needs_cuda: bool = False,
-) -> Callable[[Sequence[str] | None], int]:
+def benchmark(name: str, doc: str | None, measure: Measure, text: Text, *, needs_cuda: bool = False) -> Main:
     """The ``main`` of a benchmark: it measures, shows, writes, and returns 1 if a target is missed; 2 without CUDA."""
 
     def main(arguments: Sequence[str] | None = None) -> int:

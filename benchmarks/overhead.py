@@ -7,7 +7,6 @@ scale the gradients of the real model once a window.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -78,26 +77,20 @@ def by_parts(added: Mapping[str, float], scaling: float, window: float) -> dict[
     return {name: 1 + (seconds + scaling * ("token" in name)) / window for name, seconds in added.items()}
 
 
-def summarize(bouts: Sequence[Mapping[str, Clocks]], parts: Mapping[str, float]) -> list[dict[str, Any]]:
+def summarize(bouts: Sequence[Mapping[str, Clocks]], name: str, by_parts: float) -> dict[str, Any]:
     """Median ratios, their confidence intervals, what the parts add up to, and whether targets are met."""
-    rows: list[dict[str, Any]] = []
-    for name, target in TARGETS.items():
-        clocks = ratio(bouts, name, STOCK, "wall", "wall") | ratio(bouts, name, STOCK, "cpu", "cpu")
-        met = None if target is None else clocks["wall"] <= target
-        rows.append({"name": name, "target": target, "by_parts": parts[name], **clocks, "met": met})
-    return rows
-
-
-def _with_interval(row: Record, clock: str) -> str:
-    low, high = row[f"{clock}_95"]
-    return f"{row[clock]:.3f} ({low:.2f}–{high:.2f})"
+    target, pairs = TARGETS[name], sum(len(one[name]["wall"]) for one in bouts)
+    clocks = ratio(bouts, name, STOCK, "wall", "wall") | ratio(bouts, name, STOCK, "cpu", "cpu")
+    met = None if target is None else clocks["wall"] <= target
+    return {"name": name, "target": target, "by_parts": by_parts, **clocks, "pairs": pairs, "met": met}
 
 
 def text(record: Record) -> str:
     rows = []
     for row in record["rows"]:
         name = row["name"].removeprefix("stock ").removesuffix(" weights")
-        clocks = [_with_interval(row, clock) for clock in ("wall", "cpu")]
+        ranges = {clock: "{:.2f}–{:.2f}".format(*row[f"{clock}_95"]) for clock in ("wall", "cpu")}
+        clocks = (f"{row[clock]:.3f} ({ends})" for clock, ends in ranges.items())
         rows.append((name, *clocks, f"{row['by_parts']:.4f}", str(row["target"] or "–"), MET[row["met"]]))
     factor, micro = record["factor"], record["micro_batch"]
     added = 1e6 * record["added_seconds"]["ours, equal weights"] / factor
@@ -106,7 +99,7 @@ def text(record: Record) -> str:
         ("wall clock (95 %)", "processor (95 %)", "parts", "target", "met"),
         rows,
         f"{record['model']} at 32×32, windows of {factor} micro-batches of {micro}, one thread. Medians of\n"
-        f"{sum(len(one[STOCK]['wall']) for one in record['bouts'])} windows, each beside one of stock Lightning "
+        f"{record['rows'][0]['pairs']} windows, each beside one of stock Lightning "
         f"({record['window_seconds']:.2f} s). Stock Lightning\n"
         f"again is what the measurement makes of no difference; load average {record['load_average']:.1f}.\n"
         f"Parts: {added:.0f} µs a micro-step, as measured on a tiny model; with tokens,\n"
@@ -118,22 +111,13 @@ def measure(bouts: int = 9, rounds: int = 10, model: str = "resnet34d") -> dict[
     measured = [*in_bouts(programs(model, rounds), bouts, WARM_UP)]
     window = statistics.median(second for one in measured for second in one[STOCK]["wall"])
     added, scaling = added_seconds(), scaling_seconds(model)
-    rows = summarize(measured, by_parts(added, scaling, window))
-    return {
-        "model": model,
-        "micro_batch": MICRO,
-        "factor": FACTOR,
-        "window_seconds": window,
-        "added_seconds": added,
-        "scaling_seconds": scaling,
-        "rows": rows,
-        "missed": [row["name"] for row in rows if row["met"] is False],
-        "bouts": measured,
-    }
+    rows = [summarize(measured, name, parts) for name, parts in by_parts(added, scaling, window).items()]
+    seconds = {"window_seconds": window, "added_seconds": added, "scaling_seconds": scaling}
+    cell = {"model": model, "micro_batch": MICRO, "factor": FACTOR, **seconds, "bouts": measured, "rows": rows}
+    return {**cell, "missed": [row["name"] for row in rows if row["met"] is False]}
 
 
 main = benchmark("overhead", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

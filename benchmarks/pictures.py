@@ -1,8 +1,7 @@
 """Draw the pictures of the documentation: ``python -m benchmarks.pictures``.
 
-``curve`` and ``survival`` show measurements, made here in less than a minute and kept in
-``benchmarks/results/pictures.json``; ``window`` and ``plan`` show what ``plan_accumulation`` returns. Each is
-drawn twice, for light and for dark pages. ``--drawn-only`` draws the measurements that are there.
+``curve`` and ``survival`` show measurements, which are kept in ``benchmarks/results/pictures.json``; ``window`` and
+``plan`` show what ``plan_accumulation`` returns. ``--drawn-only`` draws the measurements that are there.
 """
 
 from collections.abc import Callable, Iterator, Mapping

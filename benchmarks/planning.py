@@ -5,7 +5,6 @@ device were not here. What CUDA does otherwise (autocast, dropout) is compared w
 There is no GPU in this: scratch memory of kernels and the allocator's fragmentation are not compared with anything.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -56,14 +55,6 @@ def recurrent() -> nn.Sequential:
     return of_tokens(nn.LSTM(WIDTH, WIDTH, batch_first=True), Apply(lambda outputs: outputs[0]))
 
 
-def images(samples: int) -> TensorDataset:
-    return TensorDataset(torch.randn(samples, 3, IMAGE, IMAGE), torch.randint(0, CLASSES, (samples,)))
-
-
-def tokens(samples: int) -> TensorDataset:
-    return TensorDataset(*torch.randint(0, CLASSES, (2, samples, TOKENS)))
-
-
 def plain(module: Any, batch: Any) -> Tensor:
     return F.cross_entropy(module.net(batch[0]), batch[1])
 
@@ -83,6 +74,8 @@ def masked(module: Any, batch: Any) -> Tensor:
     return F.cross_entropy(logits[mask], batch[1][mask])
 
 
+images = lambda size: TensorDataset(torch.randn(size, 3, IMAGE, IMAGE), torch.randint(0, CLASSES, (size,)))  # noqa: E731
+tokens = lambda size: TensorDataset(*torch.randint(0, CLASSES, (2, size, TOKENS)))  # noqa: E731
 adam = partial(torch.optim.Adam, lr=1e-3)
 sgd = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
@@ -292,6 +285,5 @@ def measure() -> dict[str, Any]:
 
 main = benchmark("planning", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

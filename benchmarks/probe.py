@@ -157,6 +157,5 @@ def measure(quick: bool = False) -> dict[str, Any]:
 
 main = benchmark("probe", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

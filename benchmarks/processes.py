@@ -24,7 +24,8 @@ def forked(function: Callable[[], object], output: Path, *, hangs_after: float =
 
     Its output goes to a file. It leads a group of its own, of which nothing is left.
     """
-    child, before = multiprocessing.get_context("fork").Process(target=_lead, args=(function, output)), _seconds()
+    child = multiprocessing.get_context("fork").Process(target=_lead, args=(function, output))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)[:2]  # user and system
     child.start()
     child.join(hangs_after)
     code = child.exitcode
@@ -32,7 +33,7 @@ def forked(function: Callable[[], object], output: Path, *, hangs_after: float =
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.join()
-    return code, _seconds() - before
+    return code, sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - sum(before)
 
 
 def _lead(function: Callable[[], object], output: Path) -> None:
@@ -41,11 +42,6 @@ def _lead(function: Callable[[], object], output: Path) -> None:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     function()
-
-
-def _seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def apart(function: Callable[..., Any], *arguments: Any, ranks: int = 0, env: Mapping[str, str] | None = None) -> Any:

@@ -5,7 +5,6 @@ and measured as in ``benchmarks.allocator``. ``--numbers`` (1000 × seed + place
 writes nothing.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -383,6 +382,5 @@ def measure(cells: int = 32, seeds: Sequence[int] = (3,), numbers: Sequence[int]
 
 main = benchmark("random_cells", __doc__, measure, text, needs_cuda=True)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -7,7 +7,6 @@ Every cell is a fresh process in which nothing but the sampler works; memory is 
 """
 
 import gc
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -134,6 +133,5 @@ def measure(quick: bool = False) -> dict[str, Any]:
 
 main = benchmark("sampler", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

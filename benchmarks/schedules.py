@@ -5,7 +5,6 @@ batch, and a constant control. Seesaw (arXiv 2510.14717) on the definitions that
 that doubles where the cosine would halve the rate, and a control. ``--parts``: which; the other stays as it was.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from statistics import fmean, stdev
@@ -169,6 +168,5 @@ def measure(parts: Sequence[str] = (*PARTS,), data: str = "data") -> dict[str, A
 
 main = benchmark("schedules", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -268,7 +268,7 @@ def fresh_accelerator(case: Case) -> Iterator[Any]:
     try:
         accelerator = Accelerator(gradient_accumulation_steps=case.factor, mixed_precision=mixed, cpu=True)
         if mixed != "no" and not accelerator.native_amp:
-            raise ValueError(f"Accelerator(mixed_precision={mixed!r}, cpu=True) says nothing and computes in fp32")
+            raise UnsupportedError(f"Accelerator(mixed_precision={mixed!r}, cpu=True) says nothing, computes in fp32")
         yield accelerator
     except (ValueError, NotImplementedError) as refusal:
         raise UnsupportedError(f"{type(refusal).__name__}: {refusal}") from refusal

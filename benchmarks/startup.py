@@ -120,6 +120,5 @@ def measure(rounds: int = 5, workers: Sequence[int] = (0, 2)) -> dict[str, Any]:
 
 main = benchmark("startup", __doc__, measure, text)
 
-
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -5,7 +5,6 @@ accumulation can help: ReLU networks, whose kinks amplify rounding (a whole batc
 another order parts ways as well; in fp64 nothing does), and BatchNorm.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -145,6 +144,5 @@ def measure(epochs: int = 5, seeds: int = 3) -> dict[str, Any]:
 
 main = benchmark("training", __doc__, measure, text)
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
@@ -93,26 +93,17 @@ def take_turns(fits: Iterable[Fit], *, watch: type[Stopwatch] = Stopwatch, seed:
     return watches
 
 
-def fit(
-    watch: Stopwatch,
-    module: pl.LightningModule,
-    data: Dataset[Any],
-    micro: int,
-    factor: int,
-    ours: Mapping[str, Any] | None = None,
-    *,
-    callbacks: Iterable[pl.Callback] = (),
-    **settings: Any,
-) -> None:
+def fit(watch: Stopwatch, module: Any, data: Any, micro: int, factor: int, ours: Any = None, **settings: Any) -> None:
     """Train in windows on this rank of all, by stock Lightning or, given its settings, by ``AutoAccumulate``."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         settings |= {"devices": ranks, "strategy": DDPStrategy(process_group_backend="gloo")}
+    callbacks, batch = settings.pop("callbacks", []), micro
     if ours is None:
         settings["accumulate_grad_batches"] = factor
     else:
-        callbacks = [AutoAccumulate(micro * factor * ranks, micro_batch_size=micro, **ours), *callbacks]
-    batch = micro * factor if ours is not None and ours.get("micro_batching") == "step" else micro
+        callbacks = [AutoAccumulate(micro * factor * ranks, micro_batch_size=micro, **ours)]
+        batch *= factor if ours.get("micro_batching") == "step" else 1
     trainer = quiet_trainer(max_epochs=1, callbacks=[*callbacks, watch], **settings)
     trainer.fit(module, DataLoader(data, batch_size=batch, collate_fn=getattr(data, "collate", None)))
 

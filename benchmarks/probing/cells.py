@@ -39,11 +39,6 @@ class Cell:
     def budget(self) -> int:
         return int(self.gib * GIB)
 
-    @property
-    def runs_peers(self) -> bool:
-        most = {CUDA: PEERS_TO_GIB, EMULATED: MODELS[self.model].peers_to_gib}.get(self.kind, 0.0)
-        return self.gib <= most
-
 
 def measured(cell: Cell) -> dict[str, Any]:
     """Ours, the true limit, and the peers; each on a device and a training of its own."""
@@ -59,9 +54,10 @@ def measured(cell: Cell) -> dict[str, Any]:
         return {**record, "refusal": str(refusal)}
     with memory(cell.kind, cell.budget):
         limit = record["limit"] = confirmed(make, record["programs"][OURS]["found"])
-    start = start_size(limit)
+    start, small = start_size(limit), MODELS[cell.model].peers_to_gib
+    most = {CUDA: PEERS_TO_GIB, EMULATED: small}.get(cell.kind, 0.0)  # GiB in which peers compute
     for name in filter(at_hand, PEERS):
-        record["programs"][name] = run(cell, name, start) if cell.runs_peers else count(name, Oracle(limit), start)
+        record["programs"][name] = run(cell, name, start) if cell.gib <= most else count(name, Oracle(limit), start)
     return record
 
 
