@@ -32,9 +32,7 @@ SMALL_IMAGES, FEW_GIB = "resnet34d 32", 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """How a user has set the allocator up."""
-
+class Setting:  # how a user has set the allocator up
     text: str = ""
     device: str = "cuda:0"
     bounded: str = "budget"

@@ -30,9 +30,7 @@ WORST = 1e-5  # relative difference of final weights
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """How a story went."""
-
+class Told:  # how a story went
     story: Story
     faults: Counter[str]
     kills: Counter[str]

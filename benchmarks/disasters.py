@@ -34,9 +34,7 @@ MOMENTS = (BETWEEN, FORWARD, FIRST, LATER, VALIDATION, UPDATE, WRITE, WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
-    """Memory runs out, or the process is killed."""
-
+class Blow:  # memory runs out, or the process is killed
     place: str
     rank: int
     visit: int
@@ -44,9 +42,7 @@ class Blow:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """One process, or one on each rank."""
-
+class Life:  # one process, or one on each rank
     micro_batch: int
     budget: str
     save_every: int
@@ -55,9 +51,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
-    """One training, of several lives where it is killed."""
-
+class Story:  # one training, of several lives where it is killed
     model: str
     mode: str
     ranks: int

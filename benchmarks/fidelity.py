@@ -27,19 +27,12 @@ fp64; "ours" and "whole" (one batch, no accumulation) in fp32. In the rows bf16
 and fp16 all compute in that; in bf16-true the weights are bf16, in fp64 too.
 ᵃ 43+43+42. ᵇ The same; the change of the parameters in one step of several
 closure calls. BatchNorm, which no accumulation can get right, has no target."""
-COLUMNS = {
-    "stock_lightning": "Lightning",
-    "accelerate": "Accelerate",
-    "ours_fp64": "ours fp64",
-    "ours": "ours",
-    "whole": "whole",
-}
+TITLES = ("Lightning", "Accelerate", "ours fp64", "ours", "whole")
+COLUMNS = ("stock_lightning", "accelerate", "ours_fp64", "ours", "whole")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Relative errors to the whole batch in fp64."""
-
+class Measured:  # relative errors to the whole batch in fp64
     errors: dict[str, list[float]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -115,7 +108,7 @@ def text(record: Record) -> str:
         (one["case"]["name"], *(error(one["worst"][name]) for name in COLUMNS), MET[one["met"]])
         for one in record["rows"]
     )
-    return shown(("window",), (*COLUMNS.values(), "met"), rows, LEGEND.format(draws=record["draws"]))
+    return shown(("window",), (*TITLES, "met"), rows, LEGEND.format(draws=record["draws"]))
 
 
 def measure(draws: int = 10) -> dict[str, Any]:

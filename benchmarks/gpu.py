@@ -1,17 +1,13 @@
 """What only a GPU can tell: ``python -m benchmarks.gpu``.
 
-Stages, each with a file of its own, ``benchmarks/results/<device>-<stage>.json``:
+Stages, each with a file of its own, ``benchmarks/results/<device>-<stage>.json``; no cell begins after ``--minutes``:
 
 - ``sanity``: what our meters say of one step, beside PyTorch's own statistics;
 - ``throughput``: the found micro-batch under ``AutoAccumulate`` beside a plain PyTorch loop;
-- ``fp16``: probe and training with a gradient scaler;
-- ``cudnn``: probe and training with ``torch.backends.cudnn.benchmark``;
+- ``fp16``, ``cudnn``: probe and training with a gradient scaler, and with ``torch.backends.cudnn.benchmark``;
 - ``cells``: the cells of ``benchmarks.probe`` in real memory, with the caching allocator held to a budget, and how far
   the peak that was predicted from small steps lies from ``max_memory_allocated``;
 - ``soak``, only where it is named: training at the limit for ``--soak`` minutes, on sentences whose lengths vary.
-
-No cell begins after ``--minutes``: large budgets are left out first, and it is said. Exits with 1 if a target of
-ours is missed or something failed, and with 2 where there is no CUDA device.
 """
 
 import random

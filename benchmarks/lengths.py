@@ -128,15 +128,12 @@ def measured(texts: list[str], longest: int, windows: int, width: int, depth: in
         for name, module in modules.items()
     }
     drawn, rows, errors = modules["as drawn"], {}, fp64_errors(data)
-    with_padding = {name: sum(texts * length for texts, length in module.shapes) for name, module in modules.items()}
+    all_tokens = {name: sum(texts * length for texts, length in module.shapes) for name, module in modules.items()}
     for name, module in modules.items():
         tokens = sum(module.tokens)
         rows[name] = {
-            "padding": 1 - tokens / with_padding[name],  # share of the padded tokens
-            "padded": with_padding[name]
-            / tokens
-            / with_padding["as drawn"]
-            * sum(drawn.tokens),  # ÷ as drawn, at the same texts
+            "padding": 1 - tokens / all_tokens[name],  # share of the padded tokens
+            "padded": all_tokens[name] / tokens / all_tokens["as drawn"] * sum(drawn.tokens),  # at the same texts
             "passes": len(module.shapes) / (windows + WARM_UP),  # of a window
             "most_padded": max(texts * length for texts, length in module.shapes),  # tokens of a pass
             "speed": median(mine / theirs for mine, theirs in zip(speeds[name], speeds["as drawn"])),

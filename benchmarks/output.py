@@ -66,9 +66,7 @@ def benchmark(name: str, doc: str | None, measure: Measure, text: Text, *, needs
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """What must hold of ours."""
-
+class Target:  # what must hold of ours
     what: str
     value: float
     met: bool

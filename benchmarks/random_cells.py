@@ -288,9 +288,7 @@ TEXTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class RandomCell:
-    """What was drawn, and from which number its model is drawn again."""
-
+class RandomCell:  # what was drawn, and from which number its model is drawn again
     number: int
     model: str
     precision: str

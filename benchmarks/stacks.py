@@ -25,9 +25,7 @@ from lightning_ga.plan.weights import TargetTokens
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One row. The last window of the epoch is measured, over all ranks."""
-
+class Case:  # one row. The last window of the epoch is measured, over all ranks
     name: str
     samples: int = 128
     effective: int = 128
@@ -77,9 +75,7 @@ Columns = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Data and network; functions of the seed alone."""
-
+class Task:  # data and network; functions of the seed alone
     draw: Callable[[int, torch.Generator], Columns]
     layers: Callable[[], nn.Module]
     seed: int
