@@ -37,6 +37,9 @@ class Setting:  # how a user has set the allocator up
     device: str = "cuda:0"
     bounded: str = "budget"
 
+    def is_here(self) -> bool:
+        return int(self.device[-1]) < torch.cuda.device_count()
+
 
 SETTINGS = {
     "as it is": Setting(),
@@ -122,10 +125,6 @@ def under(text: str, function: Callable[..., Any], *arguments: Any) -> Any:
     return apart(function, *arguments, env={"PYTORCH_CUDA_ALLOC_CONF": text})
 
 
-def has_device(device: str) -> bool:
-    return int(device[-1]) < torch.cuda.device_count()
-
-
 def targets(settings: Mapping[str, Sequence[Record]]) -> list[Target]:
     """Those of all cells together; they are given by setting."""
     cells = [cell for each in settings.values() for cell in each]
@@ -159,7 +158,7 @@ def measure(
     models: Sequence[str] = (*MODELS,),
     budgets: Sequence[float] = (2.0, 8.0, 24.0),
 ) -> dict[str, Any]:
-    here = [name for name in settings if has_device(SETTINGS[name].device)]
+    here = [name for name in settings if SETTINGS[name].is_here()]
     cells = {name: under(SETTINGS[name].text, in_setting, name, models, budgets) for name in here}
     found = beside_last("allocator", "settings", cells) if len(models) == len(MODELS) else cells
     record = {"device": torch.cuda.get_device_name(), "models": models, "budgets": budgets}

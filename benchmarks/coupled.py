@@ -138,10 +138,7 @@ def errors(program: Any, loss: Loss, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def peaks(loss: Loss) -> dict[str, int]:
-    """The bytes of live tensors that steps in fp32 take beyond those that are there, gradients among them.
-
-    Of each program, and at least: one chunk, embeddings and the loss, each alone.
-    """
+    """Live bytes of a step in fp32 beyond what is there: of each program, and the least, of its parts one by one."""
     towers, views = Towers(torch.float32), batches(torch.float32)
     whole(towers, views, loss)
     resident = [*views, *towers.parameters(), *(p.grad for p in towers.parameters())]

@@ -199,7 +199,7 @@ class Victim(pl.LightningModule):
     def __init__(self, model: str, fate: Fate) -> None:
         super().__init__()
         self.kind = model
-        self.net = NETWORKS[model]()
+        self.net = transformer() if model == "transformer" else convolutional()
         self.fate = fate
         self.passing: list[int] = []  # samples of a pass
         self.passed: list[int] = []  # those of one that went through its backward pass, and may be undone yet
@@ -273,9 +273,6 @@ def convolutional() -> nn.Module:
     layers = [nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU()]
     layers += [nn.Conv2d(8, 8, 3, stride=2), nn.GroupNorm(2, 8), nn.GELU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 2 * 2, CLASSES))
-
-
-NETWORKS = {"transformer": transformer, "convolutional": convolutional}
 
 
 def samples(model: str, size: int, seed: int) -> TensorDataset:

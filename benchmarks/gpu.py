@@ -196,10 +196,7 @@ def accumulated(watch: Stopwatch, model: Model, data: OnDevice, micro: int) -> N
 
 
 def throughput(name: str, gib: float) -> dict[str, Any]:
-    """Samples a second of ours and of a plain loop, at a micro-batch that leaves room for both in a budget.
-
-    The ratio is the median of windows that were timed beside each other.
-    """
+    """Samples a second of ours and of a plain loop, at a micro-batch that leaves room for both in a budget."""
     model, micro = MODELS[name], prediction(Cell(name, gib / 2.2, CUDA))["samples"]
     data = OnDevice(model, micro * FACTOR * (TIMED_WINDOWS + WARM_UP), "cuda")
     fits = [partial(loop, model=model, data=data, micro=micro) for loop in (by_loop, accumulated)]

@@ -1,9 +1,8 @@
 """What does survival cost while nothing happens? ``python -m benchmarks.idle``.
 
-Host time per micro-batch beside stock Lightning, for models whose step costs nothing: on a GPU the step of a small
-model is bound by the host. Stock Lightning, stock Lightning again (the control) and with a callback that does nothing,
-loader mode without and with survival, and step mode take turns, a window each; on one rank, and on two under DDP
-(gloo), of which the first is timed.
+Host time per micro-batch for models whose step costs nothing: on a GPU the step of a small model is bound by the host.
+Stock Lightning, stock Lightning again (the control) and with a callback that does nothing, loader mode without and with
+survival, and step mode take turns, a window each; on one rank, and on two under DDP, of which the first is timed.
 """
 
 import os

@@ -32,8 +32,6 @@ from lightning_ga.probe.planned.estimate import LikeCuda
 
 CLASSES, TOKENS, WIDTH, IMAGE = 10, 64, 64, 32
 
-Loss = Callable[[Any, Any], Tensor]
-
 
 def convolutions() -> nn.Sequential:
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2)]
@@ -85,7 +83,7 @@ class Case:
     name: str
     net: Callable[[], nn.Module]
     data: Callable[[int], TensorDataset]
-    loss: Loss = plain
+    loss: Callable[[Any, Any], Tensor] = plain
     optimizer: Callable[..., torch.optim.Optimizer] = adam
     settings: Callable[[], dict[str, Any]] = field(default=dict)
 

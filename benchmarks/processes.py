@@ -20,10 +20,7 @@ from benchmarks.trainers import quiet
 
 
 def forked(function: Callable[[], object], output: Path, *, hangs_after: float = 600) -> tuple[int | None, float]:
-    """Exit code of a fork of this process, ``None`` if it hung, and the processor seconds that it used.
-
-    Its output goes to a file. It leads a group of its own, of which nothing is left.
-    """
+    """Exit code of a fork, ``None`` if it hung, and its processor seconds; output goes to a file, its group ends."""
     child = multiprocessing.get_context("fork").Process(target=_lead, args=(function, output))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)[:2]  # user and system
     child.start()

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.allocator import Setting, has_device, measured, targets, under
+from benchmarks.allocator import Setting, measured, targets, under
 from benchmarks.networks import Apply, perceptron
 from benchmarks.output import Record, benchmark, plain, shown
 from benchmarks.probe import prepare
@@ -250,11 +250,8 @@ def embeddings(draw: Random) -> Drawn:
     return f"embeddings {words} × {width}, {columns} columns", Model(build, samples)
 
 
-LANGUAGE = (gpt, partial(gpt, weighted=True), partial(gpt, checkpointed=True))
-FAMILIES: tuple[Callable[[Random], Drawn], ...] = (
-    *(mlp, conv, vit, vit, *LANGUAGE),
-    *(similarities, similarities, unet, recurrent, embeddings),
-)
+GPTS = (gpt, partial(gpt, weighted=True), partial(gpt, checkpointed=True))
+FAMILIES: tuple[Any, ...] = (mlp, conv, vit, vit, *GPTS, *[similarities] * 2, unet, recurrent, embeddings)
 
 
 def draw_model(draw: Random) -> Drawn:
@@ -362,7 +359,7 @@ def measure(cells: int = 32, seeds: Sequence[int] = (3,), numbers: Sequence[int]
     drawn = [draw_cell(number) for number in numbers or [1000 * s + place for s in seeds for place in range(cells)]]
     found: list[dict[str, Any]] = []
     for setting in sorted({cell.setting.text for cell in drawn}):
-        some = [cell for cell in drawn if cell.setting.text == setting and has_device(cell.setting.device)]
+        some = [cell for cell in drawn if cell.setting.text == setting and cell.setting.is_here()]
         found += under(setting, of_numbers, [cell.number for cell in some])
     if numbers:
         print(*(f"{cell['number']}: {cell['found']} of {cell['limit']}, {cell['tried']}" for cell in found), sep="\n")

@@ -1,9 +1,8 @@
 """How long does an epoch take to start, and what does its order hold? ``python -m benchmarks.sampler``.
 
-The order of ``AutoAccumulate`` beside torch's own samplers, from 10⁴ to 10⁹ samples, as one of 64 simulated ranks.
-Every cell is a fresh process in which nothing but the sampler works; memory is what its resident memory grows by
-(Linux). Times are the shortest of three processes, since other programs can only add to them; memory is the largest.
-``--quick`` stops at 10⁷ samples, and writes nothing.
+The order of ``AutoAccumulate`` beside torch's own samplers, as one of 64 simulated ranks. A cell is a fresh process;
+memory is what it grows by (Linux). Times are the shortest of three processes, since other programs can only add to
+them; memory is the largest. ``--quick`` stops at 10⁷ samples, and writes nothing.
 """
 
 import gc
@@ -55,7 +54,8 @@ def in_process(name: str, size: int) -> dict[str, Any]:
     first = time.perf_counter()
     yielded = sum(1 for _, _ in zip(range(NEXT), drawn))
     end = time.perf_counter()
-    peak, held = peak_resident(), psutil.Process().memory_info().rss
+    held, status = psutil.Process().memory_info().rss, Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
     assert count == MICRO_BATCH, f"a micro-batch of {count}"
     return {
         "first_seconds": first - start,
@@ -63,11 +63,6 @@ def in_process(name: str, size: int) -> dict[str, Any]:
         "peak_bytes": max(0, peak - before),
         "held_bytes": max(0, held - before),
     }
-
-
-def peak_resident() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def cell(name: str, size: int) -> dict[str, Any]:

@@ -108,13 +108,8 @@ def fit(watch: Stopwatch, module: Any, data: Any, micro: int, factor: int, ours:
     trainer.fit(module, DataLoader(data, batch_size=batch, collate_fn=getattr(data, "collate", None)))
 
 
-def in_bouts(
-    fits: Mapping[str, Fit], number: int, warm_up: int, *, watch: type[Stopwatch] = Stopwatch
-) -> Iterator[dict[str, Clocks]]:
-    """Seconds of the windows that count, by program and clock, in bouts of fresh fits.
-
-    Chance decides the order of each round, alike on all ranks.
-    """
+def in_bouts(fits: Mapping[str, Fit], number: int, warm_up: int, watch: Any = Stopwatch) -> Iterator[dict[str, Clocks]]:
+    """Seconds of windows that count, in bouts of fresh fits; chance orders each round, alike on all ranks."""
     for seed in range(number):
         watches = zip(fits, take_turns(fits.values(), watch=watch, seed=seed))
         yield {name: {"wall": each.wall[warm_up:], "cpu": each.cpu[warm_up:]} for name, each in watches}

@@ -15,7 +15,7 @@ from benchmarks.probing.devices import CUDA, EMULATED, FAKE, GIB, TRAINER, finis
 from benchmarks.probing.programs import HIGH, OURS, PEERS, at_hand, found_by, start_size
 from benchmarks.probing.training import MODELS, POOL, Model, Oracle, Samples, Training
 from benchmarks.trainers import Module, quiet_trainer
-from lightning_ga import AutoAccumulate, ProbeResult, UserError
+from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.live_tensors import LiveTensorMeter, uncounted
 from lightning_ga.memory.oom import attempt
@@ -64,7 +64,11 @@ def measured(cell: Cell) -> dict[str, Any]:
 def measured_in_trainer(cell: Cell) -> dict[str, Any]:
     """The probe of a fit, as it reports on itself, and the limit of the training that follows it."""
     model = MODELS[cell.model]
-    found = probed(model, cell.budget)
+    with memory(EMULATED, cell.budget):
+        callback = AutoAccumulate(EFFECTIVE, verify=False, batch_norm="ignore", cache=False)
+        _fit(ProbeOnly, model, callback)
+    found = callback.probe
+    assert found is not None, "a budget was given"
     counts = {"trials": len(found.trials), "steps": found.steps, "ooms": sum(not trial.fits for trial in found.trials)}
     outcome = {"found": found.limit, "method": found.method, **counts, "seconds": found.seconds}
     limit = exhaustive(partial(trains, model, cell.budget), found.limit)
@@ -198,15 +202,6 @@ class ProbeOnly(Module):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
         return -1
-
-
-def probed(model: Model, budget: int) -> ProbeResult:
-    """What the probe of a fit found; the fit ends after it."""
-    with memory(EMULATED, budget):
-        callback = AutoAccumulate(EFFECTIVE, verify=False, batch_norm="ignore", cache=False)
-        _fit(ProbeOnly, model, callback)
-        assert callback.probe is not None, "a budget was given"
-        return callback.probe
 
 
 def trains(model: Model, budget: int, micro_batch: int) -> bool:

@@ -1,7 +1,6 @@
 """Five programs that look for the largest micro-batch: ours and four of others, each as its documentation says.
 
-A program is given a training and the size that its user may have to begin with, and returns the size that it found.
-Peers keep their defaults.
+A program is given a training and where to begin, and returns the size that it found. Peers keep their defaults.
 """
 
 import tempfile
@@ -60,10 +59,7 @@ class Module(pl.LightningModule):
 
 
 def lightning(training: Training, _: int, mode: str) -> int:
-    """``Tuner.scale_batch_size``: 3 steps a trial, from 2 samples; ``max_val`` as high as ours may go.
-
-    Its default ``power``, and ``binsearch``, which takes off a margin of 5 %.
-    """
+    """``Tuner.scale_batch_size``, ``power`` or ``binsearch``: 3 steps a trial, from 2 samples."""
     accelerator = "gpu" if training.samples[0].is_cuda else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         trainer = quiet_trainer(max_epochs=1, accelerator=accelerator, default_root_dir=folder)
