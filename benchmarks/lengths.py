@@ -28,7 +28,6 @@ from lightning_ga.weights import TargetTokens
 WINDOW, MICRO_BATCH = 256, 8
 WARM_UP = 1  # windows that are not timed
 MOST_TOKENS, MOST_PASSES, LEAST_SPEED, MOST_ERROR = 0.6, 1 / 3, 1.6, 1e-12
-SEED = 7
 
 
 def source_texts() -> list[str]:
@@ -99,7 +98,7 @@ def train(data: Indexed, program: str, module: Reading, windows: int, *callbacks
 
         order = {"sampler": LengthGroupedSampler(MICRO_BATCH, lengths=data.lengths)}
     loader = DataLoader(data, batch_size=MICRO_BATCH, collate_fn=padded, **order)
-    pl.seed_everything(SEED, verbose=False)
+    pl.seed_everything(7, verbose=False)
     quiet_trainer(max_steps=windows, callbacks=[callback, *callbacks]).fit(module, loader)
 
 

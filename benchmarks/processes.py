@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -59,7 +59,8 @@ def apart(function: Callable[..., Any], *arguments: Any, ranks: int = 0, env: Ma
         return json.loads(written.read_text())
 
 
-def _be_apart(module: str, function: str, arguments: str, written: str) -> NoReturn:
+if __name__ == "__main__":
+    module, function, arguments, written = sys.argv[1:]
     quiet()
     result = getattr(import_module(module), function)(*json.loads(arguments))
     ranks = torch.distributed.is_initialized()
@@ -70,7 +71,3 @@ def _be_apart(module: str, function: str, arguments: str, written: str) -> NoRet
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # else a thread of autograd that lets go of its last task meanwhile aborts the process
-
-
-if __name__ == "__main__":
-    _be_apart(*sys.argv[1:])

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from benchmarks.output import installed
 from benchmarks.probing.devices import CUDA, EMULATED, FAKE, GIB, TRAINER, finish, memory, place
-from benchmarks.probing.programs import HIGH, OURS, PEERS, at_hand, found_by, start_size
+from benchmarks.probing.programs import HIGH, NEEDS, OURS, PEERS, found_by, start_size
 from benchmarks.probing.training import MODELS, POOL, Model, Oracle, Samples, Training
 from benchmarks.trainers import Module, quiet_trainer
 from lightning_ga import AutoAccumulate, UserError
@@ -56,7 +57,7 @@ def measured(cell: Cell) -> dict[str, Any]:
         limit = record["limit"] = confirmed(make, record["programs"][OURS]["found"])
     start, small = start_size(limit), MODELS[cell.model].peers_to_gib
     most = {CUDA: PEERS_TO_GIB, EMULATED: small}.get(cell.kind, 0.0)  # GiB in which peers compute
-    for name in filter(at_hand, PEERS):
+    for name in (name for name in PEERS if name not in NEEDS or installed(NEEDS[name])):
         record["programs"][name] = run(cell, name, start) if cell.gib <= most else count(name, Oracle(limit), start)
     return record
 

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
-from benchmarks.output import installed
 from benchmarks.probing.training import Training
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import find_micro_batch
@@ -102,8 +101,3 @@ def found_by(program: str, training: Training, start: int, budget: int = 0) -> t
     device = training.samples[0].device
     found = find_micro_batch(training.step, high=HIGH, budget=budget, device=device, resident=training.resident)
     return found.limit, found.method
-
-
-def at_hand(program: str) -> bool:
-    """Whether what a program needs is installed."""
-    return program not in NEEDS or installed(NEEDS[program]) is not None
