@@ -133,6 +133,8 @@ def means(rows: Sequence[Record]) -> dict[str, dict[str, float]]:
 
 def missed(parts: Record) -> Iterator[str]:
     for name, most_steps, apart in (("smith", 0.52, 0.3), ("seesaw", 0.7, 0.005)):
+        if name not in parts:
+            continue
         recipe, schedule, _ = means(parts[name]).values()
         lost = recipe["score"] - schedule["score"]  # of accuracy
         if round(schedule["steps"] / recipe["steps"], 2) > most_steps:
