@@ -186,7 +186,8 @@ def measure(windows: int = 3, width: int = 32, depth: int = 1, texts: Sequence[s
         read, longest = CORPORA[name]
         found[name] = measured(read(), longest, windows, width, depth)
     groups = beside_last("lengths", "groups", found)
-    return {"transformers": installed("transformers"), "groups": groups, "missed": [*missed(groups)]}
+    record = {"width": width, "depth": depth, "transformers": installed("transformers"), "groups": groups}
+    return {**record, "missed": [*missed(groups)]}
 
 
 main = benchmark("lengths", __doc__, measure, text)
