@@ -2,24 +2,21 @@
 
 Each loss is run on the whole batch, by plain accumulation over micro-batches, by ``lightning_ga.in_chunks``, by the
 two passes of GradCache (arXiv 2101.06983) written by hand, and by OpenCLIP's loop for ``accum_freq``: features of all
-micro-batches without gradients, then each micro-batch again with the whole loss. Gradients are compared with those of
-the whole batch in fp64, for the encoders and for the temperature apart. Exits with 1 if a target is missed.
+micro-batches without gradients, then each micro-batch again with the whole loss.
 """
 
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
-from benchmarks.output import as_text, conclude, empty_table, error, options
-from benchmarks.trainers import quiet
+from benchmarks.output import Record, benchmark, error, shown
+from benchmarks.trainers import flat, relative_error
 from lightning_ga import in_chunks
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 
@@ -30,32 +27,27 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def clip(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """Cross-entropy of similarities in both directions."""
     logits, labels = temperature.exp() * normalize(one) @ normalize(other).T, torch.arange(len(one))
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
 def siglip(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """A sigmoid for each pair."""
     logits = temperature.exp() * normalize(one) @ normalize(other).T
     return -logsigmoid((2 * torch.eye(len(one), dtype=one.dtype) - 1) * logits).sum() / len(one)
 
 
 def simclr(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """NT-Xent over both views."""
     both = normalize(torch.cat([one, other]))
     logits = (temperature.exp() * both @ both.T).masked_fill(torch.eye(len(both), dtype=torch.bool), -torch.inf)
     return cross_entropy(logits, torch.arange(len(both)).roll(len(one)))
 
 
 def barlow_twins(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """Cross-correlation of standardized features."""
     one, other = ((each - each.mean(0)) / each.std(0) for each in (one, other))
     return temperature * (one.T @ other / len(one) - torch.eye(one.shape[1], dtype=one.dtype)).square().sum()
 
 
 def vicreg(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """Distance, and variance over the batch."""
     spread = (1 - one.var(0).add(1e-4).sqrt()).relu().mean() + (1 - other.var(0).add(1e-4).sqrt()).relu().mean()
     return temperature * (one - other).square().mean() + spread
 
@@ -64,34 +56,26 @@ LOSSES: dict[str, Loss] = {each.__name__: each for each in (clip, siglip, simclr
 
 
 class Towers(nn.Module):
-    """Two convolutional encoders and a temperature."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.other = _tower(), _tower()
+        self.nets = nn.ModuleList([_tower(), _tower()])
         self.temperature = nn.Parameter(torch.tensor(0.5))
         self.to(dtype)
 
-    @property
-    def nets(self) -> tuple[nn.Module, nn.Module]:
-        return self.one, self.other
-
     def gradients(self) -> tuple[Tensor, Tensor]:
-        encoders = [p.grad.flatten() for net in self.nets for p in net.parameters() if p.grad is not None]
-        temperature = self.temperature.grad
-        return torch.cat(encoders), torch.zeros(1) if temperature is None else temperature.flatten()
+        of_encoders = flat(parameter.grad for parameter in self.nets.parameters())
+        return of_encoders, flat([torch.zeros(1) if self.temperature.grad is None else self.temperature.grad])
 
 
 def _tower() -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.GELU()]
+    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.GELU()]
     layers += [nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.GELU()]
     layers += [nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(64, WIDTH))
 
 
 def whole(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
-    """The batch in one pass."""
     loss(*(net(view) for net, view in zip(towers.nets, views)), towers.temperature).backward()
 
 
@@ -104,7 +88,7 @@ def micro_batches(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
 
 def ours(towers: Towers, views: Sequence[Tensor], loss: Loss) -> None:
     """The same line as for the whole batch, in a context."""
-    with in_chunks(towers.one, chunk=CHUNK), in_chunks(towers.other, chunk=CHUNK):
+    with in_chunks(towers.nets[0], chunk=CHUNK), in_chunks(towers.nets[1], chunk=CHUNK):
         whole(towers, views, loss)
 
 
@@ -137,7 +121,6 @@ PROGRAMS = {each.__name__: each for each in (whole, micro_batches, ours, grad_ca
 
 
 def batches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two views of some pictures."""
     generator = torch.Generator().manual_seed(1)
     coarse = torch.randn(BATCH, 3, 4, 4, generator=generator, dtype=torch.float64)
     pictures = coarse.repeat_interleave(8, 2).repeat_interleave(8, 3)
@@ -150,23 +133,18 @@ def errors(program: Any, loss: Loss, dtype: torch.dtype) -> tuple[float, float]:
     oracle, towers = Towers(torch.float64), Towers(dtype)
     whole(oracle, batches(torch.float64), loss)
     program(towers, batches(dtype), loss)
-    pairs = zip(towers.gradients(), oracle.gradients())
-    encoder, temperature = (float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+    encoder, temperature = (relative_error(*pair) for pair in zip(towers.gradients(), oracle.gradients()))
     return encoder, temperature
 
 
-def peaks(loss: Loss) -> tuple[int, dict[str, int]]:
-    """The bytes of live tensors that steps in fp32 take beyond those that are there, gradients among them.
-
-    Of one chunk, embeddings and the loss, each alone; and of each program.
-    """
+def peaks(loss: Loss) -> dict[str, int]:
+    """Live bytes of a step in fp32 beyond what is there: of each program, and the least, of its parts one by one."""
     towers, views = Towers(torch.float32), batches(torch.float32)
     whole(towers, views, loss)
     resident = [*views, *towers.parameters(), *(p.grad for p in towers.parameters())]
 
     def of_embeddings() -> None:
-        leaves = [torch.randn(BATCH, WIDTH).requires_grad_() for _ in range(2)]
-        loss(*leaves, towers.temperature).backward()
+        loss(*(torch.randn(BATCH, WIDTH).requires_grad_() for _ in range(2)), towers.temperature).backward()
 
     def peak(step: Callable[[], object]) -> int:
         meter = LiveTensorMeter()
@@ -177,8 +155,8 @@ def peaks(loss: Loss) -> tuple[int, dict[str, int]]:
             step()
         return meter.peak_bytes - before
 
-    least = peak(lambda: towers.one(views[0][:CHUNK]).sum().backward()) + peak(of_embeddings)
-    return least, {name: peak(partial(program, towers, views, loss)) for name, program in PROGRAMS.items()}
+    least = peak(lambda: towers.nets[0](views[0][:CHUNK]).sum().backward()) + peak(of_embeddings)
+    return {"least": least} | {name: peak(partial(program, towers, views, loss)) for name, program in PROGRAMS.items()}
 
 
 def ratios(loss: Loss, rounds: int) -> dict[str, float]:
@@ -193,65 +171,55 @@ def ratios(loss: Loss, rounds: int) -> dict[str, float]:
     return {name: median(a / b for a, b in zip(times[1:], seconds["whole"][1:])) for name, times in seconds.items()}
 
 
-def measured(rounds: int) -> dict[str, Any]:
+def measure(rounds: int = 15) -> dict[str, Any]:
     """Of each program on each loss: errors to the whole batch in fp64, the peak of memory, and the time."""
     groups: dict[str, Any] = {}
     for name, loss in LOSSES.items():
-        times, (least, peak_bytes), rows = ratios(loss, rounds), peaks(loss), {}
+        times, peak_bytes, rows = ratios(loss, rounds), peaks(loss), {}
         for program_name, program in PROGRAMS.items():
             row: dict[str, Any] = {}
             for key, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
                 row[f"encoder_{key}"], row[f"temperature_{key}"] = errors(program, loss, dtype)
             rows[program_name] = {**row, "peak_bytes": peak_bytes[program_name], "time": times[program_name]}
-        groups[name] = {"least_peak_bytes": least, "rows": rows}
-    return groups
+        groups[name] = {"least_peak_bytes": peak_bytes["least"], "rows": rows}
+    return {"rounds": rounds, "groups": groups, "missed": [*missed(groups)]}
 
 
-def missed(groups: Mapping[str, Any]) -> list[str]:
-    """Return the targets that ours misses; in fp32 the whole batch has rounding of its own."""
-    found = []
+def missed(groups: Record) -> Iterator[str]:
     for name, group in groups.items():
         row, rounding = group["rows"]["ours"], group["rows"]["whole"]["encoder_fp32"]
-        found += [f"{name}: error in fp64"] if row["encoder_fp64"] > FP64 else []
-        found += [f"{name}: error in fp32"] if row["encoder_fp32"] > max(FP32, rounding) else []
-        found += [f"{name}: memory"] if row["peak_bytes"] > MOST_MEMORY * group["least_peak_bytes"] else []
-        found += [f"{name}: time"] if row["time"] > MOST_TIME else []
-    return found
+        within = {
+            "error in fp64": row["encoder_fp64"] <= FP64,
+            "error in fp32": row["encoder_fp32"] <= max(FP32, rounding),
+            "memory": row["peak_bytes"] <= MOST_MEMORY * group["least_peak_bytes"],
+            "time": row["time"] <= MOST_TIME,
+        }
+        yield from (f"{name}: {what}" for what, met in within.items() if not met)
 
 
-def table(groups: Mapping[str, Any]) -> Table:
-    shown = empty_table(("loss", "program"), ("fp64", "temp.", "fp32", "MiB", "÷ least", "time"))
-    for name, group in groups.items():
-        for number, (program, row) in enumerate(group["rows"].items()):
+def text(record: Record) -> str:
+    rows = []
+    for name, group in record["groups"].items():
+        for program, row in group["rows"].items():
             errors = [error(row[key]) for key in ("encoder_fp64", "temperature_fp64", "encoder_fp32")]
             mib, least = row["peak_bytes"] / 2**20, row["peak_bytes"] / group["least_peak_bytes"]
-            shown.add_row("" if number else name, program, *errors, f"{mib:.1f}", f"{least:.2f}", f"{row['time']:.2f}")
-        shown.add_section()
-    return shown
-
-
-def text(record: Mapping[str, Any]) -> str:
-    legend = (
+            first = name if program == "whole" else ""
+            rows.append((first, program, *errors, f"{mib:.1f}", f"{least:.2f}", f"{row['time']:.2f}"))
+    return shown(
+        ("loss", "program"),
+        ("fp64", "temp.", "fp32", "MiB", "÷ least", "time"),
+        rows,
         f"Two convolutional encoders, batch {BATCH} in chunks of {CHUNK}.\n"
         "Relative errors to the whole batch in fp64: of the encoders' gradients in fp64\n"
         "and fp32, of the temperature's in fp64. MiB: live tensors beyond weights,\n"
         "gradients and batch; ÷ least: one chunk, embeddings and the loss, each alone.\n"
         f"time: processor time ÷ the whole batch's, median of {record['rounds']} rounds.\n"
         f"Targets of ours: 1e-12 in fp64; in fp32 1e-6, or what the whole batch\n"
-        f"rounds; {MOST_MEMORY} of the least memory, {MOST_TIME} of the time."
+        f"rounds; {MOST_MEMORY} of the least memory, {MOST_TIME} of the time.",
     )
-    return as_text(table(record["groups"]), legend)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options("coupled", __doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each loss")
-    settings = parser.parse_args(arguments)
-    quiet()
-    groups = measured(settings.rounds)
-    record = {"rounds": settings.rounds, "missed": missed(groups), "groups": groups}
-    return conclude("coupled", record, text, record["missed"])
-
+main = benchmark("coupled", __doc__, measure, text)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -25,11 +25,9 @@ class NaiveAttention(Attention):  # type: ignore[misc]
 class CausalBlocks(nn.ModuleList):
     """The blocks of a GPT on ``(batch, length, width)``, each run again in the backward pass if ``checkpointed``."""
 
-    def __init__(
-        self, width: int, heads: int, depth: int, *, naive: bool = False, checkpointed: bool = False, ratio: float = 4
-    ) -> None:
+    def __init__(self, width: int, heads: int, depth: int, *, naive: bool = False, checkpointed: bool = False) -> None:
         attention = NaiveAttention if naive else Attention
-        super().__init__(Block(width, heads, ratio, qkv_bias=True, attn_layer=attention) for _ in range(depth))
+        super().__init__(Block(width, heads, qkv_bias=True, attn_layer=attention) for _ in range(depth))
         self.checkpointed = checkpointed
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -53,7 +51,6 @@ class Apply(nn.Module):
 
 
 def perceptron(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
-    """Linear layers with activations between."""
     layers: list[nn.Module] = []
     for one, other in pairwise(widths):
         layers += [nn.Linear(one, other), activation()]

@@ -1,8 +1,4 @@
-"""How a benchmark shows what it measured: a table of 80 columns, and JSON with every number.
-
-Of each, ``text`` makes table and legend of such a record, and ``main`` measures, shows and writes; it returns 1 if a
-target is missed, and 2 where a CUDA device is needed and missing.
-"""
+"""How a benchmark runs and is shown: options, a table of 80 columns, targets, and JSON with every number."""
 
 import argparse
 import io
@@ -11,9 +7,11 @@ import os
 import platform
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +20,53 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.trainers import quiet
+
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 80
 MET = {True: "yes", False: "NO", None: "–"}  # a target, or none
+Record = Mapping[str, Any]
+Measure, Text = Callable[..., dict[str, Any]], Callable[[Record], str]
+Main = Callable[[Sequence[str] | None], int]
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the description as it is written, and the default of each option."""
+def parsed(name: str, doc: str | None, function: Callable[..., Any], given: Sequence[str] | None) -> dict[str, Any]:
+    """Options of ``python -m benchmarks.NAME``: the parameters of a function, each with a default."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc, formatter_class=raw)
+    for parameter, default in ((each.name, each.default) for each in signature(function).parameters.values()):
+        kind: dict[str, Any] = {"type": type(default)}
+        if isinstance(default, tuple):
+            kind = {"type": type(default[0]) if default else int, "nargs": "*"}
+        if default is False:
+            kind = {"action": "store_true"}
+        parser.add_argument(f"--{parameter.replace('_', '-')}", default=default, help=f"default: {default}", **kind)
+    return vars(parser.parse_args(given))
 
 
-def options(name: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser for the options of ``python -m benchmarks.NAME``."""
-    return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, formatter_class=_Help)
+def benchmark(name: str, doc: str | None, measure: Measure, text: Text, *, needs_cuda: bool = False) -> Main:
+    """The ``main`` of a benchmark: it measures, shows, writes, and returns 1 if a target is missed; 2 without CUDA."""
 
+    def main(arguments: Sequence[str] | None = None) -> int:
+        chosen = parsed(name, doc, measure, arguments)
+        if needs_cuda and lacks_cuda(name):
+            return 2
+        quiet()
+        start = time.perf_counter()
+        record = measure(**chosen)
+        record |= {"load_average": os.getloadavg()[1], "seconds": round(time.perf_counter() - start, 1)}
+        print(f"\r{text(record)}\n{record['seconds']} s")
+        if not record.get("partial"):
+            print(write_json(name, record).name)
+        missed = record.get("missed", ())
+        print(*(f"MISSED {each}\n" for each in missed), sep="", end="")
+        return judged(record.get("targets", ())) or int(bool(missed))
 
-def conclude(
-    name: str, record: Mapping[str, Any], text: Callable[[Mapping[str, Any]], str], missed: Iterable[str] = ()
-) -> int:
-    """Show a record and what it misses, and write it down; 1 if a target is missed."""
-    seconds = f", {record['seconds']} s" if "seconds" in record else ""
-    print(f"\r{text(record)}\n{write_json(name, record).name}{seconds}")
-    told = [f"MISSED {each}" for each in missed]
-    print(*told, sep="\n", end="\n" if told else "")
-    return int(bool(told))
+    return main
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """What must hold of ours."""
-
+class Target:  # what must hold of ours
     what: str
     value: float
     met: bool
@@ -63,11 +79,15 @@ def at_most(what: str, value: float, limit: float) -> Target:
 
 
 def at_least(what: str, value: float, limit: float) -> Target:
-    """The same from below."""
     return Target(what, value, value >= limit, f"at least {limit:.3g}")
 
 
-def judged(targets: Iterable[Mapping[str, Any]]) -> int:
+def plain(targets: Iterable[Target]) -> list[dict[str, Any]]:
+    """Targets as a record holds them."""
+    return [asdict(target) for target in targets]
+
+
+def judged(targets: Iterable[Record]) -> int:
     """Print targets, each in a line, and return 1 if one is missed."""
     met = []
     for target in targets:
@@ -102,8 +122,7 @@ def installed(package: str) -> str | None:
         return None
 
 
-def write_json(name: str, record: Mapping[str, Any], folder: Path | None = None) -> Path:
-    """Write a benchmark's record beside the others."""
+def write_json(name: str, record: Record, folder: Path | None = None) -> Path:
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
@@ -112,22 +131,28 @@ def write_json(name: str, record: Mapping[str, Any], folder: Path | None = None)
 
 
 def read_json(name: str, folder: Path | None = None) -> dict[str, Any]:
-    """A record that was written before."""
     record: dict[str, Any] = json.loads(((folder or RESULTS) / f"{name}.json").read_text())
     return record
 
 
-def empty_table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
-    """A table with columns of text, then of numbers."""
+def beside_last(name: str, key: str, parts: Record) -> dict[str, Any]:
+    """Parts that were measured, beside those of the last record that were not."""
+    last = read_json(name)[key] if (RESULTS / f"{name}.json").exists() else {}
+    return {**last, **parts}
+
+
+def shown(texts: Iterable[str], numbers: Iterable[str], rows: Iterable[Iterable[str]], caption: str = "") -> str:
+    """A table with columns of text, then of numbers, and what is to be said below it."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for titles, side in ((texts, "left"), (numbers, "right")):
         for title in titles:
             table.add_column(title, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    return table
+    for row in rows:
+        table.add_row(*row)
+    return as_text(table, caption)
 
 
 def as_text(table: Table, caption: str = "") -> str:
-    """A table as it looks in a terminal of 80 columns, and what is to be said below it."""
     console = Console(width=WIDTH, highlight=False, color_system=None, file=io.StringIO())
     console.print(table)
     below = [part for line in caption.splitlines() for part in textwrap.wrap(line, WIDTH)]

@@ -1,18 +1,15 @@
 """Draw the pictures of the documentation: ``python -m benchmarks.pictures``.
 
-``curve`` and ``survival`` show measurements, made here in less than a minute and kept in
-``benchmarks/results/pictures.json``; ``window`` and ``plan`` show what ``plan_accumulation`` returns. Each is
-drawn twice, for light and for dark pages. ``--drawn-only`` draws the measurements that are there.
+``curve`` and ``survival`` show measurements, which are kept in ``benchmarks/results/pictures.json``; ``window`` and
+``plan`` show what ``plan_accumulation`` returns. ``--drawn-only`` draws the measurements that are there.
 """
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import timm
 import torch
 from matplotlib import rc_context
@@ -23,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.output import read_json, write_json
-from benchmarks.trainers import quiet, quiet_trainer
+from benchmarks.output import parsed, read_json, write_json
+from benchmarks.trainers import Module, mean_square, quiet, quiet_trainer
 from lightning_ga import AutoAccumulate, find_micro_batch, plan_accumulation
+from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.plan.accumulation import cut_window
 from lightning_ga.plan.weights import KnownWindow
 from lightning_ga.testing import limit_memory
@@ -36,11 +34,6 @@ RANKS = ("#3f7fbf", "#d98c3a")
 FITS, REFUSED, BUDGET = "#3a9a5b", "#cc4b4b", "#cc4b4b"
 MIB = 2**20
 LIMIT, EFFECTIVE = 119, 256  # of the picture of a plan
-
-
-def measure() -> dict[str, Any]:
-    """The predicted peaks of a network within 500 MiB, and the live memory of a step that runs out of it."""
-    return {"curve": measured_curve(), "survival": measured_survival()}
 
 
 def measured_curve() -> dict[str, Any]:
@@ -60,29 +53,12 @@ def measured_curve() -> dict[str, Any]:
     return {"limit": found.limit, "budget": found.budget_bytes, "curve": found.curve, "trials": trials}
 
 
-class Observed(pl.LightningModule):
-    """A small network that notes when it is called with how many samples."""
-
-    def __init__(self, seen: "Observer") -> None:
-        super().__init__()
-        self.seen = [seen]  # no part of the module's state
-        layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
-        self.net = nn.Sequential(*layers, nn.Linear(256, 1))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.seen[0].attempts.append((len(self.seen[0].live), len(batch[0])))
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
 class Observer(TorchDispatchMode):  # type: ignore[misc]
     """Keeps the live bytes after each operation, and where memory ran out."""
 
-    def __init__(self, live_bytes: Callable[[], int]) -> None:
+    def __init__(self, memory: LiveTensorMeter) -> None:
         super().__init__()
-        self.live_bytes = live_bytes
+        self.memory = memory
         self.live: list[int] = []
         self.attempts: list[tuple[int, int]] = []
         self.failed: list[int] = []
@@ -94,7 +70,7 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
             self.failed.append(len(self.live))
             raise
         finally:
-            self.live.append(self.live_bytes())
+            self.live.append(self.memory.live_bytes)
 
     def parts(self) -> list[dict[str, Any]]:
         parts = []
@@ -106,16 +82,18 @@ class Observer(TorchDispatchMode):  # type: ignore[misc]
 
 def measured_survival() -> dict[str, Any]:
     """Train one batch of 4,096 where 4,096 do not fit."""
-    budget = "30MiB"
-    data = TensorDataset(torch.randn(4096, 256))
     quiet()
-    with limit_memory(budget) as memory:
-        observer = Observer(lambda: memory.live_bytes)
-        module = Observed(observer)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
+    data = TensorDataset(torch.randn(4096, 256))
+    with limit_memory("30MiB") as memory, Observer(memory) as observer:
+
+        def noted(net: nn.Module, samples: Tensor) -> Tensor:
+            observer.attempts.append((len(observer.live), len(samples)))
+            return mean_square(net, samples)
+
+        module = Module(nn.Sequential(*layers, nn.Linear(256, 1)), partial(torch.optim.SGD, lr=0.01), noted)
         accumulate = AutoAccumulate(micro_batch_size=4096, verify=False)
-        trainer = quiet_trainer(max_epochs=1, callbacks=[accumulate])
-        with observer:
-            trainer.fit(module, DataLoader(data, batch_size=4096))
+        quiet_trainer(max_epochs=1, callbacks=[accumulate]).fit(module, DataLoader(data, batch_size=4096))
     return {"budget": memory.budget, "attempts": observer.parts(), "oom_events": accumulate.oom_events}
 
 
@@ -217,7 +195,6 @@ def inked(ink: str) -> Iterator[None]:
 
 
 def draw(record: Mapping[str, Any], folder: Path = FOLDER) -> None:
-    """Write each picture for light and for dark pages."""
     for name, (paint, height) in PICTURES.items():
         for page, ink in INKS.items():
             with inked(ink):
@@ -226,15 +203,12 @@ def draw(record: Mapping[str, Any], folder: Path = FOLDER) -> None:
                 figure.savefig(folder / f"{name}-{page}.svg", metadata={"Date": None})
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drawn-only", action="store_true", help="draw what was measured before")
-    if not parser.parse_args().drawn_only:
-        torch.set_num_threads(1)
-        write_json("pictures", measure())
+def made(drawn_only: bool = False) -> None:
+    if not drawn_only:
+        quiet()
+        write_json("pictures", {"curve": measured_curve(), "survival": measured_survival()})
     draw(read_json("pictures"))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    made(**parsed("pictures", __doc__, made, None))

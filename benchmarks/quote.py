@@ -4,7 +4,6 @@ A table stands between ``<!-- benchmark: NAME -->`` and ``<!-- end -->``.
 """
 
 import re
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -24,11 +23,6 @@ def quoted(page: str) -> str:
     return _PLACE.sub(fill, page)
 
 
-def main() -> int:
+if __name__ == "__main__":
     for page in PAGES:
         page.write_text(quoted(page.read_text()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,11 @@
-"""Do batches that grow train as well in fewer steps? ``python -m benchmarks.schedules [smith] [seesaw]``.
+"""Do batches that grow train as well in fewer steps? ``python -m benchmarks.schedules``.
 
-Smith et al. (arXiv 1711.00489) on Fashion-MNIST: a learning rate divided by 5 at epochs 4 and 7 against a batch times 5
-there, and a constant control. Seesaw (arXiv 2510.14717) on the definitions that timm brings: a cosine against a batch
-that doubles where the cosine would halve the rate, and a constant control. Three seeds each.
+Smith et al. (arXiv 1711.00489) on Fashion-MNIST, in the folder ``--data``: a decaying learning rate against a growing
+batch, and a constant control. Seesaw (arXiv 2510.14717) on the definitions that timm brings: a cosine against a batch
+that doubles where the cosine would halve the rate, and a control. ``--parts``: which; the other stays as it was.
 """
 
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from statistics import fmean, stdev
 from typing import Any
@@ -18,8 +16,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.output import RESULTS, as_text, conclude, empty_table, options, read_json
-from benchmarks.trainers import quiet, quiet_trainer
+from benchmarks.output import Record, benchmark, beside_last, shown
+from benchmarks.trainers import Module, quiet_trainer
 from lightning_ga import AutoAccumulate, optimizer_steps
 from lightning_ga.data import Definitions, FashionMNIST
 from lightning_ga.models import GPT
@@ -29,40 +27,24 @@ from lightning_ga.weights import TargetTokens
 SEEDS = (0, 1, 2)
 BATCH, EPOCHS, MILESTONES = 64, 9, [4, 7]
 TEXTS, TEXT_EPOCHS = 8, 2
+SMALL: dict[str, Any] = {"width": 64, "depth": 2, "heads": 4}
 
 
-class Network(pl.LightningModule):
+def small_network() -> nn.Sequential:
     """Three convolutions with GroupNorm, as small as one thread trains in a minute."""
-
-    def __init__(self, milestones: list[int]) -> None:
-        super().__init__()
-        self.milestones = milestones
-        layers: list[nn.Module] = []
-        for before, after in ((1, 16), (16, 32), (32, 64)):
-            layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(4, after), nn.ReLU()]
-        self.net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.net(images)
-        return logits
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        return [optimizer], [MultiStepLR(optimizer, self.milestones, 0.2)]
+    layers: list[nn.Module] = []
+    for before, after in ((1, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(4, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
 def fashion(folder: str) -> tuple[TensorDataset, TensorDataset]:
-    """Pictures to train on, and pictures to test."""
     parts = FashionMNIST(root=folder, val_fraction=0.1).read()
     train, test = ([(part.images.float() / 255 - 0.286) / 0.353, part.labels] for part in (parts.train, parts.test))
     return TensorDataset(*train), TensorDataset(*test)
 
 
 def smith(folder: str) -> list[dict[str, Any]]:
-    """Test accuracy and steps of decay, growth and control."""
     train, test = fashion(folder)
     programs: Mapping[str, tuple[list[int], Any]] = {
         "learning rate ÷ 5 at 4 and 7": (MILESTONES, BATCH),
@@ -72,18 +54,21 @@ def smith(folder: str) -> list[dict[str, Any]]:
 
     def one(name: str) -> dict[str, Any]:
         milestones, asked = programs[name]
-        module = Network(milestones)
-        callback = AutoAccumulate(asked, micro_batch_size=BATCH)
-        row = trained(module, callback, EPOCHS, train_dataloaders=DataLoader(train, BATCH, shuffle=True))
+
+        def decayed(parameters: Any) -> Any:
+            optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+            return [optimizer], [MultiStepLR(optimizer, milestones, 0.2)]
+
+        module = Module(small_network(), decayed)
+        steps = trained(module, asked, BATCH, EPOCHS, train_dataloaders=DataLoader(train, BATCH, shuffle=True))
         with torch.no_grad():
             hits = sum(int((module.net(x).argmax(1) == y).sum()) for x, y in DataLoader(test, 1000))
-        return {"score": 100 * hits / len(test), **row}
+        return {"score": 100 * hits / len(test), "steps": steps}
 
     return of_all_seeds(programs, one)
 
 
 def of_all_seeds(programs: Iterable[str], run: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run every program with every seed, and say what came of it."""
     rows = []
     for seed, name in product(SEEDS, programs):
         pl.seed_everything(seed, verbose=False)
@@ -105,15 +90,14 @@ class Definition(GPT):
         return [optimizer], [{"scheduler": cosine, "interval": "step"}]
 
 
-def trained(module: Any, callback: AutoAccumulate, epochs: int, **data: Any) -> dict[str, Any]:
-    started = time.perf_counter()
+def trained(module: Any, asked: Any, micro: int, epochs: int, normalize: Any = "samples", **data: Any) -> int:
+    callback = AutoAccumulate(asked, micro_batch_size=micro, normalize=normalize)
     trainer = quiet_trainer(callbacks=[callback], max_epochs=epochs, limit_val_batches=0)
     trainer.fit(module, **data)
-    return {"steps": trainer.global_step, "seconds": round(time.perf_counter() - started, 1)}
+    return trainer.global_step
 
 
 def of_definitions(_: str) -> list[dict[str, Any]]:
-    """Validation loss and steps of the cosine, Seesaw and a control."""
     data = Definitions(batch_size=TEXTS)
     data.prepare_data()
     data.setup("fit")
@@ -127,19 +111,17 @@ def of_definitions(_: str) -> list[dict[str, Any]]:
     def one(name: str) -> dict[str, Any]:
         module = Definition(**SMALL)
         module.cosine, asked = programs[name]
-        callback = AutoAccumulate(asked, micro_batch_size=TEXTS, normalize=TargetTokens())
-        row = trained(module, callback, TEXT_EPOCHS, datamodule=data)
+        steps = trained(module, asked, TEXTS, TEXT_EPOCHS, TargetTokens(), datamodule=data)
         (found,) = quiet_trainer().validate(module, datamodule=data, verbose=False)
-        return {"score": found["val/loss"], **row}
+        return {"score": found["val/loss"], "steps": steps}
 
     return of_all_seeds(programs, one)
 
 
-SMALL: dict[str, Any] = {"width": 64, "depth": 2, "heads": 4}
 PARTS: Mapping[str, Callable[[str], list[dict[str, Any]]]] = {"smith": smith, "seesaw": of_definitions}
 
 
-def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def means(rows: Sequence[Record]) -> dict[str, dict[str, float]]:
     """Mean score, its standard error and the steps of each program."""
     found = {}
     for name in dict.fromkeys(row["program"] for row in rows):
@@ -149,50 +131,44 @@ def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def missed(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """The targets that were missed; the first program of a part is the recipe, the second the schedule."""
-    wrong = []
-    for name, (most_steps, apart) in {"smith": (0.52, 0.3), "seesaw": (0.7, 0.005)}.items():
+def missed(parts: Record) -> Iterator[str]:
+    for name, most_steps, apart in (("smith", 0.52, 0.3), ("seesaw", 0.7, 0.005)):
+        if name not in parts:
+            continue
         recipe, schedule, _ = means(parts[name]).values()
         lost = recipe["score"] - schedule["score"]  # of accuracy
-        lost = lost if name == "smith" else -lost / recipe["score"]
-        wrong += [f"{name}: steps"] if round(schedule["steps"] / recipe["steps"], 2) > most_steps else []
-        wrong += [f"{name}: score"] if lost > apart else []
-    return wrong
+        if round(schedule["steps"] / recipe["steps"], 2) > most_steps:
+            yield f"{name}: steps"
+        if (lost if name == "smith" else -lost / recipe["score"]) > apart:
+            yield f"{name}: score"
 
 
-def text(record: Mapping[str, Any]) -> str:
-    """Table and legend of a record."""
-    table = empty_table(["part", "program"], ["score", "± error", "steps", "÷ recipe"])
-    for part, rows in record["parts"].items():
-        found = means(rows)
+def text(record: Record) -> str:
+    rows = []
+    for part, runs in record["parts"].items():
+        found = means(runs)
         recipe = next(iter(found.values()))["steps"]
         for number, (name, row) in enumerate(found.items()):
             scores = f"{row['score']:.3f}", f"{row['error']:.3f}"
-            table.add_row("" if number else part, name, *scores, f"{row['steps']:,.0f}", f"{row['steps'] / recipe:.2f}")
-        table.add_section()
-    legend = (
+            rows.append(("" if number else part, name, *scores, f"{row['steps']:,.0f}", f"{row['steps'] / recipe:.2f}"))
+    return shown(
+        ("part", "program"),
+        ("score", "± error", "steps", "÷ recipe"),
+        rows,
         f"smith: test accuracy in percent on Fashion-MNIST, {EPOCHS} epochs of 54,000 pictures, batch {BATCH} at "
         f"first; three convolutions, SGD. seesaw: validation loss on 21,844 definitions, {TEXT_EPOCHS} epochs, batch "
         f"{TEXTS} at first; a GPT of width {SMALL['width']} and depth {SMALL['depth']}, AdamW. Means of {len(SEEDS)} "
         "seeds with their standard error.\n"
-        "Targets: smith at most 0.3 points below the recipe in 0.52 of its steps; seesaw at most 0.5 % above in 0.7."
+        "Targets: smith at most 0.3 points below the recipe in 0.52 of its steps; seesaw at most 0.5 % above in 0.7.",
     )
-    return as_text(table, legend)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, show, write; 1 if a target is missed. A part that is not run is taken from the record."""
-    parser = options("schedules", __doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{' or '.join(PARTS)}")
-    parser.add_argument("--data", default="data", help="folder with Fashion-MNIST")
-    chosen = parser.parse_args(arguments)
-    quiet()
-    known = read_json("schedules")["parts"] if chosen.parts and (RESULTS / "schedules.json").is_file() else {}
-    parts = {part: run(chosen.data) if part in (chosen.parts or PARTS) else known[part] for part, run in PARTS.items()}
-    record = {"missed": missed(parts), "parts": parts}
-    return conclude("schedules", record, text, record["missed"])
+def measure(parts: Sequence[str] = (*PARTS,), data: str = "data") -> dict[str, Any]:
+    found = beside_last("schedules", "parts", {part: PARTS[part](data) for part in parts})
+    return {"parts": found, "missed": [*missed(found)]}
 
+
+main = benchmark("schedules", __doc__, measure, text)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

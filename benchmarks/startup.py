@@ -1,10 +1,8 @@
-"""What does a short fit cost beside stock Lightning? ``python -m benchmarks.startup``.
+"""What does the start of a fit cost beside stock Lightning? ``python -m benchmarks.startup``.
 
-Processor seconds of the README's script in a process of its own, with its ended children: importing the package,
-looking at samples, the probe, the check of exactness and 32 micro-batches of training. Stock Lightning trains the
-same micro-batches with the same factor. Each process is a fork of one that has imported PyTorch and Lightning, as
-both programs need them; stock Lightning, stock Lightning again (the control) and ``AutoAccumulate`` take turns.
-Exits with 1 if a median is more than one second above stock Lightning's.
+Processor seconds of the README's script, and of the same micro-batches in stock Lightning. Each process is a fork of
+one that has imported PyTorch and Lightning, as both programs need them; stock Lightning, stock Lightning again (the
+control) and ``AutoAccumulate`` take turns.
 """
 
 import gc
@@ -15,27 +13,20 @@ import re
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch  # noqa: F401  (forks have it)
-from rich.table import Table
-
-from benchmarks.output import as_text, conclude, empty_table, options
+from benchmarks.output import Record, benchmark, shown
 from benchmarks.processes import forked
 
 README = Path(__file__).parents[1] / "README.md"
-STOCK, AGAIN, OURS = "stock", "again", "ours"
-PROGRAMS = (STOCK, AGAIN, OURS)
-CACHES = ("off", "warm")
+STOCK, AGAIN, OURS = PROGRAMS = "stock", "again", "ours"
 MICRO, FACTOR = 64, 4  # what the README's budget allows
 ALLOWED_SECONDS = 1.0
 
 
 def script(name: str, *, workers: int, cache: str) -> str:
-    """Return the README's script, for one of the programs."""
     (found,) = re.findall(r"```python\n(import torch\n.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     changes = {}
     if workers:
@@ -69,12 +60,12 @@ def seconds(source: str, folder: Path) -> float:
 
     output = folder / "output.txt"
     code, used = forked(run, output)
-    if code or used is None:
+    if code:
         raise RuntimeError(f"A fit ended with {code}: {output.read_text()[-3000:]}")
-    return used.ru_utime + used.ru_stime
+    return used
 
 
-def measure(workers: int, cache: str, *, rounds: int, rng: random.Random) -> dict[str, Any]:
+def measured(workers: int, cache: str, *, rounds: int, rng: random.Random) -> dict[str, Any]:
     """Return one row: medians and quartiles of what a fit takes more than stock Lightning's of the same round."""
     order, found = list(PROGRAMS), []
     scripts = {name: script(name, workers=workers, cache=cache) for name in order}
@@ -102,18 +93,16 @@ def summarize(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     return {**row, "met": row[OURS][1] <= ALLOWED_SECONDS}
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    shown = empty_table((), ("workers", "cache", "stock, s", "stock again", "AutoAccumulate"))
-    for row in rows:
+def text(record: Record) -> str:
+    rows = []
+    for row in record["rows"]:
         added = [f"{row[name][1]:+.2f} ({row[name][0]:+.2f} to {row[name][2]:+.2f})" for name in PROGRAMS[1:]]
         added[-1] += "" if row["met"] else " NO"
-        shown.add_row(str(row["workers"]), row["cache"], f"{row['stock_seconds']:.2f}", *added)
-    return shown
-
-
-def text(record: Mapping[str, Any]) -> str:
-    return as_text(
-        table(record["rows"]),
+        rows.append((str(row["workers"]), row["cache"], f"{row['stock_seconds']:.2f}", *added))
+    return shown(
+        (),
+        ("workers", "cache", "stock, s", "stock again", "AutoAccumulate"),
+        rows,
         f"Processor seconds of a fit of the README's script once PyTorch and Lightning are\n"
         f"imported: stock Lightning's, and what is added to it. Medians and quartiles of\n"
         f"{record['rounds']} rounds; {ALLOWED_SECONDS:.0f} s is allowed; one thread; "
@@ -121,24 +110,14 @@ def text(record: Mapping[str, Any]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options("startup", __doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each row")
-    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2], help="data workers")
-    settings = parser.parse_args(arguments)
-    start, rng = time.perf_counter(), random.Random(0)
-    rows = [
-        measure(workers, cache, rounds=settings.rounds, rng=rng) for workers in settings.workers for cache in CACHES
-    ]
-    record = {
-        "rows": rows,
-        "rounds": settings.rounds,
-        "load_average": os.getloadavg()[1],
-        "seconds": round(time.perf_counter() - start, 1),
-    }
-    missed = (f"{row['workers']} workers, cache {row['cache']}" for row in rows if not row["met"])
-    return conclude("startup", record, text, missed)
+def measure(rounds: int = 5, workers: Sequence[int] = (0, 2)) -> dict[str, Any]:
+    rng = random.Random(0)
+    rows = [measured(number, cache, rounds=rounds, rng=rng) for number in workers for cache in ("off", "warm")]
+    missed = [f"{row['workers']} workers, cache {row['cache']}" for row in rows if not row["met"]]
+    return {"rows": rows, "rounds": rounds, "missed": missed}
 
+
+main = benchmark("startup", __doc__, measure, text)
 
 if __name__ == "__main__":
     raise SystemExit(main())

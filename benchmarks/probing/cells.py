@@ -1,5 +1,6 @@
 """One cell: a model in a budget, its true limit, and what every program finds in how many steps."""
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -8,28 +9,29 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from benchmarks.output import installed
 from benchmarks.probing.devices import CUDA, EMULATED, FAKE, GIB, TRAINER, finish, memory, place
-from benchmarks.probing.in_trainer import probed, trains
-from benchmarks.probing.models import MODELS
-from benchmarks.probing.programs import OURS, PROGRAMS, Choice, missing, start_size
-from benchmarks.probing.training import Oracle, Training
-from lightning_ga import UserError
+from benchmarks.probing.programs import HIGH, NEEDS, OURS, PEERS, found_by, start_size
+from benchmarks.probing.training import MODELS, POOL, Model, Oracle, Samples, Training
+from benchmarks.trainers import Module, quiet_trainer
+from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.live_tensors import LiveTensorMeter
+from lightning_ga.memory.live_tensors import LiveTensorMeter, uncounted
 from lightning_ga.memory.oom import attempt
 from lightning_ga.testing import limit_memory, out_of_memory_at
 
-HIGH = 2**24  # samples: far above every limit, the same for ours and for Lightning's max_val
 IN_TRAINER = "GPT, SDPA"  # the model whose limit is also searched for in a Trainer
 SMALL = 2  # samples of a step that only warms up
 PEERS_TO_GIB = 8.0  # largest budget in which peers compute on a GPU: dozens of steps at the limit take minutes
+EFFECTIVE = 2**13  # samples of a window that is probed: far above the limits
+FACTOR, WINDOWS = 2, 2  # of the training that tries a limit
+ADAM = partial(torch.optim.Adam, foreach=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A model, a budget, a device."""
-
     model: str
     gib: float
     kind: str = EMULATED
@@ -38,80 +40,66 @@ class Cell:
     def budget(self) -> int:
         return int(self.gib * GIB)
 
-    @property
-    def runs_peers(self) -> bool:
-        most = {CUDA: PEERS_TO_GIB, EMULATED: MODELS[self.model].peers_to_gib}.get(self.kind, 0.0)
-        return self.gib <= most
 
-
-def measure(cell: Cell) -> dict[str, Any]:
+def measured(cell: Cell) -> dict[str, Any]:
     """Ours, the true limit, and the peers; each on a device and a training of its own."""
     if cell.kind == TRAINER:
-        return measure_in_trainer(cell)
+        return measured_in_trainer(cell)
     record: dict[str, Any] = {**asdict(cell), "limit": None, "programs": {}}
-    if cell.kind != FAKE:
-        warm_up(cell)
+    make = partial(Training, MODELS[cell.model], place(cell.kind))
+    if cell.kind != FAKE:  # a small step without a limit, so that no program pays for what a process does once
+        make().step(SMALL)
     try:
-        record["programs"][OURS] = run(cell, OURS, Choice(cell.budget, place(cell.kind), HIGH, HIGH))
+        record["programs"][OURS] = run(cell, OURS, HIGH)
     except (UserError, torch.OutOfMemoryError) as refusal:  # the second where the model alone does not fit
         return {**record, "refusal": str(refusal)}
-    limit = record["limit"] = true_limit(cell, record["programs"][OURS]["found"])
-    choice = Choice(cell.budget, place(cell.kind), HIGH, start_size(limit))
-    for name in PROGRAMS:
-        if name != OURS and missing(name) is None:
-            record["programs"][name] = run(cell, name, choice) if cell.runs_peers else count(name, limit, choice)
+    with memory(cell.kind, cell.budget):
+        limit = record["limit"] = confirmed(make, record["programs"][OURS]["found"])
+    start, small = start_size(limit), MODELS[cell.model].peers_to_gib
+    most = {CUDA: PEERS_TO_GIB, EMULATED: small}.get(cell.kind, 0.0)  # GiB in which peers compute
+    for name in (name for name in PEERS if name not in NEEDS or installed(NEEDS[name])):
+        record["programs"][name] = run(cell, name, start) if cell.gib <= most else count(name, Oracle(limit), start)
     return record
 
 
-def measure_in_trainer(cell: Cell) -> dict[str, Any]:
+def measured_in_trainer(cell: Cell) -> dict[str, Any]:
     """The probe of a fit, as it reports on itself, and the limit of the training that follows it."""
     model = MODELS[cell.model]
-    found = probed(model, cell.budget)
-    ooms = sum(not trial.fits for trial in found.trials)
-    outcome = {"found": found.limit, "method": found.method, "trials": len(found.trials), "steps": found.steps}
-    outcome |= {"ooms": ooms, "seconds": found.seconds}
+    with memory(EMULATED, cell.budget):
+        callback = AutoAccumulate(EFFECTIVE, verify=False, batch_norm="ignore", cache=False)
+        _fit(ProbeOnly, model, callback)
+    found = callback.probe
+    assert found is not None, "a budget was given"
+    counts = {"trials": len(found.trials), "steps": found.steps, "ooms": sum(not trial.fits for trial in found.trials)}
+    outcome = {"found": found.limit, "method": found.method, **counts, "seconds": found.seconds}
     limit = exhaustive(partial(trains, model, cell.budget), found.limit)
     return {**asdict(cell), "limit": limit, "programs": {OURS: outcome}}
 
 
-def run(cell: Cell, program: str, choice: Choice) -> dict[str, Any]:
-    """Let a program search on a fresh device."""
-    with memory(cell.kind, cell.budget):
-        training = Training(MODELS[cell.model], choice.device)
-        outcome = _outcome(program, training, choice, timed=cell.kind != FAKE)
-        del training
-    return outcome
-
-
-def count(program: str, limit: int, choice: Choice) -> dict[str, Any]:
-    """Count the steps of a program on a device whose limit is known; nothing is computed."""
-    return _outcome(program, Oracle(limit), choice, timed=False)
-
-
-def _outcome(program: str, training: Training, choice: Choice, *, timed: bool) -> dict[str, Any]:
-    start = time.perf_counter()
-    found, method = PROGRAMS[program](training, choice)
-    finish()
-    seconds = time.perf_counter() - start if timed else None
-    counter = training.counter
-    counts = {"trials": counter.trials, "steps": counter.steps, "ooms": counter.ooms}
-    return {"found": found, "method": method, **counts, "seconds": seconds}
-
-
-def warm_up(cell: Cell) -> None:
-    """A small step on a device without a limit, so that no program pays for what a process does once."""
-    training = Training(MODELS[cell.model], place(cell.kind))
-    training.step(SMALL)
-
-
-def true_limit(cell: Cell, guess: int) -> int:
-    """The limit by trial: steps of this size pass and steps of one sample more fail, whatever ``guess`` is."""
+def run(cell: Cell, program: str, start: int) -> dict[str, Any]:
     with memory(cell.kind, cell.budget):
         training = Training(MODELS[cell.model], place(cell.kind))
-        training.step(SMALL)
-        limit = exhaustive(partial(passes, training), guess)
+        begun = time.perf_counter()
+        outcome = count(program, training, start, cell.budget)
+        finish()
+        seconds = time.perf_counter() - begun
         del training
-    return limit
+    return {**outcome, "seconds": None if cell.kind == FAKE else seconds}
+
+
+def count(program: str, training: Training, start: int, budget: int = 0) -> dict[str, Any]:
+    """Count the steps of a program, which may run on a device whose limit is known, where nothing is computed."""
+    found, method = found_by(program, training, start, budget)
+    return {"found": found, "method": method, **training.counter.counts(), "seconds": None}
+
+
+def confirmed(make: Callable[[], Training], guess: int) -> int:
+    """The limit of a new training by trial: steps of this size pass and steps of one sample more fail."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    training = make()
+    training.step(SMALL)
+    return exhaustive(partial(passes, training), guess)
 
 
 def passes(training: Training, size: int) -> bool:
@@ -154,26 +142,22 @@ def cells(models: Iterable[str], budgets: Iterable[float], kind: str) -> list[Ce
     return [Cell(model, gib, kind) for model in models for gib in budgets]
 
 
-def full(*, cuda: bool) -> list[Cell]:
-    """All cells: real steps in small budgets, tensors without values in large ones, a CUDA device if there is one."""
-    names = list(MODELS)
-    chosen = [*cells(names, [0.5, 1, 2], EMULATED), *cells(names, [16, 80], FAKE)]
-    chosen += cells([IN_TRAINER], [0.5, 1, 2], TRAINER)
-    return [*chosen, *cells(names, [2], CUDA)] if cuda else chosen
+def chosen(*, cuda: bool, quick: bool = False) -> list[Cell]:
+    """Real steps in small budgets, tensors without values in large ones, a CUDA device if there is one.
 
-
-def quick(*, cuda: bool) -> list[Cell]:
-    """One cheap budget of every model on every device.
+    ``quick``: one cheap budget of every model on every device.
 
     Examples:
-        >>> [(cell.gib, cell.kind) for cell in quick(cuda=False) if cell.model == IN_TRAINER]
+        >>> [(cell.gib, cell.kind) for cell in chosen(cuda=False, quick=True) if cell.model == IN_TRAINER]
         [(0.25, 'emulated'), (16, 'fake'), (0.25, 'trainer')]
     """
-    least: dict[tuple[str, str], Cell] = {}
-    for cell in full(cuda=cuda):
-        gib = MODELS[cell.model].quick_gib if cell.kind in (EMULATED, TRAINER) else cell.gib
-        least.setdefault((cell.model, cell.kind), replace(cell, gib=gib))
-    return list(least.values())
+    found = [*cells(MODELS, [0.5, 1, 2], EMULATED), *cells(MODELS, [16, 80], FAKE)]
+    found += [*cells([IN_TRAINER], [0.5, 1, 2], TRAINER), *(cells(MODELS, [2], CUDA) if cuda else [])]
+    if not quick:
+        return found
+    least = {(cell.model, cell.kind): cell for cell in reversed(found)}
+    small = {key: MODELS[cell.model].quick_gib for key, cell in least.items() if cell.kind in (EMULATED, TRAINER)}
+    return [replace(cell, gib=small.get(key, cell.gib)) for key, cell in reversed(least.items())]
 
 
 def emulation_cost(rounds: int = 50) -> dict[str, Any]:
@@ -197,3 +181,46 @@ def _seconds(training: Training, context: Any) -> float:
         start = time.perf_counter()
         training.step(SMALL)
         return time.perf_counter() - start
+
+
+class Pool(Dataset[Samples]):
+    """A dataset of any length from a few samples."""
+
+    def __init__(self, model: Model, count: int, device: str = "cpu") -> None:
+        with torch.device(device):
+            self.samples = model.samples()
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Samples:
+        return tuple(tensor[index % POOL] for tensor in self.samples)
+
+
+class ProbeOnly(Module):
+    """A module whose fit ends once the probe is through."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+        return -1
+
+
+def trains(model: Model, budget: int, micro_batch: int) -> bool:
+    """Whether windows of two micro-batches of this size run."""
+    settings: dict[str, Any] = {"verify": False, "batch_norm": "ignore", "on_oom": "raise"}
+    with memory(EMULATED, budget):
+        callback = AutoAccumulate(FACTOR * micro_batch, micro_batch_size=micro_batch, **settings)
+        return attempt(lambda: _fit(Module, model, callback)).failure is None
+
+
+def _fit(kind: type[Module], model: Model, callback: AutoAccumulate) -> None:
+    with uncounted():
+        data = Pool(model, WINDOWS * EFFECTIVE)
+    trainer = quiet_trainer(max_epochs=1, max_steps=WINDOWS, callbacks=[callback])
+    trainer.fit(kind(model.build(), ADAM), DataLoader(data, batch_size=FACTOR, collate_fn=on_host))
+
+
+def on_host(samples: list[Samples]) -> Any:
+    """A batch in the host's memory, beside the device that is emulated."""
+    with uncounted():
+        return default_collate(samples)

@@ -32,22 +32,13 @@ def memory(kind: str, budget: int) -> Iterator[None]:
     """A device with ``budget`` bytes of memory, nothing of it taken."""
     gc.collect()
     with ExitStack() as stack:
-        if kind == FAKE:
-            stack.enter_context(without_values())
+        if kind == FAKE:  # tensors have shapes only; as they take none of the host's memory, it bounds nothing
+            endless = SimpleNamespace(available=2**60, total=2**60)
+            stack.enter_context(FakeTensorMode())
+            stack.enter_context(Ones())
+            stack.enter_context(patch("psutil.virtual_memory", lambda: endless))
+            stack.enter_context(patch("lightning_ga.memory.device.control_group_limits", list))
         stack.enter_context(capped_cuda(budget) if kind == CUDA else limit_memory(budget))
-        yield
-
-
-@contextmanager
-def without_values() -> Iterator[None]:
-    """Tensors have shapes only; as they take none of the host's memory, it bounds nothing."""
-    endless = SimpleNamespace(available=2**60, total=2**60)
-    with (
-        FakeTensorMode(),
-        Ones(),
-        patch("psutil.virtual_memory", lambda: endless),
-        patch("lightning_ga.memory.device.control_group_limits", list),
-    ):
         yield
 
 
@@ -65,11 +56,9 @@ def capped_cuda(budget: int) -> Iterator[None]:
 
 
 def finish() -> None:
-    """Wait for what the device still has to do."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def place(kind: str) -> str:
-    """Name of the device that tensors lie on."""
     return "cuda" if kind == CUDA else "cpu"

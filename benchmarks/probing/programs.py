@@ -1,42 +1,27 @@
 """Five programs that look for the largest micro-batch: ours and four of others, each as its documentation says.
 
-A program is given a training and returns the size that it found. Peers keep their defaults; what a
-user has to choose is in ``Choice``.
+A program is given a training and where to begin, and returns the size that it found. Peers keep their defaults.
 """
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.output import installed
 from benchmarks.probing.training import Training
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import find_micro_batch
-from lightning_ga.memory.live_tensors import uncounted
 
 OURS, POWER, BINSEARCH, ACCELERATE, MAX_MEM = "ours", "power", "binsearch", "Accelerate", "torch-max-mem"
-METHODS = {POWER: "×2", BINSEARCH: "×2, ½", ACCELERATE: "×0.9", MAX_MEM: "÷2"}
 NEEDS = {ACCELERATE: "accelerate", MAX_MEM: "torch-max-mem"}
-# Steps after which a size is accepted where that is the user's to say: Adam makes its state at the end of the first.
-ACCEPTED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What the user of a program has to choose."""
-
-    budget: int
-    device: str
-    high: int
-    start: int
+HIGH = 2**24  # samples: far above every limit, the same for ours and for Lightning's max_val
+ACCEPTED = 2  # steps after which a size is accepted, if the user says so: Adam makes its state at the end of the first
 
 
 def start_size(limit: int) -> int:
@@ -49,33 +34,6 @@ def start_size(limit: int) -> int:
     return 2 << (limit - 1).bit_length()
 
 
-def ours(training: Training, choice: Choice) -> tuple[int, str]:
-    """``find_micro_batch`` with everything that is alive named, as ``AutoAccumulate`` does."""
-    found = find_micro_batch(
-        training.step, high=choice.high, budget=choice.budget, device=choice.device, resident=training.resident
-    )
-    return found.limit, found.method
-
-
-class Sizes(IterableDataset[int]):
-    """Batches without end that are their own size: the step fills them, and loading takes no time."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield self.size
-
-
-class HostLoader(DataLoader[int]):
-    """A loader whose own tensors (a seed) lie on the host, beside a device that is emulated."""
-
-    def __iter__(self) -> Any:
-        with uncounted():
-            return super().__iter__()
-
-
 class Module(pl.LightningModule):
     """The training as a LightningModule."""
 
@@ -84,8 +42,9 @@ class Module(pl.LightningModule):
         # The tuner begins with the loader that is there: its init_val of 2 comes into force with the second trial.
         self.shared, self.net, self.batch_size = training, training.net, 2
 
-    def train_dataloader(self) -> DataLoader[int]:
-        return HostLoader(Sizes(self.batch_size), batch_size=None)
+    def train_dataloader(self) -> Iterator[int]:
+        """Batches without end that are their own size: the step fills them, and loading takes no time."""
+        return repeat(self.batch_size)
 
     def training_step(self, size: int, batch_idx: int) -> Tensor:
         return self.shared.loss(size)
@@ -98,32 +57,26 @@ class Module(pl.LightningModule):
         return self.shared.optimizer
 
 
-def lightning(training: Training, choice: Choice, mode: str) -> tuple[int, str]:
-    """``Tuner.scale_batch_size``: 3 steps a trial, from 2 samples; ``max_val`` as high as ours may go.
-
-    Its default ``power``, and ``binsearch``, which takes off a margin of 5 %.
-    """
-    accelerator = "gpu" if choice.device == "cuda" else "cpu"
+def lightning(training: Training, _: int, mode: str) -> int:
+    """``Tuner.scale_batch_size``, ``power`` or ``binsearch``: 3 steps a trial, from 2 samples."""
+    accelerator = "gpu" if training.samples[0].is_cuda else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         trainer = quiet_trainer(max_epochs=1, accelerator=accelerator, default_root_dir=folder)
-        found = Tuner(trainer).scale_batch_size(Module(training), mode=mode, max_val=choice.high)
-    return int(found or 0), METHODS[mode]
+        return Tuner(trainer).scale_batch_size(Module(training), mode=mode, max_val=HIGH) or 0
 
 
-def accelerate(training: Training, choice: Choice) -> tuple[int, str]:
+def accelerate(training: Training, start: int) -> int:
     """``find_executable_batch_size`` around the training, which ends once a size is accepted."""
     from accelerate.utils import find_executable_batch_size
 
-    train = find_executable_batch_size(partial(_train, training), starting_batch_size=choice.start)
-    return int(train()), METHODS[ACCELERATE]
+    return int(find_executable_batch_size(partial(_train, training), starting_batch_size=start)())
 
 
-def max_mem(training: Training, choice: Choice) -> tuple[int, str]:
+def max_mem(training: Training, start: int) -> int:
     """``maximize_memory_utilization`` around the training."""
     from torch_max_mem import maximize_memory_utilization
 
-    train = maximize_memory_utilization()(partial(_train, training))
-    return int(train(batch_size=choice.start)), METHODS[MAX_MEM]
+    return int(maximize_memory_utilization()(partial(_train, training))(batch_size=start))
 
 
 def _train(training: Training, batch_size: int) -> int:
@@ -132,16 +85,19 @@ def _train(training: Training, batch_size: int) -> int:
     return batch_size
 
 
-PROGRAMS: dict[str, Callable[[Training, Choice], tuple[int, str]]] = {
-    OURS: ours,
-    POWER: partial(lightning, mode=POWER),
-    BINSEARCH: partial(lightning, mode=BINSEARCH),
-    ACCELERATE: accelerate,
-    MAX_MEM: max_mem,
+PEERS: dict[str, tuple[Callable[[Training, int], int], str]] = {  # and how each goes through sizes
+    POWER: (partial(lightning, mode=POWER), "×2"),
+    BINSEARCH: (partial(lightning, mode=BINSEARCH), "×2, ½"),
+    ACCELERATE: (accelerate, "×0.9"),
+    MAX_MEM: (max_mem, "÷2"),
 }
 
 
-def missing(program: str) -> str | None:
-    """Why a program cannot run here, ``None`` if it can."""
-    package = NEEDS.get(program)
-    return None if package is None or installed(package) else f"{package} is not installed"
+def found_by(program: str, training: Training, start: int, budget: int = 0) -> tuple[int, str]:
+    """The size that a program found, and its method; ours is told all that is alive, as in ``AutoAccumulate``."""
+    if program in PEERS:
+        search, method = PEERS[program]
+        return search(training, start), method
+    device = training.samples[0].device
+    found = find_micro_batch(training.step, high=HIGH, budget=budget, device=device, resident=training.resident)
+    return found.limit, found.method

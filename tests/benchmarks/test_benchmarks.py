@@ -4,13 +4,14 @@ import doctest
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import fidelity, output, overhead, quote, turns
-from benchmarks.cases import CASES, Case
+from benchmarks import fidelity, output, quote, turns
 from benchmarks.fidelity import Measured
+from benchmarks.stacks import CASES, Case
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,8 +20,7 @@ ROOT = Path(__file__).parents[2]
 def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results go to a folder of the test's own, and logging and warnings stay as pytest has them."""
     monkeypatch.setattr(output, "RESULTS", tmp_path)
-    for program in (fidelity, overhead):
-        monkeypatch.setattr(program, "quiet", lambda: None)
+    monkeypatch.setattr(output, "quiet", lambda: None)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything leaves them behind
         monkeypatch.setenv(name, "0")
 
@@ -28,8 +28,8 @@ def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        *("fidelity", "output", "overhead", "startup", "sampler", "gpu", "disasters.telling"),
-        *("probing.cells", "probing.programs", "probing.training"),
+        *("fidelity", "output", "overhead", "startup", "sampler", "gpu", "chaos", "turns", "idle"),
+        *("exchange", "probing.cells", "probing.programs", "probing.training"),
     ],
 )
 def test_doctests(name: str) -> None:
@@ -55,7 +55,7 @@ def test_a_missed_target_is_said_and_exits_with_one(monkeypatch, capsys):
     """With the value and what was asked; NaN is a miss."""
     wrong = Measured({"ours": [1e-3], "ours_fp64": [float("nan")], "whole": [1e-7]})
     monkeypatch.setattr(fidelity, "CASES", [Case("wrong")])
-    monkeypatch.setattr(fidelity, "measure", lambda case, draws: wrong)
+    monkeypatch.setattr(fidelity, "measured", lambda case, draws: wrong)
     assert fidelity.main([]) == 1
     printed = capsys.readouterr().out
     assert "MISSED wrong: ours in fp64 is nan, at most 1e-12 was asked." in printed
@@ -64,17 +64,17 @@ def test_a_missed_target_is_said_and_exits_with_one(monkeypatch, capsys):
 
 def test_trainers_take_turns_window_by_window() -> None:
     """In order, and those that are left go on when one ends."""
-    seen: list[str] = []
+    seen, trainer = list[str](), SimpleNamespace(accumulate_grad_batches=2)
 
     def player(name: str, windows: int) -> Any:
         def fit(watch: turns.Stopwatch) -> None:
             for index in range(2 * windows):
                 seen.append(name)
-                watch.on_train_batch_end(None, None, None, None, index)
+                watch.on_train_batch_end(trainer, None, None, None, index)
 
         return fit
 
-    watches = turns.take_turns([player("a", 2), player("b", 1), player("c", 2)], [2, 2, 2])
+    watches = turns.take_turns([player("a", 2), player("b", 1), player("c", 2)])
     assert "".join(seen) == "aabbccaacc"
     assert [len(watch.wall) for watch in watches] == [2, 1, 2]
 

@@ -8,8 +8,7 @@ import pytest
 from forks import forked
 
 from benchmarks import chaos, output
-from benchmarks.disasters import telling
-from benchmarks.disasters.stories import CELLS, MOMENTS, PLACES, draw
+from benchmarks.disasters import CELLS, MOMENTS, PLACES, draw
 
 
 def test_a_seed_tells_the_same_stories() -> None:
@@ -39,5 +38,5 @@ def test_faults_and_kills_are_survived(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "chaos.json").read_text())
     alone = record["columns"]["loader, 1 rank"]
     assert sum(alone["faults"].values()) >= 5
-    assert alone["worst"] <= telling.WORST
+    assert alone["worst"] <= chaos.WORST
     assert max(map(len, chaos.text(record).splitlines())) <= output.WIDTH

@@ -1,12 +1,13 @@
-"""The trainings that misfortunes befall: two small models, in processes that may be killed."""
+"""What befalls the runs of ``benchmarks.chaos``: drawn by a seed, in processes that may be killed."""
 
 import io
 import json
 import os
+import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,77 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.disasters import stories
-from benchmarks.disasters.stories import FIRST, FORWARD, LATER, Life, Story
-from benchmarks.trainers import quiet_trainer
+from benchmarks.networks import Apply
+from benchmarks.trainers import flat, quiet_trainer
 from lightning_ga import AtomicCheckpointIO, AutoAccumulate
 from lightning_ga.testing import OperationCounter
+
+EFFECTIVE, SAMPLES, EPOCHS = 64, 200, 3
+MODELS, MODES, RANKS = ("transformer", "convolutional"), ("loader", "step"), (1, 2)
+
+FORWARD, LOSS, FIRST, LATER = "forward", "loss", "backward, first of a window", "backward, later"
+TRANSFER, VALIDATION, UPDATE = "batch transfer", "validation", "optimizer step"
+PLACES = (FORWARD, LOSS, FIRST, LATER, TRANSFER, VALIDATION)  # not the update: it is not run again
+BETWEEN, WRITE, WRITTEN = "between micro-batches", "writing a checkpoint", "after a checkpoint"
+MOMENTS = (BETWEEN, FORWARD, FIRST, LATER, VALIDATION, UPDATE, WRITE, WRITTEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:  # memory runs out, or the process is killed
+    place: str
+    rank: int
+    visit: int
+    operation: float
+
+
+@dataclass(frozen=True, slots=True)
+class Life:  # one process, or one on each rank
+    micro_batch: int
+    budget: str
+    save_every: int
+    faults: tuple[Blow, ...]
+    end: Blow | None
+
+
+@dataclass(frozen=True, slots=True)
+class Story:  # one training, of several lives where it is killed
+    model: str
+    mode: str
+    ranks: int
+    lives: tuple[Life, ...]
+
+
+CELLS = tuple(product(MODELS, MODES, RANKS))
+
+
+def undisturbed(model: str) -> Story:
+    """The training that all others of a model have to equal: one rank, large micro-batches, no fault."""
+    return Story(model, "loader", 1, (Life(EFFECTIVE, "8GiB", 100, (), None),))
+
+
+def draw(rng: random.Random, number: int) -> Story:
+    """A story; all combinations of model, mode and ranks take turns."""
+    model, mode, ranks = CELLS[number % len(CELLS)]
+    kills = rng.randint(1, 3)
+    lives = tuple(_life(rng, ranks, killed=life < kills) for life in range(kills + 1))
+    return Story(model, mode, ranks, lives)
+
+
+def _life(rng: random.Random, ranks: int, *, killed: bool) -> Life:
+    places = [*rng.sample([FORWARD] * 2 + [LOSS] * 2 + [FIRST] * 2 + [LATER] * 2, 5), TRANSFER, VALIDATION, VALIDATION]
+    faults = tuple(_blow(rng, place, ranks, latest=4 if place == VALIDATION else 6) for place in places)
+    end = _blow(rng, rng.choice(MOMENTS), ranks, latest=6) if killed else None
+    if end is not None and end.place in (WRITE, WRITTEN):
+        end = Blow(end.place, 0, min(end.visit, 3), end.operation)  # rank 0 writes
+    micro_batch = rng.choice((64, 48, 32, 24)) // ranks
+    return Life(micro_batch, rng.choice(("8GiB", "8GiB", "9GiB")), rng.randint(1, 3), faults, end)
+
+
+def _blow(rng: random.Random, place: str, ranks: int, *, latest: int) -> Blow:
+    return Blow(place, rng.randrange(ranks), rng.randint(1, latest), rng.random())
+
 
 CLASSES, TOKENS, LENGTH = 5, 16, 6
 
@@ -39,7 +104,7 @@ class Fate(OperationCounter):
 
     def begin(self, rank: int) -> None:
         self.faults = [fault for fault in self.life.faults if fault.rank == rank]
-        self.end = self.life.end if self.life.end is not None and self.life.end.rank == rank else None
+        self.ends = [end for end in (self.life.end,) if end is not None and end.rank == rank]
         self.diary = (self.folder / f"rank{rank}.jsonl").open("a")
 
     def note(self, kind: str, **record: Any) -> None:
@@ -53,26 +118,17 @@ class Fate(OperationCounter):
         self.visits[place] += 1
         visit, length = self.visits[place], self.lengths.get(place, 1)
         due = [fault for fault in self.faults if fault.place == place and fault.visit <= visit]
-        self.kills = self.end is not None and self.end.place == place and self.end.visit <= visit
-        if self.kills and self.end is not None:
-            self.fails_at = 1 + int(self.end.operation * length)
-        elif due and samples > 1:  # of an update, nothing is applied yet
-            self.fails_at = (
-                1 if place == stories.UPDATE else 1 + int(due[0].operation * length)
-            )  # nothing is applied yet
+        ends = [end for end in self.ends if end.place == place and end.visit <= visit]
+        self.kills = bool(ends)
+        if ends or (due and samples > 1):
+            self.fails_at = 1 + int([*ends, *due][0].operation * length)
 
     def leave(self) -> None:
         if self.place is not None and not self.fails_at:
             self.lengths[self.place] = self.operations
         self.place, self.fails_at = None, 0
 
-    @contextmanager
-    def within(self, place: str, samples: int) -> Iterator[None]:
-        self.come_to(place, samples)
-        yield
-        self.leave()
-
-    def pass_by(self, place: str, samples: int = 2) -> None:
+    def pass_by(self, place: str, samples: int) -> None:
         self.come_to(place, samples)
         if self.fails_at:
             self.strike("there")
@@ -100,7 +156,7 @@ class Fate(OperationCounter):
             if isinstance(file, Path):  # what is kept of the end is no checkpoint
                 save(checkpoint, file)
                 return
-            self.come_to(stories.WRITE, 1)
+            self.come_to(WRITE, 1)
             if self.fails_at:
                 whole = io.BytesIO()
                 save(checkpoint, whole)
@@ -114,7 +170,7 @@ class Fate(OperationCounter):
 
 
 class Watch(pl.Callback):
-    """Brings a fate into a process, and takes it out."""
+    """Brings a fate into a process, takes it out, and keeps what the training has come to."""
 
     def __init__(self, fate: Fate) -> None:
         self.fate = fate
@@ -124,11 +180,17 @@ class Watch(pl.Callback):
         self.fate.cut_writes_off()
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.fate.note("start", step=trainer.global_step)
         self.fate.__enter__()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.fate.__exit__(None, None, None)
+        loss = trainer.callback_metrics.get("val_loss")  # none if a resume was left with nothing to do
+        end: dict[str, Any] = {
+            "weights": flat(module.parameters()),
+            "steps": trainer.global_step,
+            "loss": None if loss is None else float(loss),
+        }
+        torch.save(end, self.fate.folder / f"end{trainer.global_rank}.pt")
 
 
 class Victim(pl.LightningModule):
@@ -137,15 +199,14 @@ class Victim(pl.LightningModule):
     def __init__(self, model: str, fate: Fate) -> None:
         super().__init__()
         self.kind = model
-        self.net = NETWORKS[model]()
+        self.net = transformer() if model == "transformer" else convolutional()
         self.fate = fate
         self.passing: list[int] = []  # samples of a pass
         self.passed: list[int] = []  # those of one that went through its backward pass, and may be undone yet
         self.used: list[int] = []  # samples of the window so far
-        self.steps = 0
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        self.fate.pass_by(stories.TRANSFER, len(batch[0]))
+        self.fate.pass_by(TRANSFER, len(batch[0]))
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -154,10 +215,10 @@ class Victim(pl.LightningModule):
         if not set(self.passing) <= set(self.passed):  # else it is undone, and this is a part of it
             self.used += self.passed
         self.passed = []
-        with self.fate.within(FORWARD, len(inputs)):
-            logits = self.net(inputs)
-        with self.fate.within(stories.LOSS, len(inputs)):
-            loss = nn.functional.cross_entropy(logits, targets)
+        self.fate.come_to(FORWARD, len(inputs))
+        logits = self.net(inputs)
+        self.fate.come_to(LOSS, len(inputs))
+        loss = nn.functional.cross_entropy(logits, targets)
         self.fate.come_to(LATER if self.used else FIRST, len(inputs))
         return loss
 
@@ -176,79 +237,51 @@ class Victim(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         rate = optimizer.param_groups[0]["lr"]
-        norm = float(torch.stack([p.grad.double().norm() for p in self.parameters() if p.grad is not None]).norm())
-        step, epoch = self.global_step + 1, self.current_epoch
-        self.fate.note("step", step=step, epoch=epoch, rate=rate, gradient=norm, used=self.used)
+        self.fate.note("step", step=self.global_step + 1, epoch=self.current_epoch, rate=rate, used=self.used)
         self.used = []
-        self.fate.come_to(stories.UPDATE, 2)
+        self.fate.come_to(UPDATE, 2)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.fate.leave()
         if self.used:
-            self.fate.pass_by(stories.BETWEEN, 1)
+            self.fate.pass_by(BETWEEN, 1)
         elif self.global_step % self.fate.life.save_every == 0:
-            self.fate.pass_by(stories.WRITTEN, 1)
+            self.fate.pass_by(WRITTEN, 1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        with self.fate.within(stories.VALIDATION, len(batch[0])):
-            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.fate.come_to(VALIDATION, len(batch[0]))
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.fate.leave()
         self.log("val_loss", loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
+        optimizer: Any = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         if self.kind == "transformer":
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-3)
-        else:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Transformer(nn.Module):
-    """Two layers on six tokens, without dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(16, CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layers(self.embed(tokens)).mean(1))
+def transformer() -> nn.Module:
+    table = nn.Embedding(TOKENS, 16)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
+    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(table, layers, Apply(lambda hidden: hidden.mean(1)), nn.Linear(16, CLASSES))
 
 
 def convolutional() -> nn.Module:
-    """Two convolutions with GroupNorm."""
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1),
-        nn.GroupNorm(2, 8),
-        nn.GELU(),
-        nn.Conv2d(8, 8, 3, stride=2),
-        nn.GroupNorm(2, 8),
-        nn.GELU(),
-        nn.Flatten(),
-        nn.Linear(8 * 2 * 2, CLASSES),
-    )
+    layers = [nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU()]
+    layers += [nn.Conv2d(8, 8, 3, stride=2), nn.GroupNorm(2, 8), nn.GELU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 2 * 2, CLASSES))
 
 
-NETWORKS = {"transformer": Transformer, "convolutional": convolutional}
-
-
-class Samples(Dataset[Any]):
+def samples(model: str, size: int, seed: int) -> TensorDataset:
     """Inputs for a model; a sample knows its index."""
-
-    def __init__(self, model: str, size: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(TOKENS, (size, LENGTH), generator=generator)
-        images = torch.randn(size, 1, 6, 6, generator=generator)
-        self.inputs = tokens if model == "transformer" else images
-        self.targets = torch.randint(CLASSES, (size,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        return self.inputs[index], self.targets[index], index
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(TOKENS, (size, LENGTH), generator=generator)
+    images = torch.randn(size, 1, 6, 6, generator=generator)
+    targets = torch.randint(CLASSES, (size,), generator=generator)
+    return TensorDataset(tokens if model == "transformer" else images, targets, torch.arange(size))
 
 
 def live(story: Story, number: int, folder: Path) -> None:
@@ -258,41 +291,19 @@ def live(story: Story, number: int, folder: Path) -> None:
     pl.seed_everything(0, verbose=False)
     module = Victim(story.model, fate)
     strategy: Any = DDPStrategy(start_method="fork", process_group_backend="gloo") if story.ranks > 1 else "auto"
-    callback = AutoAccumulate(
-        micro_batch_size=life.micro_batch,
-        micro_batching="step" if story.mode == "step" else "loader",
-        memory_budget=life.budget,
-        verify=False,
-        cache=False,
-    )
+    settings: dict[str, Any] = {"micro_batching": story.mode, "memory_budget": life.budget}
+    callback = AutoAccumulate(micro_batch_size=life.micro_batch, verify=False, cache=False, **settings)
     saver = ModelCheckpoint(folder, "last", every_n_train_steps=life.save_every, enable_version_counter=False)
     trainer = quiet_trainer(
         devices=story.ranks,
         strategy=strategy,
-        callbacks=[callback, Watch(fate), End(folder), saver],
+        callbacks=[callback, Watch(fate), saver],
         plugins=[AtomicCheckpointIO()],
         accumulate_grad_batches=2,
-        max_epochs=stories.EPOCHS,
+        max_epochs=EPOCHS,
         num_sanity_val_steps=0,
         enable_checkpointing=True,
         default_root_dir=folder,
     )
-    trainer.fit(
-        module,
-        DataLoader(Samples(story.model, stories.SAMPLES, 1), 32 // story.ranks, shuffle=True),
-        DataLoader(Samples(story.model, 48, 2), 24 // story.ranks),
-        ckpt_path="last",
-    )
-
-
-class End(pl.Callback):
-    """Keeps what a training has come to."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        weights = torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
-        loss = trainer.callback_metrics.get("val_loss")  # none if a resume was left with nothing to do
-        end = {"weights": weights, "steps": trainer.global_step, "loss": None if loss is None else float(loss)}
-        torch.save(end, self.folder / f"end{trainer.global_rank}.pt")
+    train = DataLoader(samples(story.model, SAMPLES, 1), 32 // story.ranks, shuffle=True)
+    trainer.fit(module, train, DataLoader(samples(story.model, 48, 2), 24 // story.ranks), ckpt_path="last")

@@ -1,1 +1,0 @@
-"""What befalls the runs of ``benchmarks.chaos``."""
