@@ -3,6 +3,7 @@
 Lightning's ``loops/optimization/automatic.py``, ``plugins/precision/precision.py`` and ``loops/utilities.py``.
 """
 
+import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -106,6 +107,23 @@ def has_hook(owners: Iterable[Any], *names: str) -> bool:
     hooks = (getattr(owner, name, None) for owner in owners for name in names)
     stock = ("lightning.", "pytorch_lightning.", "lightning_ga.callback", "lightning_ga.app.")
     return any(hook is not None and not getattr(hook, "__module__", "").startswith(stock) for hook in hooks)
+
+
+_COUNTS_WINDOWS = {"global_step", "accumulate_grad_batches"}
+
+
+def reads_batch(hook: Any) -> bool:
+    """Return whether the code of a hook of a callback reads what belongs to a batch, and nothing that counts windows.
+
+    Its arguments are, after trainer and module, outputs, batch and number (``core/hooks.py``).
+    """
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    if code is None or _COUNTS_WINDOWS.intersection(code.co_names):
+        return code is None
+    flags = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    given = set(code.co_varnames[3 : code.co_argcount + code.co_kwonlyargcount + flags])
+    read = {each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")}
+    return bool(given.intersection(name for each in read for name in (each if isinstance(each, tuple) else (each,))))
 
 
 def zeroes_by_itself(optimizer: torch.optim.Optimizer) -> bool:

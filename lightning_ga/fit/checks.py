@@ -1,7 +1,11 @@
 """What a user is told: what cannot work, in one sentence each with the way out, and what is not exact."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -9,14 +13,16 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_ga.compat import closures, dataloaders, intervals, loops
+from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
-from lightning_ga.fit.exactness.training import is_inexact
+from lightning_ga.fit.exactness.passes import settings_of
+from lightning_ga.fit.exactness.training import TrainingExactness, is_inexact
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.device import total_memory
 from lightning_ga.plan.accumulation import require_count, require_effective_batch, require_few_chunks
 from lightning_ga.plan.config import Request
-from lightning_ga.plan.exactness import INEXACT
+from lightning_ga.plan.exactness import BY_BATCH, INEXACT
 from lightning_ga.plan.schedule import PiecewiseSchedule
 from lightning_ga.plan.units import format_bytes, parse_budget
 from lightning_ga.snapshot.contents import contained
@@ -201,42 +207,64 @@ class Told:
         return f"{self._fit.plan}{unit}{grows}{found}{measured}."
 
 
-_LOOKS = 8  # micro-batches before which the callbacks are looked at
+_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+_LOOKS = 8  # micro-batches in which it is looked at what a hook changes
+_LOOKS_IF_READ = 1000  # if the hook reads what belongs to a micro-batch: it may act in some only
 
 
 class ByBatch:
-    """Looks for callbacks that average the weights, and for schedules and callbacks that follow the last batch."""
+    """Watches callbacks that act batch by batch: where the loader cuts, their hooks see micro-batches."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._looks = _LOOKS
-        self._before: dict[str, tuple[list[torch.Tensor], Any]] = {}  # by the callback's name
-        self._has_warned_of_monitors = False
+    def __init__(self, trainer: Any, exactness: TrainingExactness) -> None:
+        self._trainer, self._exactness = trainer, exactness
+        self._is_cut = self._is_told = self._has_warned_of_monitors = False
 
-    def look(self) -> None:
-        """Compare the tensors of callbacks with those before the last micro-batch, if that was of the same window."""
-        if not self._looks or self._trainer.accumulate_grad_batches == 1:
-            return
-        self._looks -= 1
-        before, self._before = self._before, {}
-        for callback in self._trainer.callbacks:
-            name, tensors = type(callback).__name__, _tensors_of(callback)
-            self._before[name] = tensors, versions(tensors)
-            if loops.begins_window(self._trainer) or name not in before:
-                continue
-            known, former = before[name]
-            pairs = zip(known, versions(known), former)
-            if self._are_weights([tensor for tensor, now, was in pairs if now != was]):
-                self._looks = 0
-                rank_zero_warn(
-                    f"{name} changes its copy of the weights after each micro-batch: where the loader cuts, these are "
-                    "the batches that hooks such as on_train_batch_end see. Let it act if trainer.global_step has "
-                    'changed, or use micro_batching="step".'
-                )
+    def begin_epoch(self, *, is_cut: bool) -> None:
+        """Begin an epoch, whose batches of the loop may not be the recipe's."""
+        self._is_cut = is_cut
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Return a context in which it is seen what hooks of callbacks change."""
+        with ExitStack() as stack:
+            for callback, name in product(self._trainer.callbacks, _HOOKS):
+                if closures.has_hook([callback], name):
+                    hook = _Hook(callback, getattr(callback, name), closures.reads_batch(getattr(callback, name)))
+                    stack.enter_context(shadowed(callback, name, partial(self._run, hook)))
+            yield
+
+    def _run(self, hook: "_Hook", *arguments: Any, **named: Any) -> Any:
+        if not self._is_cut or self._is_told or not hook.looks:
+            return hook.run(*arguments, **named)
+        hook.looks -= 1
+        own, before = _tensors_of(hook.callback), self._settings() if hook.reads_batch else {}
+        former = versions(own)
+        result = hook.run(*arguments, **named)
+        changed = [name for name, value in self._settings().items() if value != before[name]] if before else []
+        pairs = zip(own, versions(own), former)
+        is_at_edge = loops.window_is_over if hook.run.__name__ == "on_train_batch_end" else loops.begins_window
+        within = not is_at_edge(self._trainer)
+        if (within or hook.reads_batch) and self._are_weights([each for each, now, was in pairs if now != was]):
+            changed.append("its copy of the weights")
+        if changed:
+            self._is_told = True
+            who = f"{type(hook.callback).__name__}.{hook.run.__name__}"
+            self._exactness.found_unknown(BY_BATCH.format(hook=who, what=" and ".join(changed)))
+        return result
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what training depends on, and hooks may change."""
+        weights = [*self._trainer.lightning_module.parameters()]
+        return {
+            "weights": versions(weights),
+            "which weights are trained": [weight.requires_grad for weight in weights],
+            "learning rates or the like": settings_of(self._trainer.optimizers),
+            "trainer.should_stop": self._trainer.should_stop,
+        }
 
     def check_monitors(self) -> None:
         """Warn, as an epoch ends, of what decides by a value of the last batch."""
-        if self._has_warned_of_monitors or self._trainer.accumulate_grad_batches == 1:
+        if self._has_warned_of_monitors or not self._is_cut:
             return
         # This hook may log the mean over the epoch by the same name.
         if closures.has_hook([self._trainer.lightning_module], "on_train_epoch_end"):
@@ -252,6 +280,19 @@ class ByBatch:
         """Return whether there is one of the shape of each trained parameter."""
         trained = Counter(p.shape for p in self._trainer.lightning_module.parameters() if p.requires_grad)
         return bool(trained) and trained <= Counter(tensor.shape for tensor in tensors)
+
+
+@dataclass(slots=True)
+class _Hook:
+    """A hook of a callback."""
+
+    callback: Any
+    run: Callable[..., Any]
+    reads_batch: bool  # whether it reads more of its arguments than trainer and module
+    looks: int = 0  # that are left
+
+    def __post_init__(self) -> None:
+        self.looks = _LOOKS_IF_READ if self.reads_batch else _LOOKS
 
 
 def _tensors_of(callback: Any) -> list[torch.Tensor]:

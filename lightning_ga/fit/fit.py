@@ -34,6 +34,7 @@ from lightning_ga.plan.config import Options, Request, read_request, scales_rate
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import parse_budget
+from lightning_ga.plan.windows import Chunk
 
 
 class Fit:
@@ -60,6 +61,7 @@ class Fit:
         self._schedules = StepSchedules(trainer, request, options)
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._batch: Any = None  # the current micro-batch
+        self._chunk: Chunk | None = None  # as it was planned
         self.told = Told(self)
         self.progress = Progress(trainer)
         self._data = TrainingData(trainer, self.exactness, request, options)
@@ -67,7 +69,7 @@ class Fit:
         self._engine = self.evaluation.engine
         self._window: TrainingWindow | None = None  # none while the loop runs micro-batches by itself
         self._later = LaterChecks(trainer, self._engine, self._data, wanted=options.verify and not options.whole)
-        self._by_batch = ByBatch(trainer)
+        self._by_batch = ByBatch(trainer, self.exactness)
         self._limit = TrainingLimit(trainer, request, options, self._engine, self._data)
         self._held = ExitStack()
         self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))
@@ -139,6 +141,8 @@ class Fit:
         if self._rates is not None:
             self._held.enter_context(self._rates.following())
         self._guard_training()
+        if self.options.verify:
+            self._held.enter_context(self._by_batch.watching())
         self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self.progress.within_batch))
         self.progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
@@ -164,7 +168,7 @@ class Fit:
         self._factors.check()
         source, index = self.source, loops.micro_batch_index(self.trainer)
         self._enter_window(index)
-        chunk = source.chunk(index)
+        chunk = self._chunk = source.chunk(index)
         if self._rates is not None and loops.begins_window(self.trainer):
             self._rates.begin_window(
                 source, chunk, self.fed.effective_batch_size, self.progress.position.samples_before
@@ -183,8 +187,6 @@ class Fit:
             self._engine.chunked.size.begin_step(expected)
         if self._later.are_made:
             self._later.look(batch, accumulates=self._accumulates)
-        if not source.cut_in_step:
-            self._by_batch.look()
         self._schedules.step_when_due(source, chunk.window)
 
     def show_next_window(self) -> None:
@@ -225,7 +227,8 @@ class Fit:
         self._batch = None
         if self.gradients.has_skipped and not window_is_over:
             self._later.note_left_out(batch)
-        self.progress.advance(self.source, window_is_over=window_is_over)
+        assert self._chunk is not None, "a micro-batch begins before it ends"
+        self.progress.advance(self.source, self._chunk, window_is_over=window_is_over)
         if window_is_over:
             self._limit.lower_if_allocator_struggles()
         if self._reporter.untold:
@@ -236,8 +239,7 @@ class Fit:
         self._tell_of_errors()
         if self._later.are_made:
             self.exactness.learn_from_ranks()
-        if not self.source.cut_in_step:
-            self._by_batch.check_monitors()
+        self._by_batch.check_monitors()
         self._factors.check()
         checks.check_end_of_epoch(self.trainer, self.source)
 
@@ -310,6 +312,8 @@ class Fit:
         self.progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
+        is_cut = not source.cut_in_step and self.fed.micro_batch_size != source.recipe.largest_batch(epoch)
+        self._by_batch.begin_epoch(is_cut=is_cut)
         if self._engine.chunked is not None:
             self._begin_chunks(self._engine.chunked)
         if self._window is not None:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -62,8 +62,7 @@ class Part:
     tensors: Sequence[tuple[int, int]] = ()  # as it was before it ran (``tensors_of``)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchResult:
+class BatchResult(NamedTuple):
     """The results of a batch."""
 
     results: Sequence[Any]  # what the pieces returned; one result of a batch that ran whole
@@ -131,5 +130,7 @@ def tensors_of(batch: Any) -> list[tuple[int, int]]:
     """Return which tensors a batch holds, and how often each was written to; ``tree_leaves`` would take longer."""
     if isinstance(batch, Tensor):
         return [(id(batch), -1 if batch.is_inference() else batch._version)]
-    inner = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    return [found for each in inner for found in tensors_of(each)]
+    found: list[tuple[int, int]] = []
+    for each in batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ():
+        found += tensors_of(each)
+    return found

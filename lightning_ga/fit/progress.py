@@ -10,7 +10,7 @@ from lightning_ga.plan.checkpoint import Position, RunState
 from lightning_ga.plan.config import Request
 from lightning_ga.plan.lengths import plan_of_batches
 from lightning_ga.plan.schedule import Growth
-from lightning_ga.plan.windows import GrowingEpoch
+from lightning_ga.plan.windows import Chunk, GrowingEpoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +226,16 @@ class Progress:
             self._schedule_validation(source, before, after)
         loops.align_logger_steps(trainer)
 
-    def advance(self, source: TrainingSource, *, window_is_over: bool) -> None:
+    def advance(self, source: TrainingSource, chunk: Chunk, *, window_is_over: bool) -> None:
         """Keep the place after a micro-batch, and let validation run when the recipe says."""
-        index = loops.micro_batch_index(self._trainer)
         if window_is_over:
-            chunk = source.chunk(index)
             done, short = chunk.window_end * source.sharded_ranks, self.position.samples_short
             if source.streams:  # whose end is not known in advance
                 self._short += chunk.window_end - chunk.done
                 short, self._short = short + self._short * source.sharded_ranks, 0
             self.position = replace(self.position, samples_done=done, samples_short=short)
-        before, after = self._passed[0] if index else 0, source.batches_after(index)
+        is_first = loops.micro_batch_index(self._trainer) == 0
+        before, after = 0 if is_first else self._passed[0], source.recipe_batches(chunk.done)
         self._passed = after, self.position.batches_before
         self.within_batch = after == before
         if self._validates:

@@ -7,8 +7,7 @@ inside ``except ... as error``: ``attempt`` keeps the error, leaves the block, t
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -50,8 +49,7 @@ def is_ambiguous_out_of_memory(error: BaseException) -> bool:
     return any(_says(link, _AMBIGUOUS) for link in _chain(error))
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The outcome of something that may run out of memory."""
 
     result: Any = None  # what was returned

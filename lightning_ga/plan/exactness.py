@@ -76,6 +76,10 @@ GRADIENTS_CHANGED = (
     "a callback changes the gradients of micro-batches in on_after_backward: change those of the batch in "
     'on_before_optimizer_step, or use micro_batching="step"'
 )
+BY_BATCH = (
+    "{hook} runs for each micro-batch if the loader cuts, and changes {what}: let it act if trainer.global_step has "
+    'changed, or use micro_batching="step"'
+)
 HOOKED = (
     "hooks on gradients (Tensor.register_hook, or on_after_backward where the loader cuts) see those of each "
     "micro-batch, not of the whole batch: change gradients in on_before_optimizer_step, or clip them by "

@@ -5,7 +5,8 @@ A loss is a mean over the samples of one micro-batch. Lightning divides it by th
 so the optimizer sees Σ gᵢ / (A·W). The mean over the whole window of N samples is Σ nᵢ gᵢ / N: the micro-batch of nᵢ
 samples must weigh A·W·nᵢ / N. The same holds for a mean over tokens, with nᵢ tokens of N.
 
-The weights of a window are a frozen record: to undo a failed pass, go on with the record from before it.
+The weights of a window are a record that nothing changes: to undo a failed pass, go on with the record from before it.
+(Not a frozen one: two are made in every micro-batch, and that would take six times as long.)
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any, Self
 from lightning_ga.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WindowWeights:
     """Weights as in stock Lightning: every micro-batch counts as one of the nominal factor."""
 
@@ -51,7 +52,7 @@ class WindowWeights:
         return 1.0, self
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KnownWindow(WindowWeights):
     """Weights of windows whose samples are known in advance."""
 
@@ -82,7 +83,7 @@ class KnownWindow(WindowWeights):
         return self.window / (self.window - skipped) if 0 < skipped < self.window else 1.0, self
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LateWindow(WindowWeights):
     """Weights of windows whose samples or tokens are counted during the window.
 

@@ -136,7 +136,7 @@ class GrowingWindows:
 Windows = RegularWindows | GivenWindows | GrowingWindows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as one is made in every micro-batch: that would take five times as long
 class Chunk:
     """One micro-batch of one rank."""
 

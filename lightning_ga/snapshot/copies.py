@@ -5,7 +5,6 @@ shows a change, without a copy. To read all values takes too long to be done in 
 the first micro-batches do it.
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +22,13 @@ _VERSION = attrgetter("_version")
 SMALL = 2**20  # bytes of a tensor that is copied where every window begins
 
 
-def versions(tensors: Iterable[Tensor | None]) -> "array[int]":
-    """Return how often each tensor was written to; -1 for none. Unlike a list, the garbage collector passes it over."""
+def versions(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
+    """Return how often each tensor was written to; -1 for none."""
     tensors = [*tensors]
     try:
-        return array("q", [*map(_VERSION, tensors)])  # twice as fast
+        return tuple(map(_VERSION, tensors))  # twice as fast
     except AttributeError:  # one is none
-        return array("q", [-1 if tensor is None else tensor._version for tensor in tensors])
+        return tuple(-1 if tensor is None else tensor._version for tensor in tensors)
 
 
 def is_small(tensor: Tensor) -> bool:

@@ -174,7 +174,8 @@ class Savepoint:
 
     def _first_changed(self, now: Sequence[int]) -> str | None:
         """Return the name of what has no copy and has been written to, by versions as they are now."""
-        if now == self._versions:
+        number = len(self._uncopied)
+        if now[:number] == self._versions[:number]:
             return None
         pairs = zip(_spread(self._watched), self._versions, now)
         return next((str(name) for (name, _), was, is_now in pairs if was != is_now), None)

@@ -17,12 +17,12 @@ from lightning_ga import AutoAccumulate, ExactnessWarning
 MODES = ("loader", "step")
 
 
-def told(mode: str, *callbacks: Any, module: Any = None, **settings: Any) -> list[str]:
+def told(mode: str, *callbacks: Any, module: Any = None, batch: int = 8, **settings: Any) -> list[str]:
     """The warnings of two epochs of four windows; each is one micro-batch of eight, or two of four."""
     callback = AutoAccumulate(micro_batch_size=4, micro_batching=mode)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        loader = DataLoader(Samples(32), batch_size=8)
+        loader = DataLoader(Samples(32), batch_size=batch)
         fit(loader, callback, *callbacks, module=module or Regression(), max_epochs=2, **settings)
     texts = [str(each.message) for each in caught if each.category in (UserWarning, ExactnessWarning)]
     return [text for text in texts if "micro-batch" in text]
@@ -51,12 +51,65 @@ class AverageOfModule(Average):
                 old.lerp_(new, 0.1)
 
 
-@pytest.mark.parametrize("kind", [Average, AverageOfModule])
+class Every(pl.Callback):
+    """Acts in every second batch: the last micro-batch of a window, if there are two."""
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            self.act(trainer, module)
+
+
+class EveryStep(Every):
+    """Acts after each optimizer step, as it should."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.act(trainer, module)
+
+
+def decay(_: Any, module: Any) -> None:
+    with torch.no_grad():
+        module.net[0].weight.mul_(0.9)
+
+
+def freeze(trainer: Any, module: Any) -> None:
+    if trainer.current_epoch and trainer.is_last_batch:
+        module.net[0].bias.requires_grad_(False)
+
+
+def slow_down(trainer: Any, _: Any) -> None:
+    trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+def stop(trainer: Any, _: Any) -> None:
+    trainer.should_stop = True
+
+
+ACTING: dict[str, tuple[Any, str]] = {
+    "averages": (Average, "its copy of the weights"),
+    "averages a copy": (AverageOfModule, "its copy of the weights"),
+    "decays": (lambda: Every(decay), "changes weights"),
+    "freezes": (lambda: Every(freeze), "which weights are trained"),
+    "slows down": (lambda: Every(slow_down), "learning rates"),
+    "stops": (lambda: Every(stop), "trainer.should_stop"),
+}
+
+
+@pytest.mark.parametrize("name", ACTING)
 @pytest.mark.parametrize("mode", MODES)
-def test_an_average_of_micro_batches_is_told_once(kind: Any, mode: str) -> None:
-    found = told(mode, kind())
-    assert len(found) == (mode == "loader")
-    assert all(f"{kind.__name__} changes its copy of the weights" in text for text in found)
+def test_a_callback_that_acts_by_micro_batches_is_told_once(name: str, mode: str) -> None:
+    callback, words = ACTING[name]
+    found = told(mode, callback())
+    assert [words in text for text in found] == [True] * (mode == "loader")
+
+
+@pytest.mark.parametrize("name", ACTING)
+def test_a_callback_that_acts_by_batches_of_the_recipe_is_not_told(name: str) -> None:
+    """Nothing is cut: the recipe accumulates by itself."""
+    assert told("loader", ACTING[name][0](), batch=4, accumulate_grad_batches=2) == []
 
 
 class Keeps(pl.Callback):
@@ -71,8 +124,12 @@ class Keeps(pl.Callback):
         self.total += outputs["loss"]
 
 
-@pytest.mark.parametrize("callback", [Keeps, lambda: EMAWeightAveraging(decay=0.9)], ids=["sums", "Lightning's"])
-def test_what_averages_no_micro_batches_is_not_told(callback: Any) -> None:
+@pytest.mark.parametrize(
+    "callback",
+    [Keeps, lambda: EMAWeightAveraging(decay=0.9), lambda: EveryStep(decay), lambda: Every(lambda *_: None)],
+    ids=["sums", "Lightning's", "acts by steps", "reads"],
+)
+def test_what_acts_by_no_micro_batches_is_not_told(callback: Any) -> None:
     assert told("loader", callback()) == []
 
 

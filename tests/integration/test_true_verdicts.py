@@ -237,13 +237,27 @@ def test_state_that_a_loss_reads_later_is_told_then(way: Way) -> None:
     told(reads, way, "stateful", "for this training.*table", max_epochs=4)
 
 
+def with_statistics() -> Task:
+    """Samples are normalized by themselves, and running statistics count the passes."""
+    task = Task()
+    norm = nn.InstanceNorm1d(1, track_running_stats=True).double()
+    task.net[0] = nn.Sequential(nn.Unflatten(1, (1, -1)), norm, nn.Flatten(), task.net[0])
+    return task
+
+
 @each_cut
-@pytest.mark.parametrize("kind", ["average", "growing"])
-def test_state_that_parts_leave_otherwise_is_told_though_no_gradient_depends_on_it(kind: str, way: Way) -> None:
-    ours = run(case(lambda: Tables(kind)), way)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(lambda: Tables("average"), "table"), (lambda: Tables("growing"), "table"), (with_statistics, "running_mean")],
+    ids=["average", "growing", "InstanceNorm"],
+)
+def test_state_that_parts_leave_otherwise_is_told_though_no_gradient_depends_on_it(
+    module: Any, name: str, way: Way
+) -> None:
+    ours = run(case(module), way)
     assert ours.cause == "stateful"
     (text,) = ours.told
-    assert "table" in text
+    assert name in text
 
 
 class Carried(Task):

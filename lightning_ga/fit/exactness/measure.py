@@ -86,8 +86,8 @@ def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch
     if changed := changed_names(before, _state_of(chunked)):
         raise _refused(
             chunked,
-            f"{changed[0]} changes in the forward pass, which runs for each chunk, and once more in the backward pass: "
-            "change it outside, as in on_train_batch_end, or leave this submodule out.",
+            f"{changed[0]} changes in the forward pass, which runs for each chunk: change it outside, as in "
+            "on_train_batch_end, or leave this submodule out.",
         )
     if error <= tolerance:
         return Exactness(error, tolerance, "exact", micro_steps=passes.steps)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module, functional
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
@@ -315,8 +315,8 @@ def gathered(module: torch.nn.Module) -> dict[str, float]:
 
 
 def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state that a step should not change: weights, and buffers but for those of normalization, metrics."""
-    parts = (part for part in module.modules() if isinstance(part, (_NormBase, Metric)))
+    """Return the state that a step should not change: weights, and buffers but for those of BatchNorm and metrics."""
+    parts = (part for part in module.modules() if isinstance(part, (_BatchNorm, Metric)))
     passed_by = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
     named = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in passed_by}
     return named | dict(module.named_parameters())
