@@ -228,7 +228,11 @@ class Averaged(Task):
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         for old, new in zip(self.average.parameters(), self.net.parameters()):
-            old.lerp_(new.detach(), 0.1)
+            old.data.lerp_(new.data, 0.1)
+
+
+def averaged() -> Task:
+    return Averaged(average=network().requires_grad_(False))
 
 
 def renormalizing(task: Task, batch: Any) -> Tensor:
@@ -286,11 +290,19 @@ class LogsByEpoch(WeighsByEpoch):
 
 
 NO_MATTER = {
-    "an average that no loss reads": Case(lambda: Averaged(average=network().requires_grad_(False))),
+    "an average that no loss reads": Case(averaged),
     "a weight that is normalized again": Case(lambda: Task(renormalizing)),
     "a memory of samples": Case(lambda: Task(of_rows, memory=torch.zeros(48, 1, dtype=torch.float64)), numbered),
     "what is gathered to be logged": Case(LogsByEpoch, numbered),
 }
+
+
+def test_an_average_that_follows_as_gradients_are_zeroed_follows_once_for_each_window() -> None:
+    """Also if memory runs out in the second micro-batch, and though ``tensor.data`` counts no versions."""
+    memory, oracle = Memory(2), one_pass(Case(averaged))
+    ours = train(averaged(), of_pairs(), AutoAccumulate(micro_batch_size=4), memory=memory)
+    assert (len(ours.ran_out), ours.told) == (1, [])
+    assert error(ours, oracle) <= ROUNDING
 
 
 @pytest.mark.parametrize("name", NO_MATTER)
