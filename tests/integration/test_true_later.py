@@ -299,7 +299,7 @@ NO_MATTER = {
 
 def test_an_average_that_follows_as_gradients_are_zeroed_follows_once_for_each_window() -> None:
     """Also if memory runs out in the second micro-batch, and though ``tensor.data`` counts no versions."""
-    memory, oracle = Memory(2), one_pass(Case(averaged))
+    memory, oracle = Memory(6), one_pass(Case(averaged))
     ours = train(averaged(), of_pairs(), AutoAccumulate(micro_batch_size=4), memory=memory)
     assert (len(ours.ran_out), ours.told) == (1, [])
     assert error(ours, oracle) <= ROUNDING
