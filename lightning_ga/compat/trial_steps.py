@@ -49,8 +49,14 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], o
 
     To be called after ``enter_trial``. ``observe`` is called before and after the pass, between the hooks of the loop.
     """
-    loop = trainer.fit_loop.epoch_loop
-    with muted(trainer), _without_collectives(trainer), _counting(trainer, place) as batch_idx:
+    loop, optimization = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.automatic_optimization
+    zeroing = optimization._make_zero_grad_fn
+    with (
+        muted(trainer),
+        _without_collectives(trainer),
+        _counting(trainer, place) as batch_idx,
+        patching.shadowed(optimization, "_make_zero_grad_fn", lambda _, optimizer: zeroing(place.index, optimizer)),
+    ):
         trainer._logger_connector.on_batch_start(batch)
         if place.begins:
             _call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
@@ -58,8 +64,7 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], o
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         waiting = closures.before_the_last(trainer, lambda _: None) if place.continues else nullcontext()
         with _backward_as_in_training(trainer, place.weight * place.batches), waiting:
-            number = batch_idx if place.steps else place.index
-            outputs = loop.automatic_optimization.run(trainer.optimizers[0], number, kwargs)
+            outputs = optimization.run(trainer.optimizers[0], batch_idx if place.steps else place.index, kwargs)
         observe()
         if place.ends:
             _call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
@@ -70,6 +75,15 @@ def call_before_step(trainer: Any) -> None:
     """Call the module's hook that sees the gradient of a window before the optimizer's step; it may refuse this one."""
     with muted(trainer), suppress(Exception):  # it is of a few samples
         _call_module_hook(trainer, "on_before_optimizer_step", trainer.optimizers[0])
+
+
+def step_schedules(trainer: Any, place: PassPlace) -> None:
+    """Step schedules by step as the module's own hook does after a pass at this place."""
+    if closures.has_hook([trainer.lightning_module], "lr_scheduler_step"):
+        with muted(trainer), _counting(trainer, place):
+            for config in trainer.lr_scheduler_configs:
+                if config.interval == "step" and not config.reduce_on_plateau:
+                    _call_module_hook(trainer, "lr_scheduler_step", config.scheduler, None)
 
 
 def end_epoch_of(trainer: Any, gathered: set[str], batches: int | None = None) -> int:
@@ -105,15 +119,18 @@ def _counting(trainer: Any, place: PassPlace) -> Iterator[int]:
     loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     progress = epoch_loop.batch_progress
     if place.steps:
-        trainer.accumulate_grad_batches, ready = place.index + 1, place.index + 1 + place.ahead
+        trainer.accumulate_grad_batches = (place.index + 1) * place.batches
+        ready = place.index + 1 + place.ahead
     else:
         trainer.accumulate_grad_batches = 4 * place.batches  # the loop divides the loss by it
-        ready = max(1, progress.current.ready) + place.ahead + (place.index if place.begins else 0)
+        before = place.batches * max(0, progress.current.ready - 1) + place.ahead
+        ready = before + 1 + (place.index if place.begins else 0)
     progress.total.ready += place.begins
     goes_on = nullcontext() if place.steps else patching.shadowed(epoch_loop, "_should_accumulate", lambda: True)
     with (
         patching.replaced(loop, max_batches=loop.max_batches * place.batches),
         patching.replaced(progress.current, ready=ready),
+        patching.replaced(progress.total, ready=progress.total.ready + place.steps * place.ahead),
         patching.replaced(progress, is_last_batch=place.may_be_last and ready >= loop.max_batches),
         goes_on,
     ):
@@ -143,14 +160,14 @@ def _backward_as_in_training(trainer: Any, weight: float) -> Iterator[None]:
 
 
 def owners(trainer: Any) -> list[Any]:
-    """Return the objects whose attributes a step may set: the trainer, the datamodule, schedules, datasets."""
+    """Return the objects whose attributes a step may set: trainer, datamodule, optimizers, schedules, datasets."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     loaders = getattr(trainer.fit_loop._combined_loader, "flattened", ())
     datasets: list[Any] = [getattr(loader, "dataset", None) for loader in loaders]
     for dataset in datasets:  # what wraps another one keeps it so
         inner = getattr(dataset, "__dict__", {}).get("dataset")
         datasets += [] if inner is None or any(inner is known for known in datasets) else [inner]
-    found = [trainer, *schedulers, trainer.datamodule, *datasets]
+    found = [trainer, *trainer.optimizers, *schedulers, trainer.datamodule, *datasets]
     return [each for each in found if hasattr(each, "__dict__") and not isinstance(each, IterableDataset)]
 
 

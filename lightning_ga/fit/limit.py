@@ -155,7 +155,7 @@ class TrainingLimit:
         found = None if self.probe is None else lowered(self.probe, limit)
         if found is not None and self._kind is not None:
             remember(self._kind, found)
-        if not self._data.keeps_sizes:
+        if not ranks.smallest_over_ranks(self._trainer, int(self._data.keeps_sizes)):
             self.most, self.probe = limit, found
 
     def lower_if_allocator_struggles(self) -> None:

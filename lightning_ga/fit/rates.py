@@ -155,6 +155,7 @@ class StepSchedules:
     def __init__(self, trainer: Any, request: Request, options: Options) -> None:
         self._trainer, self._request, self._by_tokens = trainer, request, options.tokens is not None
         self._frequencies: dict[int, int] = {}  # of those to be steered, as the user wrote them, by position
+        self._begins_as_recipe = False
 
     def begin(self, source: TrainingSource, fed: AccumulationPlan) -> None:
         """Find the schedules, if the loop counts other batches than the recipe's in windows that are cut as ``fed``."""
@@ -162,13 +163,13 @@ class StepSchedules:
         configs = [*enumerate(trainer.lr_scheduler_configs)]
         found = {at: each.frequency for at, each in configs if each.interval == "step" and each.frequency > 1}
         by_epoch = self._request.by_window is None and not self._by_tokens
-        as_recipe = trainer.accumulate_grad_batches == source.recipe.settings.recipe_factor
-        as_recipe &= fed.micro_batch_size == source.recipe.largest_batch(epoch)
-        keeps_batches = source.cut_in_step and not source.reads_windows
-        if not found or (by_epoch and (keeps_batches or as_recipe)):
+        if not found or (by_epoch and source.cut_in_step and not source.reads_windows):
             return
         self._frequencies = found
-        if not self._keeps_windows:
+        as_recipe = trainer.accumulate_grad_batches == source.recipe.settings.recipe_factor
+        as_recipe &= fed.micro_batch_size == source.recipe.largest_batch(epoch)
+        self._begins_as_recipe = by_epoch and as_recipe
+        if not self._counts_batches:
             rank_zero_info(
                 f"The frequency of schedules by step ({', '.join(map(str, found.values()))}) counts optimizer steps "
                 "here, as batches of the loop are micro-batches."
@@ -178,13 +179,12 @@ class StepSchedules:
         """Say whether they are due after a micro-batch of this window of the epoch."""
         if not self._frequencies:
             return
-        keeps, total = self._keeps_windows, source.epoch_batches
-        done = (window + 1) * (source.recipe.settings.recipe_factor if keeps else 1)
-        batches = done if total is None or not keeps else min(done, total)
+        index = loops.micro_batch_index(self._trainer)
+        batches, count = source.batches_after(index) if self._counts_batches else window + 1, index + 1
         # The loop looks whether a frequency divides its count of micro-batches (``training_epoch_loop.py:474``).
-        count = loops.micro_batch_index(self._trainer) + 1
         for at, frequency in self._frequencies.items():
-            self._trainer.lr_scheduler_configs[at].frequency = count if batches % frequency == 0 else count + 1
+            steered = frequency if batches == count else count + (batches % frequency > 0)
+            self._trainer.lr_scheduler_configs[at].frequency = steered
 
     def give_back(self) -> None:
         """Give schedules the frequencies that the user wrote."""
@@ -192,8 +192,8 @@ class StepSchedules:
             self._trainer.lr_scheduler_configs[at].frequency = frequency
 
     @property
-    def _keeps_windows(self) -> bool:
-        """Whether windows are the recipe's, and none are asked for."""
+    def _counts_batches(self) -> bool:
+        """Whether windows are the recipe's, and none are asked for, or training has begun as the recipe."""
         epoch = loops.training_epoch(self._trainer)
         asked = self._request.effective(epoch), self._request.factor(epoch)
-        return not self._by_tokens and asked == (None, None)
+        return self._begins_as_recipe or (not self._by_tokens and asked == (None, None))

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ga.batch.layout import length_of_first
 from lightning_ga.compat import dataloaders, intervals, loops, ranks
 from lightning_ga.errors import UserError
-from lightning_ga.fit.exactness.training import TrainingExactness
+from lightning_ga.fit.exactness.training import TrainingExactness, is_inexact
 from lightning_ga.fit.parts import StageBatches
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
@@ -46,8 +46,10 @@ class TrainingData(StageBatches):
 
     @property
     def keeps_sizes(self) -> bool:
-        """Whether micro-batches keep their size if memory runs out: a factor counts them, and windows stay."""
-        return self._counts_micro_batches and not self.source.cut_in_step
+        """Whether micro-batches keep their size if memory runs out: a factor counts them, or the step and its hooks."""
+        training, splitting = self.exactness.training, self.exactness.splitting
+        only_pieces = is_inexact(training) and splitting is not None and splitting.cause == "exact"
+        return (self._counts_micro_batches or only_pieces) and not self.source.cut_in_step
 
     # --- loaders -------------------------------------------------------------------------------
 

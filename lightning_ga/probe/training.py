@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from lightning_ga.compat import dataloaders, patching, trial_steps
@@ -57,11 +58,13 @@ def isolated(
             reached.swap_in_copies()
         trial_steps.enter_trial(trainer, begins=begins)
 
-    try:
-        prepare()
-        yield prepare
-    finally:
-        restore()
+    tensors = tuple(chain(module.parameters(), module.buffers()))
+    with _unsafe_preserve_version_counter(tensors):  # windows look there whether they were written to
+        try:
+            prepare()
+            yield prepare
+        finally:
+            restore()
 
 
 @contextmanager

@@ -70,6 +70,7 @@ class Savepoint:
         # Not those that an optimizer within the backward pass updates: its states do not come back.
         self._copied += [w for n, w in weights.items() if n in self._changing and not w._post_accumulate_grad_hooks]
         self._copies, copied = SmallCopies(self._copied), set(map(id, self._copied))
+        self._change = {id(tensor) for name, tensor in (buffers | weights).items() if name in self._changing}
         hidden = [*_hidden(self._module)]
         self._named = [*{id(pair[1]): pair for pair in [*hidden, *buffers.items(), *weights.items()]}.values()]
         self._watched = [pair for pair in self._named if id(pair[1]) not in copied]
@@ -131,7 +132,8 @@ class Savepoint:
         self.begin_hooks()
         zero()
         self._end_hooks()
-        changed = [each for each, was, now in zip(self._copied, before, versions(self._copied)) if was != now]
+        pairs = zip(self._copied, before, versions(self._copied))  # ``tensor.data`` counts no versions
+        changed = [each for each, was, now in pairs if was != now or id(each) in self._change]
         if changed:
             self._zeroed = SmallCopies(changed)
             self._zeroed.take()

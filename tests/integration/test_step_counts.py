@@ -13,10 +13,15 @@ from lightning_ga import AutoAccumulate, ExactnessWarning, optimizer_steps
 class Scheduled(Regression):
     """Asks for the number of steps where schedules are made, and notes every learning rate."""
 
-    def __init__(self, make: Any = None, frequency: int = 1) -> None:
+    def __init__(self, make: Any = None, frequency: int = 1, fits: int = 8) -> None:
         super().__init__()
-        self.make, self.frequency = make, frequency
+        self.make, self.frequency, self.fits = make, frequency, fits  # samples that fit after the first step
         self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == 1 and len(batch[0]) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -87,15 +92,17 @@ def test_a_horizon_that_is_wrong_warns_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize("frequency", [1, 2, 3])
-@pytest.mark.parametrize("micro_batch", [2, 3, 8])
-def test_frequency_counts_optimizer_steps(frequency: int, micro_batch: int) -> None:
-    """As without accumulation, whatever the factor is; Lightning tests it against micro-batches."""
+@pytest.mark.parametrize(("micro_batch", "fits"), [(2, 8), (3, 8), (8, 8), (8, 4)])
+@pytest.mark.filterwarnings("ignore:Memory ran out")
+def test_frequency_counts_optimizer_steps(frequency: int, micro_batch: int, fits: int) -> None:
+    """As without accumulation, whatever the factor is, after an error too; Lightning tests it against micro-batches."""
 
     def halving(optimizer: Any, _: int) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
     whole = DataLoader(Samples(30), batch_size=8)
     stock, _ = fit(whole, module=Scheduled(halving, frequency))
-    ours, trainer = fit(whole, AutoAccumulate(micro_batch_size=micro_batch), module=Scheduled(halving, frequency))
+    scheduled = Scheduled(halving, frequency, fits)
+    ours, trainer = fit(whole, AutoAccumulate(micro_batch_size=micro_batch), module=scheduled)
     assert ours.rates == stock.rates
     assert trainer.lr_scheduler_configs[0].frequency == frequency

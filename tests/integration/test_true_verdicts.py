@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchvision.ops import StochasticDepth
 from true_support import (
     FEATURES,
+    LOADER,
     ROUNDING,
-    STEP,
     VERDICTS,
     WAYS,
     Case,
@@ -27,6 +28,7 @@ from true_support import (
     by_turns,
     contrastive,
     cut_rightly,
+    each,
     each_cut,
     each_cut_in_step,
     each_oom,
@@ -324,18 +326,19 @@ class Numbered(Task):
 
 @by_turns(["argument", "the last", "hook", "loop", "all", "step", "steps"], name="counts")
 def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(counts: str, way: Way) -> None:
-    """Where the loader cuts: at the start, or in the epoch after the one in which memory ran out."""
+    """Where the loader cuts. After an error it does not: the step goes on to cut, which is exact."""
     numbered = case(lambda: Numbered(counts))
     ours, oracle = run(numbered, way, max_epochs=2), one_pass(numbered, max_epochs=2)
-    if counts in ("step", "steps") or way.mode == "step":
-        assert error(ours, oracle) <= ROUNDING
-        assert (ours.cause, ours.told) == ("exact", [])
-    else:
+    depends = counts not in ("step", "steps") and way.mode == "loader"
+    assert ours.cause == ("stateful" if depends else "exact")
+    if way is LOADER and depends:
         assert error(ours, oracle) > 1e-6
-        assert ours.cause == "stateful"
         (text,) = ours.told
         assert "batch_idx" in text
         assert 'trainer.global_step, which counts optimizer steps, or micro_batching="step"' in text
+    else:
+        assert error(ours, oracle) <= ROUNDING
+        assert ours.told == []
     assert all("with the same result" in text for text in ours.ran_out)
 
 
@@ -363,20 +366,82 @@ class Seldom(Task):
             optimizer_closure()
 
 
-@pytest.mark.parametrize("module", [Copied, Seldom])
-@each_way
-def test_what_hooks_do_after_some_batches_is_told_where_micro_batches_are_counted(module: Any, way: Way) -> None:
-    """Though no pass shows it: with two micro-batches, windows end where the hook acts. After an error, too."""
-    numbered = Case(module, of_pairs, micro=4)
+class Rated(Task):
+    """A learning rate by the part of the epoch that is done, set by a hook around the optimizer's step, or after it."""
+
+    def __init__(self, where: str, part: str = "batch") -> None:
+        super().__init__(where=where, part=part)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def rate(self, where: str) -> None:
+        if where == self.where:
+            trainer, batch = self.trainer, self.trainer.fit_loop.epoch_loop.batch_idx
+            factor = 1 if self.part == "batch" else trainer.accumulate_grad_batches
+            done = batch // factor / -(-trainer.num_training_batches // factor)
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.1 * (1 - done)
+
+    def optimizer_step(self, *given: Any, **named: Any) -> None:
+        self.rate("before")
+        super().optimizer_step(*given, **named)
+        self.rate("after")
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        self.rate("clipping")
+
+    def lr_scheduler_step(self, *_: Any) -> None:
+        self.rate("schedule")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rate("end")
+
+
+def planned() -> Task:
+    """Learning rates of all micro-batches, made at the start and looked up by number."""
+
+    class Planned(Task):
+        def on_train_start(self) -> None:
+            self.rates = [0.1 / (1 + n) for n in range(2 * self.trainer.num_training_batches)]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            number = self.current_epoch * self.trainer.num_training_batches + batch_idx
+            self.trainer.optimizers[0].param_groups[0]["lr"] = self.rates[number]
+
+    return Planned()
+
+
+BY_NUMBER: dict[str, Callable[[], Task]] = {
+    "copies": Copied,
+    "steps seldom": Seldom,
+    **{where: partial(Rated, where) for where in ("before", "after", "clipping", "schedule", "end")},
+    "planned": planned,
+}
+
+
+@pytest.mark.parametrize("name", BY_NUMBER)
+@each("loader", "step", "oom", "oom in step mode")
+def test_what_hooks_do_after_some_batches_is_told_where_micro_batches_are_counted(name: str, way: Way) -> None:
+    """Though no pass shows it: with two micro-batches, windows end where the hook acts. Not after an error."""
+    numbered = Case(BY_NUMBER[name], of_pairs, micro=4)
     ours = run(numbered, way, max_epochs=2)
-    if way is STEP:
-        assert error(ours, one_pass(numbered, max_epochs=2)) <= ROUNDING
-        assert (ours.cause, ours.told) == ("exact", [])
-    else:
+    assert ours.cause == ("stateful" if way.mode == "loader" else "exact")
+    if way is LOADER:
         assert not torch.allclose(ours.weights, one_pass(numbered, max_epochs=2).weights, rtol=1e-6)
-        assert ours.cause == "stateful"
         (text,) = ours.told
         assert "batch_idx" in text or "keeps something of each pass" in text
+    else:
+        assert error(ours, one_pass(numbered, max_epochs=2)) <= ROUNDING
+        assert ours.told == []
+    assert all("with the same result" in text for text in ours.ran_out)
+
+
+@pytest.mark.parametrize("where", ["before", "after", "clipping", "schedule"])
+@each_way
+def test_steps_that_are_counted_by_the_factor_are_exact(where: str, way: Way) -> None:
+    cut_rightly(Case(lambda: Rated(where, "step"), of_pairs), way, max_epochs=2)
 
 
 # --- batches of one task each -------------------------------------------------------------------

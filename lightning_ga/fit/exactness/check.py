@@ -39,6 +39,7 @@ from lightning_ga.plan.weights import count_items
 Count = Callable[[Any], float]  # counts the items of a batch that the loss is a mean over
 
 _MULTIPLES = (3, 6, 10, 12, 30, 60, 100, 120, 200, 300, 600, 1200, 3000, 6000, 12000)  # of many small numbers
+_OF_THE_STEP = "optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"
 _SEEDS = 8  # further passes with other random numbers, if some are drawn
 
 
@@ -186,33 +187,37 @@ class ExactnessCheck:
         return any(distance(*pair) > self._repeated for pair in pairs)
 
     def _depends_on_number(self, batch_pass: Passes, batch: SampleBatch, micro_batches: int) -> bool:
-        """Return whether the gradient is another one at other places of the epoch, which micro-batches number.
+        """Return whether the gradient is another one if a batch is some of several times as many, accumulated.
 
         Or if the hooks at the start find more batches. If hooks of the module's own set how the optimizer steps, its
-        step belongs to the passes, and weights have to move alike.
+        step belongs to the passes, and weights and learning rates have to move alike.
         """
         if self._numbers_matter is None:
-            steps = closures.has_hook([self._module], "optimizer_step", "on_before_optimizer_step")
+            whole, number = PassPlace(), self._passes.trainer.fit_loop.max_batches
             trained = [name for name, weight in self._module.named_parameters() if weight.requires_grad]
-            names = trained if steps else []
 
             def run(place: PassPlace) -> Passes | None:  # the module may have no such batch, or need more of the loop
-                whole = partial(self._passes.run, batch.whole, keep=names, place=replace(place, steps=steps))
-                return cast("Passes | None", attempt(whole, is_users_error).result)
+                passes = partial(self._passes.run, batch.whole, keep=trained if place.steps else [], place=place)
+                return cast("Passes | None", attempt(passes, is_users_error).result)
 
             def moves_else(one: Passes, other: Passes) -> bool:  # as a network that is copied every few batches
                 names = dict.fromkeys({*one.changed}.symmetric_difference(other.changed).difference(trained))
                 return bool(names) and bool(self.which_matter(batch_pass, batch.whole, names))
 
-            def differ(one: Passes | None, places: Sequence[PassPlace]) -> bool:
-                others = map(run, places)
+            def differ(place: PassPlace, *places: PassPlace) -> bool:
+                one, others = batch_pass if place == whole else run(place), map(run, places)
                 return one is not None and any(o and (self._differs(one, o) or moves_else(one, o)) for o in others)
 
-            places = [PassPlace(ahead=n, may_be_last=n > 0) for n in telling_numbers(micro_batches)]
-            self._numbers_matter = differ(run(PassPlace()) if steps else batch_pass, places)
-            starts = closures.has_hook([self._module], "on_train_start", "on_train_epoch_start")
-            if starts and not self._numbers_matter:
-                self._numbers_matter = differ(run(PassPlace(amid=1)), [PassPlace(amid=2)])
+            lasts = [PassPlace(ahead=n, batches=n + 1) for n in telling_numbers(micro_batches)]
+            alike = [(whole, *lasts)]
+            if isinstance(number, int) and number > 0:
+                end = PassPlace(ahead=number - 1, may_be_last=True)
+                alike.append((end, replace(end, ahead=2 * end.ahead, batches=2)))
+            if steps := closures.has_hook([self._module], *_OF_THE_STEP):
+                alike.append((replace(whole, steps=True), *(replace(place, steps=True) for place in lasts)))
+            if closures.has_hook([self._module], "on_train_start", "on_train_epoch_start"):
+                alike.append((PassPlace(amid=1, steps=steps), PassPlace(amid=2, steps=steps)))
+            self._numbers_matter = any(differ(*places) for places in alike)
         return self._numbers_matter
 
     def which_matter(

@@ -83,17 +83,10 @@ class LaterChecks:
         if is_due or kinds or exactness.suspects:
             if is_due:  # the next looks at another place
                 self._is_awaited, self._turns = False, self._turns + 1
-            if not begins and self._is_differentiated():
-                return
             with self._engine.suspended():  # its parts may be moved to the device
                 slices = attempt(self._slices, _any_error, batch).result
                 if is_due or exactness.suspects or self._shows(kinds, slices):
                     self._measure(slices, is_told=False)
-
-    def _is_differentiated(self) -> bool:
-        """Return whether gradients of the window have a graph: weights that are put back would seem to be changed."""
-        gradients = (parameter.grad for parameter in self._trainer.lightning_module.parameters())
-        return any(gradient is not None and gradient.requires_grad for gradient in gradients)
 
     def _new_kinds(self, batch: Any) -> set[Kind]:
         """Return the kinds of values in a micro-batch that no measurement has met; they are tried a few times."""

@@ -216,6 +216,10 @@ class PassRunner:
         for gradient in self._window(micro_batches, place, observe=lambda: states.append(self._sums())):
             gradients.append(gradient)
             kept.append(_kept(module, keep))
+        if place.steps:  # what the step, and what follows it, make of learning rates counts as a tensor, too
+            trial_steps.step_schedules(self.trainer, place)
+            settings = torch.tensor([*settings_of(self.trainer.optimizers).values()])
+            kept = [[*kept[0], torch.zeros_like(settings)], [*kept[-1], settings]]
         in_step = [name for pair in zip(states[::2], states[1::2]) for name in changed_names(*pair)]
         ends = self._sums()
         return Passes(
