@@ -58,7 +58,7 @@ def isolated(
             reached.swap_in_copies()
         trial_steps.enter_trial(trainer, begins=begins)
 
-    tensors = tuple(chain(module.parameters(), module.buffers()))
+    tensors = tuple(each for each in chain(module.parameters(), module.buffers()) if not each.is_inference())
     with _unsafe_preserve_version_counter(tensors):  # windows look there whether they were written to
         try:
             prepare()

@@ -36,6 +36,7 @@ def trainer(request: pytest.FixtureRequest) -> Any:
         "fit_loop.epoch_loop.batch_progress.is_last_batch",
         "fit_loop.epoch_loop.automatic_optimization.run",
         "fit_loop.epoch_loop.automatic_optimization.optim_progress",
+        "fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn",
         "fit_loop.epoch_loop.automatic_optimization._skip_backward",
         "_accelerator_connector.use_distributed_sampler",
         "_logger_connector._first_loop_iter",
