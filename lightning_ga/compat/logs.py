@@ -97,6 +97,11 @@ def _log(results: Any, log: Callable[..., None], fx: str, name: str, *arguments:
         for known in [known for known in results if known.startswith(key)] if not before else ():
             del results[known]
         raise
+    new = [] if before else [metric for known in (key, f"{key}.0") if (metric := results.get(known)) is not None]
+    for metric in new:  # ranks divide the sum of whole numbers without a remainder, and may differ in samples
+        if (none := metric._defaults.get("cumulated_batch_size")) is not None:
+            metric._defaults["cumulated_batch_size"] = none.float()
+            metric.cumulated_batch_size = metric.cumulated_batch_size.float()
 
 
 @dataclass(frozen=True, slots=True)
