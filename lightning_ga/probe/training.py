@@ -63,6 +63,8 @@ def isolated(
         yield prepare
     finally:
         restore()
+        if begins:  # no window is under way
+            trial_steps.forget_used(trainer)
 
 
 @contextmanager
