@@ -122,17 +122,17 @@ class LogBuffer:
 
     def __init__(self) -> None:
         self._pieces: list[list[Entry]] = []
-        self._weight, self._samples, self._batch_samples = 1.0, 0, 0
+        self._weight, self.samples, self._batch_samples = 1.0, 0, 0  # of the current piece, and of all
 
     def begin_piece(self, weight: float, samples: int) -> None:
         """Take entries of the next piece, of which these are the weight in means and the samples."""
         self._pieces.append([])
-        self._weight, self._samples = weight, samples
+        self._weight, self.samples = weight, samples
         self._batch_samples += samples
 
     def note(self, fx: str, name: str, value: Any, *, is_constant: bool = False, **settings: Any) -> None:
         """Note an entry of the piece that runs, in place of the trainer's ``log``."""
-        self._pieces[-1].append(Entry(fx, name, _detached(value), settings, self._weight, self._samples, is_constant))
+        self._pieces[-1].append(Entry(fx, name, _detached(value), settings, self._weight, self.samples, is_constant))
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
         """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""

@@ -224,7 +224,7 @@ class WindowRun:
         exchanged, logs = engine.collectives(), LogBuffer()
         self._each, self._costs = self._largest(part, slices), []
         results, weights = [], []
-        metrics = whole_batch_metrics(window.savepoint.metrics, lambda: (self._running, samples))
+        metrics = whole_batch_metrics(window.savepoint.metrics, lambda: (logs.samples, samples))
         with self._tap.held(logs), metrics:
             for piece in even_pieces(sizes):
                 self._running = self._size(piece.samples)
