@@ -97,6 +97,11 @@ def _log(results: Any, log: Callable[..., None], fx: str, name: str, *arguments:
         for known in [known for known in results if known.startswith(key)] if not before else ():
             del results[known]
         raise
+    new = [] if before else [metric for known in (key, f"{key}.0") if (metric := results.get(known)) is not None]
+    for metric in new:  # ranks divide the sum of whole numbers without a remainder, and may differ in samples
+        if (none := metric._defaults.get("cumulated_batch_size")) is not None:
+            metric._defaults["cumulated_batch_size"] = none.float()
+            metric.cumulated_batch_size = metric.cumulated_batch_size.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +122,17 @@ class LogBuffer:
 
     def __init__(self) -> None:
         self._pieces: list[list[Entry]] = []
-        self._weight, self._samples, self._batch_samples = 1.0, 0, 0
+        self._weight, self.samples, self._batch_samples = 1.0, 0, 0  # of the current piece, and of all
 
     def begin_piece(self, weight: float, samples: int) -> None:
         """Take entries of the next piece, of which these are the weight in means and the samples."""
         self._pieces.append([])
-        self._weight, self._samples = weight, samples
+        self._weight, self.samples = weight, samples
         self._batch_samples += samples
 
     def note(self, fx: str, name: str, value: Any, *, is_constant: bool = False, **settings: Any) -> None:
         """Note an entry of the piece that runs, in place of the trainer's ``log``."""
-        self._pieces[-1].append(Entry(fx, name, _detached(value), settings, self._weight, self._samples, is_constant))
+        self._pieces[-1].append(Entry(fx, name, _detached(value), settings, self._weight, self.samples, is_constant))
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
         """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""

@@ -272,6 +272,13 @@ def without_gradient_hooks(trainer: Any) -> Iterator[bool]:
             table.update(before)
 
 
+def forget_used(trainer: Any) -> None:
+    """Let DDP's search for unused parameters begin anew: passes under ``no_sync`` count, too (``c10d/reducer.cpp``)."""
+    module = trainer.strategy.model
+    if getattr(module, "find_unused_parameters", False) and not module.static_graph:
+        module.reducer._reset_state()
+
+
 @contextmanager
 def _without_collectives(trainer: Any) -> Iterator[None]:
     """Return a context in which a step waits for no other rank: no reduction, no broadcast of buffers."""

@@ -24,7 +24,7 @@ from lightning_ga.loading.padding import SizedSlices
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.allocator import RetryWatch
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory
+from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory, retry_once
 from lightning_ga.probe.training import hooks_apart
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
@@ -257,8 +257,7 @@ class Engine:
         Not if it has exchanged values with other ranks, as they would not do that again.
         """
         before = self.collectives()
-        outcome = attempt(run, lambda error: self._acts_upon(error) and self.collectives() == before)
-        return outcome.result if outcome.failure is None else run()
+        return retry_once(run, lambda error: self._acts_upon(error) and self.collectives() == before)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -289,7 +288,8 @@ class Engine:
         """Return what keeps the state of a stage: one of training, and one of all others, which may come within it."""
         key = stage == "training"
         if key not in self._savepoints:
-            self._savepoints[key] = Savepoint(self.trainer.lightning_module, self._changing)
+            make = partial(Savepoint, self.trainer.lightning_module, self._changing)
+            self._savepoints[key] = self.retry_once(make)
         return self._savepoints[key]
 
     def memory_kept(self) -> Iterator[Tensor]:

@@ -111,7 +111,7 @@ class WindowRun:
             sentence = messages.ONE_SAMPLE if self._chunks is None else messages.ONE_CHUNK
             raise engine.error(self._stage, sentence, describe_value(cut)) from failure
         return_to_hook(engine.module, self._hook)
-        lost = window.savepoint.restore() or window.undo()
+        lost = engine.retry_once(window.savepoint.restore) or engine.retry_once(window.undo)
         if lost is not None:
             raise engine.error(self._stage, messages.CHANGED, lost) from failure
         self._plain = window.savepoint.not_put_back(window.gradients_left())
@@ -224,7 +224,7 @@ class WindowRun:
         exchanged, logs = engine.collectives(), LogBuffer()
         self._each, self._costs = self._largest(part, slices), []
         results, weights = [], []
-        metrics = whole_batch_metrics(window.savepoint.metrics, lambda: (self._running, samples))
+        metrics = whole_batch_metrics(window.savepoint.metrics, lambda: (logs.samples, samples))
         with self._tap.held(logs), metrics:
             for piece in even_pieces(sizes):
                 self._running = self._size(piece.samples)

@@ -18,6 +18,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.loading.rebatch import PeekableStream, copy_loader, keeps_place, length_of
 from lightning_ga.loading.sampler import seeded
 from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.snapshot.contents import ObjectState, contained, is_of_loader, reachable
 from lightning_ga.snapshot.random_numbers import RandomState
 
@@ -198,7 +199,9 @@ def copied_if_possible(batch: Any) -> Any:
     """Return a copy of a batch, or the batch if it cannot be copied: it may hold anything."""
     try:
         return copied(batch)
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return batch
 
 

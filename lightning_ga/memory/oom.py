@@ -70,6 +70,12 @@ def attempt(
     return Outcome(failure=failure)
 
 
+def retry_once(run: Callable[[], Any], catches: Callable[[Exception], bool] = is_out_of_memory) -> Any:
+    """Run what may be run twice: once more if memory runs out, as what the first attempt kept alive is freed."""
+    outcome = attempt(run, catches)
+    return outcome.result if outcome.failure is None else run()
+
+
 def release(error: BaseException) -> None:
     """Free the memory that an out-of-memory error keeps alive, and return cached blocks to the devices.
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_ga.compat import dataloaders, patching, trial_steps
 from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.memory.oom import retry_once
 from lightning_ga.snapshot.contents import ObjectState
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
@@ -48,7 +49,7 @@ def isolated(
 
     def restore() -> None:
         for each in kept:
-            each.restore()
+            retry_once(each.restore)
 
     def prepare() -> None:
         restore()
@@ -65,6 +66,8 @@ def isolated(
             yield prepare
         finally:
             restore()
+            if begins:  # no window is under way
+                trial_steps.forget_used(trainer)
 
 
 @contextmanager
@@ -88,9 +91,8 @@ def _kept_apart(trainer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        plain.restore()
-        tensors.restore()
-        random_state.restore()
+        for each in (plain, tensors, random_state):
+            retry_once(each.restore)
 
 
 _MOST = 1 << 62

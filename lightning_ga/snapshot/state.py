@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_ga.errors import UserError
+from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.snapshot.contents import Contents, LentIterator, contained, given_back, lent
 from lightning_ga.snapshot.copies import is_expanded, is_small
 from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, restore_generator
@@ -183,7 +184,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     known = len(memo)
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # locks, files, tensors with a graph: whatever a module may hold
+    except Exception as error:  # locks, files, tensors with a graph: whatever a module may hold
+        if is_out_of_memory(error):
+            raise
         while len(memo) > known:  # what a failed attempt left half done
             memo.popitem()
     cls: Any = type(value)

@@ -1,5 +1,6 @@
 """Training after a probe and a check is bit for bit the training with the same micro-batch and neither."""
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.loading.samples import collate_samples
+from lightning_ga.snapshot.state import TensorValues
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,23 @@ def test_the_check_leaves_no_trace(tmp_path: Path) -> None:
     with_check = run(tmp_path / "with", AutoAccumulate(micro_batch_size=5))
     without = run(tmp_path / "without", AutoAccumulate(micro_batch_size=5, verify=False))
     assert difference(with_check, without) is None
+
+
+@pytest.mark.filterwarnings("ignore::lightning_ga.ExactnessWarning")
+def test_the_check_leaves_no_trace_where_memory_runs_out_as_it_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = run(tmp_path / "without", AutoAccumulate(micro_batch_size=5, verify=False))
+    restore, attempts = TensorValues.restore, count()
+
+    def fails_at_first(values: TensorValues) -> None:
+        if (number := next(attempts)) > 9 and number % 2 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        restore(values)
+
+    monkeypatch.setattr(TensorValues, "restore", fails_at_first)
+    assert difference(run(tmp_path / "with", AutoAccumulate(micro_batch_size=5)), without) is None
+    assert next(attempts) > 10
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from contrastive import Contrastive, MixesSamples, fit, plain_loop, ranks, samples, whole_batches, worst
 from faults import Arm, Faults
 from forks import forked
@@ -37,6 +38,19 @@ def as_whole(
     oracle = whole_batches(Contrastive(kind, joined=joined), 200, WINDOW)
     assert worst(module.gradients, oracle) <= 1e-12
     return module
+
+
+class Averaged(Contrastive):
+    """Has a mean of its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        return loss
 
 
 HALVED = "chunks of 32 .* in chunks of at most 16 samples, with the same res"
@@ -109,11 +123,14 @@ def test_the_largest_window_of_a_schedule_is_tried_before_training() -> None:
 
 @pytest.mark.parametrize("operation", [3, 20, 60, 110, 170])
 def test_memory_that_runs_out_anywhere_halves_the_chunk(operation: int) -> None:
-    """And the window runs again, with the same result."""
+    """And the window runs again, with the same result; a mean of losses counts it as any other."""
     callback, faults = whole(micro_batch_size=32), Faults(operation)
+    module = Averaged()
     with faults, pytest.warns(UserWarning, match=HALVED):
-        as_whole(callback, Arm(faults))
+        fit(module, callback, Arm(faults))
     assert callback.oom_events == 1
+    assert worst(module.gradients, whole_batches(Contrastive(), 200, WINDOW)) <= 1e-12
+    assert module.mean.weight == len(module.gradients)
 
 
 def test_a_window_that_no_chunk_makes_fit_ends_in_a_sentence() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga.snapshot.state import OptimizerState, SwappedState, TensorValues
+from lightning_ga.testing import out_of_memory_at
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -110,6 +111,12 @@ def test_whatever_a_step_does_to_a_module_is_undone() -> None:
     assert set(vars(module.net[0])) == names
     assert module.net[1].momentum == 0.1
     assert not hasattr(module.net[1], "momentum_")
+
+
+def test_a_trial_never_works_on_the_original_state_because_memory_ran_out_for_a_copy() -> None:
+    plain = SwappedState([Eventful()], [])
+    with out_of_memory_at(1), pytest.raises(torch.OutOfMemoryError):
+        plain.swap_in_copies()
 
 
 def snapshot_of(value: Any) -> Any:
