@@ -1,6 +1,7 @@
 # make train [ARGS="model=mlp data=fashion_mnist"]    set up .venv once, then train
 # make test  [ARGS="tests/test_plan.py -k ragged"]    set up .venv with the test extras, then run the tests
 # make test SLOW=1                                    the slow ones too, and more random examples, as .ci/run does
+# make fuzz  SEEDS=300 [FIRST=1000]                    more random trainings beside a plain loop
 # make test-cuda                                      tests on a simulated CUDA device (ALL=1: more of them)
 # make lint                                           ruff and mypy
 # make docs                                           the documentation, as site/index.html; make docs-serve shows it while it is written
@@ -18,7 +19,7 @@ INSTALL = $(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if 
 MODEL := $(if $(filter model=% experiment=%,$(ARGS)),,model=resnet34d)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cuda lint docs docs-serve clean
+.PHONY: help train test fuzz test-cuda lint docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +30,10 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(if $(SLOW),--hypothesis-profile thorough,-m 'not slow') $(ARGS)
+
+fuzz: $(VENV)/.installed-dev
+	FIRST=$(or $(FIRST),0) SEEDS=$(or $(SEEDS),300) $(VENV)/bin/python -m pytest -n 2 --dist worksteal \
+		tests/integration/test_random_trainings.py $(ARGS)
 
 # What runs on a simulated CUDA device, if it can be built here.
 ON_CUDA := exactness survive survive_update traceless resume

@@ -12,9 +12,8 @@ from pkgutil import iter_modules
 import torch
 
 from clients import programs, report
-from clients.modes import try_modes
+from clients.modes import Row, try_modes
 from clients.program import Program
-from clients.verdict import Row
 
 
 def main(words: list[str]) -> int:

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.output import as_text, error, installed, read_json, write_json
-from clients.verdict import Row
+from clients.modes import Row
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parents[1] / "docs" / "results" / "clients.md"

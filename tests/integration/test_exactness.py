@@ -11,36 +11,21 @@ import torch
 import torchmetrics
 from reference import (
     Samples,
-    SizedStreamOf,
-    StreamOf,
     Validated,
     cut,
     fit,
-    permutation,
     plain_loop,
     worst_error,
 )
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
     Sampler,
     WeightedRandomSampler,
 )
 
 from lightning_ga import AutoAccumulate
 
-SEED = 7
 EPOCHS = 2
-
-
-class FixedLoader(DataLoader):
-    """A subclass whose constructor takes nothing that a DataLoader's takes."""
-
-    def __init__(self, samples: Dataset, *, size: int) -> None:
-        super().__init__(samples, batch_size=size, shuffle=False)
 
 
 class Batches:
@@ -66,72 +51,16 @@ class Shorter(Sized):
         return super().__len__() + 2
 
 
-class Stream(Batches, IterableDataset):
-    """Ready-made batches of a dataset."""
-
-
-def in_order(dataset: Samples, epoch: int) -> list[int]:
-    return list(range(len(dataset)))
-
-
-def shuffled(dataset: Samples, epoch: int) -> list[int]:
-    return permutation(len(dataset), SEED, epoch)
-
-
-WAYS = {
-    "keyword arguments": (lambda d, b: DataLoader(dataset=d, batch_size=b), in_order),
-    "positional arguments": (lambda d, b: DataLoader(d, b, True), shuffled),
-    "subclass with fixed arguments": (lambda d, b: FixedLoader(d, size=b), in_order),
-    "batch sampler of torch": (
-        lambda d, b: DataLoader(d, batch_sampler=BatchSampler(range(len(d)), b, False)),
-        in_order,
-    ),
-    "iterable dataset": (lambda d, b: DataLoader(StreamOf(d), batch_size=b), in_order),
-    "iterable dataset with a length": (lambda d, b: DataLoader(SizedStreamOf(d), batch_size=b), in_order),
-    "workers": (lambda d, b: DataLoader(d, b, shuffle=True, num_workers=1), shuffled),
-    "persistent workers": (
-        lambda d, b: DataLoader(d, b, shuffle=True, num_workers=2, persistent_workers=True),
-        shuffled,
-    ),
-    "distributed sampler": (
-        lambda d, b: DataLoader(d, b, sampler=DistributedSampler(d, num_replicas=1, rank=0, seed=3)),
-        lambda d, epoch: permutation(len(d), 3, epoch),
-    ),
-    "own generator": (
-        lambda d, b: DataLoader(d, b, shuffle=True, generator=torch.Generator().manual_seed(11)),
-        lambda d, epoch: permutation(len(d), 11, epoch),
-    ),
-    "an iterable": (Batches, in_order),
-    "a sized iterable": (Sized, in_order),
-    "batch_size=None": (lambda d, b: DataLoader(Stream(d, b), batch_size=None), in_order),
-}
-CUT_IN_STEP = ("an iterable", "a sized iterable", "batch_size=None")
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("draw", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_gradients_equal_the_recipe_run_whole(
-    way: str, draw: int, micro_batching: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("loader", [Batches, lambda data, size: DataLoader([*Batches(data, size)], batch_size=None)])
+@pytest.mark.parametrize("micro_batch", [3, 8])
+def test_data_that_cannot_be_cut_anew_are_cut_in_the_step_as_told(
+    loader: Any, micro_batch: int, micro_batching: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Relative error ≤ 1e-12 in fp64 for random sizes, ragged windows included, and as many steps.
-
-    Data that cannot be cut anew are cut in the step, with one line that says so.
-    """
-    rng = random.Random(f"{way} {draw}")
-    dataset = Samples(rng.randint(20, 90))
-    batch_size, factor, limit = rng.randint(1, 20), rng.randint(1, 4), rng.randint(1, 24)
-    make, order = WAYS[way]
-
-    callback, settings = AutoAccumulate(micro_batch_size=limit), {"max_epochs": EPOCHS, "seed": SEED}
+    """With one line, if anything is cut."""
     with caplog.at_level("INFO"):
-        module, _ = fit(make(dataset, batch_size), callback, accumulate_grad_batches=factor, **settings)
-    windows = [w for epoch in range(EPOCHS) for w in cut(order(dataset, epoch), batch_size * factor)]
-    assert [sorted(window) for window in module.windows] == [sorted(window) for window in windows]
-    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
-    assert max(len(indices) for _, indices in module.micro_batches) <= limit
+        fit(loader(Samples(32), 8), AutoAccumulate(micro_batch_size=micro_batch), max_epochs=1)
     lines = sum("cuts batches in the training step" in record.message for record in caplog.records)
-    is_cut_in_step = way in CUT_IN_STEP and limit < min(batch_size, len(dataset))
-    assert lines == is_cut_in_step or micro_batching == "step"
+    assert lines == (micro_batch < 8) or micro_batching == "step"
 
 
 def test_data_that_end_before_their_length_end_the_epoch() -> None:
@@ -141,22 +70,6 @@ def test_data_that_end_before_their_length_end_the_epoch() -> None:
     assert module.windows == cut(range(32), 16) * EPOCHS
     assert worst_error(module.gradients, plain_loop(Samples(32), module.windows)) <= 1e-12
     assert trainer.global_step == 2 * EPOCHS
-
-
-@pytest.mark.parametrize(
-    ("way", "effective"),
-    [
-        *(("keyword arguments", effective) for effective in (1, 7, 500)),
-        *(("iterable dataset", effective) for effective in (1, 7, 500)),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:The effective batch of 500 samples is above the 53")
-def test_an_effective_batch_of_the_users_own(way: str, effective: int) -> None:
-    dataset = Samples(53)
-    make, order = WAYS[way]
-    module, _ = fit(make(dataset, 8), AutoAccumulate(effective, micro_batch_size=5), max_epochs=EPOCHS, seed=SEED)
-    windows = [w for epoch in range(EPOCHS) for w in cut(order(dataset, epoch), effective)]
-    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
 
 
 class Unequal(Sampler[list[int]]):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from rank_records import run_ranks
-from reference import StreamOf, cut, fit, permutation, worst_error
+from reference import cut, fit, permutation, worst_error
 from texts import LONGEST, Reading, Texts, pad, plain_gradients, windows_of
 from torch.utils.data import DataLoader
 
@@ -313,18 +313,6 @@ class Splits(Reading):
 def test_a_hook_that_cuts_neighbours_is_refused() -> None:
     with pytest.raises(UserError, match="split_batch cuts neighbours"):
         train(ready_made(), module=Splits())
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_windows_of_a_stream_are_sorted_when_they_are_read(num_workers: int) -> None:
-    """Each is collated whole; no sample changes its window, the last is ragged."""
-    loader = DataLoader(StreamOf(DATA), 16, collate_fn=masked, num_workers=num_workers)
-    module, callback = train(loader, micro_batching="loader", effective_batch_size=64)
-    expected = cut(range(SIZE), 64)
-    assert windows_of(module.micro_batches) == expected
-    assert worst_error(module.gradients, plain_gradients(DATA, expected)) <= 1e-12
-    assert all(rows == 1 or rows * columns <= callback.plan.size_budget for rows, columns in module.shapes)
-    assert sum(rows * columns for rows, columns in module.shapes) < 0.6 * SIZE * LONGEST
 
 
 class OnRanks(Reading):

@@ -33,10 +33,6 @@ SHARED: dict[str, Any] = {"trainer": {"use_distributed_sampler": False}}
 ENDS = ([0, 9, 12, 17, 19], [20, 24, 30, 31, 38])
 MASKED = [6, 7, 12, 13]
 ROWS = {
-    "ragged": row(53, 8, 3),
-    "a rank without a sample": row(33, 8, 1),
-    "shares of 6, 5 and 5": row(50, 4, 2, ranks=3, accumulate={"effective_batch_size": 16}),
-    "more than the window": row(20, 50, 100, accumulate={"effective_batch_size": 7}),
     "streams of the ranks": row(43, 5, 3, both(*(cut(range(rank, 43, 2), 5) for rank in range(2))), loader="stream"),
     "batches that the ranks cut themselves": row(
         *(45, 0, 4, both(*([[*range(*span)] for span in pairwise(share)] for share in ENDS))),

@@ -11,7 +11,6 @@ from reference import Samples, cut, permutation
 from survivors import Task, main
 
 pytestmark = pytest.mark.distributed
-PHASES = ("forward", "backward", "late")
 LOADER = {"effective_batch_size": 24, "micro_batch_size": 4}
 STEP = {**LOADER, "micro_batching": "step"}
 
@@ -87,7 +86,6 @@ STATIC, BUFFERS, SPARSE = (
     {"strategy": {"static_graph": True}},
     *({"task": {"parts": [p]}} for p in ("buffers", "sparse")),
 )
-UNEVEN: dict[str, Any] = {"accumulate": {"effective_batch_size": 25, "micro_batch_size": 4}}
 HALF = {"task": {"dtype": "bfloat16"}}
 ALONE: dict[str, Any] = {"task": {"parts": ["gathers after batches"]}}
 WHOLE = {"effective_batch_size": 24, "micro_batch_size": 12}
@@ -109,28 +107,11 @@ SURVIVED: dict[str, tuple[int, dict[str, Any]]] = {
             "all": scenario((1, (0, 0, "late", 1)), **{**UNUSED, "task": {"parts": ["unused", "sparse", "buffers"]}}),
         },
     ),
-    "all ranks at once, one again and again, counts that are known only as they come": (
+    "counts that are known only as they come": (
         2,
         {
-            "all": scenario(*((rank, (0, 1, "late", 1)) for rank in range(2))),
-            "all-step": scenario(*((rank, (0, 1, "late", 1)) for rank in range(2)), accumulate=STEP),
-            "again": scenario(
-                (1, (0, 0, "forward", 2)), (1, (0, 3, "late", 1)), accumulate={**LOADER, "micro_batch_size": 6}
-            ),
-            "both": scenario((0, (0, 0, "late", 1)), (1, (1, 1, "forward", 1))),
             "counted": scenario((1, (0, 0, "forward", 1)), counted=True),
             "counted-step": scenario((0, (0, 0, "late", 1)), counted=True, accumulate=STEP),
-        },
-    ),
-    "three ranks, windows of 25 in shares of 9, 8 and 8, and one of 11": (
-        3,
-        {
-            "forward": scenario((2, (0, 0, "forward", 1)), **UNEVEN),
-            "late": scenario((0, (0, 2, "late", 1)), (2, (1, 1, "late", 1)), **UNEVEN),
-            "ragged": scenario((1, (0, 6, "backward", 1)), **UNEVEN),
-            "step": scenario((1, (0, 0, "late", 1)), accumulate={**UNEVEN["accumulate"], "micro_batching": "step"}),
-            "static": scenario((2, (0, 0, "late", 1)), **UNEVEN, **STATIC),
-            "unused": scenario((2, (0, 1, "late", 1)), **UNEVEN, **UNUSED),
         },
     ),
     "sums in float32 of gradients in half precision, on ranks that run pieces and on others": (
@@ -158,14 +139,6 @@ SURVIVED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_gradients_are_those_of_the_whole_batch(name: str, tmp_path: Path) -> None:
     ranks, scenarios = SURVIVED[name]
     check(scenarios, run(tmp_path, scenarios, ranks))
-
-
-def test_in_every_phase_and_place_of_a_window(tmp_path: Path) -> None:
-    scenarios = {**places(PHASES, (0, 1, 2, 6)), **places(["forward"], [0], trainer={"max_epochs": 2})}
-    scenarios |= {f"step-{name}": each for name, each in places(PHASES, (0, 2), accumulate=STEP).items()}
-    records = run(tmp_path, scenarios, 2)
-    check(scenarios, records)
-    assert records["forward-0"][0]["micro_batch"] == 2
 
 
 def test_logs_are_exchanged_once(tmp_path: Path) -> None:

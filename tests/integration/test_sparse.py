@@ -1,12 +1,11 @@
 """Sparse embeddings accumulate sparse, without growing with the factor, and train as dense ones do."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from reference import cut, fit
+from reference import fit
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga import AutoAccumulate
@@ -107,33 +106,6 @@ def test_the_peak_does_not_grow_with_the_factor(normalize: Any) -> None:
     two, many = (peak_beyond_parameters(factor, normalize) for factor in (2, 32))
     assert many <= 1.1 * two
     assert many < LARGE[0] * LARGE[1] * 4 / 10
-
-
-def plain_dense(windows: Iterable[torch.Tensor], rows: int) -> torch.Tensor:
-    """Adam on a dense embedding, each window in one batch."""
-    table = embedding(rows, 16, sparse=False).double()
-    optimizer = torch.optim.Adam(table.parameters(), lr=0.1, eps=1e-100)
-    for words in windows:
-        optimizer.zero_grad()
-        mean_square(table(words)).backward()
-        optimizer.step()
-    return table.weight.detach()
-
-
-@pytest.mark.parametrize("normalize", ["samples", torch.numel], ids=["samples", "tokens"])
-@pytest.mark.parametrize("micro_batch", [8, 5, 3, 100])
-def test_training_is_that_of_a_dense_embedding(micro_batch: int, normalize: Any) -> None:
-    """With unequal micro-batches and a ragged window. Every window touches the same rows: lazy Adam is Adam."""
-    rows, data = 5000, Words(3 * 64 + 24, 5000)
-    module = Lookup(embedding(rows, 16).double())
-    fit(
-        DataLoader(data, batch_size=64),
-        AutoAccumulate(micro_batch_size=micro_batch, normalize=normalize),
-        module=module,
-        max_epochs=2,
-    )
-    dense = plain_dense([data.words[window] for window in cut(range(len(data)), 64) * 2], rows)
-    torch.testing.assert_close(module.table.weight.detach(), dense, rtol=1e-10, atol=1e-12)
 
 
 class LookupOfAny(Lookup):

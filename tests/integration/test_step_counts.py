@@ -44,11 +44,7 @@ def loader() -> Any:
 @pytest.mark.parametrize(
     ("arguments", "settings"),
     [
-        ({"effective_batch_size": 8, "micro_batch_size": 3}, {}),
-        ({"effective_batch_size": {0: 4, 1: 10, 2: 20}, "micro_batch_size": 3}, {}),
         ({"effective_batch_size": {0: 4, 1: 10, 2: 20}, "micro_batch_size": 3}, {"max_steps": 9}),
-        ({"effective_batch_size": {0: 4, 1: 10}, "micro_batch_size": 3}, {"limit_train_batches": 4}),
-        ({"accumulate": {1: 3}, "micro_batch_size": 4}, {}),
         ({"micro_batch_size": 3}, {"accumulate_grad_batches": 3}),
     ],
     ids=str,

@@ -2,7 +2,6 @@
 
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from faults import Arm, Faults
-from reference import FEATURES, Regression, Samples, SaveAt, fit, loss, quiet_trainer, worst_error
+from reference import FEATURES, Regression, Samples, fit, loss, quiet_trainer, worst_error
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
@@ -275,25 +274,3 @@ def test_checkpoints_keep_the_count_and_the_limit(tmp_path: Any) -> None:
     fit(loader, second, ckpt_path=tmp_path / "run.ckpt", max_epochs=2)
     assert second.oom_events == 1
     assert second.plan.micro_batch_size == 4
-
-
-@pytest.mark.parametrize("resumes", [False, True], ids=["", "resumed"])
-@MODES
-def test_windows_of_a_fixed_factor_stay(mode: str, resumes: bool, tmp_path: Path) -> None:
-    """It counts micro-batches of 8, which run in parts from then on, in later epochs and after a resume, too."""
-    arguments = {"effective_batch_size": None, "accumulate": 2, "micro_batch_size": 8, "mode": mode}
-    whole, *_ = train(**arguments)
-    module, callback, faults, _ = train(60, **arguments)
-    assert (callback.oom_events, callback.plan.effective_batch_size) == (1, 16)
-    if resumes:
-        callback = AutoAccumulate(accumulate=2, micro_batch_size=8, micro_batching=mode, verify=False)
-        saved = SaveAt(tmp_path / "two.ckpt", 2)
-        with Faults(60) as again:
-            fit(DataLoader(Samples(37), batch_size=8, shuffle=True), callback, Arm(again), saved, module=Watched())
-        module = Watched()
-        module.micro_batches, module.gradients = whole.micro_batches[:0], whole.gradients[:2]
-        callback = AutoAccumulate(accumulate=2, micro_batch_size=8, micro_batching=mode, verify=False)
-        loader = DataLoader(Samples(37), batch_size=8, shuffle=True)
-        fit(loader, callback, module=module, ckpt_path=saved.path)
-    assert worst_error(module.gradients, whole.gradients) <= 1e-12
-    assert max(module.sizes[-8:]) == 4

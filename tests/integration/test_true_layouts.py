@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from true_support import (
     FEATURES,
-    LOADER,
     STEP,
     Case,
     Memory,
@@ -29,7 +28,6 @@ from true_support import (
     error,
     one_pass,
     pairs,
-    parts_of_at_most,
     refused,
     run,
     train,
@@ -382,17 +380,6 @@ CASES = SEQUENCES | BELONGS_TO_ALL | READY | MORE_OR_FEWER | GRAPHS | MADE_ANEW 
 @by_turns(CASES)
 def test_the_samples_of_a_batch_are_cut_rightly(name: str, way: Way) -> None:
     cut_rightly(CASES[name], way)
-
-
-@by_turns(CASES, fails=False)
-def test_memory_may_run_out_in_a_later_part(name: str, way: Way) -> None:
-    """In the second micro-batch, which is cut once more: the gradient and the weights are those of one pass."""
-    case = CASES[name]
-    callback, place = way.callback(case.batch, case.micro), "forward" if way is LOADER else "backward"
-    ours = train(case.module(), case.loader(), callback, memory=Memory(2, place=place))
-    assert callback.oom_events == 1
-    assert error(ours, one_pass(case)) <= 1e-12
-    assert parts_of_at_most(ours.ran_out) < case.micro
 
 
 def evaluated(case: Case, limit: int | None, *callbacks: Any) -> float:

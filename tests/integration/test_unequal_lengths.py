@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from rank_records import joined, run_ranks
-from reference import Samples, SaveAll, SaveAt, StreamOf, cut, fit, permutation, plain_loop, worst_error
+from reference import Samples, SaveAt, StreamOf, cut, fit, permutation, plain_loop, worst_error
 from texts import LONGEST, Reader, Reading, Texts, pad, plain_gradients, windows_of
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
@@ -111,14 +111,12 @@ KINDS = pytest.mark.parametrize(("run", "tokens"), [(train, False), (by_tokens, 
 
 
 @KINDS
-@pytest.mark.parametrize("by", ["samples", "words"])
-@pytest.mark.parametrize("micro_batch", [1, 4, 100])
-def test_windows_and_gradients_are_those_of_a_plain_loop(by: str, micro_batch: int, run: Any, tokens: bool) -> None:
-    """In ragged windows, too; no micro-batch is above as many padded words as the longest samples take."""
-    module, callback = run(micro_batch, by=by)
-    are(epochs(2, tokens), module, by)
-    assert all(rows == 1 or rows * columns <= micro_batch * LONGEST for rows, columns in module.shapes)
-    assert callback.plan.size_budget == micro_batch * LONGEST
+def test_no_pass_has_more_than_the_longest_samples_take(run: Any, tokens: bool) -> None:
+    """In padded words; the plan says how many, and how many steps follow."""
+    module, callback = run(4, by="words")
+    are(epochs(2, tokens), module, "words")
+    assert all(rows == 1 or rows * columns <= 4 * LONGEST for rows, columns in module.shapes)
+    assert callback.plan.size_budget == 4 * LONGEST
     assert module.steps == callback.optimizer_steps() == module.trainer.global_step
     assert callback.exactness.cause == "exact"
 
@@ -210,18 +208,6 @@ def test_training_may_end_before_its_last_window() -> None:
     assert module.steps == module.trainer.global_step
 
 
-@KINDS
-def test_a_resume_goes_on_with_the_next_window(run: Any, tokens: bool, tmp_path: Path) -> None:
-    """With another micro-batch."""
-    windows = epochs(2, tokens)
-    whole, _ = run(4, SaveAll(tmp_path, range(1, len(windows), 3)))
-    for step in range(1, len(windows), 3):
-        resumed, callback = run(7, ckpt_path=tmp_path / f"step{step}.ckpt")
-        assert windows_of(resumed.micro_batches) == in_any_order(windows[step:])
-        assert worst_error(resumed.gradients, whole.gradients[step:]) <= 1e-12
-        assert callback.optimizer_steps() == len(windows)
-
-
 def test_a_resume_from_windows_of_another_kind_goes_on_at_its_sample(tmp_path: Path) -> None:
     train(4, SaveAt(tmp_path / "1.ckpt", 1), effective_batch_size=50)
     module, _ = by_tokens(ckpt_path=tmp_path / "1.ckpt")
@@ -257,21 +243,13 @@ def ramp(data: Any, index: int) -> int:
     return 1 + index % 13
 
 
-def shuffled(size: int, tokens: int = 0) -> list[list[int]]:
-    """The windows of two epochs, of 16 samples or of tokens."""
-    orders, sizes = [permutation(size, 7, epoch) for epoch in range(2)], [ramp(None, index) for index in range(size)]
-    return [w for each in orders for w in (cut_by_tokens(each, sizes, tokens) if tokens else cut(each, 16))]
-
-
 OF_OWN_ORDER = [[*one, *other] for one, other in zip(cut(range(0, 45, 2), 4), cut(range(1, 45, 2), 4))] * 2
+OF_FEW = [w for e in range(2) for w in cut_by_tokens(permutation(53, 7, e), [ramp(None, i) for i in range(53)], 15)]
 ROWS: dict[str, Any] = {
-    "ragged": (53, shuffled(53), {"ranks": 2}, 16),
-    "a rank without a sample": (33, shuffled(33), {"ranks": 2}, 16),
-    "three ranks": (50, shuffled(50), {"ranks": 3}, 16),
-    "windows of fewer samples than ranks": (53, shuffled(53, 15), {"ranks": 2}, "15 tokens"),
+    "windows of fewer samples than ranks": (53, OF_FEW, {}, "15 tokens"),
     "orders of the ranks' own": (
         *(45, OF_OWN_ORDER),
-        *({"ranks": 2, "loader": "own share", "trainer": {"use_distributed_sampler": False}}, None),
+        *({"loader": "own share", "trainer": {"use_distributed_sampler": False}}, None),
     ),
 }
 
@@ -282,27 +260,13 @@ def test_ranks_share_windows_out_by_size(name: str, tmp_path: Path) -> None:
     """As many micro-batches on each, the same windows and gradients as in one pass."""
     size, windows, settings, effective = ROWS[name]
     accumulate = {"effective_batch_size": effective, "micro_batch_size": 2, "size_of": ramp}
-    records = run_ranks(tmp_path, size=size, batch_size=4, accumulate=accumulate, **settings)
+    records = run_ranks(tmp_path, ranks=2, size=size, batch_size=4, accumulate=accumulate, **settings)
     assert joined(records) == in_any_order(windows)
     assert len({len(record["micro_batches"]) for record in records}) == 1
     for record in records:
         assert worst_error(record["gradients"], plain_loop(Samples(size), windows)) <= 1e-12
         for _, indices in record["micro_batches"]:
             assert len(indices) == 1 or len(indices) * max(ramp(None, i) for i in indices) <= 2 * 13
-
-
-@pytest.mark.distributed
-def test_a_resume_on_another_number_of_ranks_goes_on_with_the_next_window(tmp_path: Path) -> None:
-    """From the middle of an epoch, with another micro-batch; no window is another, and none is cut at its edge."""
-    windows = shuffled(53, 40)
-    steps = len(windows) // 2 - 2
-    checkpoint = {"ckpt_path": str(tmp_path / "2" / f"step{steps}.ckpt")}
-    for ranks, micro_batch, given in ((2, 2, {"save": True}), (1, 3, checkpoint)):
-        accumulate = {"effective_batch_size": "40 tokens", "micro_batch_size": micro_batch, "size_of": ramp}
-        records = run_ranks(tmp_path / f"{ranks}", ranks=ranks, size=53, batch_size=4, accumulate=accumulate, **given)
-    assert joined(records)[-len(windows) + steps :] == in_any_order(windows[steps:])
-    for record in records:
-        assert worst_error(record["gradients"], plain_loop(Samples(53), windows)[steps:]) <= 1e-12
 
 
 class Nameless(Dataset):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from reference import LossBySample, Samples, SaveAll, StreamOf, fit
-from torch.utils.data import DataLoader, Sampler, Subset
+from reference import Regression, Samples, SaveAll, StreamOf, fit
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.probe.trials import ProbedTrainer
@@ -28,8 +28,7 @@ def main(settings: dict[str, Any], folder: Path) -> None:
     trouble = Trouble(**settings["trouble"]) if "trouble" in settings else None
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
     trainer = {"strategy": strategy, "devices": settings["ranks"], **settings.get("trainer", {})}
-    dtype = getattr(torch, settings.get("dtype", "float64"))
-    module = Masked(folder, callback, masked) if masked else Recorder(folder, callback, dtype)
+    module = Masked(folder, callback, masked) if masked else Recorder(folder, callback)
     if trouble is not None:
         module = Troubled(folder, callback, trouble)
     loader = LOADERS[settings.get("loader", "shuffled")](settings["size"], settings["batch_size"], settings["ranks"])
@@ -45,22 +44,18 @@ def main(settings: dict[str, Any], folder: Path) -> None:
     )
 
 
-class Recorder(LossBySample):
+class Recorder(Regression):
     """Writes its records when training ends: with forked ranks the parent sees none of them."""
 
-    def __init__(self, folder: Path, callback: AutoAccumulate, dtype: torch.dtype) -> None:
-        super().__init__(dtype=dtype)
+    def __init__(self, folder: Path, callback: AutoAccumulate) -> None:
+        super().__init__()
         self.folder, self.callback = folder, callback
 
     def on_train_end(self) -> None:
         record = {
             "windows": self.windows,
             "micro_batches": self.micro_batches,
-            "losses": self.losses,
             "gradients": self.gradients,
-            "weights": [parameter.detach() for parameter in self.parameters()],
-            "plan": repr(self.callback.plan),
-            "probe": repr(self.callback.probe),
             "limit": self.callback.probe.limit if self.callback.probe else None,
         }
         torch.save(record, self.folder / f"rank{self.global_rank}.pt")
@@ -70,7 +65,7 @@ class Masked(Recorder):
     """Its loss is a mean over samples that are not masked, made by hand: NaN where there are none."""
 
     def __init__(self, folder: Path, callback: AutoAccumulate, masked: list[int]) -> None:
-        super().__init__(folder, callback, torch.float64)
+        super().__init__(folder, callback)
         self.masked = masked
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -136,7 +131,7 @@ class Troubled(Recorder):
     """Keeps no tensors of its own, as memory is counted."""
 
     def __init__(self, folder: Path, callback: AutoAccumulate, trouble: Trouble) -> None:
-        super().__init__(folder, callback, torch.float64)
+        super().__init__(folder, callback)
         self.trouble = [trouble]  # in a list: a module holds no callback of its own
         self.sizes: list[int] = []
 
@@ -204,12 +199,8 @@ def own_stream(size: int, batch_size: int, ranks: int) -> Any:
 
 
 LOADERS = {
-    "float32": lambda size, b, _: DataLoader(Samples(size, torch.float32), b, shuffle=True),
-    "float32, workers": lambda size, b, _: DataLoader(Samples(size, torch.float32), b, shuffle=True, num_workers=2),
     "shuffled": lambda size, b, _: DataLoader(Samples(size), b, shuffle=True),
-    "workers": lambda size, b, _: DataLoader(Samples(size), b, shuffle=True, num_workers=1),
     "in order": lambda size, b, _: DataLoader(Samples(size), b),
-    "subset": lambda size, b, _: DataLoader(Subset(Samples(size + 5), range(size)), b),
     "stream": own_stream,
     "own batches": lambda size, _, __: DataLoader(Samples(size), batch_sampler=OwnBatches()),
     "own share": lambda size, b, _: DataLoader(Samples(size), b, sampler=OwnShare()),

@@ -74,21 +74,6 @@ class Regression(pl.LightningModule):
         return windows
 
 
-class LossBySample(Regression):
-    """The same, which keeps the loss of every sample of a micro-batch."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.losses: list[list[float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        inputs, targets, indices = batch
-        self.micro_batches.append((self.global_step, indices.tolist()))
-        losses = (self.net(inputs) - targets).square().flatten()
-        self.losses.append(losses.tolist())
-        return losses.mean()
-
-
 class Validated(Regression):
     """The same, which notes after how many steps it is validated."""
 

@@ -1,0 +1,98 @@
+"""Trainings that are drawn at random, beside a plain loop that takes each window in one pass.
+
+``make fuzz SEEDS=500`` tries more of them, ``make fuzz SEEDS=500 FIRST=1000`` others. A failure prints what was drawn;
+its seed draws it again: ``FIRST=17 SEEDS=1``.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from random_training import (
+    WHOLE,
+    Course,
+    Outcome,
+    Recipe,
+    covering,
+    draw,
+    draw_course_on_ranks,
+    draw_courses,
+    draw_on_ranks,
+    ends_of,
+    is_shared,
+    is_trained,
+    plain,
+    train,
+    train_on_ranks,
+)
+from texts import LONGEST
+
+if "SEEDS" in os.environ:
+    FIRST, COUNT = int(os.environ.get("FIRST", "0")), int(os.environ["SEEDS"])
+    SEEDS = [seed for seed in range(FIRST, FIRST + COUNT) if is_trained(draw(seed))]
+    FEWER = ON_RANKS = SEEDS[: max(1, COUNT // 3)]
+else:
+    SEEDS = covering(32, range(200), usable=is_trained)
+    FEWER, ON_RANKS = SEEDS[::4], covering(8, range(200), usable=is_shared)
+
+
+def error(ours: Outcome, oracle: Outcome) -> float:
+    return float((ours.weights - oracle.weights).norm() / oracle.weights.norm())
+
+
+def check(ours: Outcome, oracle: Outcome, shown: str) -> None:
+    """Assert that a course is that of the plain loop, and show what was drawn if it is not."""
+    __tracebackhide__ = True
+    assert ours.windows == oracle.windows, shown
+    assert error(ours, oracle) <= 1e-11, shown
+    assert ours.rates == pytest.approx(oracle.rates, rel=1e-9), shown
+    assert not ours.logged or ours.logged == [pytest.approx(each, rel=1e-5) for each in oracle.logged], shown
+
+
+def run(recipe: Recipe, course: Course | None, folder: Path, shown: str) -> Outcome:
+    try:
+        return train(recipe, course, folder)
+    except Exception as raised:
+        raised.add_note(shown)
+        raise
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_training_is_that_of_a_plain_loop(seed: int, tmp_path: Path) -> None:
+    """Whole, cut, after errors of memory, and after a resume: windows, weights, rates, logs and buffers."""
+    recipe = draw(seed)
+    oracle = plain(recipe)
+    for name, course in draw_courses(recipe, ends_of(recipe)).items():
+        shown = f"\n{recipe}\n{name}: {course}"
+        ours = run(recipe, course, tmp_path, shown)
+        check(ours, oracle, shown)
+        assert ours.seen == oracle.seen, shown
+        last = course.then or course
+        assert ours.largest <= last.micro * (LONGEST if recipe.by_size else 1), shown
+        if not (course.fails or course.then or recipe.measures) and course.fits == WHOLE:
+            assert ours.cause in ("exact", "unmeasured", None), shown
+            assert not ours.told, shown
+
+
+@pytest.mark.parametrize("seed", FEWER)
+def test_what_micro_batches_cannot_train_exactly_is_told(seed: int, tmp_path: Path) -> None:
+    """A course is that of the plain loop, or it is said that it is not: never wrong in silence."""
+    recipe = draw(seed, coupling=True)
+    oracle = plain(recipe)
+    for name, course in draw_courses(recipe, ends_of(recipe)).items():
+        shown = f"\n{recipe}\n{name}: {course}"
+        ours = run(recipe, course, tmp_path, shown)
+        if error(ours, oracle) > 1e-9:
+            assert ours.cause not in ("exact", None), shown
+            assert ours.told or ours.ran_out or course.then, shown
+            assert not any("with the same result" in text for text in ours.ran_out), shown
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("seed", ON_RANKS)
+def test_ranks_train_as_a_plain_loop(seed: int, tmp_path: Path) -> None:
+    """Two or three, with errors of memory, and on another number of ranks after a resume."""
+    recipe = draw_on_ranks(seed)
+    course = draw_course_on_ranks(recipe, len(plain(recipe, 3).windows))
+    for ours in train_on_ranks(recipe, course, tmp_path):
+        check(ours, plain(recipe, course.ranks), f"\n{recipe}\n{course}")

@@ -1,0 +1,704 @@
+"""A training that is drawn at random, the course that it takes, and the same training as a plain loop of PyTorch.
+
+A ``Recipe`` is what a user writes. A ``Course`` is how it is run: where batches are cut and into what, where memory
+runs out, where it stops and goes on, and on how many ranks. The plain loop cuts the windows itself and takes each in
+one pass. It knows nothing of the package, and it is the oracle of every course.
+"""
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from faults import Faults
+from forks import forked, in_ranks
+from lightning.pytorch.strategies import DDPStrategy
+from reference import FEATURES, Samples, SaveAt, SizedStreamOf, StreamOf, cut, permutation, quiet_trainer
+from texts import LONGEST, WORDS, Texts, pad
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
+
+from lightning_ga import AutoAccumulate, ExactnessWarning, optimizer_steps
+from lightning_ga.schedule import by_samples, by_step, geometric, linear
+from lightning_ga.weights import TargetTokens
+
+SEED, OWN_SEED, WHOLE, OF_VALIDATION = 7, 3, 1000, 11
+COUPLINGS = ("variance", "sum", "largest", "contrast", "words")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The callback's arguments, and the samples of a window that a plain loop reads off them.
+
+    Args:
+        count: Of (epoch, step, samples before); without one windows hold the tokens.
+        by_batches: Whether they are so many batches of each rank.
+    """
+
+    kind: str
+    arguments: dict[str, Any]
+    count: Callable[[int, int, int], int] | None = field(default=None, repr=False)
+    by_batches: bool = False
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a user writes."""
+
+    seed: int
+    samples: int
+    batch: int
+    factor: int  # of the Trainer
+    epochs: int
+    data: str
+    sizes: tuple[int, ...]  # of batches that are the user's own
+    workers: int
+    drop_last: bool
+    limit: int | float | None
+    texts: bool
+    layout: str
+    mean: str  # over samples or words
+    optimizer: str
+    schedule: str | None
+    clip: float | None
+    windows: Windows
+    by_size: bool
+    verify: bool
+    measures: bool  # the module logs a metric
+    transfers: bool  # the module moves its batches itself
+    coupling: str | None
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a recipe is run; places where memory runs out are those of training, and calls count from one."""
+
+    mode: str = "loader"
+    micro: int = WHOLE
+    fails: tuple[tuple[str, int], ...] = ()  # (place, call)
+    fits: int = WHOLE  # samples of validation
+    stops: int = 0  # after so many steps; then it goes on, as ``then`` says
+    then: "Course | None" = None
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is left of a training."""
+
+    windows: list[list[int]]
+    weights: Tensor
+    rates: list[float]
+    logged: list[dict[str, float]]
+    seen: int  # samples, by a buffer of the module
+    largest: int = 0  # micro-batch, in samples or, where sizes count, in words
+    cause: str | None = None
+    told: tuple[str, ...] = ()
+    ran_out: tuple[str, ...] = ()
+
+
+# --- drawing ------------------------------------------------------------------------------------
+
+
+def draw(seed: int, *, coupling: bool = False) -> Recipe:
+    """The recipe of a seed; with ``coupling`` one that no micro-batches can train exactly."""
+    r = random.Random(seed)
+    data = r.choice([*LOADERS, "shuffled", "shuffled", "in order"])
+    is_whole, is_mapped = data in WHOLE_BATCHES, data in MAPPED
+    texts = r.random() < 0.5 and data not in READY
+    batch, samples = r.choice([2, 3, 4, 6, 8, 16]), r.randint(9, 60)
+    factor = r.choice([1, 1, 2, 3])
+    windows = draw_windows(r, batch, factor, data, tokens=texts and is_mapped)
+    asked = windows.arguments.get("effective_batch_size", 1)
+    can_sort = texts and (not is_whole) and isinstance(asked, int | dict) and "accumulate" not in windows.arguments
+    limits = [None, None, None, 2, *([0.6] if data not in UNSIZED and samples >= 2 * batch else [])]
+    limit = r.choice(limits) if not windows.tokens else None
+    can_drop = is_mapped and not windows.tokens
+    optimizer = r.choice(["adam", "momentum", "sgd", *(["sparse"] if texts else [])])
+    own = [batch] * samples if windows.arguments or limit else [r.randint(1, batch) for _ in range(samples)]
+    return Recipe(
+        seed=seed,
+        samples=samples,
+        batch=batch,
+        factor=1 if "accumulate" in windows.arguments else factor,
+        epochs=r.choice([1, 2, 3]),
+        data=data,
+        sizes=tuple(own),
+        workers=r.choice([0, 0, 0, 1, 2]) if is_mapped else r.choice([0, 0, 1]),
+        drop_last=can_drop and r.random() < 0.3,
+        limit=limit,
+        texts=texts,
+        layout=r.choice([*LAYOUTS][: 3 if data in READY else None]),
+        mean=r.choice(["samples", "words"]) if texts else "samples",
+        optimizer=optimizer,
+        schedule=r.choice([None, "one cycle", "step"]),
+        clip=r.choice([None, None, 0.5]) if optimizer != "sparse" else None,
+        windows=windows,
+        by_size=windows.tokens > 0 or (can_sort and r.random() < 0.5),
+        verify=coupling or r.random() < 0.4,
+        measures=r.random() < 0.5,
+        transfers=r.random() < 0.2,
+        coupling=r.choice(COUPLINGS[: None if texts else 4]) if coupling else None,
+    )
+
+
+def draw_windows(r: random.Random, batch: int, factor: int, data: str, *, tokens: bool) -> Windows:
+    """Windows of the recipe, of a number of samples, by a schedule, of tokens, or of a number of micro-batches."""
+    is_whole = data in WHOLE_BATCHES
+    a, b = (batch * r.randint(1, 3) if is_whole else r.randint(2, 20) for _ in range(2))
+    f, g, step, samples, held = r.randint(1, 3), r.randint(1, 3), r.randint(1, 5), r.randint(5, 60), r.randint(24, 120)
+
+    def of(kind: str, asked: Any, count: Callable[[int, int, int], int]) -> Windows:
+        return Windows(kind, {"effective_batch_size": asked}, count)
+
+    def times(kind: str, asked: Any, count: Callable[[int, int, int], int]) -> Windows:
+        return Windows(kind, {"accumulate": asked}, lambda e, k, n: batch * count(e, k, n), by_batches=True)
+
+    found = [
+        *[Windows("recipe", {}, lambda e, k, n: batch * factor, by_batches=True)] * 2,
+        times("factor", f, lambda e, k, n: f),
+        times("factor by epoch", {0: f, 1: g}, lambda e, k, n: g if e else f),
+        times("factor by step", by_step({0: f, step: g}), lambda e, k, n: f if k < step else g),
+    ]
+    if data not in ("iterable", "sized iterable"):  # how many samples such a batch holds is not known
+        found += [
+            *[of("number", a, lambda e, k, n: a)] * 2,
+            of("by epoch", {0: a, 1: b}, lambda e, k, n: b if e else a),
+            of("by a function", lambda epoch: a if epoch else b, lambda e, k, n: a if e else b),
+            of("by step", by_step({0: a, step: b}), lambda e, k, n: a if k < step else b),
+            of("by samples", by_samples({0: a, samples: b}), lambda e, k, n: a if n < samples else b),
+            of("geometric", geometric(a, 4 * a, steps=6), lambda e, k, n: min(4 * a, a * 2 ** (k // 3))),
+        ]
+    if not is_whole:
+        ramp = linear(a, b, steps=step)
+        found += [of("linear", ramp, lambda e, k, n: int(a + (b - a) * min(k, step) / step + 0.5))]
+    if tokens:
+        found += [Windows("tokens", {"effective_batch_size": f"{held} tokens"}, tokens=held)] * 2
+    return r.choice(found)
+
+
+def covering(count: int, seeds: range, *, usable: Callable[[Recipe], bool]) -> list[int]:
+    """So many seeds whose recipes have, together, as many pairs of traits as may be; the same each time.
+
+    And one more for each kind of windows that none of these has in several epochs.
+    """
+    left = {seed: set(combinations(traits(recipe), 2)) for seed in seeds if usable(recipe := draw(seed))}
+    chosen, seen = list[int](), set[Any]()
+    for _ in range(count):
+        best = max(left, key=lambda seed: len(left[seed] - seen))
+        chosen, seen = [*chosen, best], seen | left.pop(best)
+    lasting = {kind for seed in chosen if (kind := kind_over_epochs(draw(seed)))}
+    for seed in left:
+        if (kind := kind_over_epochs(draw(seed))) and kind not in lasting:
+            chosen, lasting = [*chosen, seed], lasting | {kind}
+    return sorted(chosen)
+
+
+def kind_over_epochs(recipe: Recipe) -> str | None:
+    return recipe.windows.kind if recipe.epochs > 1 else None
+
+
+def traits(recipe: Recipe) -> list[tuple[str, Any]]:
+    """What two recipes may differ in."""
+    names = "factor data workers drop_last limit texts layout mean optimizer schedule by_size verify measures transfers"
+    found = [(name, getattr(recipe, name)) for name in names.split()]
+    return [*found, ("windows", recipe.windows.kind), ("epochs", recipe.epochs > 1)]
+
+
+def draw_courses(recipe: Recipe, ends: list[int]) -> dict[str, Course]:
+    """The courses that a recipe takes on one rank, by the steps after which its epochs end."""
+    r = random.Random(f"courses of {recipe.seed}")
+    places = [each for each in ends[:-1] if each]
+    if recipe.data in MAPPED:  # others are read from the start again, as by stock Lightning
+        places = [*range(1, ends[-1])]
+    whole = recipe.batch if "accumulate" in recipe.windows.arguments else WHOLE
+    courses = {
+        "whole": Course(micro=whole, fits=r.choice([2, WHOLE])),
+        "cut": draw_life(r, recipe),
+        "out of memory": replace(draw_life(r, recipe), fails=draw_fails(r, recipe), fits=r.choice([1, 3])),
+    }
+    if places:
+        lives = [replace(draw_life(r, recipe), fails=r.choice([(), draw_fails(r, recipe)])) for _ in range(2)]
+        courses["resumed"] = replace(lives[0], stops=r.choice(places), then=lives[1])
+    return courses
+
+
+def draw_life(r: random.Random, recipe: Recipe, ranks: int = 1) -> Course:
+    """Where a life cuts its batches; a factor counts micro-batches, which are the recipe's batches then."""
+    mode = "loader" if recipe.windows.tokens else r.choice(["loader", "step"])
+    if "accumulate" in recipe.windows.arguments:
+        return Course(mode, recipe.batch, ranks=ranks)
+    return Course(mode, r.choice([1, 2, 3, 4, 5, 8, WHOLE]), ranks=ranks)
+
+
+def draw_fails(r: random.Random, recipe: Recipe) -> tuple[tuple[str, int], ...]:
+    """Where memory runs out."""
+    places = ["forward", "backward", "first layer", "operation", *(["transfer"] if recipe.transfers else [])]
+    chosen = [r.choice(places) for _ in range(3)]
+    return tuple((place, r.randint(1, 900 if place == "operation" else 25)) for place in chosen)
+
+
+def draw_on_ranks(seed: int) -> Recipe:
+    """A recipe whose samples ranks share out."""
+    recipes = (draw(number) for number in (seed, *range(1000 * (seed + 1), 1000 * (seed + 2))))
+    return replace(next(filter(is_shared, recipes)), workers=0, drop_last=False, transfers=False)
+
+
+def is_shared(recipe: Recipe) -> bool:
+    """Whether ranks share its samples out, in the order of one rank."""
+    return recipe.data == "shuffled" and recipe.limit is None
+
+
+def draw_course_on_ranks(recipe: Recipe, steps: int) -> Course:
+    """One life on two ranks or three, and another on as many or, where that changes no window, another number."""
+    r = random.Random(f"ranks of {recipe.seed}")
+    first = r.choice([2, 2, 3])
+    ranks = (first, first if recipe.windows.by_batches else r.choice([1, 2, 3]))
+    lives = [replace(draw_life(r, recipe, n), fails=r.choice([(), draw_fails(r, recipe)])) for n in ranks]
+    return replace(lives[0], stops=r.randint(1, steps - 1), then=lives[1]) if steps > 1 else lives[0]
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+class Fixed(DataLoader):
+    """A subclass whose constructor takes nothing that a DataLoader's takes."""
+
+    def __init__(self, data: Any, *, size: int, more: dict[str, Any]) -> None:
+        super().__init__(data, batch_size=size, **more)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(OWN_SEED)
+
+
+LOADERS: dict[str, Callable[[Any, Recipe, dict[str, Any]], Any]] = {
+    "shuffled": lambda data, recipe, more: DataLoader(data, recipe.batch, True, **more),
+    "in order": lambda data, recipe, more: DataLoader(data, batch_size=recipe.batch, **more),
+    "own generator": lambda data, recipe, more: DataLoader(
+        data, recipe.batch, shuffle=True, generator=generator(), **more
+    ),
+    "own sampler": lambda data, recipe, more: DataLoader(
+        data, recipe.batch, sampler=DistributedSampler(data, 1, 0, seed=OWN_SEED), **more
+    ),
+    "own class": lambda data, recipe, more: Fixed(data, size=recipe.batch, more=more),
+    "stream": lambda data, recipe, more: DataLoader(StreamOf(data), recipe.batch, **more),
+    "sized stream": lambda data, recipe, more: DataLoader(SizedStreamOf(data), recipe.batch, **more),
+    "own batches": lambda data, recipe, more: DataLoader(data, batch_sampler=own_batches(recipe), **more),
+    "ready-made": lambda batches, *_: DataLoader(batches, batch_size=None),
+    "iterable": lambda batches, *_: StreamOf(batches),
+    "sized iterable": lambda batches, *_: SizedStreamOf(batches),
+}
+READY = ("ready-made", "iterable", "sized iterable")
+WHOLE_BATCHES = (*READY, "own batches")
+UNSIZED = ("stream", "iterable")
+MAPPED = ("shuffled", "in order", "own generator", "own sampler", "own class")
+SEEDS_OF_ORDERS = {"shuffled": SEED, "own generator": OWN_SEED, "own sampler": OWN_SEED}
+
+
+@dataclass
+class Item:
+    """A batch that is a dataclass."""
+
+    x: Tensor
+    y: Tensor
+    number: Tensor
+
+
+LAYOUTS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda x, y, i: (x, y, i), lambda batch: batch),
+    "dict": (lambda x, y, i: {"y": y, "x": x, "number": i}, lambda b: (b["x"], b["y"], b["number"])),
+    "dataclass": (Item, lambda b: (b.x, b.y, b.number)),
+    "nested, with what belongs to all": (
+        lambda x, y, i: {"in": [x, {"names": [str(int(n)) for n in i]}], "scale": torch.ones(3), "out": (y, i)},
+        lambda b: (b["in"][0] * b["scale"][0], *b["out"]),
+    ),
+    "samples in the second axis": (
+        lambda x, y, i: {"x": x.T.contiguous(), "y": y.T.contiguous(), "number": i},
+        lambda b: (b["x"].T, b["y"].T, b["number"]),
+    ),
+}
+"""How a batch is made of inputs, targets and numbers, and how these are read off it."""
+
+
+def dataset(recipe: Recipe, size: int) -> Any:
+    return Texts(size) if recipe.texts else Samples(size)
+
+
+def collate(recipe: Recipe, samples: Sequence[Any]) -> Any:
+    return pad(samples) if recipe.texts else LAYOUTS[recipe.layout][0](*default_collate(list(samples)))
+
+
+def parts_of(recipe: Recipe, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets and numbers."""
+    parts = (batch["words"], batch["labels"], batch["number"]) if recipe.texts else LAYOUTS[recipe.layout][1](batch)
+    return tuple(parts)  # type: ignore[return-value]
+
+
+def own_batches(recipe: Recipe) -> list[list[int]]:
+    left, batches = list(range(recipe.samples)), []
+    for size in recipe.sizes:
+        batches, left = [*batches, left[:size]], left[size:]
+    return [batch for batch in batches if batch]
+
+
+def loader(recipe: Recipe) -> Any:
+    """The training data, as the recipe gives them."""
+    data = dataset(recipe, recipe.samples)
+    if recipe.data in READY:
+        data = [collate(recipe, [data[index] for index in batch]) for batch in own_batches(recipe)]
+    more: dict[str, Any] = {"collate_fn": lambda samples: collate(recipe, samples), "num_workers": recipe.workers}
+    more |= {"persistent_workers": recipe.workers == 2}
+    more |= {} if recipe.data in WHOLE_BATCHES else {"drop_last": recipe.drop_last}
+    return LOADERS[recipe.data](data, recipe, more)
+
+
+# --- the plain loop -----------------------------------------------------------------------------
+
+
+def windows_by_epoch(recipe: Recipe, ranks: int = 1) -> list[list[list[int]]]:
+    """The samples behind each optimizer step, epoch by epoch."""
+    epochs: list[list[list[int]]] = []
+    step = seen = 0
+    for epoch in range(recipe.epochs):
+        order = list(range(recipe.samples))
+        if recipe.data in SEEDS_OF_ORDERS:
+            order = permutation(recipe.samples, SEEDS_OF_ORDERS[recipe.data], epoch)
+        full = cut(order, recipe.batch, recipe.drop_last)
+        if recipe.data in WHOLE_BATCHES:
+            full = own_batches(recipe)
+        limit = int(len(full) * recipe.limit) if isinstance(recipe.limit, float) else recipe.limit or len(full)
+        left = order if limit >= len(full) else list(chain.from_iterable(full[:limit]))
+        drops = recipe.drop_last and limit >= len(full)
+        sizes = [len(batch) for batch in full] if recipe.data in WHOLE_BATCHES and not recipe.windows.arguments else []
+        found: list[list[int]] = []
+        while left:
+            count = sum(sizes[len(found) * recipe.factor :][: recipe.factor]) or count_of(
+                recipe, left, epoch, step, seen, ranks
+            )
+            if drops and len(left) < count:
+                break
+            found.append(left[:count])
+            step, seen, left = step + 1, seen + len(found[-1]), left[count:]
+        epochs.append(found)
+    return epochs
+
+
+def count_of(recipe: Recipe, left: list[int], epoch: int, step: int, seen: int, ranks: int) -> int:
+    """The samples of the next window, if there are so many."""
+    if recipe.windows.count is not None:
+        return recipe.windows.count(epoch, step, seen) * (ranks if recipe.windows.by_batches else 1)
+    lengths = Texts(recipe.samples).lengths
+    count, held = 1, lengths[left[0]]
+    while count < len(left) and held + lengths[left[count]] <= recipe.windows.tokens:
+        count, held = count + 1, held + lengths[left[count]]
+    return count
+
+
+def is_trained(recipe: Recipe) -> bool:
+    """Whether each epoch has a window; with ``drop_last`` the only one may be dropped, which is refused."""
+    return all(windows_by_epoch(recipe))
+
+
+def ends_of(recipe: Recipe) -> list[int]:
+    """The steps after which epochs end."""
+    counts = [len(windows) for windows in windows_by_epoch(recipe)]
+    return [sum(counts[: epoch + 1]) for epoch in range(len(counts))]
+
+
+def plain(recipe: Recipe, ranks: int = 1) -> Outcome:
+    """Train in a plain loop, each window in one pass."""
+    data, net, epochs = dataset(recipe, recipe.samples), network(recipe), windows_by_epoch(recipe, ranks)
+    optimizer = optimizer_of(recipe, net)
+    schedule = schedule_of(recipe, optimizer, sum(map(len, epochs)))
+    rates, logged = [], []
+    for windows in filter(None, epochs):
+        losses: list[tuple[float, int]] = []
+        for window in windows:
+            batch = collate(recipe, [data[index] for index in window])
+            optimizer.zero_grad()
+            loss = loss_of(recipe, net, batch)
+            loss.backward()
+            if recipe.clip:
+                nn.utils.clip_grad_norm_(net.parameters(), recipe.clip)
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            losses.append((loss.item(), weight_of(recipe, batch)))
+        numbers = torch.tensor([float(index) for window in windows for index in window])
+        with torch.no_grad():
+            validated = loss_of(recipe, net, collate(recipe, list(map(dataset(recipe, 99).__getitem__, range(11)))))
+        metric = {"square": float((numbers % 7).square().mean())} if recipe.measures else {}
+        mean = sum(value * count for value, count in losses) / sum(count for _, count in losses)
+        logged.append({"loss_epoch": mean, "numbers": float(numbers.sum()), "validated": float(validated), **metric})
+    every = [sorted(window) for windows in epochs for window in windows]
+    return Outcome(every, flat(net), rates, logged, sum(map(len, every)))
+
+
+class Net(nn.Module):
+    """Maps each vector, or each word, to a number."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.rest = first, nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: Machine.touch("first layer", inputs))
+        return self.rest(hidden)[..., 0]
+
+
+def network(recipe: Recipe) -> Net:
+    """The same weights for each seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        sparse = recipe.optimizer == "sparse"
+        return Net(nn.Embedding(WORDS, 6, sparse=sparse) if recipe.texts else nn.Linear(FEATURES, 6)).double()
+
+
+def loss_of(recipe: Recipe, net: Net, batch: Any) -> Tensor:
+    """The mean over samples or words, and what couples the samples."""
+    inputs, targets, _ = parts_of(recipe, batch)
+    predicted = net(inputs)
+    losses = (predicted - targets.flatten()).square() if not recipe.texts else torch.empty(0)
+    if recipe.texts:
+        real = targets != -100
+        errors = (predicted - targets / WORDS).square() * real
+        if (recipe.mean == "words" and recipe.coupling is None) or recipe.coupling == "words":
+            return errors.sum() / real.sum()
+        losses, predicted = errors.sum(1) / real.sum(1), (predicted * real).sum(1)
+    coupled: dict[str | None, Callable[[], Tensor]] = {
+        "variance": lambda: losses.mean() + predicted.var(unbiased=False),
+        "sum": losses.sum,
+        "largest": losses.max,
+        "contrast": lambda: losses.mean() - (predicted[:, None] - predicted).square().logsumexp(1).mean(),
+    }
+    return coupled.get(recipe.coupling, losses.mean)()
+
+
+def weight_of(recipe: Recipe, batch: Any) -> int:
+    """What the mean of a batch counts as in a mean over the epoch; not so many words as a batch has samples."""
+    inputs, targets, numbers = parts_of(recipe, batch)
+    return 1000 * int((targets != -100).sum()) if recipe.mean == "words" else len(numbers)
+
+
+def optimizer_of(recipe: Recipe, net: nn.Module) -> Optimizer:
+    if recipe.optimizer == "adam":
+        return AdamW(net.parameters(), lr=1e-2)
+    return SGD(net.parameters(), lr=5e-2, momentum=0.9 if recipe.optimizer == "momentum" else 0.0)
+
+
+def schedule_of(recipe: Recipe, optimizer: Optimizer, steps: float | None) -> Any:
+    if recipe.schedule == "one cycle" and recipe.data not in UNSIZED and steps:
+        return lr_scheduler.OneCycleLR(optimizer, 5e-2, total_steps=int(steps))
+    return lr_scheduler.StepLR(optimizer, 3, 0.7) if recipe.schedule else None
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+# --- the Trainer --------------------------------------------------------------------------------
+
+
+class Machine(pl.Callback):
+    """What a training runs on, outside of its module: memory that runs out, and notes of what it saw."""
+
+    in_use: "Machine | None" = None
+
+    def __init__(self, course: Course, by_size: bool) -> None:
+        self.course, self.by_size, self.is_training = course, by_size, False
+        self.operations = Faults(*(call for place, call in course.fails if place == "operation"))
+        self.calls: dict[str, int] = {}
+        self.sizes, self.rates, self.windows = list[int](), list[float](), dict[int, set[int]]()
+        self.logged: list[dict[str, float]] = []
+
+    @staticmethod
+    def touch(place: str, inputs: Tensor) -> None:
+        """Use memory in training; one sample always fits, or as many words as the longest has where sizes count."""
+        machine = Machine.in_use
+        if machine is None or not machine.is_training:
+            return
+        machine.calls[place] = call = machine.calls.get(place, 0) + 1
+        size, always = (inputs.numel(), LONGEST) if machine.by_size else (len(inputs), 1)
+        if place == "forward":
+            machine.sizes.append(size)
+            machine.operations.armed = size > always
+        if size > always and (place, call) in machine.course.fails:
+            machine.operations.armed = False
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 20.00 MiB, in {place}.")
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.is_training = True
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.operations.armed = False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.is_training = False
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        found = trainer.callback_metrics
+        names = ("loss_epoch", "numbers", "validated", "square")
+        self.logged.append({name: float(found[name]) for name in names if name in found})
+
+
+class Program(pl.LightningModule):
+    """The recipe as a LightningModule that logs, counts its samples, and validates itself."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe, self.net = recipe, network(recipe)
+        self.square = torchmetrics.MeanSquaredError() if recipe.measures else None
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, _, numbers = parts_of(self.recipe, batch)
+        Machine.touch("forward", inputs)
+        loss = loss_of(self.recipe, self.net, batch)
+        if loss.requires_grad:
+            loss.register_hook(lambda _: Machine.touch("backward", inputs))
+        self.seen += len(numbers)
+        if self.square is not None:
+            self.square(numbers % 7.0, torch.zeros(len(numbers)))
+            self.log("square", self.square, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=weight_of(self.recipe, batch))
+        self.log("numbers", float(numbers.sum()), on_step=False, on_epoch=True, reduce_fx="sum")
+        if Machine.in_use is not None and Machine.in_use.is_training:
+            Machine.in_use.windows.setdefault(self.global_step, set()).update(numbers.tolist())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if Machine.in_use is not None and len(parts_of(self.recipe, batch)[2]) > Machine.in_use.course.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory, in validation.")
+        self.log("validated", loss_of(self.recipe, self.net, batch), batch_size=weight_of(self.recipe, batch))
+
+    def val_dataloader(self) -> Any:
+        samples = [dataset(self.recipe, 99)[index] for index in range(OF_VALIDATION)]
+        return DataLoader(samples, 4, collate_fn=lambda some: collate(self.recipe, some))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizer_of(self.recipe, self.net)
+        schedule = schedule_of(self.recipe, optimizer, optimizer_steps(self.trainer))
+        schedules = [{"scheduler": schedule, "interval": "step"}] if schedule is not None else []
+        return [optimizer], schedules
+
+
+class Moving(Program):
+    """Moves its batches to the device itself, where memory may run out."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        Machine.touch("transfer", parts_of(self.recipe, batch)[0])
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+class StoppedError(Exception):
+    """The run ends here."""
+
+
+class StopAt(SaveAt):
+    """Saves a checkpoint after a step, and ends the run as an error does."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        if self.path.exists():
+            raise StoppedError
+
+
+def accumulate(recipe: Recipe, course: Course) -> AutoAccumulate:
+    arguments: dict[str, Any] = {"micro_batching": course.mode, "micro_batch_size": course.micro}
+    arguments |= {"normalize": TargetTokens()} if recipe.mean == "words" and not recipe.coupling else {}
+    arguments |= {"size_of": "auto"} if recipe.by_size else {}
+    return AutoAccumulate(**arguments, **recipe.windows.arguments, verify=recipe.verify)
+
+
+def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) -> Outcome:
+    """One life of the recipe in a Trainer, from the checkpoint at the path or up to it."""
+    module, ours = (Moving if recipe.transfers else Program)(recipe), accumulate(recipe, course)
+    machine = Machine(course, recipe.by_size)
+    callbacks = [ours, machine, *([StopAt(path, course.stops)] if course.stops else [])]
+    settings: dict[str, Any] = {"max_epochs": recipe.epochs, "gradient_clip_val": recipe.clip}
+    settings |= {"accumulate_grad_batches": recipe.factor, "limit_train_batches": recipe.limit}
+    if course.ranks > 1:
+        settings |= {"devices": course.ranks, "strategy": DDPStrategy(process_group_backend="gloo")}
+    pl.seed_everything(99 if resumes else SEED, verbose=False)
+    Machine.in_use = machine
+    try:
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            machine.operations if machine.operations.at else nullcontext(),
+        ):
+            warnings.simplefilter("always")
+            trainer = quiet_trainer(*callbacks, **settings)
+            trainer.fit(module, loader(recipe), ckpt_path=path if resumes else None)
+    except StoppedError:
+        pass
+    finally:
+        Machine.in_use = None
+    steps = range(min(machine.windows, default=0), max(machine.windows, default=-1) + 1)
+    texts = [(str(each.message), issubclass(each.category, ExactnessWarning)) for each in caught]
+    return Outcome(
+        windows=[sorted(machine.windows.get(step, ())) for step in steps],
+        weights=flat(module.net),
+        rates=machine.rates,
+        logged=machine.logged,
+        seen=int(module.seen),
+        largest=max(machine.sizes, default=0),
+        cause=ours.exactness.cause if ours.exactness else None,
+        told=tuple(text for text, is_told in texts if is_told and "The effective batch of" not in text),
+        ran_out=tuple(text for text, _ in texts if "Memory ran out in training" in text),
+    )
+
+
+def train(recipe: Recipe, course: Course, folder: Path) -> Outcome:
+    """All lives of a course on one rank, as one training."""
+    first = fit(recipe, course, folder / "stopped.ckpt")
+    if course.then is None:
+        return first
+    return joined(first, fit(recipe, course.then, folder / "stopped.ckpt", resumes=True))
+
+
+def joined(first: Outcome, then: Outcome) -> Outcome:
+    """Two lives as one."""
+    windows, rates = first.windows + then.windows, first.rates + then.rates
+    return replace(then, windows=windows, rates=rates, logged=[], ran_out=first.ran_out + then.ran_out)
+
+
+def train_on_ranks(recipe: Recipe, course: Course, folder: Path) -> list[Outcome]:
+    """All lives of a course, each on its ranks; what each rank has in the end, with the windows of all."""
+    first = live_on_ranks(recipe, course, folder, resumes=False)
+    if course.then is None:
+        return first
+    return [joined(first[0], then) for then in live_on_ranks(recipe, course.then, folder, resumes=True)]
+
+
+def live_on_ranks(recipe: Recipe, course: Course, folder: Path, *, resumes: bool) -> list[Outcome]:
+    place = folder / ("then" if resumes else "first")
+    place.mkdir()
+    path = folder / "stopped.ckpt"
+    ended = forked(in_ranks, course.ranks, live, recipe.seed, course, path, resumes, place, folder=place)
+    assert ended.code == 0, ended.output[-6000:]
+    outcomes = [torch.load(place / f"{rank}.pt", weights_only=False) for rank in range(course.ranks)]
+    windows = [sorted({*chain.from_iterable(parts)}) for parts in zip(*(each.windows for each in outcomes))]
+    return [replace(each, windows=windows, logged=[]) for each in outcomes]
+
+
+def live(seed: int, course: Course, path: Path, resumes: bool, folder: Path) -> int:
+    """One life on this rank; its exit code."""
+    torch.save(fit(draw_on_ranks(seed), course, path, resumes=resumes), folder / f"{os.environ['RANK']}.pt")
+    return 0
