@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from random_training import (
-    WHOLE,
     Course,
     Outcome,
     Recipe,
@@ -69,9 +68,9 @@ def test_a_training_is_that_of_a_plain_loop(seed: int, tmp_path: Path) -> None:
         assert ours.seen == oracle.seen, shown
         last = course.then or course
         assert ours.largest <= last.micro * (LONGEST if recipe.by_size else 1), shown
-        if not (course.fails or course.then or recipe.measures) and course.fits == WHOLE:
-            assert ours.cause in ("exact", "unmeasured", None), shown
-            assert not ours.told, shown
+        assert ours.cause in ("exact", "unmeasured", None), shown
+        assert not ours.told, shown
+        assert not [text for text in ours.ran_out if "Its gradient is not" in text or "A hook had" in text], shown
 
 
 @pytest.mark.parametrize("seed", FEWER)

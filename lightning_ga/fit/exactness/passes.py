@@ -307,8 +307,9 @@ def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]
 
 
 def numbers_of(module: torch.nn.Module) -> dict[str, float]:
-    """Return the plain numbers among the attributes of a module and its parts, by name."""
-    named = ((path, name, value) for path, part in module.named_modules() for name, value in vars(part).items())
+    """Return the plain numbers among the attributes of a module and its parts, but for metrics, by name."""
+    parts = ((path, part) for path, part in module.named_modules() if not isinstance(part, Metric))
+    named = ((path, name, value) for path, part in parts for name, value in vars(part).items())
     return {f"{path}.{name}".lstrip("."): value for path, name, value in named if isinstance(value, (int, float))}
 
 
