@@ -131,6 +131,11 @@ def zeroes_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad
 
 
+def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step of the optimizer calls its closure more than once."""
+    return isinstance(optimizer, torch.optim.LBFGS)
+
+
 def zero_gradients(trainer: Any, optimizer: Any, number: int) -> None:
     """Zero gradients as the loop does for a batch of this number, without the hooks around it."""
     trainer.fit_loop.epoch_loop.automatic_optimization._optimizer_zero_grad(number, optimizer)

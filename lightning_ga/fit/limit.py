@@ -8,12 +8,11 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.compat import loops, ranks
+from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.place import effective_batch, recipe_micro_batch
 from lightning_ga.fit.training_data import TrainingData
-from lightning_ga.fit.window import evaluates_again
 from lightning_ga.loading.sized import Sized, SizedBatches, SizedSource
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
@@ -184,7 +183,7 @@ class TrainingLimit:
             return self._request.capped(asked)
         search = self._search(epoch)
         self._high = search.high
-        if evaluates_again(optimizer):
+        if closures.evaluates_again(optimizer):
             raise UserError(
                 f"{type(optimizer).__name__} keeps a history that grows over many steps, so that no trial "
                 "of one step shows what it takes: give micro_batch_size=… to do without a probe."

@@ -27,11 +27,6 @@ WATCHED = 8  # windows that begin in pieces, in which it is looked at what hooks
 KEPT_ON_HOST = 2**26  # numbers (256 MiB of float32) of a window's batches; larger ones are fetched again
 
 
-def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step of the optimizer calls its closure more than once."""
-    return isinstance(optimizer, torch.optim.LBFGS)
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class MicroBatch(Part):
     """One micro-batch of a window."""
@@ -56,7 +51,7 @@ class TrainingWindow(Window):
         self._data, self._reducer, self._fills_up = data, engine.reducer, fills_up
         self.parts: list[MicroBatch] = []
         self.savepoint = engine.savepoint("training")
-        self._evaluates_again = evaluates_again(trainer.optimizers[0])
+        self._evaluates_again = closures.evaluates_again(trainer.optimizers[0])
         owners = [trainer.lightning_module, *trainer.callbacks]
         hooks = ("on_before_zero_grad", "optimizer_zero_grad")
         self._has_zeroing_hooks = closures.has_hook(owners, *hooks) or closures.zeroes_by_itself(trainer.optimizers[0])

@@ -214,7 +214,10 @@ class ExactnessCheck:
                 end = PassPlace(ahead=number - 1, may_be_last=True)
                 alike.append((end, replace(end, ahead=2 * end.ahead, batches=2)))
             if steps := closures.has_hook([self._module], *_OF_THE_STEP):
-                alike.append((replace(whole, steps=True), *(replace(place, steps=True) for place in lasts)))
+                # A line search reads the loss, which the factor divides.
+                again = closures.evaluates_again(self._passes.trainer.optimizers[0])
+                scaled = ((place, 1 if again else place.batches) for place in lasts)
+                alike.append((replace(whole, steps=True), *(replace(p, steps=True, batches=n) for p, n in scaled)))
             if closures.has_hook([self._module], "on_train_start", "on_train_epoch_start"):
                 alike.append((PassPlace(amid=1, steps=steps), PassPlace(amid=2, steps=steps)))
             self._numbers_matter = any(differ(*places) for places in alike)
