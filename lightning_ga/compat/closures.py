@@ -115,14 +115,21 @@ _COUNTS_WINDOWS = {"global_step", "accumulate_grad_batches"}
 def reads_batch(hook: Any) -> bool:
     """Return whether the code of a hook of a callback reads what belongs to a batch, and nothing that counts windows.
 
-    Its arguments are, after trainer and module, outputs, batch and number (``core/hooks.py``).
+    After trainer and module come outputs, batch and number (``callbacks/callback.py``). An object that is called in
+    place of a function may read anything.
     """
-    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    function = inspect.unwrap(getattr(hook, "__func__", hook))  # of ``rank_zero_only``, say
+    code = getattr(function, "__code__", None)
     if code is None or _COUNTS_WINDOWS.intersection(code.co_names):
         return code is None
-    flags = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    given = set(code.co_varnames[3 : code.co_argcount + code.co_kwonlyargcount + flags])
-    read = {each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")}
+    others = 3 if inspect.ismethod(hook) else 2  # trainer and module, and the callback itself
+    parameters = enumerate(inspect.signature(function).parameters.values())
+    given = {
+        each.name
+        for place, each in parameters
+        if place >= others or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    }
+    read = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")]
     return bool(given.intersection(name for each in read for name in (each if isinstance(each, tuple) else (each,))))
 
 

@@ -98,9 +98,9 @@ def _log(results: Any, log: Callable[..., None], fx: str, name: str, *arguments:
             del results[known]
         raise
     new = [] if before else [metric for known in (key, f"{key}.0") if (metric := results.get(known)) is not None]
-    for metric in new:  # ranks divide the sum of whole numbers without a remainder, and may differ in samples
-        if (none := metric._defaults.get("cumulated_batch_size")) is not None:
-            metric._defaults["cumulated_batch_size"] = none.float()
+    for metric in new:  # Lightning rounds the mean of whole numbers over ranks, and these may differ in samples here
+        if (zero := metric._defaults.get("cumulated_batch_size")) is not None:
+            metric._defaults["cumulated_batch_size"] = zero.float()
             metric.cumulated_batch_size = metric.cumulated_batch_size.float()
 
 

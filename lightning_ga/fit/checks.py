@@ -229,7 +229,9 @@ class ByBatch:
         with ExitStack() as stack:
             for callback, name in product(self._trainer.callbacks, _HOOKS):
                 if closures.has_hook([callback], name):
-                    hook = _Hook(callback, getattr(callback, name), closures.reads_batch(getattr(callback, name)))
+                    run = getattr(callback, name)
+                    reads = closures.reads_batch(run)
+                    hook = _Hook(callback, name, run, reads, _LOOKS_IF_READ if reads else _LOOKS)
                     stack.enter_context(shadowed(callback, name, partial(self._run, hook)))
             yield
 
@@ -242,13 +244,13 @@ class ByBatch:
         result = hook.run(*arguments, **named)
         changed = [name for name, value in self._settings().items() if value != before[name]] if before else []
         pairs = zip(own, versions(own), former)
-        is_at_edge = loops.window_is_over if hook.run.__name__ == "on_train_batch_end" else loops.begins_window
+        is_at_edge = loops.window_is_over if hook.name == "on_train_batch_end" else loops.begins_window
         within = not is_at_edge(self._trainer)
         if (within or hook.reads_batch) and self._are_weights([each for each, now, was in pairs if now != was]):
             changed.append("its copy of the weights")
         if changed:
             self._is_told = True
-            who = f"{type(hook.callback).__name__}.{hook.run.__name__}"
+            who = f"{type(hook.callback).__name__}.{hook.name}"
             self._exactness.found_unknown(BY_BATCH.format(hook=who, what=" and ".join(changed)))
         return result
 
@@ -287,12 +289,10 @@ class _Hook:
     """A hook of a callback."""
 
     callback: Any
+    name: str
     run: Callable[..., Any]
     reads_batch: bool  # whether it reads more of its arguments than trainer and module
-    looks: int = 0  # that are left
-
-    def __post_init__(self) -> None:
-        self.looks = _LOOKS_IF_READ if self.reads_batch else _LOOKS
+    looks: int  # that are left
 
 
 def _tensors_of(callback: Any) -> list[torch.Tensor]:

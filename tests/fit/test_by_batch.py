@@ -2,12 +2,14 @@
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
+from lightning.pytorch.utilities import rank_zero_only
 from reference import Regression, Samples, fit
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -88,10 +90,24 @@ def stop(trainer: Any, _: Any) -> None:
     trainer.should_stop = True
 
 
+class OnOneRank(Every):
+    """The same, by a hook that is wrapped."""
+
+    on_train_batch_end = rank_zero_only(Every.on_train_batch_end)
+
+
+def decay_seldom(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    if batch_idx % 2:
+        decay(trainer, module)
+
+
 ACTING: dict[str, tuple[Any, str]] = {
     "averages": (Average, "its copy of the weights"),
     "averages a copy": (AverageOfModule, "its copy of the weights"),
     "decays": (lambda: Every(decay), "changes weights"),
+    "decays on one rank": (lambda: OnOneRank(decay), "changes weights"),
+    "decays by a function": (lambda: LambdaCallback(on_train_batch_end=decay_seldom), "changes weights"),
+    "decays by a partial": (lambda: LambdaCallback(on_train_batch_end=partial(decay_seldom)), "changes weights"),
     "freezes": (lambda: Every(freeze), "which weights are trained"),
     "slows down": (lambda: Every(slow_down), "learning rates"),
     "stops": (lambda: Every(stop), "trainer.should_stop"),

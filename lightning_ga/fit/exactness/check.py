@@ -187,9 +187,11 @@ class ExactnessCheck:
         return any(distance(*pair) > self._repeated for pair in pairs)
 
     def _depends_on_number(self, batch_pass: Passes, batch: SampleBatch, micro_batches: int) -> bool:
-        """Return whether the gradient is another one if a batch is some of several times as many, accumulated.
+        """Return whether the gradient depends on how micro-batches number the batches of an epoch.
 
-        Or if the hooks at the start find more batches. If hooks of the module's own set how the optimizer steps, its
+        The batch runs at some places of the epoch, and as one of m micro-batches at the same places: its number, the
+        length of the epoch and the factor are m times as large there. If the module has hooks at the start of
+        training, these meet as many batches, and twice as many. If it has hooks that set how the optimizer steps, the
         step belongs to the passes, and weights and learning rates have to move alike.
         """
         if self._numbers_matter is None:
