@@ -66,6 +66,7 @@ def test_a_training_is_that_of_a_plain_loop(seed: int, tmp_path: Path) -> None:
         ours = run(recipe, course, tmp_path, shown)
         check(ours, oracle, shown)
         assert ours.seen == oracle.seen, shown
+        assert ours.logged or course.then, shown
         last = course.then or course
         assert ours.largest <= last.micro * (LONGEST if recipe.by_size else 1), shown
         assert ours.cause in ("exact", "unmeasured", None), shown

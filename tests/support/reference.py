@@ -98,16 +98,14 @@ class SaveAt(pl.Callback):
 
 
 class SaveAll(pl.Callback):
-    """A checkpoint after every optimizer step, or after those that are named, and the factor of each step."""
+    """A checkpoint after every optimizer step, or after those that are named."""
 
     def __init__(self, folder: Path, steps: Container[int] = range(10**9)) -> None:
-        self.folder, self.steps, self.factors = folder, steps, list[int]()
+        self.folder, self.steps = folder, steps
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if not trainer.fit_loop._should_accumulate():
-            if trainer.global_step in self.steps:
-                trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
-            self.factors.append(trainer.accumulate_grad_batches)
+        if not trainer.fit_loop._should_accumulate() and trainer.global_step in self.steps:
+            trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
 
 
 def network(dtype: torch.dtype = torch.float64) -> torch.nn.Sequential:
