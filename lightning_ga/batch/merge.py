@@ -1,4 +1,4 @@
-"""Merge the outputs of ``training_step`` for the pieces of a batch into its output for the whole batch."""
+"""Merge the outputs of a step, of training or evaluation, for the pieces of a batch into that for the whole batch."""
 
 import copy
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 The unit of undo is a window: the batches between two optimizer steps, or one batch of evaluation. Where a window
 begins, a savepoint is taken. If memory runs out anywhere in it, the savepoint is restored and the window runs again
-from its first batch, in smaller pieces (``fit/window_run.py``). Nothing is noted for a single pass.
+from its first batch, in smaller pieces (``fit/window_run.py``). No state is saved for a single pass.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -47,9 +47,9 @@ class Engine:
         self.distributed = ranks.is_distributed(trainer)
         self.policy = Ranks.of(trainer).in_evaluation(wanted=retries)
         self.reducer: GradientReducer | None = None  # its collectives are not run again by a retry
-        self.has_evaluated = False  # since the last batch of training
+        self.has_validated = False  # since the last batch of training
         self.lockstep: set[str] = set()  # stages in which ranks wait for each other
-        self.undecided: set[str] = set()  # stages of which the first batch has to show that
+        self.undecided: set[str] = set()  # stages whose first batch has yet to show whether they do
         self.move: Move | None = None  # of pieces, if the current batch stays on the host
         self.mover: Move = lambda batch: batch  # moves any batch of the current loader
         self._has_host = trainer.strategy.root_device.type != "cpu"
@@ -168,7 +168,7 @@ class Engine:
         return self.hooks_move_batches and stage not in self._unmovable
 
     def move_whole(self, stage: str, move: Move, batch: Any) -> Any:
-        """Move a batch that is cut afterwards; the next time it is cut before, if memory runs out."""
+        """Move a batch that is cut afterwards; if memory runs out, later ones are cut before they are moved."""
         self._unmovable.add(stage)
         moved = move(batch)
         self._unmovable.discard(stage)
@@ -197,7 +197,7 @@ class Engine:
         return self._readers[key]
 
     def slices(self, stage: str, part: Part) -> BatchSlices:
-        """Return the function that cuts a batch; a ``LayoutError`` says why it cannot be cut."""
+        """Return what cuts a batch; a ``LayoutError`` says why it cannot be cut."""
         if self.chunked_in(stage) is not None:
             return BatchSlices(part.expected or 1, lambda *_: part.batch)
         reader, on_host = self.reader(stage, part.loader), part.move is not None
@@ -237,7 +237,7 @@ class Engine:
         finally:
             if self.distributed and self.collectives() != before:
                 self.lockstep.add(stage)
-        # A pass that runs whole again exchanges the same values, if none has been so far.
+        # With ``whole=`` a retry repeats the whole pass: others wait only if an exchange has already begun.
         waits_for_it = self.chunked_in(stage) is None or (self.distributed and self.collectives() != before)
         if outcome.failure is not None and (waits_for_it or self.policy.refusal):
             self.raise_if_others_wait(stage, outcome.failure)
@@ -252,9 +252,9 @@ class Engine:
             raise self.error(stage, OTHERS_WAIT, why) from failure
 
     def retry_once(self, run: Callable[[], Any]) -> Any:
-        """Run what undoes itself if it fails: with the step's memory freed, there is room for it.
+        """Run it once more if memory runs out: the step's memory is free then, and it undoes itself if it fails.
 
-        Not if it has exchanged values with other ranks, as they would not do that again.
+        Not if it has exchanged values with other ranks: they would not do that again.
         """
         before = self.collectives()
         return retry_once(run, lambda error: self._acts_upon(error) and self.collectives() == before)

@@ -52,7 +52,7 @@ class Evaluation(Window, StageBatches):
             return step(*arguments)
         if policy.retries:
             ranks.share_buffers_before_forward(trainer)
-        engine.has_evaluated = True
+        engine.has_validated = True
         batch, *self._others = arguments  # its number and that of its loader follow only if the step takes them
         self._step, self.stage, self.savepoint = step, loops.stage(trainer), engine.savepoint("evaluation")
         self.parts = [Part(batch, self.number, engine.move, self.loader, host=engine.host)]

@@ -247,7 +247,7 @@ class TrainingLimit:
     def _setup(self, epoch: int, search: _Search) -> TrainingSetup:
         source = self._source
         cut = StepCut(self._engine.reader("training"), search.recipe_batch) if source.cut_in_step else None
-        order, chunked = source.looks(epoch), self._engine.chunked
+        order, chunked = source.scan_order(epoch), self._engine.chunked
         return TrainingSetup(
             self._trainer,
             source.user_loader,

@@ -23,7 +23,7 @@ from lightning_ga.plan.exactness import BATCHES_CHANGED
 from lightning_ga.plan.weights import WindowWeights
 
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
-WATCHED = 8  # windows that begin in pieces, in which it is looked at what hooks around zeroing change
+WATCHED = 8  # windows begun in pieces in which changes by hooks around zeroing are looked for
 KEPT_ON_HOST = 2**26  # numbers (256 MiB of float32) of a window's batches; larger ones are fetched again
 
 
@@ -65,10 +65,10 @@ class TrainingWindow(Window):
         self._whole: Any = None  # Lightning's closure of the current micro-batch, for its first pass
         self._make: Callable[..., Any] = lambda *_: None
         self._has_run = False  # whether an optimizer has evaluated the current closure
-        self._looks = WATCHED
+        self._watched = WATCHED  # windows that are left to be watched
         self._lacks_earlier = False  # whether an optimizer evaluates the last micro-batch of a window alone
         self._zeroing = "before"  # "before" the window's gradients are zeroed, "within" that, or "after" it
-        self._withheld: torch.Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
+        self._withheld: torch.Tensor | None = None  # loss of the last piece, while hooks after it are withheld
         self._reduction: WindowReduction | None = None
         self._last_loss: torch.Tensor | None = None  # of a window that is filled up
         self._kept = 0  # numbers in the batches of the window that are kept on the host
@@ -99,7 +99,9 @@ class TrainingWindow(Window):
         self._make, self._whole, self._optimizer = make, whole, optimizer
         is_changed = engine.watches_batches and engine.is_changed(batch)
         cuts_in_loader = not self._data.source.cut_in_step and self._trainer.accumulate_grad_batches > 1
-        if is_changed and cuts_in_loader and not self._module_changes_batches:  # the check runs no hook of a callback
+        if (
+            is_changed and cuts_in_loader and not self._module_changes_batches
+        ):  # the check does not run callbacks' hooks, so it cannot know
             self._data.exactness.found_unknown(BATCHES_CHANGED)
         part = MicroBatch(
             batch,
@@ -159,7 +161,7 @@ class TrainingWindow(Window):
     def _add(self, part: MicroBatch, *, again: bool) -> bool:
         """Add the micro-batch that the loop has come to, and return whether a window begins with it.
 
-        So does one of which an optimizer evaluates the closure ``again``, without those before.
+        One also begins if an optimizer evaluates the micro-batch's closure ``again``, without those before.
         """
         place, retries = part.number % self._trainer.accumulate_grad_batches, self._engine.policy.retries
         if again:
@@ -172,10 +174,10 @@ class TrainingWindow(Window):
             self._gradients.put_back(part.weights)
             if part.number < LOOKS and retries:
                 self.savepoint.look_again()  # metrics may come where an epoch begins, as trackers of them do
-        elif retries and (self._has_hooks_between or self._engine.has_evaluated):
-            always = self._module_has_hooks_between or self._engine.has_evaluated
+        elif retries and (self._has_hooks_between or self._engine.has_validated):
+            always = self._module_has_hooks_between or self._engine.has_validated
             self.savepoint.mark(len(self.parts), always=always)
-        self._engine.has_evaluated = False
+        self._engine.has_validated = False
         self.parts.append(part)
         return begins
 
@@ -213,7 +215,7 @@ class TrainingWindow(Window):
         return torch.tensor(self._gradients.window_scale() * total, dtype=torch.float64)
 
     def _let_go(self, part: MicroBatch) -> None:
-        """Keep no batch on the device: a GPU's batches stay on the host, a CPU's are fetched again if they can be."""
+        """Keep no batch that can be had again: a GPU's stays on the host, a CPU's is fetched again."""
         part.given["batch"] = None  # the loop reads it no more
         if part.is_changed:
             return
@@ -226,7 +228,7 @@ class TrainingWindow(Window):
     # --- what the engine calls -----------------------------------------------------------------
 
     def run_pass(self, part: MicroBatch, batch: Any, piece: Piece | None, weight: float) -> Any:
-        """Run forward and backward; return Lightning's result, of a piece what ``training_step`` returned."""
+        """Run forward and backward; return Lightning's result, or of a piece the step's output as a dict."""
         gradients, closure, self._whole = self._gradients, self._whole, None
         is_first_run = closure is not None and piece is None
         if not is_first_run:
@@ -292,11 +294,11 @@ class TrainingWindow(Window):
                 yield f"{name}.grad", parameter.grad
 
     def _zero(self, in_pieces: bool, zero: Callable[[], None]) -> None:
-        """Zero gradients, once a window: hooks around that do not run again, and later pieces meet what they change."""
+        """Zero gradients, and run ``on_before_zero_grad`` once a window: later pieces meet what it changed."""
         self._zeroing = "within"
         if self._has_zeroing_hooks and self.savepoint.is_taken:
-            looks = in_pieces and self._looks > 0
-            self._looks -= looks
+            looks = in_pieces and self._watched > 0
+            self._watched -= looks
             if changed := self.savepoint.around_zeroing(zero, look=looks):
                 self._data.exactness.found_between_pieces(changed)
         else:

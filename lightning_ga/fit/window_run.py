@@ -69,7 +69,7 @@ class WindowRun:
         self._costs: list[tuple[int, int]] = []  # cost and samples of each pass of the last batch
         self._running = 0  # samples of the pass that runs
         self._cut: Any = None  # these samples
-        self._plain: PlainState | None = None  # what does not come back, before the window ran again
+        self._plain: PlainState | None = None  # state that is not put back, as it was before the retry
         self._skips = False  # whether a step returned nothing for some pieces of a batch
         self._draws = False  # whether samples that are fetched again are others: their dataset draws random numbers
 
@@ -79,7 +79,7 @@ class WindowRun:
         if last.batch is None:  # it was let go, as micro-batches without a sample followed
             last.batch, last.move = self._fetch(last), engine.mover
         if failure is not None:
-            self._check_batch(last)
+            self._renew_batch(last)
         slices = self._slices(last)
         self._running, self._cut, self._each = self._size(slices.samples), last.batch, self._largest(last, slices)
         while True:
@@ -92,7 +92,7 @@ class WindowRun:
             if outcome.failure is None:
                 break
             self._failure = outcome.failure
-            self._check_batch(last)
+            self._renew_batch(last)
             slices = self._slices(last)
         result: BatchResult = outcome.result
         result.logs.replay(self._tap.log, engine.retry_once)
@@ -101,7 +101,7 @@ class WindowRun:
         return result
 
     def _undo(self, failure: Exception) -> None:
-        """Refuse so many samples, and put everything back as the window began; end with an error if that cannot be."""
+        """Refuse the size that failed, and put the window's start back; end with an error if that cannot be done."""
         window, engine = self._window, self._engine
         self._refused.append((self._running * self._each, self._running))
         cut, self._cut = self._cut, None
@@ -117,7 +117,7 @@ class WindowRun:
         self._plain = window.savepoint.not_put_back(window.gradients_left())
 
     def _run_parts(self, slices: BatchSlices) -> BatchResult:
-        """Run the batches of the window; those before the last log again only if they are evaluated again."""
+        """Run the batches of the window; earlier ones log again only if the optimizer evaluates its closure again."""
         window = self._window
         if self._failure is not None or self._all_parts:
             for number, part in enumerate(window.parts[:-1]):
@@ -128,12 +128,12 @@ class WindowRun:
         return result
 
     def _run_again(self, part: Part) -> None:
-        """Run a batch of the window once more, from the host; afterwards no more of it is kept than before."""
+        """Run an earlier batch of the window once more; afterwards no more of it is kept than before."""
         engine, kept, move = self._engine, part.batch, part.move
         if kept is None:
             part.batch, part.move = self._fetch(part), engine.mover
         else:
-            self._check_batch(part)
+            self._renew_batch(part)
         try:
             if part.move is not None and engine.moves_whole(self._stage):
                 part.batch, part.move = engine.move_whole(self._stage, part.move, part.batch), None
@@ -144,7 +144,7 @@ class WindowRun:
         finally:
             part.batch, part.move = kept, move
 
-    def _check_batch(self, part: Part) -> None:
+    def _renew_batch(self, part: Part) -> None:
         """Take a batch from the host again, as a step may overwrite the one on the device.
 
         If there is no other, and the step has overwritten it, end with an error.
@@ -161,7 +161,7 @@ class WindowRun:
             raise engine.error(self._stage, messages.CHANGED, what) from self._failure
 
     def _is_another(self, part: Part) -> bool:
-        """Return whether a batch is not what its samples make, though they make the same each time."""
+        """Return whether a batch differs from what its samples give now, if they give the same every time."""
         if part.is_changed or self._stage != "training":  # an evaluation's sampler may draw another order each time
             return False
         if self._engine.hooks_move_batches or self._batches.fetch(part.number, part.loader) is None:

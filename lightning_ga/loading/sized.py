@@ -188,7 +188,7 @@ class SizedBatches:
     def __init__(self, source: TrainingSource, reader: BatchReader) -> None:
         self.source, self._reader = source, reader
         loader = source.user_loader
-        self._samples = source.looks(source.sampler.epoch).first.read()
+        self._samples = source.scan_order(source.sampler.epoch).first.read()
         batch = collate_samples(loader, self._samples, len(self._samples)) if self._samples else None
         slices = None if batch is None else reader.sorted_slices(reader.on_host(batch), on_host=True)
         self._order, self._sizes = ((), (1,)) if slices is None else (slices.order, slices.sizes)

@@ -64,24 +64,24 @@ class TrainingSource:
             generator=generator,
             draws=recipe.order.draws_seed and one_rank,
         )
-        # Limits of what batches show, if these are cut by size and so many of the longest samples fit.
+        # If batches are cut by size: how many of the longest samples fit, and the limits of what a batch shows.
         self.size_limits: tuple[int, SizeLimits] | None = None
         self.loader: DataLoader[Any] | None = None  # which the fit loop reads, once an epoch is arranged
         self._keeps_windows = True  # whether the arranged epoch has the windows of the recipe
         self._epoch_end: int | None = None  # samples after which all its batches are done
         self.epoch_batches: int | None = None  # of the recipe on one rank, in the arranged epoch, if that is known
-        self._looks: tuple[int, ScanOrder] | None = None
+        self._scanned: tuple[int, ScanOrder] | None = None
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
         """The user's loader, for its dataset and the way it collates; an error if its batches cannot be cut."""
         return self.recipe.loader
 
-    def looks(self, epoch: int) -> ScanOrder:
+    def scan_order(self, epoch: int) -> ScanOrder:
         """Return the order in which samples are scanned; those read are kept until an epoch is arranged."""
-        if self._looks is None or self._looks[0] != epoch:
-            self._looks = epoch, self._scan_order(epoch)
-        return self._looks[1]
+        if self._scanned is None or self._scanned[0] != epoch:
+            self._scanned = epoch, self._scan_order(epoch)
+        return self._scanned[1]
 
     def _scan_order(self, epoch: int) -> ScanOrder:
         raise NotImplementedError
@@ -94,7 +94,7 @@ class TrainingSource:
         return CollatedAgain(loader, *read_samples(loader, self.sampler.indices(index), seed=seed))
 
     def largest_batch(self, epoch: int) -> int:
-        """Return the most samples that the loader yields to a rank at once where the step cuts batches."""
+        """Return the most samples that the loader would yield to a rank at once, were they not cut there."""
         windows = self.loader.batch_size if self.reads_windows and self.loader is not None else None
         return windows or self.recipe.largest_batch(epoch)
 
@@ -141,7 +141,7 @@ class TrainingSource:
         plan, epoch_plan = self._cut(windows, epoch, effective, micro_batch)
         self.sampler.arrange(epoch, epoch_plan, enabled=enabled)
         self._note_end(windows, total)
-        self._looks = None
+        self._scanned = None
         if self.loader is None:
             sized, shuffle = self.length is not None, self.recipe.settings.shuffle
             self.loader = rebatch(self.recipe.loader, self.sampler, sized=sized, shuffle=shuffle)
@@ -163,7 +163,7 @@ class TrainingSource:
     def _cut(
         self, windows: Windows, epoch: int, effective: int | None, micro_batch: int
     ) -> tuple[AccumulationPlan, EpochPlan]:
-        """Cut full windows, and an epoch of them; on one rank, not across the recipe's batches where these are kept."""
+        """Cut full windows and the epoch; on one rank never across batches of the recipe that stay whole."""
         recipe, one_rank = self.recipe, self.world_size == 1
         whole_batches = self.cut_in_step and one_rank  # ranks share windows out evenly
         if isinstance(windows, GivenWindows):  # windows that start anew in mid-epoch may be larger than any before
@@ -233,9 +233,9 @@ class TrainingSource:
         return None if self.streams or not chunk.count else chunk.count
 
     def logged_batch_sizes(self, chunk: Chunk) -> dict[float, float]:
-        """Return what the recipe's batch size, or one, counts as in a micro-batch, if values are logged with it.
+        """Return what a logged ``batch_size=`` of the recipe's size, or of one, counts as in a micro-batch.
 
-        In the micro-batches of a batch, it adds up to itself.
+        Over the micro-batches of a batch this adds up to the size that was logged.
         """
         size, ranks = self.recipe.batch_size or 0, self.recipe.ranks_per_order
         if self.cut_in_step:
@@ -288,7 +288,7 @@ class TrainingSource:
         count = 3 if total is None else self.recipe_batches(total)
         for number in sorted({0, count // 2, max(0, count - 1)}):
             start, stop = self.samples_of(number), self.samples_of(number + 1)
-            found = self.looks(epoch).some.read(stop)[start:] if self.streams else ()
+            found = self.scan_order(epoch).some.read(stop)[start:] if self.streams else ()
             yield FirstSamples(self.recipe.loader, self.sampler.between(start, start + (stop - start) // ranks), found)
 
     def _keeps_batches_apart(self, limit: int) -> bool:
@@ -321,7 +321,7 @@ class MicroBatchSource(TrainingSource):
         self.reads_windows = size_of is not None and not settings.cut_in_step
         self.cut_in_step |= self.reads_windows
         self.batch_source = CollatedBatches(
-            [loader], samples=lambda _: self.looks(self.sampler.epoch).some.read(LOOKED_AT), size_of=size_of
+            [loader], samples=lambda _: self.scan_order(self.sampler.epoch).some.read(LOOKED_AT), size_of=size_of
         )
 
     def _scan_order(self, epoch: int) -> ScanOrder:

@@ -4,7 +4,7 @@ The limit of a device holds for what is reserved. Blocks are cut out of segments
 is free as a whole, so holes between blocks count too. The rules are those of the native allocators of CUDA and XPU
 (``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream. Of free blocks of one size the allocator takes the
 one whose segment is the oldest, then the one with the lowest address (seen in torch 2.15). Segments from before the
-stream are taken to be as old as their addresses are low, and a new one to lie in the lowest gap that is large enough.
+stream count as older the lower their addresses are; a new one goes into the lowest gap that is large enough.
 
 With ``expandable_segments:True`` there is one segment for small and one for large blocks, and they grow. Parts of its
 addresses have memory behind them, in pages of 2 or 20 MiB; the others are unmapped, and a request that finds no free
@@ -42,8 +42,8 @@ class SegmentRules:
     # Share of ``budget`` above which blocks that have long been free are returned (``garbage_collection_threshold``).
     collection: float = 0.0
     budget: int | None = None  # bytes that all segments may take
-    # Whether a segment grows as far as there is memory. If the process may reserve a share of the device only, it does
-    # not: it grows only if a whole new one would fit, too.
+    # Whether a segment grows while there is memory. In a process that may reserve a share of the device only, it grows
+    # only if a whole new one would fit, too.
     grows_freely: bool = False
 
     def rounded(self, size: int) -> int:
@@ -166,7 +166,7 @@ class Segments:
         self._count(allocated=size, reserved=rounded_up(size, SEGMENT_ROUNDING))
 
     def _count(self, *, allocated: int = 0, reserved: int = 0, needed: int = 0) -> None:
-        """Change what is taken; ``needed`` are bytes that the device had to have beside what was reserved before."""
+        """Change what is taken; ``needed`` are bytes demanded at that moment beyond what was reserved before."""
         needed += self.reserved
         self.allocated += allocated
         self.reserved += reserved

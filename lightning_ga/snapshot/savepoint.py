@@ -35,7 +35,7 @@ from lightning_ga.snapshot.state import metric_state, set_metric_state
 _CONTAINERS = (deque, dict, set)
 _FEW = 64  # entries of a container that is copied
 _DEEP = 1  # containers in containers that are copied
-_NOTED = 8  # windows without a change after which it is not looked at what passes change
+_NOTED = 8  # windows without a change after which changes by passes are no longer looked for
 _LOOKED_AT = 32  # tensors and parts, spread over the module, that are looked at once a window
 _TRAINS, _MODE = attrgetter("requires_grad"), attrgetter("training")
 
@@ -148,7 +148,7 @@ class Savepoint:
         return None if changed is None else f"weights or buffers of which no copies are made ({changed})"
 
     def go_on(self, number: int) -> None:
-        """Put back what hooks had changed since the batch before the one of this number."""
+        """Set again what hooks had changed just before the batch of this number."""
         if self.is_taken and number == 1 and self._zeroed is not None:
             self._zeroed.restore()
         if self.is_taken and number in self._marks:
@@ -272,7 +272,7 @@ class _Values:
 
     @torch.no_grad()
     def write_attributes(self, own: dict[str, Any]) -> None:
-        """Put them back. Numbers stay, as what counts attempts goes on counting, but for one that became a tensor."""
+        """Put them back. Numbers stay, because they may count attempts, unless one has become a tensor."""
         for name in [name for name in own if name not in self._own and _is_gathered(own[name])]:
             del own[name]
         own.update(self._attributes)
@@ -307,7 +307,7 @@ def _hidden(module: Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_gathered(value: Any) -> bool:
-    """Return whether it is a tensor, or a container of anything but numbers: what counts attempts goes on counting."""
+    """Return whether it is a tensor, or a container of anything but numbers, which may count attempts."""
     if isinstance(value, (list, *_CONTAINERS)):
         first = next(iter(value.values() if isinstance(value, dict) else value), None)
         return not isinstance(first, (int, float, str))

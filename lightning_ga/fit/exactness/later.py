@@ -34,7 +34,7 @@ from lightning_ga.snapshot.copies import versions
 
 LOOKS = 8  # micro-batches before which the model is looked at, and again from each moment on
 LOOKED_AT = 1000  # micro-batches of which the samples are looked at
-TRIED = 4  # of them that are cut so that a kind of value would show; every sample may have as many of it
+TRIED = 4  # of them that are cut to show a kind of value; then it is given up: every sample may hold as many
 MOST = 8  # places of a batch that ran in pieces which are measured, about
 COST = 3  # passes of one measurement: the whole and two parts
 AGAIN = 10  # times the tolerance of the check before training: gradients become small, and rounding does not
@@ -57,9 +57,9 @@ class LaterChecks:
         self._met: Counter[Kind] = Counter()  # micro-batches with new kinds of values
         self._kept: BatchSlices | None = None
         self._left_out: BatchSlices | None = None  # for which the step returned ``None``
-        self._spreads: bool | None = None  # whether that one sample is enough to leave out a batch, if it is known
+        self._spreads: bool | None = None  # whether one such sample makes a batch return ``None``, if it is known
         self._on_host = False  # whether the micro-batch is moved to the device in parts
-        self._epoch = 0  # the last in which a moment was due
+        self._epoch = 0  # in which it was last asked whether a moment has come
         self._is_awaited = False  # whether a micro-batch of this window is to be measured
         self._place = self._turns = 0  # of the micro-batch in its window; measurements that were due
 
@@ -130,7 +130,7 @@ class LaterChecks:
         return whole
 
     def _is_spread(self, slices: BatchSlices) -> bool:
-        """Return whether the step leaves out samples with others that it trains on by themselves."""
+        """Return whether the step leaves samples out together, and trains on some of them if they run apart."""
         with self._engine.suspended(), traceless_passes(self._trainer, plain=True, begins=False) as passes:
 
             def trains(start: int, stop: int) -> bool:
@@ -260,7 +260,7 @@ class LaterChecks:
     def compare_numbers(self) -> None:
         """Note which numbers have changed since the backward pass of the micro-batch before, within a window.
 
-        Between two of these lie all hooks that run between micro-batches, and no schedule: it steps with the optimizer.
+        All hooks between two micro-batches lie between these moments, and no step of a schedule.
         """
         index = loops.micro_batch_index(self._trainer)
         if index == self._compared:

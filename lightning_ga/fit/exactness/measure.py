@@ -182,7 +182,7 @@ def measure_exactness(
     With submodules that run in chunks, these are compared with the whole, as windows are one batch.
     """
     refuse_lazy(trainer.lightning_module.parameters())
-    all_samples, considered = source.looks(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
+    all_samples, considered = source.scan_order(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
     micro_batches = _most_micro_batches(source, epoch, limit)
     shared = shared_containers(trainer.lightning_module, getattr(source.recipe.loader, "dataset", None))
 
@@ -238,7 +238,9 @@ def find_independent(trainer: Any, source: TrainingSource, reader: BatchReader, 
 
     def find() -> Independent:
         with submodules.installed(), traceless_passes(trainer, plain=True) as passes:
-            samples = telling_samples(source.looks(epoch).some.read(SAMPLES, most=CONSIDERED, seconds=_MOMENT), SAMPLES)
+            samples = telling_samples(
+                source.scan_order(epoch).some.read(SAMPLES, most=CONSIDERED, seconds=_MOMENT), SAMPLES
+            )
             batch = SampleBatch(samples, source.user_loader, reader, passes)
             return submodules.independent(passes, batch, rounding(trainer)) if batch.size > 1 else Independent()
 

@@ -57,8 +57,7 @@ def without_dropout() -> Iterator[None]:
 class _CallsWithoutDropout(TorchFunctionMode):
     """A context in which calls of torch's functions drop nothing: around steps alone, as it slows each call down.
 
-    In a backward pass the mode is off, and what is computed again there (activation checkpointing) finds other
-    functions of torch.
+    It is off in a backward pass: what activation checkpointing computes again there is not covered.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,11 +125,11 @@ def exact_arithmetic(trainer: Any, *, plain: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(matmul)
 
 
-MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
+MOVED = 1e-2  # how far weights are moved: a teacher of momentum 0.9999 follows by more than rounding
 _FIRST = PassPlace()
 LATER = 2  # the number of a batch after others, however many they were
 
-Sums = dict[str, int | None]  # of the bits of tensors, by name
+Sums = dict[str, int | None]  # of the bits of tensors, and lengths of containers, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +253,10 @@ class PassRunner:
             given.append(self._given_by(window, replace(place, ahead=ahead)))
             gathers = {name for name, value in gathered(module).items() if value != before.get(name)}
         settings = settings_of(self.trainer.optimizers).values()
-        return [*given, *([torch.tensor([number, not number])] for number in settings)]  # also beside zero
+        return [
+            *given,
+            *([torch.tensor([number, not number])] for number in settings),
+        ]  # so that two differ by much where one is zero
 
     def _given_by(self, window: MicroBatches, place: PassPlace) -> Gradient:
         """Run a window, and return the gradient that the optimizer is given."""
@@ -344,7 +346,7 @@ def _alter(module: torch.nn.Module, altered: Mapping[str, float | None]) -> None
 
 
 def state_sums(module: torch.nn.Module) -> Sums:
-    """Return sums over that state."""
+    """Return sums over the named state."""
     named = named_state(module)
     return dict(zip(named, checksums(named.values())))
 
