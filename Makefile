@@ -3,6 +3,7 @@
 # make test SLOW=1                                    the slow ones too, and more random examples, as .ci/run does
 # make fuzz  SEEDS=300 [FIRST=1000]                    more random trainings beside a plain loop
 # make test-cuda                                      tests on a simulated CUDA device (ALL=1: more of them)
+# make test-oldest                                    tests with the oldest packages that pyproject.toml admits
 # make lint                                           ruff and mypy
 # make docs                                           the documentation, as site/index.html; make docs-serve shows it while it is written
 # make clean                                          remove .venv
@@ -19,7 +20,7 @@ INSTALL = $(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if 
 MODEL := $(if $(filter model=% experiment=%,$(ARGS)),,model=resnet34d)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz test-cuda lint docs docs-serve clean
+.PHONY: help train test fuzz test-oldest test-cuda lint docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +35,10 @@ test: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	FIRST=$(or $(FIRST),0) SEEDS=$(or $(SEEDS),300) $(VENV)/bin/python -m pytest -n 2 --dist worksteal \
 		tests/integration/test_random_trainings.py $(ARGS)
+
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt \
+		ARGS="-W ignore::DeprecationWarning -W ignore::FutureWarning $(ARGS)"
 
 # What runs on a simulated CUDA device, if it can be built here.
 ON_CUDA := exactness survive survive_update traceless resume

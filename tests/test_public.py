@@ -3,12 +3,15 @@
 import inspect
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import pytorch_lightning
 import torch
+from packaging.requirements import Requirement
 
 import lightning_ga
 from lightning_ga import AutoAccumulate, UserError
@@ -125,3 +128,13 @@ def test_whole_numbers_are_taken_of_whatever_type_they_are() -> None:
     for wrong in (True, 1.5, "8", None, np.array([1, 2]), float("nan"), float("inf")):
         with pytest.raises(UserError, match="must be a whole number"):
             lightning_ga.plan_accumulation(8, micro_batch=wrong)
+
+
+def test_the_oldest_packages_are_those_that_are_admitted() -> None:
+    root = Path(__file__).parents[1]
+    lines = (root / "constraints-oldest.txt").read_text().splitlines()
+    oldest = dict(line.split("==") for line in lines if "==" in line)
+    for line in tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]:
+        admitted = Requirement(line)
+        (least,) = [each.version for each in admitted.specifier if each.operator == ">="]
+        assert f"{oldest[admitted.name]}.".startswith(f"{least}."), line

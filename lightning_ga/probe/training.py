@@ -1,7 +1,7 @@
 """A training to probe: its steps, what is alive when they begin, and how it is put back after them, without a trace."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from itertools import chain
 from typing import Any
@@ -59,8 +59,12 @@ def isolated(
             reached.swap_in_copies()
         trial_steps.enter_trial(trainer, begins=begins)
 
-    tensors = tuple(each for each in chain(module.parameters(), module.buffers()) if not each.is_inference())
-    with _unsafe_preserve_version_counter(tensors):  # windows look there whether they were written to
+    tensors = [each for each in chain(module.parameters(), module.buffers()) if not each.is_inference()]
+    with ExitStack() as stack:
+        for (
+            tensor
+        ) in tensors:  # one by one, as torch 2.6 takes no more: windows look there whether they were written to
+            stack.enter_context(_unsafe_preserve_version_counter(tensor))
         try:
             prepare()
             yield prepare

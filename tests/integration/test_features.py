@@ -89,7 +89,8 @@ def test_the_learning_rate_finder(mode: str, tmp_path: Path, monkeypatch: pytest
         finder = LearningRateFinder(num_training_steps=30, early_stop_threshold=None)
         module, trainer = train(finder, enable_checkpointing=True, **given)
         found.append((finder.optimal_lr.suggestion(), module.lr, trainer.global_step))
-    assert found[0] == found[1]
+    assert found[0][:2] == found[1][:2]
+    assert found[1][2] == 2 * SIZE // BATCH  # stock Lightning 2.5.0 takes fewer after its finder
     assert max(len(indices) for _, indices in module.micro_batches[30:]) <= MICRO_BATCH
 
 
