@@ -112,17 +112,17 @@ def has_hook(owners: Iterable[Any], *names: str) -> bool:
 _COUNTS_WINDOWS = {"global_step", "accumulate_grad_batches"}
 
 
-def reads_batch(hook: Any) -> bool:
-    """Return whether the code of a hook of a callback reads what belongs to a batch, and nothing that counts windows.
+def reads_batch(hook: Any, *, of_module: bool) -> bool:
+    """Return whether the code of a hook reads what belongs to a batch, and nothing that counts windows.
 
-    After trainer and module come outputs, batch and number (``callbacks/callback.py``). An object that is called in
-    place of a function may read anything.
+    Outputs, batch and number come after trainer and module in a callback (``callbacks/callback.py``). An object that is
+    called in place of a function may read anything.
     """
     function = inspect.unwrap(getattr(hook, "__func__", hook))  # of ``rank_zero_only``, say
     code = getattr(function, "__code__", None)
     if code is None or _COUNTS_WINDOWS.intersection(code.co_names):
         return code is None
-    others = 3 if inspect.ismethod(hook) else 2  # trainer and module, and the callback itself
+    others = inspect.ismethod(hook) + (0 if of_module else 2)  # its owner, and trainer and module
     parameters = enumerate(inspect.signature(function).parameters.values())
     given = {
         each.name

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_ga.compat import closures, dataloaders, intervals, loops
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
+from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.exactness.passes import settings_of
 from lightning_ga.fit.exactness.training import TrainingExactness, is_inexact
 from lightning_ga.loading.prebatched import PrebatchedSource
@@ -25,8 +26,8 @@ from lightning_ga.plan.config import Request
 from lightning_ga.plan.exactness import BY_BATCH, INEXACT
 from lightning_ga.plan.schedule import PiecewiseSchedule
 from lightning_ga.plan.units import format_bytes, parse_budget
-from lightning_ga.snapshot.contents import contained
 from lightning_ga.snapshot.copies import versions
+from lightning_ga.snapshot.plain import hidden_tensors, state_of
 
 BY_HAND = """\
 leave AutoAccumulate out of the callbacks and cut each batch in training_step with lightning_ga.plan_accumulation:
@@ -208,15 +209,15 @@ class Told:
 
 
 _HOOKS = ("on_train_batch_start", "on_train_batch_end")
-_LOOKS = 8  # micro-batches in which it is looked at what a hook changes
-_LOOKS_IF_READ = 1000  # if the hook reads what belongs to a micro-batch: it may act in some only
+_WINDOWS = 3  # in which it is looked at what a hook changes, wherever it lies
+_LOOKS = 1000  # micro-batches, if the hook reads what belongs to one: it may act in some only
 
 
 class ByBatch:
-    """Watches callbacks that act batch by batch: where the loader cuts, their hooks see micro-batches."""
+    """Watches hooks of callbacks and module that act batch by batch: where the loader cuts, they see micro-batches."""
 
-    def __init__(self, trainer: Any, exactness: TrainingExactness) -> None:
-        self._trainer, self._exactness = trainer, exactness
+    def __init__(self, trainer: Any, engine: Engine, exactness: TrainingExactness) -> None:
+        self._trainer, self._engine, self._exactness = trainer, engine, exactness
         self._is_cut = self._is_told = self._has_warned_of_monitors = False
 
     def begin_epoch(self, *, is_cut: bool) -> None:
@@ -225,32 +226,39 @@ class ByBatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Return a context in which it is seen what hooks of callbacks change."""
+        """Return a context in which it is seen what these hooks change."""
         with ExitStack() as stack:
-            for callback, name in product(self._trainer.callbacks, _HOOKS):
-                if closures.has_hook([callback], name):
-                    run = getattr(callback, name)
-                    reads = closures.reads_batch(run)
-                    hook = _Hook(callback, name, run, reads, _LOOKS_IF_READ if reads else _LOOKS)
-                    stack.enter_context(shadowed(callback, name, partial(self._run, hook)))
+            for owner, name in product((*self._trainer.callbacks, self._trainer.lightning_module), _HOOKS):
+                if closures.has_hook([owner], name):
+                    run = getattr(owner, name)
+                    reads = closures.reads_batch(run, of_module=owner is self._trainer.lightning_module)
+                    hook = _Hook(owner, name, run, reads, _LOOKS if reads else 0)
+                    stack.enter_context(shadowed(owner, name, partial(self._run, hook)))
             yield
 
     def _run(self, hook: "_Hook", *arguments: Any, **named: Any) -> Any:
-        if not self._is_cut or self._is_told or not hook.looks:
+        is_looked_at = self._is_cut and self._engine.is_active and (hook.windows or hook.looks)
+        if not is_looked_at or self._is_told:
             return hook.run(*arguments, **named)
-        hook.looks -= 1
-        own, before = _tensors_of(hook.callback), self._settings() if hook.reads_batch else {}
-        former = versions(own)
-        result = hook.run(*arguments, **named)
-        changed = [name for name, value in self._settings().items() if value != before[name]] if before else []
-        pairs = zip(own, versions(own), former)
         is_at_edge = loops.window_is_over if hook.name == "on_train_batch_end" else loops.begins_window
         within = not is_at_edge(self._trainer)
-        if (within or hook.reads_batch) and self._are_weights([each for each, now, was in pairs if now != was]):
-            changed.append("its copy of the weights")
+        hook.looks -= hook.looks > 0
+        trained = [weight for weight in self._trainer.lightning_module.parameters() if weight.grad is not None]
+        if is_searched := hook.windows > 0:
+            hook.tensors = _tensors_of(hook.owner, trained)
+        hook.windows -= is_searched and not within
+        former, before = versions(hook.tensors), self._settings() if hook.reads_batch else {}
+        result = hook.run(*arguments, **named)
+        changed = [name for name, value in self._settings().items() if value != before[name]] if before else []
+        if within or hook.reads_batch:
+            known = {id(tensor): version for tensor, version in zip(hook.tensors, former)}
+            tensors = _tensors_of(hook.owner, trained) if is_searched else hook.tensors
+            written = [each for each in tensors if known.get(id(each)) != each._version]
+            changed += ["its copy of the weights"] * _follow(written, trained, any_copy=hook.reads_batch)
+            changed += ["where the epoch ends (it returns -1)"] * (result == -1)
         if changed:
             self._is_told = True
-            who = f"{type(hook.callback).__name__}.{hook.name}"
+            who = f"{type(hook.owner).__name__}.{hook.name}"
             self._exactness.found_unknown(BY_BATCH.format(hook=who, what=" and ".join(changed)))
         return result
 
@@ -278,27 +286,36 @@ class ByBatch:
                 'of a micro-batch. Log it with on_epoch=True, or use micro_batching="step".'
             )
 
-    def _are_weights(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether there is one of the shape of each trained parameter."""
-        trained = Counter(p.shape for p in self._trainer.lightning_module.parameters() if p.requires_grad)
-        return bool(trained) and trained <= Counter(tensor.shape for tensor in tensors)
-
 
 @dataclass(slots=True)
 class _Hook:
-    """A hook of a callback."""
+    """A hook of a callback, or of the module."""
 
-    callback: Any
+    owner: Any
     name: str
     run: Callable[..., Any]
     reads_batch: bool  # whether it reads more of its arguments than trainer and module
     looks: int  # that are left
+    windows: int = _WINDOWS  # that are left, in which its tensors are searched
+    tensors: list[torch.Tensor] = field(default_factory=list)
 
 
-def _tensors_of(callback: Any) -> list[torch.Tensor]:
-    """Return the tensors that a callback keeps in its attributes, in containers and in modules of its own."""
-    held = [value for value in vars(callback).values() if not isinstance(value, torch.nn.Module)]
-    modules = [value for value in vars(callback).values() if isinstance(value, torch.nn.Module)]
-    tensors = [each for each in contained(held, set(), longest=1000) if isinstance(each, torch.Tensor)]
-    tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    return [tensor for tensor in tensors if not tensor.is_inference()]  # outputs of validation have no versions
+def _follow(tensors: list[torch.Tensor], weights: list[torch.Tensor], *, any_copy: bool) -> bool:
+    """Return whether there is an average of each weight among tensors, or ``any_copy`` of it."""
+
+    def is_average(tensor: torch.Tensor) -> bool:
+        return not any(tensor.shape == weight.shape and torch.equal(tensor, weight) for weight in weights)
+
+    shapes = Counter(weight.shape for weight in weights)
+    found = Counter(tensor.shape for tensor in tensors if any_copy or (tensor.shape in shapes and is_average(tensor)))
+    return bool(weights) and shapes <= found
+
+
+def _tensors_of(owner: Any, trained: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that an owner holds, but for those that are trained.
+
+    None that were made in inference mode, as outputs of validation: they have no versions.
+    """
+    found = {**(state_of(owner) if isinstance(owner, torch.nn.Module) else {}), **hidden_tensors(owner)}
+    known = set(map(id, trained))
+    return [tensor for tensor in found.values() if id(tensor) not in known and not tensor.is_inference()]

@@ -69,7 +69,7 @@ class Fit:
         self._engine = self.evaluation.engine
         self._window: TrainingWindow | None = None  # none while the loop runs micro-batches by itself
         self._later = LaterChecks(trainer, self._engine, self._data, wanted=options.verify and not options.whole)
-        self._by_batch = ByBatch(trainer, self.exactness)
+        self._by_batch = ByBatch(trainer, self._engine, self.exactness)
         self._limit = TrainingLimit(trainer, request, options, self._engine, self._data)
         self._held = ExitStack()
         self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))

@@ -4,7 +4,7 @@ A savepoint does not know them all. So after an out-of-memory error they are loo
 again: what that changed, the failed attempt may have changed as well, and the warning names it.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
@@ -88,14 +88,39 @@ def hidden_modules(module: Module) -> Iterator[tuple[str, Module]]:
     return ((path, part) for path, part in networks if id(part) not in registered)
 
 
-def _reachable(module: Module) -> Iterator[tuple[str, Any]]:
+def hidden_tensors(owner: Any) -> dict[str, Tensor]:
+    """Return what plain attributes of a module or a callback hold besides its parts: tensors, and those of networks."""
+    parts = [*owner.modules()] if isinstance(owner, Module) else []
+    own = [each for part in parts for each in (part, *part._parameters.values(), *part._buffers.values())]
+    known, found = set(map(id, own)), dict[str, Tensor]()
+    for path, value in _reachable(owner):
+        if id(value) not in known and isinstance(value, (Tensor, Module)):
+            found |= {path: value} if isinstance(value, Tensor) else state_of(value, path)
+    return found
+
+
+def state_of(network: Module, path: str = "") -> dict[str, Tensor]:
+    """Return weights and buffers of a network, with their names."""
+    return {**dict(network.named_parameters(path)), **dict(network.named_buffers(path))}
+
+
+def copies_of_weights(module: Module) -> dict[str, Tensor]:
+    """Return hidden tensors that may be averages of weights: networks, or tensors of the shapes of all trained ones."""
+    shapes = Counter(weight.shape for weight in module.parameters() if weight.requires_grad)
+    found = {path: tensor for path, tensor in hidden_tensors(module).items() if tensor.shape in shapes}
+    if not shapes <= Counter(tensor.shape for tensor in found.values()):
+        found = {path: tensor for path, tensor in found.items() if isinstance(tensor, Parameter)}
+    return found
+
+
+def _reachable(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield what plain attributes refer to at any depth, with its path."""
-    pending: deque[tuple[str, Any]] = deque(module.named_modules())
+    pending: deque[tuple[str, Any]] = deque(owner.named_modules() if isinstance(owner, Module) else [("", owner)])
     seen = set[int]()
     while pending and len(seen) < _MOST:
         path, value = pending.popleft()
         is_plain = isinstance(value, _PLAIN)
-        if not is_plain and (isinstance(value, _OPAQUE) or _is_foreign(value, module)):
+        if not is_plain and (isinstance(value, _OPAQUE) or _is_foreign(value, owner)):
             continue
         yield path, value
         if not is_plain and id(value) not in seen:
@@ -119,10 +144,10 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 _TABLES = {name for name in vars(Module()) if name != "training"}
 
 
-def _is_foreign(value: Any, module: Module) -> bool:
+def _is_foreign(value: Any, owner: Any) -> bool:
     """Return whether an object belongs to the trainer, or is an optimizer: it changes outside of steps."""
     kind = type(value).__module__ + "."
-    return value is not module and kind.startswith(_FOREIGN) and not isinstance(value, Module)
+    return value is not owner and kind.startswith(_FOREIGN) and not isinstance(value, Module)
 
 
 def _summary(value: Any) -> Any:

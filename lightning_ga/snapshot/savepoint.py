@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable, versions
-from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, PlainState, hidden_modules
+from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, PlainState, hidden_modules, state_of
 from lightning_ga.snapshot.random_numbers import (
     RandomState,
     generator_state,
@@ -303,7 +303,7 @@ def _spread(things: list[Any]) -> list[Any]:
 def _hidden(module: Module) -> Iterator[tuple[str, Tensor]]:
     """Yield weights and buffers of networks that are no submodules, as in a plain list, with their names."""
     for path, part in hidden_modules(module):
-        yield from chain(part.named_parameters(path), part.named_buffers(path))
+        yield from state_of(part, path).items()
 
 
 def _is_gathered(value: Any) -> bool:

@@ -114,6 +114,129 @@ ACTING: dict[str, tuple[Any, str]] = {
 }
 
 
+class Shadow:
+    """An average of weights as libraries keep it: an object with a list of tensors."""
+
+    def __init__(self, module: Any) -> None:
+        self.shadow = [weight.detach().clone() for weight in module.parameters()]
+
+    def follow(self, module: Any) -> None:
+        for old, new in zip(self.shadow, module.parameters(), strict=True):
+            old.lerp_(new.detach(), 0.5)
+
+
+class Averages(Regression):
+    """Keeps an average of its weights that no loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = Shadow(self.net)
+
+
+class AveragesBatches(Averages):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.follow(self.net)
+
+
+class AveragesInTheStep(Averages):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.average.follow(self.net)
+        return super().training_step(batch, batch_idx)
+
+
+class ReplacesItsAverage(Regression):
+    """The same, by new tensors in a dictionary that there is none of before training."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        new = {name: weight.detach() for name, weight in self.net.named_parameters()}
+        self.kept = {name: 0.5 * old + 0.5 * new[name] for name, old in getattr(self, "kept", new).items()}
+
+
+class EndsEpochs(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx >= 3 else None
+
+
+class Stops(Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = batch_idx == 3
+
+
+ACTING_MODULES: dict[str, tuple[Any, str]] = {
+    "averages": (AveragesBatches, "changes average.shadow"),
+    "averages by new tensors": (ReplacesItsAverage, "changes kept."),
+    "ends epochs": (EndsEpochs, "where the epoch ends"),
+    "stops": (Stops, "trainer.should_stop"),
+}
+
+
+@pytest.mark.parametrize("name", ACTING_MODULES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_that_acts_by_micro_batches_is_told_once(name: str, mode: str) -> None:
+    module, words = ACTING_MODULES[name]
+    found = told(mode, module=module())
+    assert [words in text for text in found] == [True] * (mode == "loader")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_average_that_the_step_follows_is_told_in_both_modes(mode: str) -> None:
+    """It follows each pass, though no gradient shows that."""
+    (text,) = told(mode, module=AveragesInTheStep())
+    assert "changes average.shadow.0, average.shadow.1" in text
+
+
+class AveragesSteps(Averages):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.average.follow(self.net)
+
+
+class AveragesNewSteps(Averages):
+    seen = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step > self.seen:
+            self.seen = self.trainer.global_step
+            self.average.follow(self.net)
+
+
+class Copies(Regression):
+    """Keeps its weights as they are, in a network that is no submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = [copy.deepcopy(self.net)]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.copies[0].load_state_dict(self.net.state_dict())
+
+
+class EndsEpochsBySteps(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.global_step % 4 == 3 else None
+
+
+class FreezesByBatch(Regression):
+    """What is trained changes within the check, too."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].weight.requires_grad_(batch_idx % 8 >= 4)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Read no gradients: there may be none."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("module", [AveragesSteps, AveragesNewSteps, Copies, EndsEpochsBySteps])
+def test_a_module_that_acts_by_steps_is_not_told(module: Any, mode: str) -> None:
+    assert told(mode, module=module()) == []
+
+
+def test_what_is_trained_may_change_from_batch_to_batch() -> None:
+    (text,) = told("loader", module=FreezesByBatch())
+    assert "the step depends on the number of its batch" in text
+    assert told("step", module=FreezesByBatch()) == []
+
+
 @pytest.mark.parametrize("name", ACTING)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_callback_that_acts_by_micro_batches_is_told_once(name: str, mode: str) -> None:

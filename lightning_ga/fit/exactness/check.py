@@ -196,7 +196,7 @@ class ExactnessCheck:
         """
         if self._numbers_matter is None:
             whole, number = PassPlace(), self._passes.trainer.fit_loop.max_batches
-            trained = [name for name, weight in self._module.named_parameters() if weight.requires_grad]
+            trained = [*self._passes.trained]
 
             def run(place: PassPlace) -> Passes | None:  # the module may have no such batch, or need more of the loop
                 passes = partial(self._passes.run, batch.whole, keep=trained if place.steps else [], place=place)
@@ -258,8 +258,9 @@ class ExactnessCheck:
         """
         names = batch_pass.changed_in_step if halves.parts.as_pieces else batch_pass.changed
         self.changing |= set(names)
-        trained = [name for name, weight in self._module.named_parameters() if weight.requires_grad]
-        gradients = dict(zip(trained, batch_pass.gradients[0], strict=True))  # a copy of the model may have none
+        gradients = dict(
+            zip(self._passes.trained, batch_pass.gradients[0], strict=True)
+        )  # a copy of the model may have none
         changed = tuple(name for name in names if name not in gradients or not norm([gradients[name]]))
         if changed or batch_pass.draws:
             return changed

@@ -25,7 +25,7 @@ from lightning_ga.loading.samples import copied_if_possible
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.probe.training import isolated
 from lightning_ga.snapshot.copies import checksums, differ, is_writable
-from lightning_ga.snapshot.plain import summaries
+from lightning_ga.snapshot.plain import copies_of_weights, summaries
 from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
 
 _DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")
@@ -180,6 +180,8 @@ class PassRunner:
     def __init__(self, trainer: Any, restore: Callable[[], None], *, begins: bool) -> None:
         self.trainer, self._restore, self._begins = trainer, restore, begins
         self.transfer = BatchTransfer(trainer)
+        parameters = trainer.lightning_module.named_parameters()
+        self.trained = {name: p for name, p in parameters if p.requires_grad}  # hooks of steps may freeze some
         self.steps = 0  # micro-batches so far
         self.shared: frozenset[str] = frozenset()  # paths of containers that the data hold, too
 
@@ -253,16 +255,14 @@ class PassRunner:
             given.append(self._given_by(window, replace(place, ahead=ahead)))
             gathers = {name for name, value in gathered(module).items() if value != before.get(name)}
         settings = settings_of(self.trainer.optimizers).values()
-        return [
-            *given,
-            *([torch.tensor([number, not number])] for number in settings),
-        ]  # so that two differ by much where one is zero
+        # Beside each number whether it is zero, so that it differs by much from one that is not.
+        return [*given, *([torch.tensor([number, not number])] for number in settings)]
 
     def _given_by(self, window: MicroBatches, place: PassPlace) -> Gradient:
         """Run a window, and return the gradient that the optimizer is given."""
         list(self._window(window, place))
         trial_steps.call_before_step(self.trainer)
-        return _gradients(self.trainer.lightning_module)
+        return _gradients(self.trained.values())
 
     def _window(
         self, run: MicroBatches, first: PassPlace, observe: Callable[[], object] = lambda: None
@@ -289,7 +289,7 @@ class PassRunner:
                 run_pass(self.trainer, there, place, observe=observe)
             if run.weights:
                 gradient_dtype.widen(list(self.trainer.lightning_module.parameters()))
-            yield _gradients(self.trainer.lightning_module)
+            yield _gradients(self.trained.values())
 
     def _begin(self, seed: int) -> None:
         self._restore()
@@ -322,11 +322,14 @@ def gathered(module: torch.nn.Module) -> dict[str, float]:
 
 
 def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state that a step should not change: weights, and buffers but for those of BatchNorm and metrics."""
+    """Return the state that a step should not change: weights, and buffers but for those of BatchNorm and metrics.
+
+    Copies of weights are among it, also in plain attributes.
+    """
     parts = (part for part in module.modules() if isinstance(part, (_BatchNorm, Metric)))
     passed_by = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
     named = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in passed_by}
-    return named | dict(module.named_parameters())
+    return named | dict(module.named_parameters()) | copies_of_weights(module)
 
 
 def _kept(module: torch.nn.Module, names: Collection[str]) -> list[torch.Tensor]:
@@ -372,10 +375,9 @@ def _move(tensors: Iterable[torch.Tensor]) -> None:
             tensor.add_(noise.to(tensor.dtype), alpha=MOVED)
 
 
-def _gradients(module: torch.nn.Module) -> Gradient:
+def _gradients(parameters: Iterable[torch.nn.Parameter]) -> Gradient:
     """Return copies of the gradients on the host, zeros if there is none."""
-    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
-    gradients = (torch.zeros_like(p, device="cpu") if p.grad is None else p.grad for p in trained)
+    gradients = (torch.zeros_like(p, device="cpu") if p.grad is None else p.grad for p in parameters)
     with uncounted():
         return _copies(g.coalesce() if g.is_sparse else g for g in gradients)
 
