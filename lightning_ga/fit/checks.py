@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any
+from weakref import ref
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -245,15 +246,15 @@ class ByBatch:
         hook.looks -= hook.looks > 0
         trained = [weight for weight in self._trainer.lightning_module.parameters() if weight.grad is not None]
         if is_searched := hook.windows > 0:
-            hook.tensors = _tensors_of(hook.owner, trained)
+            hook.tensors = [*map(ref, _tensors_of(hook.owner, trained))]
         hook.windows -= is_searched and not within
-        former, before = versions(hook.tensors), self._settings() if hook.reads_batch else {}
+        known = [tensor for each in hook.tensors if (tensor := each()) is not None]
+        former, before = dict(zip(map(id, known), versions(known))), self._settings() if hook.reads_batch else {}
         result = hook.run(*arguments, **named)
         changed = [name for name, value in self._settings().items() if value != before[name]] if before else []
         if within or hook.reads_batch:
-            known = {id(tensor): version for tensor, version in zip(hook.tensors, former)}
-            tensors = _tensors_of(hook.owner, trained) if is_searched else hook.tensors
-            written = [each for each in tensors if known.get(id(each)) != each._version]
+            tensors = _tensors_of(hook.owner, trained) if is_searched else known
+            written = [each for each in tensors if former.get(id(each)) != each._version]
             changed += ["its copy of the weights"] * _follow(written, trained, any_copy=hook.reads_batch)
             changed += ["where the epoch ends (it returns -1)"] * (result == -1)
         if changed:
@@ -297,7 +298,7 @@ class _Hook:
     reads_batch: bool  # whether it reads more of its arguments than trainer and module
     looks: int  # that are left
     windows: int = _WINDOWS  # that are left, in which its tensors are searched
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensors: list["ref[torch.Tensor]"] = field(default_factory=list)  # as they were found last
 
 
 def _follow(tensors: list[torch.Tensor], weights: list[torch.Tensor], *, any_copy: bool) -> bool:
