@@ -44,11 +44,15 @@ LAST_OF_WINDOW = PassPlace(index=1, steps=True)
 WHOLE_WINDOW = PassPlace(steps=True)
 
 
-def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], object] = lambda: None) -> None:
+def run_pass(
+    trainer: Any, batch: Any, place: PassPlace, *, whole: Any = None, observe: Callable[[], object] = lambda: None
+) -> None:
     """Run forward and backward of a micro-batch on the device, and the optimizer's step if the place says so.
 
     To be called after ``enter_trial``. ``observe`` is called before and after the pass, between the hooks of the loop.
+    These get the ``whole`` batch, if the micro-batch is a piece of one.
     """
+    whole = batch if whole is None else whole
     loop, optimization = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.automatic_optimization
     zeroing = optimization._make_zero_grad_fn
     with (
@@ -59,7 +63,7 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], o
     ):
         trainer._logger_connector.on_batch_start(batch)
         if place.begins:
-            _call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
+            _call_module_hook(trainer, "on_train_batch_start", whole, batch_idx)
         observe()
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         waiting = closures.before_the_last(trainer, lambda _: None) if place.continues else nullcontext()
@@ -67,7 +71,7 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], o
             outputs = optimization.run(trainer.optimizers[0], batch_idx if place.steps else place.index, kwargs)
         observe()
         if place.ends:
-            _call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
+            _call_module_hook(trainer, "on_train_batch_end", outputs, whole, batch_idx)
         trainer._logger_connector.on_batch_end()
 
 

@@ -82,6 +82,27 @@ def test_batches_that_are_counted_at_the_start_are_told_in_the_loader(what: str,
     assert ours.told == []
 
 
+class Centering(Task):
+    """A hook keeps a mean over each batch, from which the next is centered."""
+
+    mean = 0.0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, *_: Any) -> None:
+        self.mean = 0.5 * self.mean + 0.5 * float(batch[1].mean())
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((batch[0], batch[1] - self.mean))
+
+
+@each_cut
+def test_a_hook_that_reads_the_batch_is_told_where_it_gets_micro_batches(way: Way) -> None:
+    """In step mode it gets the whole batch, in the check, too."""
+    ours = train(Centering(), of_pairs(), way.callback(8, 4))
+    is_right = error(ours, train(Centering(), of_pairs())) <= 1e-12
+    assert is_right == (way.mode == "step")
+    assert len(ours.told) == (not is_right)
+
+
 class Hardening(Dataset):
     """Its samples are what an attribute says, which hooks set."""
 

@@ -54,12 +54,14 @@ class Halves:
         """
         start, middle, stop = places
         middle = middle or (start + stop + 1) // 2
+        make, is_there = make_batch or (lambda _: take(start, stop)), make_batch is None and on_device
+        whole = MicroBatches([make(0)], on_device=is_there) if as_pieces else None
         return cls(
-            parts=MicroBatches([take(start, middle), take(middle, stop)], as_pieces, on_device),
+            parts=MicroBatches([take(start, middle), take(middle, stop)], as_pieces, on_device, whole=whole),
             sizes=(middle - start, stop - middle),
             one_sample=partial(take, stop - 1, stop),
-            make_batch=make_batch or (lambda _: take(start, stop)),
-            batch_on_device=make_batch is None and on_device,
+            make_batch=make,
+            batch_on_device=is_there,
         )
 
     def whole(self, *, seed: int = 0, times: int = 1) -> MicroBatches:

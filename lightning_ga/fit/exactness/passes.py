@@ -140,6 +140,7 @@ class MicroBatches:
     as_pieces: bool = False  # of one batch of the loop, whose hooks run once
     on_device: bool = False  # whether they are there, where hooks of the transfer have run
     weights: Sequence[float] = ()  # by which gradients are accumulated; without them each pass begins with none
+    whole: "MicroBatches | None" = None  # the batch that these are pieces of, which hooks of batches get
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +269,10 @@ class PassRunner:
         self, run: MicroBatches, first: PassPlace, observe: Callable[[], object] = lambda: None
     ) -> Iterator[Gradient]:
         """Run micro-batches from the place of the ``first`` on, and yield the gradient after each."""
-        count = len(run.batches)
+        count, whole = len(run.batches), None
         self.steps += count
+        if run.whole is not None:
+            whole = self._there(run.whole.batches[0], run.whole)
         for index, batch in enumerate(run.batches):
             if index > 0 and not run.weights:
                 Module.zero_grad(self.trainer.lightning_module)
@@ -283,13 +286,15 @@ class PassRunner:
                 batches=first.batches if run.as_pieces else max(first.batches, count),
                 weight=run.weights[index] if run.weights else 1.0,
             )
-            batch = copied_if_possible(batch)
             with _CallsWithoutDropout(), without_logs(self.trainer) if run.as_pieces else nullcontext():
-                there = batch if run.on_device else self.transfer.moved(batch)
-                run_pass(self.trainer, there, place, observe=observe)
+                run_pass(self.trainer, self._there(batch, run), place, whole=whole, observe=observe)
             if run.weights:
                 gradient_dtype.widen(list(self.trainer.lightning_module.parameters()))
             yield _gradients(self.trained.values())
+
+    def _there(self, batch: Any, run: MicroBatches) -> Any:
+        batch = copied_if_possible(batch)
+        return batch if run.on_device else self.transfer.moved(batch)
 
     def _begin(self, seed: int) -> None:
         self._restore()
