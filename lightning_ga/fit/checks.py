@@ -1,6 +1,5 @@
 """What a user is told: what cannot work, in one sentence each with the way out, and what is not exact."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from lightning_ga.plan.exactness import BY_BATCH, INEXACT
 from lightning_ga.plan.schedule import PiecewiseSchedule
 from lightning_ga.plan.units import format_bytes, parse_budget
 from lightning_ga.snapshot.copies import versions
-from lightning_ga.snapshot.plain import hidden_tensors, state_of
+from lightning_ga.snapshot.plain import copies_of, hidden_tensors, state_of
 
 BY_HAND = """\
 leave AutoAccumulate out of the callbacks and cut each batch in training_step with lightning_ga.plan_accumulation:
@@ -302,14 +301,9 @@ class _Hook:
 
 
 def _follow(tensors: list[torch.Tensor], weights: list[torch.Tensor], *, any_copy: bool) -> bool:
-    """Return whether there is an average of each weight among tensors, or ``any_copy`` of it."""
-
-    def is_average(tensor: torch.Tensor) -> bool:
-        return not any(tensor.shape == weight.shape and torch.equal(tensor, weight) for weight in weights)
-
-    shapes = Counter(weight.shape for weight in weights)
-    found = Counter(tensor.shape for tensor in tensors if any_copy or (tensor.shape in shapes and is_average(tensor)))
-    return bool(weights) and shapes <= found
+    """Return whether there is an average of all weights among tensors, or ``any_copy`` of them."""
+    pairs = copies_of(tensors, weights)
+    return bool(pairs) if any_copy else any(not torch.equal(*pair) for pair in pairs)
 
 
 def _tensors_of(owner: Any, trained: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,12 +4,13 @@ A savepoint does not know them all. So after an out-of-memory error they are loo
 again: what that changed, the failed attempt may have changed as well, and the warning names it.
 """
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -104,13 +105,31 @@ def state_of(network: Module, path: str = "") -> dict[str, Tensor]:
     return {**dict(network.named_parameters(path)), **dict(network.named_buffers(path))}
 
 
-def copies_of_weights(module: Module) -> dict[str, Tensor]:
-    """Return hidden tensors that may be averages of weights: networks, or tensors of the shapes of all trained ones."""
-    shapes = Counter(weight.shape for weight in module.parameters() if weight.requires_grad)
+def hidden_copies(module: Module) -> dict[str, Tensor]:
+    """Return weights of hidden networks, and other hidden tensors if they are a copy or an average of all weights."""
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
+    shapes = {weight.shape for weight in trained}
     found = {path: tensor for path, tensor in hidden_tensors(module).items() if tensor.shape in shapes}
-    if not shapes <= Counter(tensor.shape for tensor in found.values()):
-        found = {path: tensor for path, tensor in found.items() if isinstance(tensor, Parameter)}
-    return found
+    if found and copies_of([*found.values()], trained):
+        return found
+    return {path: tensor for path, tensor in found.items() if isinstance(tensor, Parameter)}
+
+
+@torch.no_grad()
+def copies_of(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of a tensor and the weight that it copies or averages; none unless there is one for each weight.
+
+    Together they are nearer to the weights than zeros are, unlike gradients.
+    """
+    by_shape: dict[Any, deque[Tensor]] = {}
+    for tensor in tensors:
+        by_shape.setdefault((tensor.shape, tensor.device), deque()).append(tensor)
+    places = [by_shape.get((weight.shape, weight.device)) for weight in weights]
+    pairs = [(place.popleft(), weight) for place, weight in zip(places, weights) if place]
+    if len(pairs) < len(weights):
+        return []
+    apart = sum(float((tensor - weight).square().sum()) for tensor, weight in pairs)
+    return pairs if apart < sum(float(weight.square().sum()) for weight in weights) / 4 else []
 
 
 def _reachable(owner: Any) -> Iterator[tuple[str, Any]]:

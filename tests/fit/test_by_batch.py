@@ -210,6 +210,13 @@ class Copies(Regression):
         self.copies[0].load_state_dict(self.net.state_dict())
 
 
+class KeepsGradients(Regression):
+    """Of the last pass: they have the shapes of the weights, too."""
+
+    def on_after_backward(self) -> None:
+        self.last = [weight.grad.clone() for weight in self.net.parameters()]
+
+
 class EndsEpochsBySteps(Regression):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.global_step % 4 == 3 else None
@@ -226,7 +233,7 @@ class FreezesByBatch(Regression):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("module", [AveragesSteps, AveragesNewSteps, Copies, EndsEpochsBySteps])
+@pytest.mark.parametrize("module", [AveragesSteps, AveragesNewSteps, Copies, KeepsGradients, EndsEpochsBySteps])
 def test_a_module_that_acts_by_steps_is_not_told(module: Any, mode: str) -> None:
     assert told(mode, module=module()) == []
 

@@ -25,7 +25,7 @@ from lightning_ga.loading.samples import copied_if_possible
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.probe.training import isolated
 from lightning_ga.snapshot.copies import checksums, differ, is_writable
-from lightning_ga.snapshot.plain import copies_of_weights, summaries
+from lightning_ga.snapshot.plain import hidden_copies, summaries
 from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
 
 _DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")
@@ -334,7 +334,7 @@ def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     parts = (part for part in module.modules() if isinstance(part, (_BatchNorm, Metric)))
     passed_by = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
     named = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in passed_by}
-    return named | dict(module.named_parameters()) | copies_of_weights(module)
+    return named | dict(module.named_parameters()) | hidden_copies(module)
 
 
 def _kept(module: torch.nn.Module, names: Collection[str]) -> list[torch.Tensor]:
