@@ -212,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from lightning_ga.app.build import check_targets
     from lightning_ga.app.progress import quiet_lightning
     from lightning_ga.app.run_files import read_run
+    from lightning_ga.app.terminal import interruptions_told
 
     written = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -250,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = {"samples": 64 * batch, "folder": run.folder / "batch_size", **given}
     for key in ("accelerator", "devices", "precision", "gradient_clip_val"):
         asked.setdefault(key, cfg.trainer[key])
-    with quiet_lightning():
+    kept = "branches that were done are kept, and the same command goes on with the others."
+    with quiet_lightning(), interruptions_told(lambda: kept):
         found = measure_batch_size(make, path, batch=batch, **asked)
     table = Table("batch", "loss", "standard error", "within tolerance")
     for point in found.points:
@@ -261,7 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    from lightning_ga.app.terminal import Interrupted
+
     try:
         main()
-    except UserError as error:
-        sys.exit(f"Error: {printable(str(error))}")
+    except (UserError, Interrupted) as error:
+        print(f"Error: {printable(str(error))}", file=sys.stderr)
+        sys.exit(getattr(error, "code", 1))

@@ -14,7 +14,8 @@ from reference import Regression, Samples, loss, permutation, quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_ga import UserError, measure_batch_size
-from lightning_ga.batch_size import main
+from lightning_ga.app.terminal import Interrupted
+from lightning_ga.batch_size import _Branches, main
 from lightning_ga.plan.critical_batch import BatchPoint, CriticalBatch
 
 SIZE, QUIET = 64, {"accelerator": "cpu", "devices": 1}
@@ -154,13 +155,32 @@ def test_what_is_typed_wrongly_is_one_sentence(arguments: list[str], message: st
         main(arguments)
 
 
-def test_the_command_measures_a_run(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Progress, a table and the verdict; a rate that the run's schedule has brought to 0 is refused."""
+def interrupted(*_: Any) -> float:
+    """Ctrl-C in a fit, as Lightning passes it on."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        raise SystemExit(1)  # noqa: B904
+
+
+def test_the_command_measures_a_run(
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress, a table and the verdict; a rate that the run's schedule has brought to 0 is refused.
+
+    Ctrl-C says that branches are kept; it does not end in silence.
+    """
     small = ("model=mlp", "model.hidden=[8]", "trainer.max_epochs=1", "trainer.accelerator=cpu", "test=false")
     folder = command(*small).folder
     measured = [f"ckpt_path={folder}", "samples=512", "seeds=2"]
     with pytest.raises(UserError, match="The checkpoint's learning rate has fallen to 0"):
         main(measured)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Interrupted, match=r"Ctrl-C: branches that were done are kept"),
+    ):
+        patch.setattr(_Branches, "loss", interrupted)
+        main([*measured, "lr=0.001"])
     main([*measured, "lr=0.001"])
     done = capsys.readouterr().out
     assert "8 of 8: batch 128, seed 1: val/loss" in done

@@ -73,6 +73,7 @@ NOT_RECIPE = {  # keys of these sections that change no result
     *("objective", "micro_batching", "on_oom", "size_of"),
 }
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
+ASKED, FACTORS = "accumulate.effective_batch_size", ("accumulate_grad_batches", "devices", "num_nodes")  # either counts
 MOST_TOLD = 6
 OF_ALL: dict[str, Any] = {  # what Lightning takes from a checkpoint without looking at it
     "state_dict": {str: Tensor},
@@ -285,6 +286,8 @@ def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | No
         return None
     then, now = recipe(saved, fit=fit), recipe(config, fit=fit)
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+    if all(any(key.startswith(ASKED) and value for key, value in each.items()) for each in (then, now)):
+        changed = [key for key in changed if key.rpartition(".")[2] not in FACTORS]
     if not changed:
         return None
     told = [f"{key} ({then.get(key, 'not set')} then, {now.get(key, 'not set')} now)" for key in changed[:MOST_TOLD]]
@@ -297,6 +300,8 @@ def recipe(config: Mapping[str, Any], *, fit: bool) -> dict[str, Any]:
     sections = {name: config.get(name) for name in RECIPE if fit or name not in TRAINED_WITH}
     if isinstance(sections["model"], Mapping):
         sections["model"] = architecture(sections["model"])
+    trainer = config.get("trainer") or {} if fit else {}
+    sections["trainer"] = {key: trainer[key] for key in (*FACTORS, "gradient_clip_val") if key in trainer}
     return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & NOT_RECIPE}
 
 

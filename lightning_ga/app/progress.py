@@ -112,9 +112,9 @@ class EpochLog(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell the epoch, its validation included."""
+        means = {f"train/{name}": value for name, value in epoch_means(pl_module, over_ranks=True).items()}
         if not trainer.is_global_zero:
             return
-        means = {f"train/{name}": value for name, value in epoch_means(pl_module).items()}
         metrics = {name: float(value) for name, value in {**trainer.callback_metrics, **means}.items()}
         metrics = {name: value for name, value in metrics.items() if self._validated or not name.startswith("val/")}
         seconds = time.perf_counter() - self._started
@@ -177,10 +177,10 @@ def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], sec
     return f"Epoch {epoch}{of}: {'; '.join([*told, f'{seconds:.1f} s'])}"
 
 
-def epoch_means(module: LightningModule) -> Mapping[str, Any]:
-    """Means over the epoch so far, of a model that keeps them."""
+def epoch_means(module: LightningModule, *, over_ranks: bool = False) -> Mapping[str, Any]:
+    """Means over the epoch so far, of a model that keeps them; all ranks ask for those over ranks."""
     means = getattr(module, "epoch_means", None)
-    return means() if callable(means) else {}
+    return means(over_ranks=over_ranks) if callable(means) else {}
 
 
 @contextmanager

@@ -57,12 +57,16 @@ def run_task(content: Config, written: Config, allow: tuple[str, ...] = ()) -> f
                 clear(folder)
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
             write_json(folder / "versions.json", versions(run))
+        reported = run.trainer.is_global_zero and not run.config.dry_run
         with interruptions_told(lambda: outcome(run)):
             metrics = TASKS[run.config.task](run, checkpoint)
-        if run.trainer.is_global_zero and not run.config.dry_run:
-            summarize(run, metrics, time.perf_counter() - started)
-            with for_people("report.html"):
-                write_page([run.folder])
+            if reported:
+                summarize(run, metrics, time.perf_counter() - started)
+        page = shlex.join(["python", "-m", "lightning_ga.report", str(run.folder)])
+        with interruptions_told(lambda: f"the run was done, but for its page: {page} writes it."):
+            if reported:
+                with for_people("report.html"):
+                    write_page([run.folder])
     return metrics.get(run.config.optimized_metric)
 
 

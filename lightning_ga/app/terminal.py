@@ -116,7 +116,7 @@ def warn(sentence: str | None) -> None:
 class Interrupted(BaseException):
     """A signal that ended the run; its text is told to the user."""
 
-    def __init__(self, signum: signal.Signals, outcome: str = "nothing had been trained or saved.") -> None:
+    def __init__(self, signum: signal.Signals, outcome: str = "this run had trained and saved nothing.") -> None:
         super().__init__(f"Stopped by {'Ctrl-C' if signum == signal.SIGINT else signum.name}: {outcome}")
         self.code = 128 + signum  # as shells count: 130 for Ctrl-C, 143 for SIGTERM
 

@@ -61,9 +61,10 @@ def check_trainer(trainer: Any, module: Any, request: Request) -> None:
         raise UserError(f"The callbacks hold AutoAccumulate more than once ({', '.join(ours)}): leave one of them.")
     for other in trainer.callbacks:
         if _is_named(other, _RIVALS):
+            tuner = " (Tuner.scale_batch_size adds one)" if _is_named(other, ("BatchSizeFinder",)) else ""
             raise UserError(
                 f"The callbacks hold AutoAccumulate and {type(other).__name__}, which set the same things: "
-                f"remove {type(other).__name__}."
+                f"remove {type(other).__name__}{tuner}."
             )
     if request.factor(0) is not None and trainer.accumulate_grad_batches != 1:
         raise UserError(

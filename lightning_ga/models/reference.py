@@ -117,9 +117,10 @@ class ReferenceModule(LightningModule):
         curves = {f"train/{name}": mean.compute() for name, mean in window.items()}
         self.log_dict(curves, on_step=True, on_epoch=False, batch_size=items)
 
-    def epoch_means(self) -> dict[str, Tensor]:
-        """Return the means over this rank's items of the epoch so far."""
-        return {name: mean.total / mean.samples for name, mean in means(self.of_epoch).items() if mean.update_called}
+    def epoch_means(self, *, over_ranks: bool = False) -> dict[str, Tensor]:
+        """Return the means over the epoch so far, of this rank's items, or of all, for which all ranks call this."""
+        seen = {name: mean for name, mean in means(self.of_epoch).items() if mean.update_called}
+        return {name: mean.compute() if over_ranks else mean.total / mean.samples for name, mean in seen.items()}
 
     def on_train_epoch_end(self) -> None:
         """Set the values of training to the means over the epoch."""
@@ -166,10 +167,8 @@ class ReferenceModule(LightningModule):
         return groups
 
     def _log_epoch(self) -> None:
-        measured = {
-            f"train/{name}": mean.compute() for name, mean in means(self.of_epoch).items() if mean.update_called
-        }
-        self.log_dict(measured, logger=False, on_step=False, on_epoch=True)
+        measured = {f"train/{name}": value for name, value in self.epoch_means(over_ranks=True).items()}
+        self.log_dict(measured, logger=False, on_step=False, on_epoch=True, sync_dist=True)  # else Lightning warns
 
 
 def means(metrics: nn.ModuleDict) -> dict[str, SampleMean]:

@@ -1,6 +1,6 @@
 """The arguments of ``AutoAccumulate`` as records, checked before anything runs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -175,7 +175,7 @@ def _read_whole(whole: Any, request: Request) -> Whole:
         names: Whole = "auto"
     elif isinstance(whole, str):
         names = (whole,)
-    elif isinstance(whole, (list, tuple)) and all(isinstance(name, str) and name for name in whole):
+    elif isinstance(whole, Sequence) and all(isinstance(name, str) and name for name in whole):
         names = tuple(whole)
     else:
         raise UserError(f'{whole=} must be a tuple of names of submodules, such as ("encoder",), or "auto".')

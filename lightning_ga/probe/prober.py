@@ -117,14 +117,16 @@ class Prober:
 
     def _verified(self, known: ProbeResult, high: int, *, cautious: bool) -> ProbeResult | None:
         """Try a known limit; ``None`` unless it still holds, on all ranks."""
+        limit = self._training.smallest(min(known.limit, high))
+        if cautious and not self._training.agree(limit == known.limit):
+            return None  # fewer samples than the prediction is of, and none are tried
         if self._training.warm_up():
             self._training.put_back()
-        limit = self._training.smallest(min(known.limit, high))
         self._least = 0  # an error of two meanings is for the search to judge, which follows a failure
         trial = self._try(min(2, limit) if cautious else limit, record=False).trial
         if not trial.fits:
             return None
-        peak = known.peak_bytes if limit == known.limit or cautious else trial.peak_bytes
+        peak = known.peak_bytes if limit == known.limit else trial.peak_bytes
         holders = known.holders if cautious else self._holders.at(limit, peak) or known.holders
         found = replace(known, limit=limit, budget_bytes=self._prepare()[1], peak_bytes=peak, holders=holders)
         return replace(found, trials=(), steps=1, seconds=time.perf_counter() - self._started, source="cache")

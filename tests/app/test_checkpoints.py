@@ -106,6 +106,20 @@ def test_what_differs_from_the_run_of_a_checkpoint_is_told(tmp_path):
     assert "optimizer" not in differences(path, now, fit=False)
 
 
+def test_other_factors_of_the_batch_are_told(tmp_path):
+    """Where they make the effective batch; not where that is asked for, and not before a test."""
+    path = leave_run(tmp_path, "run", MLP, 10)
+
+    def told(asked, *, fit=True):
+        recipe = {"model": MLP, "accumulate": {"effective_batch_size": asked}}
+        then, now = ({**recipe, "trainer": {"devices": devices, "max_epochs": devices}} for devices in (1, 2))
+        OmegaConf.save(OmegaConf.create(then), tmp_path / "run" / "config.yaml")
+        return differences(path, now, fit=fit)
+
+    assert told(None).endswith("checkpoint: trainer.devices (1 then, 2 now).")
+    assert told(64) is told({0: 32, 2: 64}) is told(None, fit=False) is None
+
+
 def test_a_torn_checkpoint_is_never_taken(tmp_path):
     torn = leave_run(tmp_path, "torn", MLP, 10)
     torn.write_bytes(torn.read_bytes()[:-100])

@@ -12,6 +12,7 @@ import torch
 from command_lines import TINY
 from rich.console import Console
 
+from lightning_ga.app import tasks
 from lightning_ga.app.terminal import (
     Interrupted,
     Tee,
@@ -151,6 +152,18 @@ def test_ctrl_c_while_a_checkpoint_is_written(command, monkeypatch, number):
     (line,) = [line for line in run.err.splitlines() if line.startswith("Error")]
     assert line.startswith("Error: Stopped by Ctrl-C: ")
     assert ("ckpt_path=" in line) == (number > 1)
+
+
+def test_ctrl_c_while_the_page_is_written(command, monkeypatch):
+    """The run is done, and the sentence does not say that nothing was trained."""
+    monkeypatch.setattr(tasks, "write_page", lambda folders: signal.raise_signal(signal.SIGINT))
+    run = command(*TINY)
+    (line,) = [line for line in run.err.splitlines() if line.startswith("Error")]
+    assert line == (
+        "Error: Stopped by Ctrl-C: the run was done, but for its page: "
+        f"python -m lightning_ga.report {run.folder} writes it."
+    )
+    assert (run.code, (run.folder / "result.json").is_file()) == (130, True)
 
 
 def test_a_disk_that_is_full_in_mid_training_says_what_was_saved(command, monkeypatch):

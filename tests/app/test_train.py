@@ -447,7 +447,10 @@ def as_module(*arguments: str) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_share_an_effective_batch(tmp_path):
-    """trainer=ddp starts a process for the second rank; one of them prints, both train the same 32 samples a step."""
+    """trainer=ddp starts a process for the second rank; one of them prints, both train the same 32 samples a step.
+
+    What is told of training is a mean over both.
+    """
     arguments = [*TINY, "trainer=ddp", "data.batch_size=16", "accumulate.micro_batch_size=8", "hydra.run.dir=run"]
     environment = {"PYTHONWARNINGS": "default", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = forked(as_module, *arguments, environment=environment, folder=tmp_path)
@@ -457,6 +460,9 @@ def test_two_ranks_share_an_effective_batch(tmp_path):
     assert (plan["effective_batch_size"], plan["world_size"], plan["factor"]) == (32, 2, 2)
     steps = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
     assert steps == 8
+    told, result = (json.loads((tmp_path / "run" / f"{name}.json").read_text()) for name in ("epochs", "result"))
+    assert [told[-1][name] for name in ("train/loss", "train/acc")] == [result["train/loss"], result["train/acc"]]
+    assert "sync_dist" not in run.output
 
 
 def test_options_may_stand_anywhere():

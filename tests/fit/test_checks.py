@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.errors import UserError
@@ -26,6 +27,16 @@ def trainer(**settings: Any) -> pl.Trainer:
 
 def asked(effective: Any = None, accumulate: Any = None, micro_batch: Any = "auto") -> Request:
     return read_request(effective, accumulate, micro_batch, None)
+
+
+def test_a_finder_that_the_user_did_not_write_is_explained() -> None:
+    """``Tuner.scale_batch_size`` puts it among the callbacks."""
+    for own, told in (
+        (BatchSizeFinder(), r" \(Tuner.scale_batch_size adds one\)"),
+        (GradientAccumulationScheduler({0: 1}), ""),
+    ):
+        with pytest.raises(UserError, match=rf"remove {type(own).__name__}{told}\.$"):
+            check_trainer(trainer(callbacks=[AutoAccumulate(), own]), Plain(), asked())
 
 
 def test_one_callback_plans() -> None:

@@ -140,6 +140,14 @@ def test_a_limit_that_was_bounded_is_looked_for_again_where_more_is_asked_for() 
     assert run(max_micro_batch_size=4).plan.micro_batch_size <= 4
 
 
+def test_what_was_predicted_for_more_samples_is_not_told_of_fewer() -> None:
+    """Without a budget a CPU runs no step at the limit: peak and holders are those of the batch that is trained."""
+    run(memory_budget=None)
+    found = run(memory_budget=None, max_micro_batch_size=4).probe
+    alone = run(memory_budget=None, max_micro_batch_size=4, cache=False).probe
+    assert (found.limit, found.peak_bytes, found.holders) == (4, alone.peak_bytes, alone.holders)
+
+
 def test_cache_false_neither_reads_nor_writes() -> None:
     run(cache=False)
     assert not cache_folder().exists()

@@ -4,7 +4,9 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
+from lightning_ga import AutoAccumulate
 from lightning_ga.plan.config import Request, read_request
 
 COUNTS = st.integers(1, 300)
@@ -39,3 +41,8 @@ def test_a_fixed_factor_leaves_a_full_window_an_epoch(steps, recipe, total, worl
     one_more = max(asked.effective_batch(epoch, limit + 1, world_size) or 0 for epoch in range(8))
     assert one_more > total
     assert largest <= total or limit == 1
+
+
+def test_a_list_of_hydras_names_submodules():
+    """``hydra.utils.instantiate`` gives lists of its own kind."""
+    assert AutoAccumulate(whole=OmegaConf.create(["one", "other"]))._options.whole == ("one", "other")
