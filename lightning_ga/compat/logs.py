@@ -17,6 +17,8 @@ from torchmetrics import Metric
 from lightning_ga.batch.merge import weighted_mean
 from lightning_ga.compat import patching
 
+_OF_THE_WINDOW = "on_before_zero_grad", "on_before_optimizer_step", "configure_gradient_clipping"  # hooks, once in it
+
 
 class LogTap:
     """Takes the place of ``results.log`` (``core/module.py:380``), where all logging ends.
@@ -27,7 +29,7 @@ class LogTap:
     def __init__(self, results: Any) -> None:
         self.results = results
         self.logged: list[tuple[str, str]] = []  # by the current batch
-        self.batch_sizes: Mapping[float, float] = {}  # constants, with what they count as in the current micro-batch
+        self.batch_sizes: Mapping[float | None, float] = {}  # constants, and what they count as in this micro-batch
         self._varying: set[str] = set()  # names with a ``batch_size`` that was none of these once
         self.buffer: LogBuffer | None = None  # takes entries instead; ``None`` if they go through
         if results is not None:
@@ -35,7 +37,10 @@ class LogTap:
 
     def log(self, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
         """Log a value; a constant ``batch_size``, that of the recipe, is shared out among its micro-batches."""
-        if (given := settings.get("batch_size")) is not None and self.batch_sizes:
+        given = settings.get("batch_size")
+        if fx in _OF_THE_WINDOW:
+            settings["batch_size"] = self.batch_sizes.get(None) if given is None else given
+        elif given is not None and self.batch_sizes:
             self._varying |= {name} if given not in self.batch_sizes else set()
             settings["batch_size"] = given if name in self._varying else self.batch_sizes[given]
         if self.results is not None:

@@ -66,15 +66,23 @@ class LogsByConstant(Regression):
         self.log("loss", value, on_epoch=True, on_step=False, batch_size=self.size or len(batch[0]))
         return value
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = next(self.parameters()).grad.norm()
+        self.log("norm", norm, on_epoch=True, on_step=False, batch_size=self.size)
+
 
 @every_pair(size=[BATCH, 1, None], mode=BOTH, oom=MAYBE)
 def test_a_constant_batch_size_of_what_is_logged_is_that_of_the_recipe(mode: str, oom: bool, size: int | None) -> None:
-    """A mean over the epoch is the same, whoever follows it; Lightning keeps it in single precision."""
+    """A mean over the epoch is the same, whoever follows it; Lightning keeps it in single precision.
+
+    One of what hooks of the optimizer's step log, too.
+    """
     data = DataLoader(Samples(SIZE - 2), batch_size=BATCH)
     means = [
-        train(mode=how, oom=oom and how is not None, module=LogsByConstant(size), data=data)[1].callback_metrics["loss"]
+        train(mode=how, oom=oom and how is not None, module=LogsByConstant(size), data=data)[1].callback_metrics
         for how in (None, mode)
     ]
+    assert {"loss", "norm"} == means[0].keys()
     torch.testing.assert_close(*means, rtol=1e-6, atol=0.0)
 
 
