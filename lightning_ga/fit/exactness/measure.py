@@ -183,7 +183,7 @@ def measure_exactness(
     """
     refuse_lazy(trainer.lightning_module.parameters())
     all_samples, considered = source.scan_order(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
-    micro_batches = _most_micro_batches(source, epoch, limit)
+    micro_batches, steps = _most_micro_batches(source, epoch, limit), trainer.estimated_stepping_batches
     shared = shared_containers(trainer.lightning_module, getattr(source.recipe.loader, "dataset", None))
 
     def check(size: int, plain: bool, tolerance: float, available: FirstSamples = all_samples) -> Verdicts:
@@ -200,6 +200,9 @@ def measure_exactness(
             verdicts = checking.run(fetched, micro_batches=micro_batches)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
                 verdicts = verdicts.unless(checking.run(fetched[-4:], micro_batches=micro_batches))
+            if verdicts.training.cause == "exact":
+                for at_step in checking.run_at_steps(fetched, micro_batches=micro_batches, steps=steps):
+                    verdicts = verdicts.unless(at_step)
             changing, tables = tuple(checking.changing), tuple(checking.tables)
             return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
 
