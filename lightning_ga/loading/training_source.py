@@ -239,10 +239,8 @@ class TrainingSource:
         window counts as, logged without: the samples of its last batch.
         """
         size, ranks = self.recipe.batch_size or 0, self.recipe.ranks_per_order
-        if self.cut_in_step:
-            return {size: size}
-        if not 0 < chunk.count < size:
-            return {}
+        if self.cut_in_step or not 0 < chunk.count < size:
+            return {size: size} if size else {}
         share = chunk.count * ranks * -(-chunk.window_samples // (size * ranks)) / chunk.window_samples
         last = (chunk.window_samples - 1) % (size * ranks) + 1
         return {1: share if chunk.count > 1 else 1, size: size * share, None: -(-last // ranks)}
