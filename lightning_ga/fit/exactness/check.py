@@ -39,7 +39,7 @@ from lightning_ga.plan.weights import count_items
 
 Count = Callable[[Any], float]  # counts the items of a batch that the loss is a mean over
 
-_MULTIPLES = (3, 6, 10, 12, 30, 60, 100, 120, 200, 300, 600, 1200, 3000, 6000, 12000)  # of many small numbers
+MULTIPLES = (3, 6, 10, 12, 30, 60, 100, 120, 200, 300, 600, 1200, 3000, 6000, 12000)  # of many small numbers
 _OF_THE_STEP = "optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"
 _SEEDS = 8  # further passes with other random numbers, if some are drawn
 
@@ -99,9 +99,8 @@ class ExactnessCheck:
         known = None if hooks_matter or batch.size < batch.fetched else (loaded, training)
         return Verdicts(training, self._judge_cut(batch_pass, batch, known))
 
-    def run_at_steps(self, samples: Sequence[Any], *, micro_batches: int, steps: float) -> Iterator[Verdicts]:
-        """Yield verdicts for those of so many steps that are unlike the one before or after, as a hundredth may be."""
-        end = int(min(steps, _MULTIPLES[-1]))
+    def run_at_steps(self, samples: Sequence[Any], *, micro_batches: int, steps: range) -> Iterator[Verdicts]:
+        """Yield verdicts for those of these steps that are unlike the one before or after, as a hundredth may be."""
         batch = SampleBatch(samples, self._loader, self._reader, self._passes).whole
 
         def change_after(step: int) -> float:
@@ -109,10 +108,10 @@ class ExactnessCheck:
             runs = [attempt(self._passes.run_after, is_users_error, at, batch).result for at in (step, step + 1)]
             return distance(*(run.gradients[0] for run in runs)) if all(runs) else 0.0
 
-        for last in telling_numbers(end, multiples=3):
+        for last in filter(steps.__contains__, telling_numbers(steps.stop, multiples=3)):
             change = change_after(last)
             if change > self._repeated and min(change_after(last - 1), change_after(last + 1)) < change / 2:
-                for step in range(last, min(last + 2, end)):  # what changes from step to step (annealing) is not rare
+                for step in range(last, min(last + 2, steps.stop)):  # and not where all steps differ (annealing)
                     with replaced(self._passes, after=step):
                         yield self.run(samples, micro_batches=micro_batches)
 
@@ -354,7 +353,7 @@ def telling_numbers(batches: int, *, multiples: int = 1) -> list[int]:
         >>> telling_numbers(200), telling_numbers(3), telling_numbers(1)
         ([127, 199], [1, 2], [])
     """
-    numbers = [1 << max(0, batches.bit_length() - 1), *[n for n in _MULTIPLES if n <= batches][-multiples:]]
+    numbers = [1 << max(0, batches.bit_length() - 1), *[n for n in MULTIPLES if n <= batches][-multiples:]]
     return sorted({number - 1 for number in numbers if number > 1})
 
 

@@ -16,7 +16,7 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced
 from lightning_ga.errors import UserError
 from lightning_ga.fit.chunks import ChunkedModules, Chunks, installed
-from lightning_ga.fit.exactness.check import Count, ExactnessCheck, batch_norm_layers, is_users_error
+from lightning_ga.fit.exactness.check import MULTIPLES, Count, ExactnessCheck, batch_norm_layers, is_users_error
 from lightning_ga.fit.exactness.differences import Gradient, distance, norm
 from lightning_ga.fit.exactness.halves import SampleBatch
 from lightning_ga.fit.exactness.passes import (
@@ -183,7 +183,8 @@ def measure_exactness(
     """
     refuse_lazy(trainer.lightning_module.parameters())
     all_samples, considered = source.scan_order(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
-    micro_batches, steps = _most_micro_batches(source, epoch, limit), trainer.estimated_stepping_batches
+    micro_batches = _most_micro_batches(source, epoch, limit)
+    steps = range(trainer.global_step, int(min(trainer.estimated_stepping_batches, MULTIPLES[-1])))
     shared = shared_containers(trainer.lightning_module, getattr(source.recipe.loader, "dataset", None))
 
     def check(size: int, plain: bool, tolerance: float, available: FirstSamples = all_samples) -> Verdicts:
