@@ -17,6 +17,8 @@ from torchmetrics import Metric
 from lightning_ga.batch.merge import weighted_mean
 from lightning_ga.compat import patching
 
+_OF_THE_WINDOW = "on_before_zero_grad", "on_before_optimizer_step", "configure_gradient_clipping"  # hooks, once in it
+
 
 class LogTap:
     """Takes the place of ``results.log`` (``core/module.py:380``), where all logging ends.
@@ -27,7 +29,7 @@ class LogTap:
     def __init__(self, results: Any) -> None:
         self.results = results
         self.logged: list[tuple[str, str]] = []  # by the current batch
-        self.batch_sizes: Mapping[float, float] = {}  # constants, with what they count as in the current micro-batch
+        self.batch_sizes: Mapping[float | None, float] = {}  # constants, and what they count as in this micro-batch
         self._varying: set[str] = set()  # names with a ``batch_size`` that was none of these once
         self.buffer: LogBuffer | None = None  # takes entries instead; ``None`` if they go through
         if results is not None:
@@ -35,9 +37,12 @@ class LogTap:
 
     def log(self, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
         """Log a value; a constant ``batch_size``, that of the recipe, is shared out among its micro-batches."""
-        if (given := settings.get("batch_size")) is not None and self.batch_sizes:
-            self._varying |= {name} if given not in self.batch_sizes else set()
-            settings["batch_size"] = given if name in self._varying else self.batch_sizes[given]
+        given = settings.get("batch_size")
+        if fx in _OF_THE_WINDOW:
+            settings["batch_size"] = self.batch_sizes.get(None) if given is None else given
+        elif given is not None and self.batch_sizes:
+            self._note(name, given)
+            settings["batch_size"] = given if name in self._varying else self.batch_sizes.get(given, given)
         if self.results is not None:
             _log(self.results, type(self.results).log, fx, name, *arguments, **settings)
 
@@ -47,9 +52,15 @@ class LogTap:
             self.log(fx, name, *arguments, **settings)
             self.logged.append((fx, name))
         elif (fx, name) not in self.logged:
-            given = settings.get("batch_size", 1)  # one may count a sample
-            is_constant = given != 1 and given in self.batch_sizes and name not in self._varying
-            self.buffer.note(fx, name, *arguments, is_constant=is_constant, **settings)
+            given = settings.get("batch_size") or 1  # one may count a sample
+            self._note(name, given)
+            counts = True if name in self._varying else None if given == 1 or given not in self.batch_sizes else False
+            self.buffer.note(fx, name, *arguments, counts=counts, **settings)
+
+    def _note(self, name: str, batch_size: float) -> None:
+        """Note that a name comes with a ``batch_size`` that is counted, if it is no constant."""
+        if self.batch_sizes and batch_size not in (1, *self.batch_sizes):
+            self._varying.add(name)
 
     def begin(self) -> None:
         """Begin a batch: what it logs goes through."""
@@ -114,7 +125,7 @@ class Entry:
     settings: dict[str, Any]  # all other arguments
     weight: float  # of the piece in means
     samples: int  # of the piece
-    is_constant: bool = False  # whether its ``batch_size`` is that of the recipe
+    counts: bool | None = None  # whether its ``batch_size`` is counted; ``None`` if only other pieces may show that
 
 
 class LogBuffer:
@@ -130,9 +141,9 @@ class LogBuffer:
         self._weight, self.samples = weight, samples
         self._batch_samples += samples
 
-    def note(self, fx: str, name: str, value: Any, *, is_constant: bool = False, **settings: Any) -> None:
+    def note(self, fx: str, name: str, value: Any, *, counts: bool | None = None, **settings: Any) -> None:
         """Note an entry of the piece that runs, in place of the trainer's ``log``."""
-        self._pieces[-1].append(Entry(fx, name, _detached(value), settings, self._weight, self.samples, is_constant))
+        self._pieces[-1].append(Entry(fx, name, _detached(value), settings, self._weight, self.samples, counts))
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
         """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""
@@ -162,8 +173,10 @@ def _merged(entries: Sequence[Entry], batch_samples: int) -> Entry:
     first, samples = entries[0], [entry.samples for entry in entries]
     settings, weights = dict(first.settings), [entry.weight for entry in entries]
     sizes = [size for entry in entries if (size := entry.settings.get("batch_size")) is not None]
-    is_constant = all(entry.is_constant for entry in entries)
-    if len(sizes) == len(entries) and not (is_constant or _is_constant(sizes, samples, weights, batch_samples)):
+    known = {entry.counts for entry in entries}
+    if len(sizes) == len(entries) and not (
+        known == {False} or (True not in known and _is_constant(sizes, samples, weights, batch_samples))
+    ):
         settings["batch_size"] = sum(sizes)
         weights = weights if sizes == samples else sizes
     if isinstance(first.value, Metric):

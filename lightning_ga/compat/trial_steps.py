@@ -81,6 +81,11 @@ def call_before_step(trainer: Any) -> None:
         _call_module_hook(trainer, "on_before_optimizer_step", trainer.optimizers[0])
 
 
+def count_as_taken(trainer: Any, steps: int) -> None:
+    """Let so many optimizer steps count as taken: ``trainer.global_step``."""
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = steps
+
+
 def step_schedules(trainer: Any, place: PassPlace) -> None:
     """Step schedules by step as the module's own hook does after a pass at this place."""
     if closures.has_hook([trainer.lightning_module], "lr_scheduler_step"):

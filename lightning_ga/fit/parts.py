@@ -99,7 +99,7 @@ class Window(ABC):
 class StageBatches(ABC):
     """What is known of the batches of training, or of evaluation, which is less."""
 
-    logged_batch_sizes: Mapping[float, float] = {}  # what constants count as in the current one (``LogTap``)
+    logged_batch_sizes: Mapping[float | None, float] = {}  # what constants count as in the current one (``LogTap``)
 
     @abstractmethod
     def batch_source(self, loader: int) -> BatchSource:

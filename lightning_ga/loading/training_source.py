@@ -232,18 +232,18 @@ class TrainingSource:
         """Return the samples that a batch should hold; ``None`` where only the batch shows them."""
         return None if self.streams or not chunk.count else chunk.count
 
-    def logged_batch_sizes(self, chunk: Chunk) -> dict[float, float]:
+    def logged_batch_sizes(self, chunk: Chunk) -> dict[float | None, float]:
         """Return what a logged ``batch_size=`` of the recipe's size, or of one, counts as in a micro-batch.
 
-        Over the micro-batches of a batch this adds up to the size that was logged.
+        Over the micro-batches of a batch this adds up to the size that was logged. ``None`` is what a value of the
+        window counts as, logged without: the samples of its last batch.
         """
         size, ranks = self.recipe.batch_size or 0, self.recipe.ranks_per_order
-        if self.cut_in_step:
-            return {size: size}
-        if not 0 < chunk.count < size:
-            return {}
+        if self.cut_in_step or not 0 < chunk.count < size:
+            return {size: size} if size else {}
         share = chunk.count * ranks * -(-chunk.window_samples // (size * ranks)) / chunk.window_samples
-        return {1: share if chunk.count > 1 else 1, size: size * share}
+        last = (chunk.window_samples - 1) % (size * ranks) + 1
+        return {1: share if chunk.count > 1 else 1, size: size * share, None: -(-last // ranks)}
 
     def relative_size(self, number: int) -> tuple[int, int]:
         """Return what a sample of a micro-batch counts as, and the most that any does."""

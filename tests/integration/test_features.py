@@ -64,17 +64,27 @@ class LogsByConstant(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         value = super().training_step(batch, batch_idx)
         self.log("loss", value, on_epoch=True, on_step=False, batch_size=self.size or len(batch[0]))
+        if len(rare := batch[1][batch[1] > 0.5]):  # of which pieces may hold as many, though they are counted
+            self.log("rare", rare.mean(), on_epoch=True, on_step=False, batch_size=len(rare))
         return value
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = next(self.parameters()).grad.norm()
+        self.log("norm", norm, on_epoch=True, on_step=False, batch_size=self.size)
 
 
 @every_pair(size=[BATCH, 1, None], mode=BOTH, oom=MAYBE)
 def test_a_constant_batch_size_of_what_is_logged_is_that_of_the_recipe(mode: str, oom: bool, size: int | None) -> None:
-    """A mean over the epoch is the same, whoever follows it; Lightning keeps it in single precision."""
+    """A mean over the epoch is the same, whoever follows it; Lightning keeps it in single precision.
+
+    So are means over some of the samples, by their number, and of what hooks of the optimizer's step log.
+    """
     data = DataLoader(Samples(SIZE - 2), batch_size=BATCH)
     means = [
-        train(mode=how, oom=oom and how is not None, module=LogsByConstant(size), data=data)[1].callback_metrics["loss"]
+        train(mode=how, oom=oom and how is not None, module=LogsByConstant(size), data=data)[1].callback_metrics
         for how in (None, mode)
     ]
+    assert {"loss", "rare", "norm"} == means[0].keys()
     torch.testing.assert_close(*means, rtol=1e-6, atol=0.0)
 
 

@@ -71,6 +71,19 @@ def test_a_term_that_begins_later_is_told_once(begins: str, way: Way) -> None:
     assert len(ours.told) == 1
 
 
+RHYTHMS = {
+    "every tenth step": late(lambda task: task.global_step > 0 and task.global_step % 10 == 0),
+    "the last of every twelve": late(lambda task: task.global_step % 12 == 11),
+    "the last of every sixteen": late(lambda task: task.global_step % 16 == 15),
+}
+
+
+@pytest.mark.parametrize("comes", RHYTHMS)
+@each_cut
+def test_a_term_that_comes_every_so_many_steps_is_told_before_training(comes: str, way: Way) -> None:
+    told(Case(RHYTHMS[comes]), way, "coupled", "not exact for this model", max_epochs=4)
+
+
 class Unfrozen(Task):
     """BatchNorm is frozen in the first epoch."""
 

@@ -1,7 +1,7 @@
 """Run one batch whole and in parts, compare gradients and state, and judge what differs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import closures, trial_steps
+from lightning_ga.compat.patching import replaced
 from lightning_ga.compat.trial_steps import PassPlace
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
 from lightning_ga.fit.exactness.halves import Halves, Kind, SampleBatch, fitting_counter, uneven_kinds
@@ -38,7 +39,7 @@ from lightning_ga.plan.weights import count_items
 
 Count = Callable[[Any], float]  # counts the items of a batch that the loss is a mean over
 
-_MULTIPLES = (3, 6, 10, 12, 30, 60, 100, 120, 200, 300, 600, 1200, 3000, 6000, 12000)  # of many small numbers
+MULTIPLES = (3, 6, 10, 12, 30, 60, 100, 120, 200, 300, 600, 1200, 3000, 6000, 12000)  # of many small numbers
 _OF_THE_STEP = "optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"
 _SEEDS = 8  # further passes with other random numbers, if some are drawn
 
@@ -97,6 +98,22 @@ class ExactnessCheck:
         hooks_matter = batch_pass.changed != batch_pass.changed_in_step or training.reason
         known = None if hooks_matter or batch.size < batch.fetched else (loaded, training)
         return Verdicts(training, self._judge_cut(batch_pass, batch, known))
+
+    def run_at_steps(self, samples: Sequence[Any], *, micro_batches: int, steps: range) -> Iterator[Verdicts]:
+        """Yield verdicts for those of these steps that are unlike the one before or after, as a hundredth may be."""
+        batch = SampleBatch(samples, self._loader, self._reader, self._passes).whole
+
+        def change_after(step: int) -> float:
+            """Return how far the gradients of a step and of the next one differ; not at all if one cannot be run."""
+            runs = [attempt(self._passes.run_after, is_users_error, at, batch).result for at in (step, step + 1)]
+            return distance(*(run.gradients[0] for run in runs)) if all(runs) else 0.0
+
+        for last in filter(steps.__contains__, telling_numbers(steps.stop, multiples=3)):
+            change = change_after(last)
+            if change > self._repeated and min(change_after(last - 1), change_after(last + 1)) < change / 2:
+                for step in range(last, min(last + 2, steps.stop)):  # and not where all steps differ (annealing)
+                    with replaced(self._passes, after=step):
+                        yield self.run(samples, micro_batches=micro_batches)
 
     def _judge_cut(
         self, batch_pass: Passes, batch: SampleBatch, known: tuple[Halves, Exactness] | None = None
@@ -326,18 +343,18 @@ class ExactnessCheck:
         return noise
 
 
-def telling_numbers(batches: int) -> list[int]:
+def telling_numbers(batches: int, *, multiples: int = 1) -> list[int]:
     """Return numbers of an epoch's batches that a step may treat unlike the first.
 
     Steps do something every n batches, mostly in the last of them, where ``(batch_idx + 1) % n == 0``. So they are as
-    late as the epoch allows, and followed by multiples of many n.
+    late as the epoch allows, and followed by so many ``multiples`` of many n.
 
     Examples:
         >>> telling_numbers(200), telling_numbers(3), telling_numbers(1)
         ([127, 199], [1, 2], [])
     """
-    multiples = [1 << max(0, batches.bit_length() - 1), *[n for n in _MULTIPLES if n <= batches][-1:]]
-    return sorted({number - 1 for number in multiples if number > 1})
+    numbers = [1 << max(0, batches.bit_length() - 1), *[n for n in MULTIPLES if n <= batches][-multiples:]]
+    return sorted({number - 1 for number in numbers if number > 1})
 
 
 def is_users_error(error: Exception) -> bool:

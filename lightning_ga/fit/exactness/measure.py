@@ -16,7 +16,7 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced
 from lightning_ga.errors import UserError
 from lightning_ga.fit.chunks import ChunkedModules, Chunks, installed
-from lightning_ga.fit.exactness.check import Count, ExactnessCheck, batch_norm_layers, is_users_error
+from lightning_ga.fit.exactness.check import MULTIPLES, Count, ExactnessCheck, batch_norm_layers, is_users_error
 from lightning_ga.fit.exactness.differences import Gradient, distance, norm
 from lightning_ga.fit.exactness.halves import SampleBatch
 from lightning_ga.fit.exactness.passes import (
@@ -184,6 +184,7 @@ def measure_exactness(
     refuse_lazy(trainer.lightning_module.parameters())
     all_samples, considered = source.scan_order(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
     micro_batches = _most_micro_batches(source, epoch, limit)
+    steps = range(trainer.global_step, int(min(trainer.estimated_stepping_batches, MULTIPLES[-1])))
     shared = shared_containers(trainer.lightning_module, getattr(source.recipe.loader, "dataset", None))
 
     def check(size: int, plain: bool, tolerance: float, available: FirstSamples = all_samples) -> Verdicts:
@@ -200,6 +201,9 @@ def measure_exactness(
             verdicts = checking.run(fetched, micro_batches=micro_batches)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
                 verdicts = verdicts.unless(checking.run(fetched[-4:], micro_batches=micro_batches))
+            if verdicts.training.cause == "exact":
+                for at_step in checking.run_at_steps(fetched, micro_batches=micro_batches, steps=steps):
+                    verdicts = verdicts.unless(at_step)
             changing, tables = tuple(checking.changing), tuple(checking.tables)
             return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
 

@@ -184,6 +184,7 @@ class PassRunner:
         parameters = trainer.lightning_module.named_parameters()
         self.trained = {name: p for name, p in parameters if p.requires_grad}  # hooks of steps may freeze some
         self.steps = 0  # micro-batches so far
+        self.after: int | None = None  # optimizer steps that count as taken before them, if others than in truth
         self.shared: frozenset[str] = frozenset()  # paths of containers that the data hold, too
 
     def on_device(self, batch: Any) -> Any:
@@ -232,6 +233,11 @@ class PassRunner:
             draws=not random_state.is_current() or have_moved(generators),
             kept=kept,
         )
+
+    def run_after(self, steps: int, micro_batches: MicroBatches) -> Passes:
+        """Run micro-batches as if so many optimizer steps had been taken before them."""
+        with patching.replaced(self, after=steps):
+            return self.run(micro_batches)
 
     def _sums(self) -> Sums:
         module = self.trainer.lightning_module
@@ -298,6 +304,8 @@ class PassRunner:
 
     def _begin(self, seed: int) -> None:
         self._restore()
+        if self.after is not None:
+            trial_steps.count_as_taken(self.trainer, self.after)
         Module.zero_grad(self.trainer.lightning_module)
         stop_dropping(self.trainer.lightning_module)
         if self._begins:  # copies of a weight (averages) move apart from it
