@@ -14,7 +14,7 @@ from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.fit import Fit
-from lightning_ga.fit.messages import OomReporter
+from lightning_ga.fit.oom_messages import OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import ScaleLr, read_arguments

@@ -18,7 +18,7 @@ from lightning_ga.compat.ranks import Ranks
 from lightning_ga.compat.reduction import GradientReducer
 from lightning_ga.errors import UserError
 from lightning_ga.fit.chunks import ChunkedModules
-from lightning_ga.fit.messages import EXCHANGES, OTHERS_WAIT, OomReporter, fewer_samples_than_ranks, of_rank
+from lightning_ga.fit.oom_messages import EXCHANGES, OTHERS_WAIT, OomReporter, fewer_samples_than_ranks, of_rank
 from lightning_ga.fit.parts import Move, Part, StageBatches, tensors_of
 from lightning_ga.loading.padding import SizedSlices
 from lightning_ga.loading.reader import BatchReader
@@ -318,7 +318,7 @@ class Engine:
     # --- what is told --------------------------------------------------------------------------
 
     def error(self, stage: str, sentence: str, what: object = "") -> UserError:
-        """Return the error for memory that ran out where there is no way on: a sentence of ``fit/messages.py``."""
+        """Return the error for memory that ran out where there is no way on: a sentence of ``fit/oom_messages.py``."""
         text = f"Memory ran out in {stage} {sentence.format(what=what, memory=self.memory())}"
         return of_rank(UserError(text), self.trainer.world_size)
 

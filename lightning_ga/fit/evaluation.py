@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, dataloaders, loops, ranks
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.messages import OomReporter
+from lightning_ga.fit.oom_messages import OomReporter
 from lightning_ga.fit.parts import Part, Piece, StageBatches, Window
 from lightning_ga.fit.window_run import run_window
 from lightning_ga.loading.reader import BatchSource, CollatedAgain, CollatedBatches, ReadyMadeBatches, is_collated

@@ -18,7 +18,7 @@ from lightning_ga.fit.exactness.later import LaterChecks
 from lightning_ga.fit.exactness.measure import find_independent
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
-from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
+from lightning_ga.fit.oom_messages import OomReporter, in_a_hook, in_the_update
 from lightning_ga.fit.place import PlannedEpoch, Progress, check_growth, optimizer_steps, plan_epoch, plan_window
 from lightning_ga.fit.rates import StepSchedules, WindowFactors, WindowRates
 from lightning_ga.fit.training_data import TrainingData

@@ -9,7 +9,7 @@ from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import dataloaders
 from lightning_ga.compat.logs import LogBuffer, LogTap, current_hook, return_to_hook
 from lightning_ga.errors import UserError
-from lightning_ga.fit import messages
+from lightning_ga.fit import oom_messages
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.parts import BatchResult, Part, Piece, Window, even_pieces, tensors_of
@@ -108,12 +108,12 @@ class WindowRun:
         if self._running == 1 and is_ambiguous_out_of_memory(failure):
             raise failure
         if self._running == 1:
-            sentence = messages.ONE_SAMPLE if self._chunks is None else messages.ONE_CHUNK
+            sentence = oom_messages.ONE_SAMPLE if self._chunks is None else oom_messages.ONE_CHUNK
             raise engine.error(self._stage, sentence, describe_value(cut)) from failure
         return_to_hook(engine.module, self._hook)
         lost = engine.retry_once(window.savepoint.restore) or engine.retry_once(window.undo)
         if lost is not None:
-            raise engine.error(self._stage, messages.CHANGED, lost) from failure
+            raise engine.error(self._stage, oom_messages.CHANGED, lost) from failure
         self._plain = window.savepoint.not_put_back(window.gradients_left())
 
     def _run_parts(self, slices: BatchSlices) -> BatchResult:
@@ -158,7 +158,7 @@ class WindowRun:
         changed = tensors_of(part.batch) != part.tensors
         if changed or engine.retry_once(lambda: self._is_another(part)):
             what = "its batch in place" if changed else "its batch in place (or its dataset makes other samples now)"
-            raise engine.error(self._stage, messages.CHANGED, what) from self._failure
+            raise engine.error(self._stage, oom_messages.CHANGED, what) from self._failure
 
     def _is_another(self, part: Part) -> bool:
         """Return whether a batch differs from what its samples give now, if they give the same every time."""
@@ -251,12 +251,14 @@ class WindowRun:
         except StopIteration:  # the loop would take it for the end of the epoch
             if self._failure is None:
                 raise
-            raise self._engine.error(self._stage, messages.CHANGED, "a generator, which it ended") from self._failure
+            raise self._engine.error(
+                self._stage, oom_messages.CHANGED, "a generator, which it ended"
+            ) from self._failure
         except Exception as error:
             is_ours = isinstance(error, UserError) or is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
             if not is_ours and piece.samples < piece.of:
                 ran_out = self._failure is not None
-                error.add_note(messages.part_of_a_batch(self._stage, piece, out_of_memory=ran_out))
+                error.add_note(oom_messages.part_of_a_batch(self._stage, piece, out_of_memory=ran_out))
             raise
 
     def _slices(self, part: Part) -> BatchSlices:
@@ -266,7 +268,7 @@ class WindowRun:
         except LayoutError as why:
             if self._failure is None:
                 raise
-            raise self._engine.error(self._stage, messages.NOT_CUT, why) from self._failure
+            raise self._engine.error(self._stage, oom_messages.NOT_CUT, why) from self._failure
 
     def _report(self, result: BatchResult) -> None:
         """Lower the limit to the largest piece below all that failed, and say what it cost."""
@@ -281,15 +283,15 @@ class WindowRun:
         left, hooked = () if self._plain is None else self._plain.changed(), savepoint.changed_by_hooks
         draws = self._draws or savepoint.draws_numbers()
         step, memory, batches, chunks = engine.trainer.global_step, engine.memory(), self._batches, self._chunks
-        apart = messages.HOOKS_APART if self._last.move is not None and engine.hooks_move_batches else None
-        known = messages.SKIPPED if stage == "training" and self._skips else apart
+        apart = oom_messages.HOOKS_APART if self._last.move is not None and engine.hooks_move_batches else None
+        known = oom_messages.SKIPPED if stage == "training" and self._skips else apart
 
-        def event() -> messages.OomEvent:  # made later, when the batch is gone
+        def event() -> oom_messages.OomEvent:  # made later, when the batch is gone
             verdict = known or batches.verdict(hooked)
-            said = messages.SAME_BUT_RANDOM if verdict == SAME_RESULT and draws else verdict
+            said = oom_messages.SAME_BUT_RANDOM if verdict == SAME_RESULT and draws else verdict
             later = batches.later_epochs() if chunks is None else ""
             unit = "parts" if chunks is None else "chunks"
-            return messages.OomEvent(stage, step, smallest, fits, memory, said, left, later, unit, of > 1)
+            return oom_messages.OomEvent(stage, step, smallest, fits, memory, said, left, later, unit, of > 1)
 
         if stage == "training":  # told once it is measured whether the result is the same
             engine.reporter.untold.append(event)

@@ -11,7 +11,7 @@ from forks import exit_code, fork, forked, free_port
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_ga.errors import UserError
-from lightning_ga.fit.messages import of_rank
+from lightning_ga.fit.oom_messages import of_rank
 from lightning_ga.train import main, print_error
 
 pytestmark = pytest.mark.distributed
