@@ -262,8 +262,10 @@ def is_shared(recipe: Recipe) -> bool:
 def draw_course_on_ranks(recipe: Recipe, steps: int) -> Course:
     """One life on two ranks or three, and another on as many or, where that changes no window, another number."""
     r = random.Random(f"ranks of {recipe.seed}")
-    first = r.choice([2, 2, 3])
-    ranks = (first, first if recipe.windows.by_batches else r.choice([1, 2, 3]))
+    count = recipe.windows.count if not recipe.windows.by_batches else None
+    least = min(count(e, k, n) for e in (0, 1) for k in (0, 9) for n in (0, 99)) if count else 3
+    first = r.choice([2, 2, min(3, least)])  # each rank needs a sample of every window
+    ranks = (first, first if recipe.windows.by_batches else r.choice([1, 2, min(3, least)]))
     lives = [replace(draw_life(r, recipe, n), fails=r.choice([(), draw_fails(r, recipe)])) for n in ranks]
     return replace(lives[0], stops=r.randint(1, steps - 1), then=lives[1]) if steps > 1 else lives[0]
 
