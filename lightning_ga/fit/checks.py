@@ -244,14 +244,15 @@ class ByBatch:
         is_at_edge = loops.window_is_over if hook.name == "on_train_batch_end" else loops.begins_window
         within = not is_at_edge(self._trainer)
         hook.looks -= hook.looks > 0
-        trained = [weight for weight in self._trainer.lightning_module.parameters() if weight.grad is not None]
+        weights = [*self._trainer.lightning_module.parameters()]
+        trained = [weight for weight in weights if weight.grad is not None]
         if is_searched := hook.windows > 0:
             hook.tensors = [*map(ref, _tensors_of(hook.owner, trained))]
         hook.windows -= is_searched and not within
         known = [tensor for each in hook.tensors if (tensor := each()) is not None]
-        former, before = dict(zip(map(id, known), versions(known))), self._settings() if hook.reads_batch else {}
+        former, before = dict(zip(map(id, known), versions(known))), self._settings(weights) if hook.reads_batch else {}
         result = hook.run(*arguments, **named)
-        changed = [name for name, value in self._settings().items() if value != before[name]] if before else []
+        changed = [name for name, value in self._settings(weights).items() if value != before[name]] if before else []
         if within or hook.reads_batch:
             tensors = _tensors_of(hook.owner, trained) if is_searched else known
             written = [each for each in tensors if former.get(id(each)) != each._version]
@@ -263,9 +264,8 @@ class ByBatch:
             self._exactness.found_unknown(BY_BATCH.format(hook=who, what=" and ".join(changed)))
         return result
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self, weights: list[torch.Tensor]) -> dict[str, Any]:
         """Return what training depends on, and hooks may change."""
-        weights = [*self._trainer.lightning_module.parameters()]
         return {
             "weights": versions(weights),
             "which weights are trained": [weight.requires_grad for weight in weights],
