@@ -162,7 +162,7 @@ def found_to_change(verdict: Exactness | None, tensors: tuple[str, ...]) -> Exac
     """Return the verdict after training has shown that these tensors change between two passes of a window."""
     if verdict is None or not tensors or verdict.cause in INEXACT:
         return verdict
-    return replace(verdict, relative_error=None, cause="stateful", tensors=tensors)
+    return replace(verdict, relative_error=None, cause="stateful", tensors=tensors, reason="")
 
 
 def splitting_sentence(verdict: Exactness | None) -> str:

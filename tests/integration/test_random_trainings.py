@@ -31,7 +31,7 @@ if "SEEDS" in os.environ:
     SEEDS = [seed for seed in range(FIRST, FIRST + COUNT) if is_trained(draw(seed))]
     FEWER = ON_RANKS = SEEDS[: max(1, COUNT // 3)]
 else:
-    SEEDS = covering(32, range(200), usable=is_trained)
+    SEEDS = [*covering(32, range(200), usable=is_trained), 9106]  # the last begins with a batch of one sample
     FEWER, ON_RANKS = SEEDS[::4], covering(8, range(200), usable=is_shared)
 
 
@@ -70,7 +70,7 @@ def test_a_training_is_that_of_a_plain_loop(seed: int, tmp_path: Path) -> None:
         last = course.then or course
         assert ours.largest <= last.micro * (LONGEST if recipe.by_size else 1), shown
         assert ours.cause in ("exact", "unmeasured", None), shown
-        assert not ours.told, shown
+        assert not [text for text in ours.told if "of one sample has no parts" not in text], shown
         assert not [text for text in ours.ran_out if "Its gradient is not" in text or "A hook had" in text], shown
 
 

@@ -408,8 +408,10 @@ def count_of(recipe: Recipe, left: list[int], epoch: int, step: int, seen: int, 
 
 
 def is_trained(recipe: Recipe) -> bool:
-    """Whether each epoch has a window; with ``drop_last`` the only one may be dropped, which is refused."""
-    return all(windows_by_epoch(recipe))
+    """Whether each epoch has a window, of unequal samples if sizes count: what would be refused is not drawn."""
+    epochs, lengths = windows_by_epoch(recipe), Texts(recipe.samples).lengths
+    trained = {lengths[index] for windows in epochs for window in windows for index in window}
+    return all(epochs) and not (recipe.by_size and len(trained) == 1)
 
 
 def ends_of(recipe: Recipe) -> list[int]:

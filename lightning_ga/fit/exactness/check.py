@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
@@ -57,7 +58,7 @@ class ExactnessCheck:
         *,
         while_training: bool = False,
     ) -> None:
-        self._loader, self._cut_in_step = source.user_loader, source.cut_in_step
+        self._source, self._cut_in_step = source, source.cut_in_step
         self._reader, self._passes, self._count, self._tolerance = reader, passes, count, tolerance
         self._while_training = while_training  # then only what is inexact has to be found
         self._module = passes.trainer.lightning_module
@@ -114,6 +115,11 @@ class ExactnessCheck:
                 for step in range(last, min(last + 2, steps.stop)):  # and not where all steps differ (annealing)
                     with replaced(self._passes, after=step):
                         yield self.run(samples, micro_batches=micro_batches)
+
+    @cached_property
+    def _loader(self) -> "DataLoader[Any]":
+        """A loader of samples; a ``LayoutError`` where they are made of a batch that cannot be cut."""
+        return self._source.user_loader
 
     def _judge_cut(
         self, batch_pass: Passes, batch: SampleBatch, known: tuple[Halves, Exactness] | None = None
@@ -301,7 +307,7 @@ class ExactnessCheck:
         names = [name for name in changed if name in state]
         if not names:
             return changed
-        rows = length_of(getattr(self._loader, "dataset", None))
+        rows = attempt(lambda: length_of(self._loader.dataset), is_users_error).result
         whole = self._passes.run(halves.whole(), keep=names)
         parts = self._passes.run(halves.parts, seed=1, keep=names)
         left = dict(zip(names, zip(whole.kept[1], parts.kept[2], parts.kept[1])))  # by all, by both parts, by the first
