@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import quiet_trainer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -153,3 +154,19 @@ def test_a_teacher_that_the_step_moves_is_put_back_after_an_error(place: str) ->
     assert ours.exactness is not None
     assert ours.exactness.cause == "exact"
     assert all("with the same result" in text for text in survived.ran_out)
+
+
+class Validated(Task):
+    """Memory runs out if more than half of a batch is validated at once."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if len(batch[0]) > BATCH // 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.log("compared", self.own(self, batch))
+
+
+def test_an_error_in_evaluation_does_not_call_a_loss_of_pairs_the_same() -> None:
+    """Each part compares its samples alone, whatever training does."""
+    task = Validated(scaled_by(), encoder=Encoder())
+    with pytest.warns(UserWarning, match="what compares samples with each other met those of a part"):
+        quiet_trainer(AutoAccumulate()).validate(task, of_pairs(BATCH), verbose=False)
