@@ -1,8 +1,9 @@
 """Merge the outputs of a step, of training or evaluation, for the pieces of a batch into that for the whole batch."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Number
 from typing import Any
 
@@ -21,15 +22,19 @@ class _Part:
     value: Any
     size: int
     weight: float
+    averages: bool = True  # whether tensors and arrays may be means
 
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
+def merge_outputs(
+    outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None, *, averages: bool = True
+) -> Any:
     """Merge the outputs of the pieces of a batch into one; as in Lightning, nothing keeps its graph.
 
     - A tensor alone and ``output["loss"]`` are losses: the mean by weight.
     - Tensors and arrays whose first axis is as long as their piece are concatenated in order, lists too.
     - Other numbers and tensors of one shape: equal ones stay, others are averaged by weight, whole
-      numbers giving floats. A number that counts the piece's samples becomes their sum.
+      numbers giving floats. A number that counts the piece's samples becomes their sum. Tensors with another axis as
+      long as their piece are no means, and without ``averages`` (predictions) none of several elements is.
     - Containers of fields are merged field by field. ``None`` in some pieces is skipped.
     - Anything else: the value if it is equal in all pieces, otherwise the list of the values.
 
@@ -49,7 +54,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     if not len(outputs) == len(sizes) == len(weights) or not outputs:
         counts = f"{len(outputs)} outputs, {len(sizes)} sizes and {len(weights)} weights"
         raise UserError(f"{counts}: each of at least one output needs a size and a weight.")
-    parts = [_Part(*part) for part in zip(outputs, sizes, weights)]
+    parts = [_Part(*part, averages) for part in zip(outputs, sizes, weights)]
     parts = [part for part in parts if part.size] or parts[:1]
     return _merge(parts, is_loss=True, losses=("['loss']",))
 
@@ -107,7 +112,7 @@ def _merge_fields(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
         for name, value in open_container(part.value) or ():
             if name not in fields:
                 return _same([part.value for part in parts])
-            fields[name].append(_Part(value, part.size, part.weight))
+            fields[name].append(replace(part, value=value))
     return rebuild(whole, [_merge(parts, is_loss=name in losses) for name, parts in fields.items()])
 
 
@@ -171,8 +176,12 @@ def _is_by_sample(parts: list[_Part]) -> bool:
 
 def _may_be_by_sample(parts: list[_Part]) -> bool:
     """Return whether several entries for each sample cannot be distinguished from entries for something else."""
-    shape = parts[0].value.shape
-    return bool(shape) and len({part.size for part in parts}) == 1 and shape[0] % max(parts[0].size, 1) == 0
+    first = parts[0]
+    shape = first.value.shape
+    if not first.averages and math.prod(shape) > 1:
+        return True
+    along = bool(shape) and (shape[0] % max(first.size, 1) == 0 or first.size in shape[1:])
+    return along and len({part.size for part in parts}) == 1
 
 
 def _average(parts: list[_Part]) -> Any:

@@ -38,7 +38,8 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Ite
 
     Args:
         module: The module. Tensors among its arguments that are as long along ``dim`` as the first one are cut, at any
-            depth of lists, tuples, dictionaries and dataclasses; all else is passed on whole.
+            depth of lists, tuples, dictionaries and dataclasses, and lists without tensors (texts) that are as long;
+            all else is passed on whole.
         chunk: The most samples of a chunk (or tokens, with ``dim=1``).
         dim: The axis along which inputs are cut and outputs are joined.
         keep: How many chunks of each call, the last ones, keep their activations instead: less time, more memory.
@@ -135,7 +136,7 @@ class Chunks:
         samples, before = extent(given, self._dim), RandomState(generators_of(self.module))
         output = self._whole(*arguments, **named)
         self.draws |= not before.is_current()
-        self._constant |= {place for place, tensor in _places(given) if extent(tensor, self._dim) != samples}
+        self._constant |= {place for place, each in _places(given) if _length(each, self._dim) != samples}
         outputs = [*tensors_in(output)]
         leads = samples is not None and samples > 1 and all(extent(each, self._dim) == samples for each in outputs)
         leads &= any(tensor.requires_grad for tensor in outputs) and self.bytes != 0
@@ -178,15 +179,29 @@ class Chunks:
         children = open_container(node)
         if children is None:
             return node
-        if type(node) is list and len(node) == samples and next(tensors_in(node), None) is None:
-            return node[start:stop]  # texts, say
+        if _is_plain_list(node) and len(node) == samples and place not in self._constant:
+            return node[start:stop]
         return rebuild(node, [self._cut(child, samples, start, stop, place + name) for name, child in children])
+
+    def _require_alike(self, outputs: Sequence[Tensor]) -> None:
+        """Refuse outputs that cannot be joined, such as those padded to the longest sample of their chunk."""
+        shapes = [[*output.shape] for output in outputs]
+        for shape in shapes:
+            shape[self._dim] = 0
+        other = next((output for output, shape in zip(outputs, shapes) if shape != shapes[0]), None)
+        if other is not None:
+            raise UserError(
+                f"{self._name} runs in chunks, and returned tensors of shape {tuple(outputs[0].shape)} and "
+                f"{tuple(other.shape)}, which cannot be joined: let its outputs have one shape whatever samples are in "
+                "a chunk (pad them to the longest of the batch, which an argument can say), or reduce them inside."
+            )
 
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         """Join the outputs of the chunks."""
         first = outputs[0]
         pairs = zip(outputs, sizes)
         if all(isinstance(output, Tensor) and extent(output, self._dim) == size for output, size in pairs):
+            self._require_alike(outputs)
             return torch.cat(list(outputs), self._dim)
         children = open_container(first)
         if children and all(type(output) is type(first) for output in outputs):
@@ -222,12 +237,22 @@ class _Again:
         self._entered.close()
 
 
-def _places(node: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a value with their places."""
-    if isinstance(node, Tensor):
+def _places(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, and the lists without tensors, in a value with their places."""
+    if isinstance(node, Tensor) or _is_plain_list(node):
         yield place, node
     for name, child in open_container(node) or ():
         yield from _places(child, place + name)
+
+
+def _is_plain_list(node: Any) -> bool:
+    """Return whether a value is a list of no tensors, such as texts, which may have one entry for each sample."""
+    return type(node) is list and next(tensors_in(node), None) is None
+
+
+def _length(node: Any, dim: int) -> int | None:
+    """Return how many samples a tensor or a list would hold."""
+    return extent(node, dim) if isinstance(node, Tensor) else len(node)
 
 
 def extent(node: Any, dim: int) -> int | None:

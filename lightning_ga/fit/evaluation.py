@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -62,7 +63,8 @@ class Evaluation(Window, StageBatches):
         self.parts = []
         if not result.sizes:
             return result.results[0]
-        return engine.retry_once(lambda: merge_outputs(result.results, result.sizes, result.weights))
+        merge = partial(merge_outputs, averages=self.stage != "prediction")
+        return engine.retry_once(lambda: merge(result.results, result.sizes, result.weights))
 
     def run_pass(self, part: Part, batch: Any, piece: Piece | None, weight: float) -> Any:
         """Run the step."""

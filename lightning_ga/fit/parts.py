@@ -119,7 +119,10 @@ class StageBatches(ABC):
 
     def verdict(self, hooked: str | None) -> str:
         """Say in sentences whether a batch in pieces gives the same result, if a hook has changed a tensor."""
-        return "What they log and return is put together."
+        return (
+            "What they log and return is put together; what compares samples with each other (a contrastive loss), and "
+            "what calls of metrics return, is that of parts."
+        )
 
     def later_epochs(self) -> str:
         """Say in a sentence what an out-of-memory error changes from the next epoch on."""

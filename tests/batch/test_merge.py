@@ -105,6 +105,7 @@ def test_tensors_that_are_not_by_sample() -> None:
             "count": torch.tensor(k),
             "same": torch.arange(4),
             "views": torch.ones(4, 5) * k,
+            "samples second": torch.ones(3, 2) * k,
             "mask": torch.tensor(k > 1),
             "steps": torch.zeros(k, 3),
         }
@@ -115,10 +116,20 @@ def test_tensors_that_are_not_by_sample() -> None:
     assert whole["count"].item() == 1.5
     assert whole["same"].tolist() == [0, 1, 2, 3]
     assert [part.shape for part in whole["views"]] == [(4, 5), (4, 5)]
+    assert [part.shape for part in whole["samples second"]] == [(3, 2), (3, 2)]
     assert [part.item() for part in whole["mask"]] == [False, True]
     assert [len(part) for part in whole["steps"]] == [1, 2]
     differing = merge_outputs([{"x": classes}, {"x": classes * 4}], [2, 1])
     assert differing["x"].tolist() == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray])
+def test_predictions_are_no_means(kind: Any) -> None:
+    """The boxes of all pictures of a part, which may be as many in both; a value alone still is one."""
+    outputs = [{"boxes": kind(np.full((5, 4), k)), "score": kind(np.array(k))} for k in (1.0, 2.0)]
+    whole = merge_outputs(outputs, [3, 2], averages=False)
+    assert [float(part.mean()) for part in whole["boxes"]] == [1.0, 2.0]
+    assert float(whole["score"]) == pytest.approx(1.4)
 
 
 def test_arrays_are_merged_like_tensors() -> None:

@@ -279,7 +279,7 @@ ENCODERS = {"counts": Counts, "follows": Follows, "overwrites": Overwrites, "a p
         (
             "a part of it",
             ("encoder",),
-            "training_step never calls encoder (perhaps a method of it, such as forward_fea",
+            "as training begins, does not call encoder (perhaps a method of it, such as forward_fea",
         ),
         ("", ("encoder", "encoder.0"), "encoder.0 lies inside encoder, which runs in chunks with it"),
     ],

@@ -68,21 +68,29 @@ def _gradient(passes: PassRunner, batch: SampleBatch, size: ChunkSize, *, whole:
         return passes.run(batch.whole).gradients[0]
 
 
-def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch, tolerance: float) -> Exactness:
+def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch, tolerance: float) -> Verdicts:
     """Compare a pass over a batch whose submodules run in two chunks with one in which they run whole.
 
     Submodules that do not treat samples by themselves are refused, but for BatchNorm.
     """
-    whole, before = _gradient(passes, batch, chunked.size, whole=True), _state_of(chunked)
+    with replaced(chunked.size, samples=None, window=batch.size):
+        whole = passes.run(batch.whole)
+    return replace(both(_judge(passes, chunked, batch, tolerance, whole.gradients[0])), changing=whole.changed)
+
+
+def _judge(
+    passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch, tolerance: float, whole: Gradient
+) -> Exactness:
+    before = _state_of(chunked)
     if missing := [name for name, chunks in chunked.forwards.items() if chunks.bytes is None]:
         raise _refused(
             chunked,
-            f"training_step never calls {missing[0]} (perhaps a method of it, such as forward_features): name "
-            "submodules that are called.",
+            f"training_step, as training begins, does not call {missing[0]} (perhaps a method of it, such as "
+            "forward_features): name submodules that are called.",
         )
     if not 0 < norm(whole) < float("inf"):
         return unmeasured(tolerance, NO_GRADIENT)
-    error = distance(whole, _gradient(passes, batch, chunked.size))
+    error = _error_in_chunks(passes, chunked, batch, tolerance, whole)
     if changed := changed_names(before, _state_of(chunked)):
         raise _refused(
             chunked,
@@ -106,6 +114,27 @@ def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch
                 'encoder below the loss), or let whole="auto" find them.',
             )
     return Exactness(error, tolerance, "batch_norm", layers, PER_CHUNK, passes.steps)
+
+
+def _error_in_chunks(
+    passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch, tolerance: float, whole: Gradient
+) -> float:
+    """Return how far the gradient in chunks is off; an argument may be as long as the batch by chance."""
+    in_chunks = attempt(partial(_gradient, passes, batch, chunked.size), is_users_error)
+    if in_chunks.failure is not None or not distance(whole, in_chunks.result) <= tolerance:
+        with replaced(chunked.size, samples=None):  # batches of other sizes show what belongs to no sample
+            attempt(lambda: passes.run(batch.loaded().parts), is_users_error)
+        in_chunks = attempt(partial(_gradient, passes, batch, chunked.size), is_users_error)
+    if in_chunks.failure is not None and not isinstance(in_chunks.failure, UserError):
+        raise _refused(
+            chunked,
+            f"run in chunks of a few samples, the step ended in {type(in_chunks.failure).__name__}: "
+            f"{str(in_chunks.failure).rstrip('.')}. Name submodules of which every argument and every output has one "
+            'entry for each sample, of the same shape in all chunks, or let whole="auto" find them.',
+        ) from in_chunks.failure
+    if in_chunks.failure is not None:
+        raise in_chunks.failure
+    return distance(whole, in_chunks.result)
 
 
 def _state_of(chunked: ChunkedModules) -> dict[str, Any]:
@@ -194,7 +223,7 @@ def measure_exactness(
                 return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
             if chunked is not None:
                 batch = SampleBatch(samples, source.user_loader, reader, passes)
-                return both(judge_chunks(passes, chunked, batch, tolerance))
+                return judge_chunks(passes, chunked, batch, tolerance)
             passes.shared = shared
             checking = ExactnessCheck(source, reader, passes, count, tolerance)
             fetched = available.as_fetched(samples)
