@@ -54,7 +54,10 @@ class LogTap:
         elif (fx, name) not in self.logged:
             given = settings.get("batch_size") or 1  # one may count a sample
             self._note(name, given)
-            counts = True if name in self._varying else None if given == 1 or given not in self.batch_sizes else False
+            is_constant = (
+                given in self.batch_sizes and given != self.buffer.samples
+            )  # as many as the piece has: counted
+            counts = True if name in self._varying else False if is_constant and given != 1 else None
             self.buffer.note(fx, name, *arguments, counts=counts, **settings)
 
     def _note(self, name: str, batch_size: float) -> None:

@@ -411,7 +411,8 @@ def is_trained(recipe: Recipe) -> bool:
     """Whether each epoch has a window, of unequal samples if sizes count: what would be refused is not drawn."""
     epochs, lengths = windows_by_epoch(recipe), Texts(recipe.samples).lengths
     trained = {lengths[index] for windows in epochs for window in windows for index in window}
-    return all(epochs) and not (recipe.by_size and len(trained) == 1)
+    is_read = recipe.data not in READY or recipe.sizes[:2] != (1, 1)  # where samples lie, in a batch of several
+    return all(epochs) and is_read and not (recipe.by_size and len(trained) == 1)
 
 
 def ends_of(recipe: Recipe) -> list[int]:

@@ -179,6 +179,11 @@ class TrainingExactness:
         self._user_knows = True
         return self._sentence("model")
 
+    def tell_if_untold(self) -> None:
+        """Say it once, as the first batch runs in several passes, if more may come than was planned."""
+        if (sentence := self.untold()) is not None:
+            rank_zero_warn(sentence, category=ExactnessWarning)
+
     def _sentence(self, what: str) -> str | None:
         """Say that a model or training is not exact, or not known to be; ``None`` if it is, or if that is accepted."""
         verdict = self.training
