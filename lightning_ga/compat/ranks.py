@@ -181,7 +181,6 @@ def distributed_module(trainer: Any) -> Any:
     if not isinstance(module, DistributedDataParallel):
         return None
     ways_of_its_own = (
-        getattr(trainer.strategy, "_ddp_comm_hook", None) is not None,
         bool(getattr(module, "_comm_hooks", ())),
         bool(getattr(module, "_delay_all_reduce_params", ())),
         getattr(module, "mixed_precision", None) is not None,

@@ -9,6 +9,7 @@ import torch
 from forks import Ended, forked
 from reference import Samples, cut, permutation
 from survivors import Task, main, marked
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 pytestmark = pytest.mark.distributed
 LOADER = {"effective_batch_size": 24, "micro_batch_size": 4}
@@ -101,6 +102,7 @@ SURVIVED: dict[str, tuple[int, dict[str, Any]]] = {
             "static-forward": scenario((0, (0, 0, "forward", 1)), **STATIC),
             "static-raise": scenario(accumulate={**LOADER, "on_oom": "raise"}, **STATIC),
             "views": scenario((1, (0, 1, "late", 1)), strategy={"gradient_as_bucket_view": True}),
+            "hook": scenario((1, (0, 1, "late", 1)), strategy={"ddp_comm_hook": allreduce_hook}),  # not used on CPUs
             "buffers": scenario((1, (0, 0, "forward", 1)), **BUFFERS),
             "buffers-late": scenario((0, (0, 2, "backward", 1)), **BUFFERS, accumulate=STEP),
             "sparse": scenario((1, (0, 1, "late", 1)), (1, (1, 2, "forward", 1)), **SPARSE),
