@@ -81,6 +81,18 @@ def alone() -> Iterator[None]:
         world.default_pg = group
 
 
+@contextmanager
+def together() -> Iterator[None]:
+    """Return a context, within :func:`alone`, in which all ranks are one world again; all of them enter it."""
+    world: Any = dist.distributed_c10d._world
+    own = world.default_pg
+    world.default_pg = next((group for group, alone in _OWN.items() if alone is own), own)
+    try:
+        yield
+    finally:
+        world.default_pg = own
+
+
 def collectives_run() -> int:
     """Return how many collectives this rank has begun in all process groups.
 
@@ -124,7 +136,7 @@ class Ranks:
         RetryPolicy(retries=True, refusal=None, by_hand=True, lockstep=False, undecided=False)
     """
 
-    distributed: bool = False  # whether there are several
+    distributed: bool = False  # whether there are several, or one whose gradients are reduced all the same
     obstacle: str | None = None  # why a rank cannot run a training batch again by itself
     wait_in_step: bool = False  # whether ranks wait for each other in forward passes
     sharded: bool = False  # whether each holds a part of the model, so that none can evaluate by itself either
@@ -132,7 +144,7 @@ class Ranks:
     @classmethod
     def of(cls, trainer: Any) -> "Ranks":
         """Read off a Trainer how its ranks depend on each other."""
-        distributed, strategy = is_distributed(trainer), type(trainer.strategy).__name__
+        distributed, strategy = is_distributed(trainer) or reduces(trainer), type(trainer.strategy).__name__
         if is_sharded(trainer):
             return cls(distributed, f"{strategy} shards the model over ranks", wait_in_step=True, sharded=True)
         why = waits_in_forward(trainer)
@@ -158,13 +170,17 @@ class Ranks:
         )
 
 
+def reduces(trainer: Any) -> bool:
+    """Return whether a ``DistributedDataParallel`` reduces gradients: on one rank too, and after each failed pass."""
+    return isinstance(trainer.strategy.model, DistributedDataParallel)
+
+
 def distributed_module(trainer: Any) -> Any:
     """Return the module's ``DistributedDataParallel``; ``None`` without one or if its averaging is customized."""
     module = trainer.strategy.model
     if not isinstance(module, DistributedDataParallel):
         return None
     ways_of_its_own = (
-        getattr(trainer.strategy, "_ddp_comm_hook", None) is not None,
         bool(getattr(module, "_comm_hooks", ())),
         bool(getattr(module, "_delay_all_reduce_params", ())),
         getattr(module, "mixed_precision", None) is not None,
@@ -175,7 +191,7 @@ def distributed_module(trainer: Any) -> Any:
 
 def gradients_are_ours(trainer: Any) -> bool:
     """Return whether nothing but this package and the optimizers reads gradients: no reduction of a strategy's own."""
-    if is_distributed(trainer):
+    if is_distributed(trainer) or reduces(trainer):
         return distributed_module(trainer) is not None
     return isinstance(trainer.strategy, patching.sibling(trainer, "strategies").SingleDeviceStrategy)
 
@@ -219,6 +235,8 @@ def share_buffers_before_forward(trainer: Any) -> None:
 
 def waits_in_forward(trainer: Any) -> str | None:
     """Return why ranks wait for each other in forward passes; ``None`` if they do not."""
+    if not is_distributed(trainer):
+        return None
     synced = [part for part in trainer.lightning_module.modules() if isinstance(part, torch.nn.SyncBatchNorm)]
     return "SyncBatchNorm layers let ranks wait for each other in forward passes" if synced else None
 

@@ -167,7 +167,8 @@ class TrainingSource:
         recipe, one_rank = self.recipe, self.world_size == 1
         whole_batches = self.cut_in_step and one_rank  # ranks share windows out evenly
         if isinstance(windows, GivenWindows):  # windows that start anew in mid-epoch may be larger than any before
-            size = recipe.settings.largest_over_ranks(windows.largest) * self.sharded_ranks
+            agree = recipe.settings.largest_over_ranks
+            size, micro_batch = agree(windows.largest) * self.sharded_ranks, agree(micro_batch)
         else:
             size = effective or recipe.effective(epoch)
         plan = plan_accumulation(size, micro_batch=micro_batch, world_size=self.world_size)
@@ -319,10 +320,21 @@ class MicroBatchSource(TrainingSource):
         self.may_drop = loader.collate_fn is not default_collate
         # Samples of a stream have no index: a window is collated whole, and its batch shows their sizes.
         self.reads_windows = size_of is not None and not settings.cut_in_step
-        self.cut_in_step |= self.reads_windows
+        self.cut_in_step |= self.reads_windows or self._may_end_apart()
         self.batch_source = CollatedBatches(
             [loader], samples=lambda _: self.scan_order(self.sampler.epoch).some.read(LOOKED_AT), size_of=size_of
         )
+
+    def _may_end_apart(self) -> bool:
+        """Return whether streams of the ranks may end after other numbers of micro-batches, and the others wait.
+
+        They end after as many of the recipe's batches, or stock Lightning would wait, too.
+        """
+        if not self.streams or self.sharded_ranks == 1:
+            return False
+        total, agree = self.recipe.total(0) or 0, self.recipe.settings.largest_over_ranks
+        most, least = agree(total), -agree(-total)
+        return most == 0 or most > least
 
     def _scan_order(self, epoch: int) -> ScanOrder:
         loader, order, total = self.recipe.loader, self.recipe.order, self.recipe.total(epoch)

@@ -51,6 +51,10 @@ KEPT = (
     "what on_train_batch_end writes, losses that are gathered), and so the optimizer is given another gradient later "
     "than after one pass: keep what the whole batch shows, in on_before_optimizer_step or after the optimizer's step"
 )
+ACROSS_RANKS = (
+    "the gradient depends on what the step exchanges with the other ranks (all_gather, all_reduce), which is of their "
+    "micro-batches, not of the whole batch: leave a count of items to normalize=, or train in whole batches"
+)
 PER_CHUNK = (
     "BatchNorm layers in the submodules of whole= normalize by the statistics of each chunk, not of the whole batch; "
     "GroupNorm (lightning_ga.models.to_group_norm) makes it exact"
@@ -116,7 +120,7 @@ class Exactness:
     bytes_per_sample: int = 0
 
     def __str__(self) -> str:
-        of_state = self.reason if self.cause in ("stateful", "batch_norm", "random") else ""
+        of_state = self.reason if self.cause in ("stateful", "batch_norm", "random", "coupled") else ""
         whole = (
             f": whole={self.whole!r} runs them in the memory of a chunk and {format_bytes(self.bytes_per_sample)} for "
             "each sample"

@@ -1,8 +1,11 @@
 """When an out-of-memory error may lead to a retry: a table of facts, without processes."""
 
-import pytest
+from types import SimpleNamespace
 
-from lightning_ga.compat.ranks import Ranks, RetryPolicy
+import pytest
+import torch
+
+from lightning_ga.compat.ranks import Ranks, RetryPolicy, waits_in_forward
 
 SYNC = "SyncBatchNorm layers let ranks wait for each other in forward passes"
 APART = "Strategy exchanges gradients in a way of its own"
@@ -38,6 +41,13 @@ def test_what_training_does(ranks, wanted, cut_in_step, must_average, policy):
     """Retries need a rank that can run more passes than the others; without that there is a reason to tell."""
     found = ranks.in_training(wanted=wanted, cut_in_step=cut_in_step, must_average=must_average)
     assert found == policy
+
+
+@pytest.mark.parametrize(("world_size", "waits"), [(1, False), (2, True)])
+def test_synchronized_layers_wait_on_several_ranks_only(world_size: int, waits: bool) -> None:
+    module = torch.nn.Sequential(torch.nn.SyncBatchNorm(2))
+    trainer = SimpleNamespace(world_size=world_size, lightning_module=module)
+    assert (waits_in_forward(trainer) is not None) == waits
 
 
 @pytest.mark.parametrize("wanted", [False, True])

@@ -38,6 +38,13 @@ ROWS = {
         *(45, 0, 4, both(*([[*range(*span)] for span in pairwise(share)] for share in ENDS))),
         **{**SHARED, "loader": "own batches", "accumulate": {"verify": False}},
     ),
+    "batches that the ranks cut themselves, in the step": row(
+        *(45, 0, 4, both(*([[*range(*span)] for span in pairwise(share)] for share in ENDS))),
+        **{**SHARED, "loader": "own batches", "accumulate": {"verify": False, "micro_batching": "step"}},
+    ),
+    "streams of the ranks that end apart": row(  # after 23 and 22 micro-batches, and six batches each
+        *(45, 4, 1, both(*(cut(range(rank, 45, 2), 4) for rank in range(2)))), loader="stream"
+    ),
     "shares of different sizes": row(
         45, 4, 2, both(cut(range(0, 45, 2), 4), cut(range(1, 45, 2), 4)), **SHARED, loader="own share"
     ),

@@ -8,7 +8,8 @@ import pytest
 import torch
 from forks import Ended, forked
 from reference import Samples, cut, permutation
-from survivors import Task, main
+from survivors import Task, main, marked
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 pytestmark = pytest.mark.distributed
 LOADER = {"effective_batch_size": 24, "micro_batch_size": 4}
@@ -101,6 +102,7 @@ SURVIVED: dict[str, tuple[int, dict[str, Any]]] = {
             "static-forward": scenario((0, (0, 0, "forward", 1)), **STATIC),
             "static-raise": scenario(accumulate={**LOADER, "on_oom": "raise"}, **STATIC),
             "views": scenario((1, (0, 1, "late", 1)), strategy={"gradient_as_bucket_view": True}),
+            "hook": scenario((1, (0, 1, "late", 1)), strategy={"ddp_comm_hook": allreduce_hook}),  # not used on CPUs
             "buffers": scenario((1, (0, 0, "forward", 1)), **BUFFERS),
             "buffers-late": scenario((0, (0, 2, "backward", 1)), **BUFFERS, accumulate=STEP),
             "sparse": scenario((1, (0, 1, "late", 1)), (1, (1, 2, "forward", 1)), **SPARSE),
@@ -123,6 +125,16 @@ SURVIVED: dict[str, tuple[int, dict[str, Any]]] = {
                 for n, each in enumerate((LOADER, WHOLE, STEP))
             },
             **places(("late",), (0, 2), task={"dtype": "float32"}),
+        },
+    ),
+    "one rank, whose gradients are reduced all the same": (
+        1,
+        {
+            "plain": scenario((0, (0, 1, "late", 1)), (0, (1, 0, "forward", 1))),
+            "views": scenario((0, (0, 0, "backward", 1)), strategy={"gradient_as_bucket_view": True}),
+            "static": scenario(**STATIC),
+            "static-late": scenario((0, (0, 1, "late", 1)), **STATIC, accumulate=STEP),
+            "half": scenario((0, (0, 1, "late", 1)), **HALF),
         },
     ),
     "a rank that measures alone asks no other": (
@@ -218,6 +230,20 @@ def test_a_step_that_asks_other_ranks_is_not_run_again(fault: Any, tmp_path: Pat
     assert (tmp_path / "error-0.txt").exists()
 
 
+def test_a_gradient_that_follows_other_ranks_is_told(tmp_path: Path) -> None:
+    """A mean over what all ranks count in a micro-batch is none over the window; values that are logged do no harm."""
+    accumulate = {**LOADER, "verify": True}
+    scenarios = {
+        "mean": scenario(accumulate=accumulate, task={"parts": ["mean over ranks"]}),
+        "counted": scenario(accumulate={**accumulate, "normalize": marked}, task={"parts": ["mean over ranks"]}),
+        "logged": scenario(accumulate=accumulate, task={"gathers": True}),
+    }
+    records = run(tmp_path, scenarios, 2)
+    for name, cause in {"mean": "coupled", "counted": "coupled", "logged": "exact"}.items():
+        assert [record["cause"] for record in records[name]] == [cause] * 2
+        assert ("exchanges with the other ranks" in str(records[name][0]["told"])) == (cause == "coupled")
+
+
 def test_a_step_that_asks_other_ranks_is_cut_alike_on_all(tmp_path: Path) -> None:
     accumulate = {"effective_batch_size": 17, "micro_batch_size": 8, "micro_batching": "step"}
     scenarios = {"gathers": scenario(task={"gathers": True}, accumulate=accumulate)}
@@ -238,12 +264,14 @@ def test_ranks_on_unequal_hosts_resume_together(tmp_path: Path) -> None:
     assert len({record["plan"] for record in (*records["same"], *records["other"])}) == 1
 
 
-def test_what_one_rank_finds_while_it_trains_is_told_by_the_first(tmp_path: Path) -> None:
-    wanted = {"accumulate": {**LOADER, "verify": True}, "task": {"parts": ["late"]}}
+@pytest.mark.parametrize(("part", "what"), [("late", "training"), ("late step", "model")])
+def test_what_one_rank_finds_is_told_by_the_first(part: str, what: str, tmp_path: Path) -> None:
+    """While it trains, or before: then all ranks look for submodules together."""
+    wanted = {"accumulate": {**LOADER, "verify": True}, "task": {"parts": [part]}}
     scenarios = {"loader": scenario(**wanted), "step": scenario(**{**wanted, "accumulate": {**STEP, "verify": True}})}
     for first, second in run(tmp_path, scenarios, 2).values():
         assert first["cause"] == second["cause"] == "coupled"
-        assert ["Accumulation is not exact for this training" in text for text in first["told"]] == [True]
+        assert [f"Accumulation is not exact for this {what}" in text for text in first["told"]] == [True]
         assert not second["told"]
 
 

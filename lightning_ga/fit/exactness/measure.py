@@ -256,13 +256,30 @@ def measure_exactness(
             verdicts = _measured(trainer, check, size, plain=is_small or size <= limit // 2)
         if verdicts is not None and chunked is None and verdicts.training.cause in ("coupled", "unmeasured"):
             verdicts = attempt(within_batches, lambda _: True, size).result or verdicts
-        if verdicts is not None and verdicts.training.cause == "coupled":
-            found = find_independent(trainer, source, reader, epoch=epoch)
-            training = replace(verdicts.training, whole=found.names, bytes_per_sample=found.bytes_per_sample)
-            verdicts = replace(verdicts, training=training)
         if verdicts is not None:
             return verdicts
     return both(unmeasured(rounding(trainer), f"memory ran out in the check, on {min(sizes)} samples"))
+
+
+def depends_on_ranks(trainer: Any, source: TrainingSource, reader: BatchReader, *, epoch: int, limit: int) -> bool:
+    """Return whether, on any rank, the gradient of a batch follows what the step gets from others; all ranks ask.
+
+    Each takes other samples, as many as each other. A difference is no matter if a step draws random numbers.
+    """
+
+    def differs() -> bool:
+        samples = source.scan_order(epoch).some.read(SAMPLES, most=CONSIDERED, seconds=_MOMENT)
+        first = trainer.global_rank % max(1, len(samples) - 1)
+        with traceless_passes(trainer, plain=True) as passes:
+            make = partial(SampleBatch, samples[first : first + min(2, limit)], source.user_loader, reader, passes)
+            made = attempt(lambda: (batch := make().whole, passes.run(batch).gradients[0]), lambda _: True)
+            with ranks.together():
+                if ranks.largest_over_ranks(trainer, made.failure is not None):
+                    return False  # those that go on would wait
+                batch, gradient = made.result
+                return distance(gradient, passes.run(batch).gradients[0]) > rounding(trainer)
+
+    return ranks.largest_over_ranks(trainer, differs()) > 0
 
 
 def find_independent(trainer: Any, source: TrainingSource, reader: BatchReader, *, epoch: int) -> Independent:

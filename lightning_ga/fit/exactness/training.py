@@ -1,8 +1,8 @@
 """What is known of the exactness of a training: as measured before it, and as it shows later."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -11,12 +11,13 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import ranks
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.chunks import ChunkedModules
-from lightning_ga.fit.exactness.measure import measure_exactness
+from lightning_ga.fit.exactness.measure import depends_on_ranks, find_independent, measure_exactness
 from lightning_ga.fit.exactness.passes import rounding
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import (
+    ACROSS_RANKS,
     INEXACT,
     LEFT_OUT,
     SAME_RESULT,
@@ -85,17 +86,39 @@ class TrainingExactness:
         """Measure exactness at the begin of an epoch, in passes of at most ``limit`` samples, if that is wanted."""
         if not self._options.verify or current_device() is not None:
             return
-        how = partial(measure_exactness, self._trainer, source, reader, self.count)
+        how, before = partial(measure_exactness, self._trainer, source, reader, self.count), ranks.collectives_run()
         try:
             measured = how(epoch=epoch, limit=limit, chunked=chunked)
             if reader.cuts_by_size and source.cut_in_step:
                 self._refuse_to_trim(measured, reader, partial(how, epoch=epoch, limit=limit))
         except LayoutError as why:
             measured = both(uncuttable(rounding(self._trainer), str(why)))
+        asks = ranks.collectives_run() != before and chunked is None
+        measured = self._of_all_ranks(measured)
+        where = {"epoch": epoch, "limit": limit}
+        if self._exchanges(measured, asks) and depends_on_ranks(self._trainer, source, reader, **where):
+            coupled = replace(measured.training, relative_error=None, cause="coupled", reason=ACROSS_RANKS)
+            measured = replace(measured, training=coupled, splitting=coupled)
+        elif measured.training.cause == "coupled":
+            found = find_independent(self._trainer, source, reader, epoch=epoch)
+            training = replace(measured.training, whole=found.names, bytes_per_sample=found.bytes_per_sample)
+            measured = replace(measured, training=training)
         self.training, self.splitting = measured.training, measured.splitting
         self._changing.update(measured.changing)
         self._harmless.update(measured.tables)
         self.kinds.update(measured.kinds)
+
+    def _of_all_ranks(self, measured: Verdicts) -> Verdicts:
+        """Let all ranks have the same verdicts, which are exact if they are on every rank."""
+        agreed = reduce(Verdicts.unless, ranks.of_all_ranks(self._trainer, measured))
+        return replace(measured, training=agreed.training, splitting=agreed.splitting)
+
+    def _exchanges(self, measured: Verdicts, asks: bool) -> bool:
+        """Return whether a step ``asks`` other ranks on any rank, and what it gets may matter to the verdict."""
+        if not ranks.is_distributed(self._trainer) or ranks.is_sharded(self._trainer):
+            return False
+        found = ranks.largest_over_ranks(self._trainer, asks) > 0
+        return found and measured.training.cause in ("exact", "weighted", "sum")
 
     def _refuse_to_trim(self, measured: Verdicts, reader: BatchReader, measure: Callable[[], Verdicts]) -> None:
         """Refuse to leave columns of padding out if that alone changes the gradient, on any rank.
