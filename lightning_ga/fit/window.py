@@ -125,8 +125,9 @@ class TrainingWindow(Window):
             if is_last:
                 self._begin_reduction()
             result = run_window(self._engine, self, begins=begins)
-            if result.sizes and not self._engine.reporter.untold:  # batches may grow beyond the limit
-                self._data.exactness.tell_if_untold()
+            reporter = self._engine.reporter
+            if result.sizes and self._data.source.cut_in_step and not (reporter.events or reporter.untold):
+                self._data.exactness.tell_if_untold()  # a batch has outgrown the plan
             if self._reduction is not None or self._withheld is not None:
                 self._finish(result)
         self.is_updating = is_last
