@@ -73,7 +73,8 @@ NOT_RECIPE = {  # keys of these sections that change no result
     *("objective", "micro_batching", "on_oom", "size_of"),
 }
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
-ASKED, FACTORS = "accumulate.effective_batch_size", ("accumulate_grad_batches", "devices", "num_nodes")  # either counts
+# If an effective batch is asked for, what would make it else does not count.
+ASKED, FACTORS = "accumulate.effective_batch_size", ("accumulate_grad_batches", "devices", "num_nodes")
 MOST_TOLD = 6
 OF_ALL: dict[str, Any] = {  # what Lightning takes from a checkpoint without looking at it
     "state_dict": {str: Tensor},

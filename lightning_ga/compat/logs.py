@@ -54,9 +54,8 @@ class LogTap:
         elif (fx, name) not in self.logged:
             given = settings.get("batch_size") or 1  # one may count a sample
             self._note(name, given)
-            is_constant = (
-                given in self.batch_sizes and given != self.buffer.samples
-            )  # as many as the piece has: counted
+            # A number that is that of the piece's samples is counted.
+            is_constant = given in self.batch_sizes and given != self.buffer.samples
             counts = True if name in self._varying else False if is_constant and given != 1 else None
             self.buffer.note(fx, name, *arguments, counts=counts, **settings)
 

@@ -257,7 +257,7 @@ class ByBatch:
             tensors = _tensors_of(hook.owner, trained) if is_searched else known
             written = [each for each in tensors if former.get(id(each)) != each._version]
             changed += ["its copy of the weights"] * _follow(written, trained, any_copy=hook.reads_batch)
-            changed += ["where the epoch ends (it returns -1)"] * (result == -1)
+            changed += ["where the epoch ends (it returns -1)"] * (isinstance(result, int) and result == -1)
         if changed:
             self._is_told = True
             who = f"{type(hook.owner).__name__}.{hook.name}"
@@ -304,7 +304,7 @@ class _Hook:
 def _follow(tensors: list[torch.Tensor], weights: list[torch.Tensor], *, any_copy: bool) -> bool:
     """Return whether there is an average of all weights among tensors, or ``any_copy`` of them."""
     pairs = copies_of(tensors, weights)
-    return bool(pairs) if any_copy else any(not torch.equal(*pair) for pair in pairs)
+    return bool(pairs) if any_copy else any(bool((copy != weight).any()) for copy, weight in pairs)
 
 
 def _tensors_of(owner: Any, trained: list[torch.Tensor]) -> list[torch.Tensor]:

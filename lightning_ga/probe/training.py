@@ -60,10 +60,8 @@ def isolated(
         trial_steps.enter_trial(trainer, begins=begins)
 
     tensors = [each for each in chain(module.parameters(), module.buffers()) if not each.is_inference()]
-    with ExitStack() as stack:
-        for (
-            tensor
-        ) in tensors:  # one by one, as torch 2.6 takes no more: windows look there whether they were written to
+    with ExitStack() as stack:  # windows look at versions to see what was written to
+        for tensor in tensors:  # one by one: torch 2.6 takes no more
             stack.enter_context(_unsafe_preserve_version_counter(tensor))
         try:
             prepare()

@@ -90,14 +90,21 @@ def hidden_modules(module: Module) -> Iterator[tuple[str, Module]]:
 
 
 def hidden_tensors(owner: Any) -> dict[str, Tensor]:
-    """Return what plain attributes of a module or a callback hold besides its parts: tensors, and those of networks."""
+    """Return what plain attributes of a module or a callback hold besides its parts: tensors, and those of networks.
+
+    Only dense tensors of no class of their own: others may have no shape, or no differences.
+    """
     parts = [*owner.modules()] if isinstance(owner, Module) else []
     own = [each for part in parts for each in (part, *part._parameters.values(), *part._buffers.values())]
     known, found = set(map(id, own)), dict[str, Tensor]()
     for path, value in _reachable(owner):
         if id(value) not in known and isinstance(value, (Tensor, Module)):
             found |= {path: value} if isinstance(value, Tensor) else state_of(value, path)
-    return found
+    return {path: tensor for path, tensor in found.items() if _is_dense(tensor)}
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def state_of(network: Module, path: str = "") -> dict[str, Tensor]:
@@ -121,15 +128,20 @@ def copies_of(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[tupl
 
     Together they are nearer to the weights than zeros are, unlike gradients.
     """
-    by_shape: dict[Any, deque[Tensor]] = {}
-    for tensor in tensors:
-        by_shape.setdefault((tensor.shape, tensor.device), deque()).append(tensor)
-    places = [by_shape.get((weight.shape, weight.device)) for weight in weights]
+    alike: dict[Any, deque[Tensor]] = {}
+    for tensor in filter(_is_dense, tensors):
+        alike.setdefault(_kind(tensor), deque()).append(tensor)
+    places = [alike.get(_kind(weight)) for weight in weights]
     pairs = [(place.popleft(), weight) for place, weight in zip(places, weights) if place]
     if len(pairs) < len(weights):
         return []
-    apart = sum(float((tensor - weight).square().sum()) for tensor, weight in pairs)
-    return pairs if apart < sum(float(weight.square().sum()) for weight in weights) / 4 else []
+    apart = sum(float((tensor - weight).abs().square().sum()) for tensor, weight in pairs)
+    return pairs if apart < sum(float(weight.abs().square().sum()) for weight in weights) / 4 else []
+
+
+def _kind(tensor: Tensor) -> Any:
+    """Return what two tensors have in common that can be averaged; masks of weights cannot."""
+    return tensor.shape, tensor.device, tensor.is_floating_point(), tensor.is_complex()
 
 
 def _reachable(owner: Any) -> Iterator[tuple[str, Any]]:

@@ -217,6 +217,25 @@ class KeepsGradients(Regression):
         self.last = [weight.grad.clone() for weight in self.net.parameters()]
 
 
+class KeepsAnything(Regression):
+    """Tensors of the shapes of the weights that are no copies, and some that have no shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep()
+
+    def keep(self) -> None:
+        weights = [weight.detach() for weight in self.net.parameters()]
+        self.masks = [weight > 0 for weight in weights]
+        self.waves = [weight * 1j for weight in weights]
+        self.sparse = [weight.to_sparse() for weight in weights]
+        self.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> Any:
+        self.keep()
+        return batch[0] if batch_idx < 99 else None
+
+
 class EndsEpochsBySteps(Regression):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.global_step % 4 == 3 else None
@@ -233,7 +252,9 @@ class FreezesByBatch(Regression):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("module", [AveragesSteps, AveragesNewSteps, Copies, KeepsGradients, EndsEpochsBySteps])
+@pytest.mark.parametrize(
+    "module", [AveragesSteps, AveragesNewSteps, Copies, KeepsGradients, KeepsAnything, EndsEpochsBySteps]
+)
 def test_a_module_that_acts_by_steps_is_not_told(module: Any, mode: str) -> None:
     assert told(mode, module=module()) == []
 

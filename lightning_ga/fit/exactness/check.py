@@ -281,9 +281,8 @@ class ExactnessCheck:
         """
         names = batch_pass.changed_in_step if halves.parts.as_pieces else batch_pass.changed
         self.changing |= set(names)
-        gradients = dict(
-            zip(self._passes.trained, batch_pass.gradients[0], strict=True)
-        )  # a copy of the model may have none
+        gradients = dict(zip(self._passes.trained, batch_pass.gradients[0], strict=True))
+        # A copy of the model may have none.
         changed = tuple(name for name in names if name not in gradients or not norm([gradients[name]]))
         if changed or batch_pass.draws:
             return changed
