@@ -99,9 +99,8 @@ class TrainingWindow(Window):
         self._make, self._whole, self._optimizer = make, whole, optimizer
         is_changed = engine.watches_batches and engine.is_changed(batch)
         cuts_in_loader = not self._data.source.cut_in_step and self._trainer.accumulate_grad_batches > 1
-        if (
-            is_changed and cuts_in_loader and not self._module_changes_batches
-        ):  # the check does not run callbacks' hooks, so it cannot know
+        # The check does not run hooks of callbacks, so it cannot know.
+        if is_changed and cuts_in_loader and not self._module_changes_batches:
             self._data.exactness.found_unknown(BATCHES_CHANGED)
         part = MicroBatch(
             batch,
