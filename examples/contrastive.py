@@ -73,7 +73,8 @@ def trained(
     module, quiet = Contrastive(), {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     callbacks = [callback, *more]
     trainer = pl.Trainer(max_epochs=epochs, callbacks=callbacks, enable_progress_bar=False, accelerator="cpu", **quiet)
-    loader = DataLoader(TensorDataset(images), batch_size=FITS, shuffle=True, drop_last=True)
+    size = WINDOW if len(images) >= WINDOW else FITS  # a window of ``whole=`` is one batch of the loader
+    loader = DataLoader(TensorDataset(images), batch_size=size, shuffle=True, drop_last=True)
     with limit_memory(NO_BUDGET if budget is None else budget) as meter:
         trainer.fit(module, loader)
     return module, int(meter.peak_bytes)
@@ -109,7 +110,7 @@ def main() -> None:
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     budget = peak_of_a_step(images)
-    whole = AutoAccumulate(WINDOW, whole=("encoder",), cache=False)
+    whole = AutoAccumulate(whole=("encoder",), cache=False)
     runs: dict[str, tuple[AutoAccumulate, int | None, int]] = {
         "whole batch": (AutoAccumulate(WINDOW, micro_batch_size=WINDOW, verify=False), None, 1),
         'whole=("encoder",)': (whole, budget, 1),

@@ -1,7 +1,7 @@
 """A training loop by hand: averaged gradients, a config, summaries by step, checkpoints, a start step.
 
 Run it: ``python examples/custom_loop.py``, with Lightning Fabric ``python examples/custom_loop.py --fabric``. End
-it at any time and run it again: it goes on at its last checkpoint, and ends with the same weights to the bit. Another
+it at any time and run it again: it resumes from its last checkpoint, and ends with the same weights to the bit. Another
 ``--memory-budget`` gives other micro-batches and the same training. ``tensorboard --logdir outputs/custom_loop``
 shows the summaries.
 
@@ -150,7 +150,7 @@ def what_fits(training: Training, backward: Backward, config: Config, samples: i
 
     def reset() -> None:
         model.load_state_dict(weights)
-        optimizer.load_state_dict(copy.deepcopy(untrained))  # it goes on with the tensors that it is given
+        optimizer.load_state_dict(copy.deepcopy(untrained))  # it keeps the tensors that it is given
 
     found = find_micro_batch(step, high=len(window), budget=config.memory_budget, device="cpu", reset=reset)
     optimizer.zero_grad()

@@ -68,7 +68,7 @@ def main() -> None:
     def reset() -> None:
         """Trials are real training steps, on each rank by itself: without this, ranks would differ afterwards."""
         model.load_state_dict(weights)
-        optimizer.load_state_dict(copy.deepcopy(untrained))  # it goes on with the tensors that it is given
+        optimizer.load_state_dict(copy.deepcopy(untrained))  # it keeps the tensors that it is given
 
     def agree(fits: bool) -> bool:
         """Whether it fits on every rank."""

@@ -62,7 +62,7 @@ def main() -> None:
         of random generators, if the model draws from them (dropout), and of learning-rate schedules.
         """
         model.load_state_dict(weights)
-        optimizer.load_state_dict(copy.deepcopy(untrained))  # it goes on with the tensors that it is given
+        optimizer.load_state_dict(copy.deepcopy(untrained))  # it keeps the tensors that it is given
 
     found = find_micro_batch(
         step, high=arguments.effective_batch_size, budget=arguments.memory_budget, device=device, reset=reset

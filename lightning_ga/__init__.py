@@ -1,7 +1,7 @@
 """Training with the batch size you want on the memory you have.
 
-``AutoAccumulate`` goes into a Lightning Trainer's callbacks. What it is made of is public too and
-needs no Lightning: ``plan_accumulation``, ``find_micro_batch``, ``is_out_of_memory``. Names are
+``AutoAccumulate`` goes into a Lightning Trainer's callbacks. Its parts are public, too, and need no
+Lightning: ``plan_accumulation``, ``find_micro_batch``, ``is_out_of_memory``. Names are
 loaded when they are first used, so that importing the package costs nothing.
 """
 
@@ -19,60 +19,41 @@ if TYPE_CHECKING:
     from lightning_ga import testing as testing
     from lightning_ga import train as train
     from lightning_ga import weights as weights
-    from lightning_ga.app.checkpoints import AtomicCheckpointIO
-    from lightning_ga.batch_size import measure_batch_size
-    from lightning_ga.callback import AutoAccumulate
-    from lightning_ga.compat.intervals import optimizer_steps
-    from lightning_ga.errors import ExactnessWarning, UserError
-    from lightning_ga.fit.chunks import in_chunks
-    from lightning_ga.memory.oom import is_out_of_memory
-    from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation
-    from lightning_ga.plan.exactness import Exactness
-    from lightning_ga.plan.planned_device import DevicePlan
-    from lightning_ga.plan.records import ProbeResult, Trial
-    from lightning_ga.planning import plan_for_device
-    from lightning_ga.probe.finder import find_micro_batch
+    from lightning_ga.app.checkpoints import AtomicCheckpointIO as AtomicCheckpointIO
+    from lightning_ga.batch_size import measure_batch_size as measure_batch_size
+    from lightning_ga.callback import AutoAccumulate as AutoAccumulate
+    from lightning_ga.chunks import in_chunks as in_chunks
+    from lightning_ga.compat.intervals import optimizer_steps as optimizer_steps
+    from lightning_ga.errors import ExactnessWarning as ExactnessWarning
+    from lightning_ga.errors import UserError as UserError
+    from lightning_ga.memory.oom import is_out_of_memory as is_out_of_memory
+    from lightning_ga.plan.accumulation import AccumulationPlan as AccumulationPlan
+    from lightning_ga.plan.accumulation import plan_accumulation as plan_accumulation
+    from lightning_ga.plan.exactness import Exactness as Exactness
+    from lightning_ga.plan.records import ProbeResult as ProbeResult
+    from lightning_ga.plan.records import Trial as Trial
+    from lightning_ga.probe.finder import find_micro_batch as find_micro_batch
 
 __version__ = version("lightning_ga")
-
-__all__ = [
-    "AccumulationPlan",
-    "AtomicCheckpointIO",
-    "AutoAccumulate",
-    "DevicePlan",
-    "Exactness",
-    "ExactnessWarning",
-    "ProbeResult",
-    "Trial",
-    "UserError",
-    "find_micro_batch",
-    "in_chunks",
-    "is_out_of_memory",
-    "measure_batch_size",
-    "optimizer_steps",
-    "plan_accumulation",
-    "plan_for_device",
-]
 
 _MODULES = ("callbacks", "data", "models", "report", "schedule", "split", "testing", "train", "weights")
 _HOMES = {
     "AccumulationPlan": "plan.accumulation",
     "AtomicCheckpointIO": "app.checkpoints",
     "AutoAccumulate": "callback",
-    "DevicePlan": "plan.planned_device",
     "Exactness": "plan.exactness",
     "ExactnessWarning": "errors",
     "ProbeResult": "plan.records",
     "Trial": "plan.records",
     "UserError": "errors",
     "find_micro_batch": "probe.finder",
-    "in_chunks": "fit.chunks",
+    "in_chunks": "chunks",
     "is_out_of_memory": "memory.oom",
     "measure_batch_size": "batch_size",
     "optimizer_steps": "compat.intervals",
     "plan_accumulation": "plan.accumulation",
-    "plan_for_device": "planning",
 }
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,15 +18,15 @@ NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 
 
 class NoiseScale(Callback):
-    """Log the gradient noise scale: well below a batch of so many samples, a batch twice as large halves the steps.
+    """Log the gradient noise scale, in samples: well below it, a batch twice as large needs half the steps.
 
     It is estimated from the gradients of normalisation layers (Gray et al., arXiv 2411.00999), of micro-batches and of
     their mean, so windows need several micro-batches, on all ranks. Loggers get ``noise_scale``, in samples, and its
-    standard error ``noise_scale_error``, once it is known; that the scale itself changes meanwhile is not in it.
+    standard error ``noise_scale_error``, once both are known; the error ignores that the scale changes in training.
     Put it in the callbacks beside ``AutoAccumulate``.
 
     Args:
-        windows: How many of the last windows an estimate is made of.
+        windows: Number of the latest windows that are averaged.
 
     Raises:
         UserError: At the start of training, under BatchNorm or sharding, with a fused optimizer and a GradScaler,
@@ -52,7 +52,7 @@ class NoiseScale(Callback):
         layers = [layer for layer in pl_module.modules() if isinstance(layer, NORMS)]
         self._norms = [each for layer in layers for each in layer.parameters(recurse=False) if each.requires_grad]
         fit: Any = found[0]._fit if found else None
-        plan = fit.plan if fit is not None else None
+        plan = fit.windows.plan if fit is not None else None
         alone = plan is not None and plan.factor * plan.world_size < 2
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         problems = {
@@ -65,7 +65,7 @@ class NoiseScale(Callback):
                 getattr(trainer.precision_plugin, "scaler", None) and any(group.get("fused") for group in groups)
             ),
             "the model has no LayerNorm, GroupNorm or RMSNorm that is trained": not self._norms,
-            "a window is one micro-batch: set micro_batch_size=…": alone and fit.request.by_window is None,
+            "a window is one micro-batch: set micro_batch_size=…": alone and fit.windows.request.by_window is None,
         }
         if problem := next((text for text, holds in problems.items() if holds), None):
             raise UserError(f"NoiseScale cannot measure here: {problem}.")
@@ -73,18 +73,18 @@ class NoiseScale(Callback):
         self._handles = [each.register_hook(self._add) for each in self._norms]  # type: ignore[no-untyped-call]
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
-        """Note what a micro-batch weighs: its gradient comes with that weight."""
+        """Note the weight of a micro-batch, by which its gradient is multiplied."""
         weights, scaler = self._gradients.weights, getattr(trainer.precision_plugin, "scaler", None)
-        weight = weights.weight * weights.share * (scaler.get_scale() if scaler is not None else 1.0)
+        weight = weights.weight * (scaler.get_scale() if scaler is not None else 1.0)
         self._scale = trainer.accumulate_grad_batches / weight if weight else 0.0
-        self._passes.append((weights.count * weights.share, torch.zeros((), device=loss.device)))
+        self._passes.append((weights.count, torch.zeros((), device=loss.device)))
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Look away between passes."""
+        """Ignore gradients until the next pass of training."""
         self._scale = 0.0
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Estimate from the window's passes and mean gradient; one that was run again or overflowed is left out."""
+        """Estimate from the window's passes and mean gradient; leave out windows that ran again or overflowed."""
         passes, self._passes = self._passes, []
         known = [(count, float(norm)) for count, norm in passes if count]
         whole = sum(float(each.grad.float().square().sum()) for each in self._norms if each.grad is not None)
@@ -97,12 +97,12 @@ class NoiseScale(Callback):
             intervals.log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take the hooks back."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take the hooks back."""
+        """Remove the hooks."""
         self.on_train_end(trainer, pl_module)
 
     def _add(self, gradient: torch.Tensor) -> None:

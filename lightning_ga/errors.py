@@ -17,7 +17,7 @@ def printable(text: object) -> str:
 
 
 class UserError(ValueError):
-    """Bad input, said in one sentence: the value, the rule and the way out.
+    """Bad input, said in one sentence: the value, the rule and the remedy.
 
     The command line prints the message without a traceback and exits with code 1. Any other
     exception is a bug of the package and keeps its traceback.
@@ -25,8 +25,8 @@ class UserError(ValueError):
 
 
 class RankError(UserError):
-    """A ``UserError`` of one rank alone: the others only see that it is gone, so each says its own."""
+    """A ``UserError`` of one rank alone: other ranks only see that it is gone, so each rank prints its own error."""
 
 
 class ExactnessWarning(UserWarning):
-    """Training goes on, but not with the gradients of the whole batch, or not for the steps that were meant."""
+    """Training continues, but not with the gradient of the whole batch, or this could not be measured."""

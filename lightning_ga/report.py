@@ -19,8 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         print(printable(write_page(arguments.runs, arguments.output)))
     except (UserError, OSError) as error:
-        place = f"{error.filename!r} cannot be written: {error.strerror}." if isinstance(error, OSError) else error
-        print(f"Error: {printable(place)}", file=sys.stderr)
+        print(f"Error: {printable(error)}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

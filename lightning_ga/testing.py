@@ -14,23 +14,20 @@ from lightning_ga.plan.units import parse_budget
 
 @contextmanager
 def limit_memory(
-    budget: int | str,
-    *,
-    device: torch.device | str | None = None,
-    resident: Iterable[Tensor | None] = (),
+    budget: int | str, *, device: torch.device | str | None = None, resident: Iterable[Tensor | None] = ()
 ) -> Iterator[LiveTensorMeter]:
     """Let PyTorch raise ``torch.OutOfMemoryError`` once the live tensor bytes pass the budget.
 
     The same to the byte on every machine and every run: a budget equal to the peak passes, one
-    byte less raises. What counts is every tensor that an operation creates inside, from creation
-    until it dies, and parameters with their gradients from the first operation that takes them.
-    Other older tensors (data, buffers) count only if they are ``resident``. Scratch memory that no
-    tensor holds is not seen. Values are bitwise unchanged; each operation takes a few µs more.
+    byte less raises. Counted is every tensor that an operation creates inside, from creation
+    until it dies, and parameters with their gradients from the first operation that uses them.
+    Other older tensors (data, buffers) are counted only if they are ``resident``. Scratch memory
+    that belongs to no tensor is not seen. Values are bitwise unchanged; each operation takes a few µs more.
 
     Args:
         budget: Bytes, or text such as ``"512MiB"`` or ``"1 GB"``.
         device: Count tensors on this device only; ``None`` counts those on every device.
-        resident: Older tensors that count from the start, each storage once.
+        resident: Older tensors that are counted from the start, each storage once.
 
     Yields:
         The meter: ``live_bytes`` now, and ``peak_bytes``, the most that were alive at once.
@@ -62,9 +59,7 @@ def limit_memory(
 def out_of_memory_at(operation: int) -> "OperationCounter":
     """Return a context in which the ``operation``-th operation of PyTorch raises ``torch.OutOfMemoryError``, once.
 
-    Operations count from 1, in forward, backward and optimizer alike, in the order in which they
-    run: to try how a training survives at every single place. Entered, it gives the counter: ``operations`` that
-    ran so far.
+    Operations count from 1, in the order in which they run. Entered, it gives a counter: ``operations`` so far.
 
     Examples:
         >>> with out_of_memory_at(2):

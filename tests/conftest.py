@@ -17,9 +17,8 @@ from hypothesis import settings
 # Modules with tests of several seconds, or whose processes take several: they come first, so that no worker waits for
 # the last of them in the end, and most of them share one server of forks.
 LONG = {
-    *("test_forks", "test_invariance", "test_ranks", "test_ranks_memory", "test_ranks_survive"),
-    *("test_setrlimit", "test_sharded", "test_terminal", "test_public"),
-    *("test_atomic", "test_benchmarks_chaos", "test_benchmarks_probe", "test_examples", "test_survive", "test_train"),
+    *("test_ranks", "test_ranks_memory", "test_ranks_survive", "test_setrlimit", "test_sharded", "test_terminal"),
+    *("test_public", "test_benchmarks_probe", "test_examples", "test_survive", "test_train"),
 }
 
 settings.register_profile("quick", deadline=None, max_examples=30)
@@ -80,9 +79,9 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _no_clock() -> None:
     """Samples are looked at however slow a machine is."""
-    from lightning_ga.loading import largest_samples
+    from lightning_ga.loading import largest
 
-    largest_samples.LOOK_SECONDS = float("inf")
+    largest.FIRST_SECONDS = largest.LOOK_SECONDS = float("inf")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -68,9 +68,9 @@ def by_hand(checkpoint: Path, windows: list[list[int]], lr: float) -> float:
     return loss(module.net, data.inputs, data.targets).item()
 
 
-@pytest.mark.parametrize(("samples", "rounded"), [(40, 48), (120, 128)])
-def test_a_branch_is_a_plain_training_from_the_checkpoint(samples, rounded, checkpoint, tmp_path):
+def test_a_branch_is_a_plain_training_from_the_checkpoint(checkpoint, tmp_path):
     """The same samples for every batch, with the rate that the rule says; a second call measures nothing again."""
+    samples, rounded = 120, 128  # two epochs
     told: list[str] = []
     settings: dict[str, Any] = {"batch": 4, "samples": samples, "folder": tmp_path, "seeds": 2, "scale_lr": "linear"}
 
@@ -87,16 +87,14 @@ def test_a_branch_is_a_plain_training_from_the_checkpoint(samples, rounded, chec
             order = [index for each in orders for index in each][:rounded]
             windows = [order[start : start + point.batch] for start in range(0, rounded, point.batch)]
             assert measured == pytest.approx(by_hand(checkpoint, windows, 0.05 * point.batch / 4), rel=1e-9)
-    assert told[0].startswith(f"8 branches of {rounded} samples each: about ")
-    assert len(told) == 9
-    assert (tmp_path / "batch_size.png").stat().st_size > 1000
+    assert len(told) == 8
     kept = json.loads((tmp_path / "batch_size.json").read_text())
     del kept["losses"]["8/1"]  # as if it had been interrupted before the last
     (tmp_path / "batch_size.json").write_text(json.dumps(kept))
     again = measure_batch_size(lambda: (Judged(), Data()), checkpoint, tell=told.append, **settings, **QUIET)
     assert again == found
-    assert told[9].startswith("1 branches of ") or told[9].startswith("1 branch of ")
-    assert len(told) == 11
+    assert told[8].startswith("1 of 1: batch 8, seed 1")
+    assert len(told) == 9
 
 
 def test_what_would_show_nothing_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -108,8 +106,7 @@ def test_what_would_show_nothing_is_refused(checkpoint: Path, tmp_path: Path) ->
         ({"tolerance": "x"}, "tolerance='x' must be a number above 0"),
         ({"scale_lr": "cubic"}, "scale_lr='cubic' must be one of 'none', 'linear', 'sqrt'"),
         ({"monitor": "val/acc"}, "monitor='val/acc' is no metric of validation: val/loss"),
-        ({"batch": 20, "samples": 30}, "hold no window of 80 samples"),
-        ({"precision": "8"}, "These arguments make no Trainer: Precision '8' is invalid"),
+        ({"batch": 20, "samples": 30}, "contain no window of 80 samples"),
     ]:
         with pytest.raises(UserError, match=message):
             measure_batch_size(lambda: (Judged(), Data()), checkpoint, **{**settings, **more})
@@ -143,26 +140,23 @@ def test_no_larger_batch_than_the_verdict_follows_within_the_bound(losses: dict[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "ckpt_path=RUN is missing: python -m lightning_ga.batch_size ckpt_path=RUN takes the folder of a run, ba"),
-        (["ckpt_path=a", "sampels=3"], "sampels is no argument: .* batch=, samples=, seeds=, scale_lr=, scale_beta2"),
-        (["--help"], "--help is no argument: "),
-        (["ckpt_path=[1"], r"ckpt_path=\[1 cannot be read: while parsing a flow sequence"),
-        (["ckpt_path=nowhere"], "ckpt_path=nowhere is not a file"),
+        (["ckpt_path=nowhere"], "ckpt_path=nowhere is no checkpoint in the folder of a run"),
+        (["ckpt_path=a", "sampels=3"], "Could not override 'sampels'"),
+        (["ckpt_path=[1"], "no viable alternative at input"),
     ],
 )
 def test_what_is_typed_wrongly_is_one_sentence(arguments: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as told:
         main(arguments)
+    assert "\n" not in str(told.value)
 
 
 def interrupted(*_: Any) -> float:
     """Ctrl-C in a fit, as Lightning passes it on."""
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        raise SystemExit(1)  # noqa: B904
+    raise SystemExit(1) from KeyboardInterrupt()
 
 
+@pytest.mark.slow
 def test_the_command_measures_a_run(
     command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,20 +164,21 @@ def test_the_command_measures_a_run(
 
     Ctrl-C says that branches are kept; it does not end in silence.
     """
+    main(["--help"])
+    assert "scale_lr: sqrt" in capsys.readouterr().out
     small = ("model=mlp", "model.hidden=[8]", "trainer.max_epochs=1", "trainer.accelerator=cpu", "test=false")
     folder = command(*small).folder
-    measured = [f"ckpt_path={folder}", "samples=512", "seeds=2"]
+    measured = [f"ckpt_path={folder}", "samples=256", "seeds=2"]
     with pytest.raises(UserError, match="The checkpoint's learning rate has fallen to 0"):
         main(measured)
     with (
         monkeypatch.context() as patch,
-        pytest.raises(Interrupted, match=r"Ctrl-C: branches that were done are kept"),
+        pytest.raises(Interrupted, match=r"Ctrl-C: finished branches are kept"),
     ):
         patch.setattr(_Branches, "loss", interrupted)
         main([*measured, "lr=0.001"])
     main([*measured, "lr=0.001"])
     done = capsys.readouterr().out
-    assert "8 of 8: batch 128, seed 1: val/loss" in done
-    assert "within tolerance" in done
+    assert "8 of 8: batch 128, seed 1, 256 samples: val/loss" in done
+    assert "standard error" in done
     assert "of the lowest loss" in done
-    assert (folder / "batch_size" / "batch_size.png").is_file()

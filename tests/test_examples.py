@@ -74,7 +74,6 @@ def test_lightning_cli(tmp_path: Path) -> None:
 
 
 def test_a_loop_by_hand(tmp_path: Path) -> None:
-    """It goes on at its last checkpoint; tests/examples/test_custom_loop.py holds that nothing differs."""
-    arguments = ("custom_loop.py", "--rows", "500", "--memory-budget", "20MiB", "--checkpoint-every", "2")
-    assert "2 optimizer steps" in run(tmp_path, *arguments, "--steps", "2")
-    assert "4 optimizer steps" in run(tmp_path, *arguments, "--steps", "4")
+    """tests/examples/test_custom_loop.py holds that it goes on where it was killed."""
+    arguments = ("--rows", "500", "--memory-budget", "20MiB", "--checkpoint-every", "2", "--steps", "2")
+    assert "2 optimizer steps" in run(tmp_path, "custom_loop.py", *arguments)

@@ -25,7 +25,7 @@ def peak_of(samples: int) -> int:
     return memory.peak_bytes
 
 
-@pytest.mark.parametrize("samples", [1, 7, 1000])
+@pytest.mark.parametrize("samples", [1, 1000])
 def test_a_budget_equal_to_the_peak_passes_and_one_byte_less_raises(samples: int) -> None:
     peak = peak_of(samples)
     assert peak == peak_of(samples)

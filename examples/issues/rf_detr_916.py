@@ -3,7 +3,7 @@
 https://github.com/roboflow/rf-detr/issues/916 (closed): RF-DETR's loader used to fill whole effective batches and to
 drop what was left. After its move to Lightning, ``drop_last=True`` drops by micro-batch of one rank: the rest of an
 epoch makes a window of fewer micro-batches, each of which is divided by the full ``grad_accum_steps`` (Lightning
-#19987), right before validation. The project's way out repeats samples, drawn at random, until all windows are full.
+#19987), right before validation. The project's workaround repeats samples, drawn at random, until all windows are full.
 
 Here 44 samples on 2 gloo ranks, batches of 2 and a factor of 4 make two windows of 16 and a rest of 12. Printed is
 what a sample of each window weighs in the gradient that the optimizer is given, as a multiple of 1/n in a window of n

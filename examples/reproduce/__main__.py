@@ -1,6 +1,6 @@
 """Run classic recipes of gradient accumulation, and print what was measured.
 
-A killed run goes on where it was: what has been measured with the same settings, versions and machine is
+A killed run resumes: what has been measured with the same settings, versions and machine is
 not run again.
 """
 
@@ -21,7 +21,7 @@ from examples.reproduce.tables import overview
 
 NAMES = (
     *("cifar10_resnet34d", "mnist_mlp", "custom_loop"),
-    *("fit_callbacks", "mixed_precision", "language_model", "contrastive"),
+    *("language_model", "contrastive"),
     *("batch_growth", "how_large"),
 )
 

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 
 from examples.reproduce import data
 from examples.reproduce.command_line import curve, trained
+from examples.reproduce.pictures import moving_mean
 from examples.reproduce.recipe import Column, Measured, Result, Setup, Task
-from lightning_ga.app.plots import moving_mean
 
 NAME = "batch_growth"
 TITLE = "A batch that grows instead of a learning rate that falls"
@@ -62,7 +62,7 @@ def measure(overrides: list[str], folder: Path) -> Measured:
     run = trained(folder, overrides)
     losses = curve(run, "train/loss")
     values = {"steps": losses[-1][0], "loss": run.result["test/loss"], "accuracy": run.result["test/acc"]}
-    return Measured(values, {"train": moving_mean(losses, share=200 / len(losses))[:: len(losses) // 500 + 1]})
+    return Measured(values, {"train": moving_mean(losses, share=200 / len(losses))})
 
 
 def draw(result: Result) -> Figure:

@@ -84,7 +84,7 @@ def ours(folder: Path, overrides: list[str]) -> Measured:
     config = run.config
     net = build_timm(config["model"]["name"], num_classes=10, in_chans=config["data"]["channels"])
     net = to_group_norm(net) if config["model"]["group_norm"] else net
-    last = run.epochs[-1]
+    last = {name: points[-1][1] for name, points in run.curves.items()}
     values = {
         "micro_batches": cut_text(chunks),
         "error": exactness.get("relative_error") if len(chunks) > 1 else None,

@@ -8,16 +8,14 @@ from typing import NamedTuple
 
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from examples.reproduce.recipe import Curve
-from lightning_ga.app.build import build_model, make
+from lightning_ga.app.build import make
 from lightning_ga.app.run_files import RunFiles, read_run
-from lightning_ga.app.values import resolved
 from lightning_ga.train import config_folder, main
 
 QUIET = ("progress=none", "logger=csv", "callbacks=none", "accumulate.cache=false", "trainer.log_every_n_steps=1")
-OURS = "allow_targets=[examples]"  # callbacks of recipes may be built
 
 
 def trained(folder: Path, overrides: Sequence[str]) -> RunFiles:
@@ -56,12 +54,12 @@ class Built(NamedTuple):
 def built(overrides: Sequence[str]) -> Built:
     """Build what a loop by hand needs: the same data, model and optimizer."""
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        config = OmegaConf.create(resolved(compose("train", [*overrides, "paths.output_dir=."])))
+        config = compose("train", [*overrides, "paths.output_dir=."])
     with seeds_forgotten():
         seed_everything(config.seed, verbose=False)
         data = make(config.data)
         data.setup("fit")
-        return Built(config, build_model(config), data)
+        return Built(config, make(config.model), data)
 
 
 def curve(run: RunFiles, name: str) -> Curve:

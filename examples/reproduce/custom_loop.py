@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from examples.custom_loop import Config, Training, train
 from examples.reproduce import data
-from examples.reproduce.command_line import OURS, built, curve, trained
+from examples.reproduce.command_line import built, curve, trained
 from examples.reproduce.pictures import losses
 from examples.reproduce.recipe import Column, Curve, Measured, Result, Setup, Task, Value
 from examples.reproduce.windows import MIB, NO_LIMIT, Batch, cut_text, evaluated
@@ -255,12 +255,13 @@ class GradientBytes(Callback):
 def by_trainer(folder: Path, overrides: list[str]) -> Measured:
     """Train the same with the command line."""
     watch = f"+callbacks.gradient._target_={GradientBytes.__module__}.{GradientBytes.__name__}"
-    run = trained(folder, [*overrides, watch, OURS])
-    last = run.epochs[-1]
+    run = trained(folder, [*overrides, watch])
+    last = {name: points[-1][1] for name, points in run.curves.items()}
+    samples = len(built(overrides).data.train_dataloader().dataset)
     values = {
         "micro_batches": cut_text(run.plan["plan"]["chunks"][0]),
-        "steps": last["steps"],
-        "used": last["samples"],
+        "steps": curve(run, "train/loss")[-1][0],
+        "used": samples,
         "error": (run.plan["exactness"] or {}).get("relative_error"),
         "gradient": json.loads((run.folder / GRADIENT).read_text()) / MIB,
         "peak": run.plan["probe"]["peak_bytes"] / MIB,

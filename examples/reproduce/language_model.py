@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Subset
 
 from examples.reproduce.command_line import built, curve, trained
 from examples.reproduce.gradients import GradientWatch, relative_error
+from examples.reproduce.pictures import moving_mean
 from examples.reproduce.recipe import Column, Measured, Result, Setup, Task
 from lightning_ga import AutoAccumulate
-from lightning_ga.app.plots import moving_mean
 from lightning_ga.data.sets import pad
 from lightning_ga.models import GPT
 from lightning_ga.weights import TargetTokens

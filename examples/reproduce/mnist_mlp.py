@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
 from examples.reproduce import data
-from examples.reproduce.command_line import OURS, built, curve, trained
+from examples.reproduce.command_line import built, curve, trained
 from examples.reproduce.pictures import losses
 from examples.reproduce.recipe import Column, Measured, Result, Setup, Task
 from examples.reproduce.windows import Batch, cut_text, evaluated, gradient_share, sample_cost, window_peak
@@ -97,9 +97,9 @@ def by_command(name: str, overrides: list[str]) -> Task:
 def ours(folder: Path, overrides: list[str]) -> Measured:
     """Read what a training of the command line has left, and what a callback found of its first windows."""
     watch = f"+callbacks.share._target_={GradientShare.__module__}.{GradientShare.__name__}"
-    run = trained(folder, [*overrides, watch, OURS])
+    run = trained(folder, [*overrides, watch])
     chunks = run.plan["plan"]["chunks"][0]
-    steps = run.epochs[-1]["steps"]
+    steps, _ = curve(run, "train/loss")[-1]
     shares = json.loads((run.folder / SHARES).read_text())
     values = {"loss": run.result["test/loss"], "accuracy": run.result["test/acc"], "steps": steps, **shares}
     return Measured(values | takes(chunks, overrides), {"train": curve(run, "train/loss")})

@@ -4,8 +4,22 @@ from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 
-from examples.reproduce.recipe import Result
-from lightning_ga.app.plots import moving_mean
+from examples.reproduce.recipe import Curve, Result
+
+
+def moving_mean(curve: Curve, share: float = 0.1) -> Curve:
+    """Mean over a share of the curve, as many points before as after each one, so that it does not lag behind.
+
+    Examples:
+        >>> moving_mean([(0, 1.0), (1, 2.0), (2, 3.0), (3, 10.0)], share=0.75)
+        [(0, 1.0), (1, 2.0), (2, 5.0), (3, 10.0)]
+    """
+    half, smooth = int(share * len(curve) / 2), []
+    for place, (step, _) in enumerate(curve):
+        reach = min(half, place, len(curve) - 1 - place)
+        values = [value for _, value in curve[place - reach : place + reach + 1]]
+        smooth.append((step, sum(values) / len(values)))
+    return smooth
 
 
 def losses(
@@ -17,7 +31,7 @@ def losses(
     labels: Mapping[str, str] | None = None,
     logged: str | None = None,
 ) -> None:
-    """Draw training loss (thin: each window; thick: moving mean) and validation loss (dots) of rows.
+    """Draw training loss (thin: as recorded; thick: moving mean) and validation loss (dots) of rows.
 
     Args:
         axes: Where to draw.

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -15,6 +16,7 @@ SCALES: tuple[Scale, ...] = ("quick", "medium", "full")
 Value = float | int | str | None
 Curve = list[tuple[float, float]]
 T = TypeVar("T")
+MOST_POINTS = 200  # of a curve in a record
 _POINT = re.compile(r"\[\s+([-+.\de]+),\s+([-+.\de]+)\s+\]")
 
 
@@ -58,7 +60,7 @@ class Measured:
 
     Attributes:
         values: One for each column that the row has, by the column's key.
-        curves: Points ``(x, y)`` by name, for the picture.
+        curves: Points ``(x, y)`` by name, for the picture; see :func:`thinned`.
     """
 
     values: Mapping[str, Value]
@@ -145,6 +147,20 @@ class Recipe(Protocol):
 def as_recipe(module: ModuleType) -> Recipe:
     """Take a module for a recipe."""
     return cast(Recipe, module)
+
+
+def thinned(curve: Curve) -> Curve:
+    """Average neighbouring points until at most 200 are left; the last point of each group gives its place.
+
+    Examples:
+        >>> [len(thinned([(step, 1.0) for step in range(length)])) for length in (200, 201, 401, 5000)]
+        [200, 101, 134, 200]
+        >>> thinned([(step, float(step)) for step in range(1, 401)])[:2]
+        [(2, 1.5), (4, 3.5)]
+    """
+    size = -(-len(curve) // MOST_POINTS)
+    groups = [curve[start : start + size] for start in range(0, len(curve), size or 1)]
+    return [(group[-1][0], float(f"{fmean(y for _, y in group):.6g}")) for group in groups]
 
 
 def write_result(path: Path, result: Result) -> None:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.output import environment
-from examples.reproduce.recipe import Recipe, Result, Row, Setup, Task, read_result, write_result
+from examples.reproduce.recipe import Recipe, Result, Row, Setup, Task, read_result, thinned, write_result
 
 
 def reproduce(
@@ -69,7 +69,7 @@ def measured(task: Task) -> Row:
         started = processor_seconds()
         found = task.measure(Path(folder))
         seconds = processor_seconds() - started
-    curves = {name: [(x, float(f"{y:.6g}")) for x, y in points] for name, points in found.curves.items()}
+    curves = {name: thinned(curve) for name, curve in found.curves.items()}
     return Row(task.name, task.settings, round(seconds, 2), found.values, curves)
 
 

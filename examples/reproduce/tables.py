@@ -12,8 +12,9 @@ SECONDS = "CPU s"
 def markdown(recipe: Recipe, result: Result) -> str:
     """Write a recipe's table for a page, and below it how it was made."""
     headings = ["", *(column.heading for column in recipe.COLUMNS.values()), SECONDS]
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *cells(recipe, result)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    first, *rest = (f"| {' | '.join(line)} |" for line in (headings, *cells(recipe, result)))
+    below = f"|---|{'---:|' * (len(headings) - 1)}"
+    table = "\n".join((first, below, *rest))
     return f"{table}\n\n{made_with(result)}"
 
 

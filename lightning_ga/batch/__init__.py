@@ -1,1 +1,1 @@
-"""One batch of any structure: where its samples lie, how it is cut, how outputs are merged, how items are counted."""
+"""One batch of any structure: where its samples lie, how many they are, and how it is cut."""

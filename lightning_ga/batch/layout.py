@@ -1,16 +1,9 @@
-"""Where the samples of a batch lie, by the part of the batch, how many there are, how large, and how they are cut.
+"""The layout of a batch: on which axis of each part its samples lie, how many they are, and how they are cut.
 
-A LightningModule may define ``split_batch(self, batch, sizes)`` for batches whose layout cannot be read, for example
-nodes of several graphs that its own code has joined::
-
-    def split_batch(self, batch, sizes):
-        graphs = iter(batch.graphs())
-        return [join(itertools.islice(graphs, size)) for size in sizes]
+A LightningModule may define ``split_batch(self, batch, sizes)`` for batches whose layout cannot be read.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, prod
@@ -18,22 +11,16 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container, rebuild, take
+from lightning_ga.batch.pytree import REMEDY, extents, is_constant, is_plain_sequence, open_container, rebuild, take
+from lightning_ga.batch.pytree import LayoutError as LayoutError
 from lightning_ga.errors import UserError
-
-WAY_OUT = "define split_batch(self, batch, sizes) on the LightningModule"
-
-
-class LayoutError(UserError):
-    """A batch whose samples cannot be separated."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleAxis:
-    """A part with entries for each sample of a loader."""
+    """A part with an entry for each sample of a loader."""
 
     axis: int = 0  # of the samples; 0 for lists and registered types
-    per: int = 1  # entries for each sample, neighbours of one another: several where a collate function joins crops
     loader: int = 0  # which of several
 
 
@@ -66,7 +53,7 @@ class Layout:
         for loader, here, path in self._counts("batch", batch):
             there, first = found.setdefault(loader, (here, path))
             if here != there:
-                raise uncuttable(f"{first} holds {there} of them and {path} {here}")
+                raise uncuttable(f"{first} has {there} of them and {path} has {here}")
         if not found:
             raise uncuttable("nothing in it grows with them")
         return {loader: samples for loader, (samples, _) in found.items()}
@@ -78,9 +65,9 @@ class Layout:
             return
         if isinstance(role, SampleAxis):
             shape = extents(node) or ()
-            if len(shape) <= role.axis or shape[role.axis] % role.per:
+            if len(shape) <= role.axis:
                 raise _changed(path, node)
-            yield role.loader, shape[role.axis] // role.per, path
+            yield role.loader, shape[role.axis], path
         elif role == "fields":
             children = open_container(node) if extents(node) is None or is_plain_sequence(node) else None
             if children is None:
@@ -92,8 +79,8 @@ class Layout:
 
 
 def uncuttable(why: str) -> LayoutError:
-    """Return the error of a batch that cannot be cut, with the way out."""
-    return LayoutError(f"The batch cannot be cut into samples, as {why}: {WAY_OUT}.")
+    """Return the error of a batch that cannot be cut, with the remedy."""
+    return LayoutError(f"The batch cannot be cut into samples, as {why}: {REMEDY}.")
 
 
 def unknown_type(path: str, node: Any) -> LayoutError:
@@ -102,7 +89,7 @@ def unknown_type(path: str, node: Any) -> LayoutError:
     return LayoutError(
         f"{path} is of the type {name}, of which it is not known how it is cut into samples: call "
         f"lightning_ga.split.register_splitter({name}, count=lambda value: …, take=lambda value, start, stop: …), "
-        f"or {WAY_OUT}."
+        f"or {REMEDY}."
     )
 
 
@@ -118,24 +105,14 @@ _POSITIONS = 8  # further items of a sequence count as one field
 
 
 def elements(sample: Any) -> int:
-    """Count the elements of all tensors, arrays, images, sequences and text in a sample of any structure.
-
-    Examples:
-        >>> elements({"image": torch.zeros(3, 4), "label": 1})
-        13
-    """
+    """Count the elements of all tensors, arrays, images, sequences and text in a sample of any structure."""
     return sum(prod(shape) for _, shape in leaves(sample))
 
 
 def leaves(
     sample: Any, *, text: bool = True, field: Field = (), inside: tuple[int, ...] = ()
 ) -> Iterator[tuple[Field, tuple[int, ...]]]:
-    """Yield every field of a sample and its shape; names begin with ``field``, objects ``inside`` are left out.
-
-    Examples:
-        >>> list(leaves({"image": torch.zeros(3, 4), "ids": [5, 7, 9]}))
-        [(('image',), (3, 4)), (('ids',), (3,))]
-    """
+    """Yield every field of a sample and its shape; names begin with ``field``, objects ``inside`` are left out."""
     shape = _shape(sample, text)
     if shape is not None:
         yield field, shape
@@ -186,33 +163,9 @@ def length_of_first(batch: Any) -> int:
         return len(batch)
     name = type(batch).__name__
     raise LayoutError(
-        f"How many samples a {name} holds is not known, so split_batch cannot be told their sizes: call "
+        f"How many samples a {name} has is not known, so split_batch cannot be called with sizes: call "
         f"lightning_ga.split.register_splitter({name}, count=…, take=…) as well."
     )
-
-
-def largest_extent(batch: Any) -> int:
-    """Return the largest extent of any part of a batch; unbounded if it holds an unknown type.
-
-    Examples:
-        >>> largest_extent({"x": torch.zeros(8, 3), "names": ["a", "b"]})
-        8
-    """
-    if is_constant(batch):
-        return 1
-    shape, children = extents(batch), open_container(batch)
-    if shape is None and children is None:
-        graphs = getattr(batch, "num_graphs", None)
-        return graphs if isinstance(graphs, int) else sys.maxsize
-    return max([*(shape or ()), *(largest_extent(child) for _, child in children or ())], default=1)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSlices:
-    """A batch of so many samples, of which ``take(start, stop)`` cuts out those from ``start`` to ``stop - 1``."""
-
-    samples: int
-    take: Callable[[int, int], Any]
 
 
 def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator[Any]:
@@ -223,7 +176,7 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
 
     Args:
         batch: Tensors in any structure.
-        sizes: Samples of each slice; one of no samples holds empty tensors, but no jagged ones, which torch lacks.
+        sizes: Samples of each slice. A slice of no samples has empty tensors, but no jagged ones, which torch lacks.
         layout: Where its samples lie.
 
     Raises:
@@ -237,75 +190,50 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
     """
     if any(size < 0 for size in sizes):
         raise UserError(f"sizes={list(sizes)} must not be negative.")
-    slices = slices_of(batch, layout)
-    if sum(sizes) != slices.samples:
-        raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch holds {slices.samples} samples.")
-    return (slices.take(end - size, end) for size, end in zip(sizes, accumulate(sizes)))
+    samples = layout.samples(batch)
+    if sum(sizes) != samples:
+        raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch has {samples} samples.")
+    return (cut_batch(batch, end - size, end, layout=layout) for size, end in zip(sizes, accumulate(sizes)))
 
 
-def slices_of(batch: Any, layout: Layout) -> BatchSlices:
-    """Return the slices of a batch whose samples lie as the layout says."""
+def cut_batch(batch: Any, start: int, stop: int, *, layout: Layout) -> Any:
+    """Return the samples ``start`` to ``stop - 1`` of a batch; refuse one that does not have the layout."""
     sizes = layout.sizes(batch)
     samples = gcd(*sizes.values())
+    if samples == 1 < max(sizes.values()):
+        given = " and ".join(map(str, sizes.values()))
+        raise uncuttable(f"its loaders give {given} of them, and no smaller batch keeps that proportion")
     each = {loader: size // max(1, samples) for loader, size in sizes.items()}
-    return BatchSlices(samples, lambda start, stop: _Slice(layout.roles, each, start, stop).of("batch", batch))
+    return _cut(layout.roles, each, (start, stop), "batch", batch)
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """The samples ``start`` to ``stop - 1`` of a batch that holds ``each`` times as many of its loaders."""
-
-    roles: Mapping[str, Role]
-    each: Mapping[int, int]
-    start: int
-    stop: int
-
-    def of(self, path: str, node: Any) -> Any:
-        """Return what belongs to these samples in a part of the batch."""
-        role = self.roles.get(path)
-        if node is None:
-            return None
-        if isinstance(role, SampleAxis):
-            entries = self.each[role.loader] * role.per
-            return take(node, role.axis, self.start * entries, self.stop * entries)
-        if isinstance(role, SampleCount):
-            count = (self.stop - self.start) * self.each[role.loader]
-            return node.new_tensor(count) if isinstance(node, torch.Tensor) else type(node)(count)
-        children = open_container(node) if role == "fields" else None
-        if children is None:
-            return node
-        return rebuild(node, [self.of(path + name, child) for name, child in children])
+def _cut(roles: Mapping[str, Role], each: Mapping[int, int], span: tuple[int, int], path: str, node: Any) -> Any:
+    """Return the part of a batch that belongs to some samples, of which each loader gives ``each`` times as many."""
+    role, (start, stop) = roles.get(path), span
+    if node is None:
+        return None
+    if isinstance(role, SampleAxis):
+        return take(node, role.axis, start * each[role.loader], stop * each[role.loader])
+    if isinstance(role, SampleCount):
+        count = (stop - start) * each[role.loader]
+        return node.new_tensor(count) if isinstance(node, torch.Tensor) else type(node)(count)
+    children = open_container(node) if role == "fields" else None
+    if children is None:
+        return node
+    return rebuild(node, [_cut(roles, each, span, path + name, child) for name, child in children])
 
 
-def slices_by_hook(hook: Any, batch: Any, samples: int, layout: Layout | None = None) -> BatchSlices:
-    """Return the slices that a module's own ``split_batch`` cuts; a ``layout`` tells how many samples each holds."""
+def cut_by_hook(hook: Any, batch: Any, samples: int, start: int, stop: int) -> Any:
+    """Return the samples ``start`` to ``stop - 1`` as a module's own ``split_batch`` cuts them."""
     if not callable(hook):
         raise UserError(
             f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
         )
-
-    def take(start: int, stop: int) -> Any:
-        sizes = [size for size in (start, stop - start, samples - stop) if size]
-        parts = hook(batch, list(sizes))
-        if not isinstance(parts, Iterable):
-            raise UserError(f"split_batch returned {parts!r} for {sizes=}: it must return one chunk for each size.")
-        parts = list(parts)
-        if len(parts) != len(sizes):
-            raise UserError(f"split_batch returned {len(parts)} chunks for {sizes=}: it must return one for each size.")
-        _check_sizes(parts, sizes, layout)
-        return parts[1 if start else 0]
-
-    return BatchSlices(samples, take)
-
-
-def _check_sizes(parts: Sequence[Any], sizes: list[int], layout: Layout | None) -> None:
-    """Refuse chunks of other sizes than were asked for, as far as their samples can be counted."""
-    for number, (part, size) in enumerate(zip(parts, sizes), start=1):
-        found = size
-        with suppress(LayoutError):
-            found = size if layout is None else layout.samples(part)
-        if found != size:
-            raise UserError(
-                f"split_batch returned a chunk that does not hold {size} samples for {sizes=} "
-                f"(chunk {number}): each chunk holds as many samples as its size says."
-            )
+    sizes = [size for size in (start, stop - start, samples - stop) if size]
+    parts = hook(batch, list(sizes))
+    if not isinstance(parts, Iterable):
+        raise UserError(f"split_batch returned {parts!r} for {sizes=}: it must return one chunk for each size.")
+    parts = list(parts)
+    if len(parts) != len(sizes):
+        raise UserError(f"split_batch returned {len(parts)} chunks for {sizes=}: it must return one for each size.")
+    return parts[1 if start else 0]

@@ -14,12 +14,19 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_ga.errors import UserError
+
 T = TypeVar("T")
+REMEDY = "define split_batch(self, batch, sizes) on the LightningModule"
 
 _CONSTANTS = (
     *(str, bytes, Number, type(None), Enum, PurePath, date, time, timedelta),
     *(torch.dtype, torch.device, torch.Size, torch.Generator),
 )
+
+
+class LayoutError(UserError):
+    """A batch whose samples cannot be separated."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ def register_splitter(kind: type[T], *, count: Callable[[T], int], take: Callabl
 
     Args:
         kind: The type.
-        count: Called with a value: how many samples it holds.
+        count: Called with a value; returns its number of samples.
         take: Called with a value, ``start`` and ``stop``: the samples ``start`` to ``stop - 1`` as a value.
 
     Examples:
@@ -92,12 +99,7 @@ def is_plain_sequence(node: Any) -> bool:
 
 
 def extents(node: Any) -> tuple[int, ...] | None:
-    """Return the extents of a value along the axes that may be the sample axis; ``None`` if it has none.
-
-    Examples:
-        >>> extents(torch.zeros(3, 7)), extents(["a", "b"]), extents(torch.tensor(1.0)), extents({"x": 1})
-        ((3, 7), (2,), None, None)
-    """
+    """Return the extents of a value along the axes that may be the sample axis; ``None`` if it has none."""
     if (splitter := find_splitter(node)) is not None:
         return (splitter.count(node),)
     if isinstance(node, PackedSequence):
@@ -112,12 +114,7 @@ def extents(node: Any) -> tuple[int, ...] | None:
 
 
 def open_container(node: Any) -> list[tuple[str, Any]] | None:
-    """Return the children of a container, each with its path from there; ``None`` for anything else.
-
-    Examples:
-        >>> open_container({"ids": 1, "mask": 2})
-        [("['ids']", 1), ("['mask']", 2)]
-    """
+    """Return the children of a container, each with its path from there; ``None`` for anything else."""
     if (names := _attribute_names(node)) is not None:
         return [(f".{name}", getattr(node, name)) for name in names]
     if isinstance(node, Mapping):
@@ -127,22 +124,26 @@ def open_container(node: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def tensors_in(node: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, at any depth."""
+def contents_of(node: Any) -> dict[str, Any]:
+    """Return the attributes of an object, of a class of the user's own, that are tensors, mappings or lists."""
+    if isinstance(node, torch.Tensor) or open_container(node) is not None or is_constant(node):
+        return {}
+    own = getattr(node, "__dict__", {})
+    return {name: value for name, value in own.items() if isinstance(value, (torch.Tensor, Mapping, list))}
+
+
+def tensors_in(node: Any, inside: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, at any depth; objects ``inside`` are left out."""
     if isinstance(node, torch.Tensor):
         yield node
-    for _, child in open_container(node) or ():
-        yield from tensors_in(child)
+    elif id(node) not in inside:  # an object may contain itself
+        children = open_container(node)
+        for child in contents_of(node).values() if children is None else (child for _, child in children):
+            yield from tensors_in(child, (*inside, id(node)))
 
 
 def rebuild(node: Any, children: Iterable[Any]) -> Any:
-    """Return a container like ``node`` with other children, a copy if possible: it keeps what else it holds.
-
-    Examples:
-        >>> from collections import OrderedDict
-        >>> rebuild(OrderedDict(ids=1, mask=2), [3, 4]) == OrderedDict(ids=3, mask=4)
-        True
-    """
+    """Return a container like ``node`` with other children, a copy if possible, which keeps other attributes."""
     if isinstance(node, tuple):
         make: Callable[[Iterable[Any]], Any] = getattr(type(node), "_make", type(node))
         return make(children)
@@ -175,12 +176,7 @@ def _attribute_names(node: Any) -> list[str] | None:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Return whether two values of any structure are equal, NaN included; unknown types are compared by ``==``.
-
-    Examples:
-        >>> same_values({"x": torch.tensor([1.0, float("nan")])}, {"x": torch.tensor([1.0, float("nan")])})
-        True
-    """
+    """Return whether two values of any structure are equal, NaN included; unknown types are compared by ``==``."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -221,11 +217,6 @@ def take(node: Any, axis: int, start: int, stop: int) -> Any:
     """Return the entries ``start`` to ``stop - 1`` of a value; the axis is 0 for all but tensors and arrays.
 
     Dense tensors and arrays come as views; packed, sparse and nested tensors copy at most what is taken.
-
-    Examples:
-        >>> take(torch.arange(6).reshape(2, 3), 1, 0, 2)
-        tensor([[0, 1],
-                [3, 4]])
     """
     if (splitter := find_splitter(node)) is not None:
         return splitter.take(node, start, stop)
@@ -245,15 +236,26 @@ def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torc
     if tensor.layout != torch.strided:  # sparse tensors have no views along an axis
         part = torch.narrow_copy(tensor.to_sparse(layout=torch.sparse_coo), axis, start, stop - start)
         return part if tensor.layout == torch.sparse_coo else part.to_sparse(layout=tensor.layout)
-    part = tensor.narrow(axis, start, stop - start)
-    if type(part) is not type(tensor) and not isinstance(tensor, torch.nn.Parameter):
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.narrow(axis, start, stop - start)
+    part = tensor[(*(slice(None),) * axis, slice(start, stop))]  # by the class's own means
+    if type(part) is not type(tensor):
         part = part.as_subclass(type(tensor))  # views of torchvision's tensors are plain tensors
-        vars(part).update(vars(tensor))
+    for name, value in vars(tensor).items():
+        if name in vars(part):
+            continue
+        # An image size or a format is that of any samples; what else a slice lacks may be by sample.
+        if not is_constant(value) and not (isinstance(value, tuple) and all(map(is_constant, value))):
+            raise LayoutError(
+                f"Slices of a {type(tensor).__name__} lack its attribute {name!r}, so the batch cannot be cut: let its "
+                f"__getitem__ cut that, too, or {REMEDY}."
+            )
+        setattr(part, name, value)
     return part
 
 
 def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequence:
-    """Take whole sequences of a packed batch, which holds one step after another, the longest sequences first."""
+    """Take whole sequences of a packed batch, which contains one step after another, the longest sequences first."""
     batch_sizes, unsorted = packed.batch_sizes, packed.unsorted_indices
     wanted = torch.arange(start, stop) if unsorted is None else unsorted[start:stop].cpu()
     places, order = wanted.sort()  # longest first, as they are

@@ -1,17 +1,15 @@
-"""Accumulate the gradients of half-precision parameters in float32 (when: ``fit/window_gradients.py``).
+"""Accumulate the gradients of half-precision parameters in float32 (when: ``fit/gradients.py``).
 
 The first gradient of a window becomes float32 before the second is added, and the sum is rounded once, after clipping.
-This needs a torch that lets a gradient have another type than its parameter (``Tensor.grad_dtype``, read in 2.15).
+This needs ``Tensor.grad_dtype`` (torch 2.10, read in 2.15): a gradient may have another type than its parameter.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-_HALF = (torch.bfloat16, torch.float16)
 
 SUMS_ARE_ROUNDED = (
     f"torch {torch.__version__} rounds sums of half-precision gradients to their parameters' type after each "
@@ -26,31 +24,31 @@ def has_grad_dtype() -> bool:
 
 def half_parameters(module: torch.nn.Module) -> list[Tensor]:
     """Return the parameters of a module whose gradients are summed in float32, frozen ones too."""
-    return [parameter for parameter in module.parameters() if parameter.dtype in _HALF]
+    return [parameter for parameter in module.parameters() if parameter.dtype in (torch.bfloat16, torch.float16)]
 
 
 def begin(parameters: Iterable[Tensor]) -> None:
-    """Let gradients be float32 from here on."""
+    """Allow float32 gradients from here on."""
     for parameter in parameters:
         parameter.grad_dtype = None  # type: ignore[attr-defined, unused-ignore]
 
 
 def widen(parameters: Iterable[Tensor]) -> None:
     """Make gradients float32, between two passes of a window."""
-    for parameter, gradient in _gradients(parameters):
-        if gradient.dtype in _HALF and _may_be_wide(parameter):
-            parameter.grad = gradient.float()
+    for parameter in filter(_may_be_wide, parameters):
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.float()
 
 
 def narrow(parameters: Iterable[Tensor]) -> None:
     """Round gradients to the types of their parameters, one after the other, before an optimizer's step."""
-    for parameter, gradient in _gradients(parameters):
-        if gradient.dtype != parameter.dtype and _may_be_wide(parameter):
-            parameter.grad = gradient.to(parameter.dtype)
+    for parameter in filter(_may_be_wide, parameters):
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(parameter.dtype)
 
 
 def end(parameters: Iterable[Tensor]) -> None:
-    """Give parameters gradients of their own type again."""
+    """Round gradients, and allow only those of the parameters' own types again."""
     for parameter in filter(_may_be_wide, parameters):
         narrow([parameter])
         gradient, parameter.grad = parameter.grad, None
@@ -80,10 +78,6 @@ def narrow_before_steps(optimizer: Optimizer, parameters: list[Tensor]) -> Any:
         return given[:1], {**settings, "closure": evaluated}
 
     return optimizer.register_step_pre_hook(before)
-
-
-def _gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    return ((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
 
 
 def _may_be_wide(parameter: Tensor) -> bool:

@@ -12,21 +12,18 @@ import lightning.pytorch as pl
 
 if TYPE_CHECKING or find_spec("pytorch_lightning") is None:
     Callback = pl.Callback
-    MODULES: tuple[type[pl.LightningModule], ...] = (pl.LightningModule,)
 else:
     import pytorch_lightning
 
     class Callback(pl.Callback, pytorch_lightning.Callback):
         """A callback that trainers of both namespaces accept: each checks the type."""
 
-    MODULES = (pl.LightningModule, pytorch_lightning.LightningModule)
-
 
 class shadowed:  # noqa: N801
     """A context in which a method of one instance is replaced; afterwards it is what it was before.
 
-    The replacement is called without the instance. A replacement by others that has come meanwhile stays, and what it
-    keeps of this one calls the method of before.
+    The replacement is called without the instance. If others have replaced the method meanwhile, their replacement
+    stays, and its reference to this one calls the original method.
     """
 
     def __init__(self, instance: Any, method: str, replacement: Callable[..., Any]) -> None:

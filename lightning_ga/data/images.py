@@ -1,18 +1,12 @@
-"""What all image sets share: three splits, one chain of transforms, plain DataLoaders.
+"""What all sets share, three splits and plain DataLoaders; image sets also share one chain of transforms."""
 
-A set of its own is a subclass with one method, :meth:`ImageData.read`. The loaders hold the
-recipe's ``batch_size``; cutting it into micro-batches is nobody's business here.
-"""
-
-import stat
-from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -20,7 +14,7 @@ from torchvision.transforms import v2
 
 from lightning_ga.errors import UserError
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 Sample = tuple[Tensor, int]
 Transform = Callable[[Any], Tensor]
 
@@ -28,14 +22,12 @@ Transform = Callable[[Any], Tensor]
 class Labelled(NamedTuple):
     """Images and their classes."""
 
-    images: Tensor | Sequence[str]  # uint8 ``(images, channels, height, width)``, or paths of picture files
+    images: Any  # a uint8 tensor ``(images, channels, height, width)``, or an array of paths of picture files
     labels: Tensor
 
     def subset(self, indices: list[int]) -> "Labelled":
         """The samples at some places, in that order."""
-        images = self.images
-        taken = images[indices] if isinstance(images, Tensor) else [images[i] for i in indices]
-        return Labelled(taken, self.labels[indices])
+        return Labelled(self.images[indices], self.labels[indices])
 
 
 class Splits(NamedTuple):
@@ -50,38 +42,24 @@ class ImageDataset(Dataset[Sample]):
     """Transforms an image when it is asked for."""
 
     def __init__(self, samples: Labelled, transform: Transform) -> None:
-        self.samples = samples
-        self.transform = transform
+        self.samples, self.transform = samples, transform
 
     def __len__(self) -> int:
         return len(self.samples.labels)
 
     def __getitem__(self, index: int) -> Sample:
-        image: Any = self.samples.images[index]
-        if isinstance(image, str):
-            with open_picture(image) as picture:
-                try:
-                    image = picture.convert("RGB")
-                except Exception as error:  # Pillow's readers raise errors of many kinds on broken files
-                    raise UserError(
-                        f"{image!r} cannot be read ({error}): remove it, or data.skip_broken=true."
-                    ) from error
-        try:
-            return self.transform(image), int(self.samples.labels[index])
-        except ValueError as error:
-            raise UserError(
-                f"A picture cannot be transformed ({str(error).rstrip('.')}): change data.augment or data.image_size."
-            ) from error
+        image = self.samples.images[index]
+        image = read_picture(image) if isinstance(image, str) else image
+        return self.transform(image), int(self.samples.labels[index])
 
 
-def open_picture(path: str) -> Image.Image:
-    """Open a picture by what it holds, whatever its name is; formats that Pillow gives to other programs are none."""
-    if not stat.S_ISREG(Path(path).stat().st_mode):  # a pipe would be waited for
-        raise UserError(f"{path!r} is no regular file: remove it from the pictures.")
+def read_picture(path: str) -> Image.Image:
+    """Decode a picture by what it holds, whatever its name is; formats that Pillow gives to other programs are none."""
     try:
-        return Image.open(path, formats=FORMATS)
-    except UnidentifiedImageError as error:
-        raise UserError(f"{path!r} is no picture: remove it, or data.skip_broken=true.") from error
+        with Image.open(path, formats=FORMATS) as picture:
+            return picture.convert("RGB")
+    except Exception as error:  # Pillow's readers raise errors of many kinds on broken files
+        raise UserError(f"{path!r} cannot be read ({error}): remove it, or use data.skip_broken=true.") from error
 
 
 class QuarterTurn(nn.Module):
@@ -92,24 +70,35 @@ class QuarterTurn(nn.Module):
         return torch.rot90(image, int(torch.randint(4, ())), (-2, -1))
 
 
-class Mixing:
-    """Collate samples and mix each with its neighbour, by one of some transforms; targets become probabilities."""
-
-    def __init__(self, transforms: Sequence[Callable[..., Any]]) -> None:
-        self.transform = v2.RandomChoice(transforms)
-
-    def __call__(self, samples: Sequence[Sample]) -> Sequence[Tensor]:
-        """Return images ``(batch, channels, height, width)`` and targets ``(batch, classes)``."""
-        mixed: Sequence[Tensor] = self.transform(*default_collate(list(samples)))
-        return mixed
+def mixed(transform: Callable[..., Any], samples: Sequence[Sample]) -> Sequence[Tensor]:
+    """Collate samples and mix each with its neighbour: images, and as targets probabilities ``(batch, classes)``."""
+    batch: Sequence[Tensor] = transform(*default_collate(list(samples)))
+    return batch
 
 
 class Loaded(LightningDataModule):
-    """Loaders of the ``train``, ``val`` and ``test`` part of a set."""
+    """Loaders of the ``train``, ``val`` and ``test`` part of a set.
 
-    batch_size: int
-    eval_batch_size: int
-    num_workers: int
+    Args:
+        batch_size: Samples of a training batch on one rank, as in any recipe.
+        eval_batch_size: Samples of a validation or test batch; it changes speed and memory, no result.
+        num_workers: Processes that load data; 0 loads in the training process.
+        val_fraction: Share of the training samples that is kept for validation.
+        split_seed: Seed of that choice: the split does not change with the seed of a run.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 32,
+        eval_batch_size: int = 64,
+        num_workers: int = 0,
+        val_fraction: float = 0.1,
+        split_seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
+        self.val_fraction, self.split_seed = val_fraction, split_seed
 
     def dataset(self, part: str) -> Dataset[Any]:
         """The samples of a part."""
@@ -117,7 +106,7 @@ class Loaded(LightningDataModule):
 
     def collate(self, part: str) -> Callable[..., Any] | None:
         """What makes batches of samples; nothing for PyTorch's own."""
-        raise NotImplementedError
+        return None
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled batches of ``batch_size``."""
@@ -148,14 +137,11 @@ class Loaded(LightningDataModule):
 
 
 class ImageData(Loaded):
-    """Train, validation and test loaders over images.
+    """Train, validation and test loaders over images; a set of its own is a subclass with one method, :meth:`read`.
 
     Args:
-        root: Folder of the set's files, where it has any.
+        root: Folder of the set's files, if it has any.
         download: Fetch missing files from the network.
-        batch_size: Samples of a training batch on one rank, as in any recipe.
-        eval_batch_size: Samples of a validation or test batch; it changes speed and memory, no result.
-        num_workers: Processes that load data; 0 loads in the training process.
         image_size: Height and width that images are resized to, in pixels.
         channels: 1 for grey images, 3 for colour; images are converted.
         num_classes: Number of classes; counted in the set when left out.
@@ -165,8 +151,7 @@ class ImageData(Loaded):
         rand_augment: Magnitude of torchvision's RandAugment behind these, 0 to 30; ``None`` leaves it out.
         mixup: Alpha of mixup: each sample of a training batch is mixed with its neighbour; 0 leaves it out.
         cutmix: Alpha of CutMix, likewise; of the two one is drawn for each batch.
-        val_fraction: Share of the training samples that is kept for validation, in the same mix of classes.
-        split_seed: Seed of that choice: the split does not change with the seed of a run.
+        **loading: See :class:`Loaded`; validation has the same mix of classes.
     """
 
     name = "images"
@@ -177,9 +162,6 @@ class ImageData(Loaded):
         *,
         root: str = "data",
         download: bool = False,
-        batch_size: int = 32,
-        eval_batch_size: int = 64,
-        num_workers: int = 0,
         image_size: int = 32,
         channels: int = 1,
         num_classes: int | None = None,
@@ -189,42 +171,40 @@ class ImageData(Loaded):
         rand_augment: int | None = None,
         mixup: float = 0.0,
         cutmix: float = 0.0,
-        val_fraction: float = 0.1,
-        split_seed: int = 0,
+        **loading: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**loading)
         self.root, self.download = root, download
-        self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
         self.image_size, self.channels, self.num_classes = image_size, channels, num_classes
         self.mean, self.std = mean, std
         self.augment = [*augment, *([] if rand_augment is None else [v2.RandAugment(magnitude=rand_augment)])]
         self.mixup, self.cutmix = mixup, cutmix
-        self.val_fraction, self.split_seed = val_fraction, split_seed
         self.splits: Splits | None = None
 
     def read(self) -> Splits:
-        """Load the set into memory, or list its files.
-
-        Raises:
-            UserError: If it is not there, with the way to get it.
-        """
+        """Load the set into memory, or list its files; a UserError says how to get what is missing."""
         raise NotImplementedError
 
     def setup(self, stage: str) -> None:
-        """Read the set once."""
-        if self.splits is None:
-            splits = self.read()
-            self._check_labels(splits)
-            self.splits = splits
+        """Read the set once; refuse classes beyond ``num_classes``, on which the loss would fail."""
+        if self.splits is not None:
+            return
+        splits = self.read()
+        found = max(int(part.labels.max()) + 1 for part in splits if len(part.labels))
+        self.num_classes = self.num_classes or found
+        if found > self.num_classes:
+            raise UserError(
+                f"data.num_classes={self.num_classes} must be at least {found}, the classes of {self.name}."
+            )
+        self.splits = splits
 
     def transform(self, augment: Sequence[Transform] = ()) -> Transform:
         """From a raw image to a float tensor ``(channels, image_size, image_size)``."""
-        mean, std = self._per_channel(self.mean), self._per_channel(self.std)
         colour = v2.Grayscale() if self.channels == 1 else v2.RGB()
         resize = v2.Resize([self.image_size, self.image_size], antialias=True)
+        normalize = v2.Normalize(self._per_channel(self.mean), self._per_channel(self.std))
         to_float = v2.ToDtype(torch.float32, scale=True)
-        steps = [v2.ToImage(), colour, resize, *augment, to_float, v2.Normalize(mean, std), v2.ToPureTensor()]
-        chain: Transform = v2.Compose(steps)
+        chain: Transform = v2.Compose([v2.ToImage(), colour, resize, *augment, to_float, normalize, v2.ToPureTensor()])
         return chain
 
     def hold_out(self, samples: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
@@ -233,26 +213,11 @@ class ImageData(Loaded):
         try:
             kept, held = train_test_split(places, test_size=fraction, stratify=labels, random_state=self.split_seed)
         except ValueError as error:
-            counts = Counter(labels)
-            rarest = min(counts, key=counts.__getitem__)
-            name = self.class_names[rarest] if rarest < len(self.class_names) else rarest
-            way_out = "change data.val_fraction or data.test_fraction, or add samples"
-            if counts[rarest] < 2:
-                way_out = f"class {name} has a single sample left, and needs one in each part: add samples of it"
             raise UserError(
-                f"A share of {fraction} of {len(labels)} samples cannot be held out with each of the {len(counts)} "
-                f"classes in both parts: {way_out}."
+                f"A share of {fraction} of {len(labels)} samples cannot be held out ({error}): add samples, or change "
+                "data.val_fraction or data.test_fraction."
             ) from error
         return samples.subset(sorted(kept)), samples.subset(sorted(held))
-
-    def _check_labels(self, splits: Splits) -> None:
-        """Refuse classes beyond ``num_classes``: the loss would fail on them."""
-        found = max((int(part.labels.max()) + 1 for part in splits if len(part.labels)), default=0)
-        if self.num_classes is not None and found > self.num_classes:
-            raise UserError(
-                f"data.num_classes={self.num_classes} is less than the {found} classes of {self.name}: use "
-                f"data.num_classes={found}."
-            )
 
     def dataset(self, part: str) -> Dataset[Sample]:
         """The samples of a part, those of training augmented."""
@@ -261,13 +226,9 @@ class ImageData(Loaded):
 
     def collate(self, part: str) -> Callable[..., Any] | None:
         """What mixes the samples of training batches, if anything does."""
-        return self._mixing() if part == "train" and (self.mixup or self.cutmix) else None
-
-    def _mixing(self) -> "Mixing":
-        assert self.splits is not None, "setup() comes first"
-        classes = self.num_classes or int(self.splits.train.labels.max()) + 1
         kinds = ((v2.MixUp, self.mixup), (v2.CutMix, self.cutmix))
-        return Mixing([kind(alpha=float(alpha), num_classes=classes) for kind, alpha in kinds if alpha])
+        mixers = [kind(alpha=float(alpha), num_classes=self.num_classes) for kind, alpha in kinds if alpha]
+        return partial(mixed, v2.RandomChoice(mixers)) if mixers and part == "train" else None
 
     def _per_channel(self, value: float | Sequence[float]) -> list[float]:
         values = [value] if isinstance(value, int | float) else list(value)

@@ -1,1 +1,1 @@
-"""One fit: to read it, begin with ``fit``, ``engine``, ``window`` and ``window_run``; ``exactness`` is the check."""
+"""One fit: to read it, begin with ``fit``, ``windows`` and ``rewind``; ``exactness`` is the measurement."""

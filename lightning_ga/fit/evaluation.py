@@ -1,95 +1,125 @@
-"""The batches of evaluation loops: each is a window of its own, which ``window_run`` runs."""
+"""Survive out-of-memory errors in evaluation: a batch is the unit of undo, and runs again in smaller pieces."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
-from lightning_ga.batch.merge import merge_outputs
-from lightning_ga.compat import closures, dataloaders, loops, ranks
-from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.oom_messages import OomReporter
-from lightning_ga.fit.parts import Part, Piece, StageBatches, Window
-from lightning_ga.fit.window_run import run_window
-from lightning_ga.loading.reader import BatchSource, CollatedAgain, CollatedBatches, ReadyMadeBatches, is_collated
-from lightning_ga.loading.samples import collect_samples
-from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.batch.pytree import LayoutError
+from lightning_ga.compat import loaders, ranks
+from lightning_ga.errors import UserError
+from lightning_ga.fit import messages
+from lightning_ga.fit.pieces import Pieces, copied
+from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.memory.device import describe_memory
+from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory, retry_once
+from lightning_ga.plan.accumulation import split_evenly
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.weights import count_items
+from lightning_ga.snapshot.savepoint import Savepoint
+
+_Call = Callable[[Any], Any]
+_EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
+_RESULT = (
+    "What they log and return is put together by samples; what compares samples with each other is that of pieces."
+)
 
 
-class Evaluation(Window, StageBatches):
-    """Puts an engine between the loops and their batches, and runs those of evaluation; ``training`` has its own.
+class Evaluation:
+    """Runs the batches of validation, test and prediction; each loader of a stage has a limit of its own."""
 
-    What a piece logs and returns weighs what ``normalize`` counts in it, where that can be called on its batches.
-    """
-
-    def __init__(
-        self, trainer: Any, reporter: OomReporter, options: Options, training: StageBatches | None = None
-    ) -> None:
-        self._trainer, self._normalize, retries = trainer, options.normalize, options.on_oom == "split"
-        self.engine = Engine(trainer, reporter, retries=retries, training=training or self, evaluation=self)
-        self.number = self.loader = 0  # of the current batch in its loader, and of that loader
-        self.parts: list[Part] = []  # while a step runs
-        self._step: Callable[..., Any] = lambda *_: None
-        self._others: list[Any] = []  # what it takes besides the batch
-        self._held = ExitStack()
-        self._held.enter_context(dataloaders.intercepted_evaluation(trainer, self.evaluate, self.engine.to_device))
+    def __init__(self, trainer: Any, reporter: messages.OomReporter, options: Options) -> None:
+        self._trainer, self._reporter = trainer, reporter
+        self._retries = ranks.retry_policy(trainer, wanted=options.on_oom == "split", evaluating=True).retries
+        self._loaders: dict[tuple[str, int], _Loader] = {}  # by stage
+        self._moved: tuple[_Call, int, Exception | None] | None = None  # of the next batch: transfer, loader, error
+        self._savepoint: Savepoint | None = None
+        self._held = loaders.intercepted_evaluation(trainer, self._evaluate, self._move)
+        self._held.__enter__()
 
     def stop(self) -> None:
-        """Take everything out."""
-        self.engine.stop()
-        self._held.close()
+        """Let Lightning run evaluation by itself again."""
+        self._held.__exit__(None, None, None)
 
-    def evaluate(self, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a step of an evaluation loop."""
-        trainer, engine, policy = self._trainer, self.engine, self.engine.policy
-        engine.allocator.begin_again()  # evaluation has a limit of its own
-        guarded = engine.is_active and (policy.retries or policy.refusal is not None)
-        if not guarded or closures.takes_an_iterator(trainer.lightning_module, name):
-            return step(*arguments)
-        if policy.retries:
-            ranks.share_buffers_before_forward(trainer)
-        engine.has_validated = True
-        batch, *self._others = arguments  # its number and that of its loader follow only if the step takes them
-        self._step, self.stage, self.savepoint = step, loops.stage(trainer), engine.savepoint("evaluation")
-        self.parts = [Part(batch, self.number, engine.move, self.loader, host=engine.host)]
-        if policy.retries and self.number == 0:
-            self.savepoint.look_again()
-        result = run_window(engine, self, begins=True)
-        self.parts = []
-        if not result.sizes:
-            return result.results[0]
-        merge = partial(merge_outputs, averages=self.stage != "prediction")
-        return engine.retry_once(lambda: merge(result.results, result.sizes, result.weights))
+    def _move(self, to_device: _Call, batch: Any, loader: int) -> Any:
+        """Move a batch to the device; one of evaluation that does not fit stays on the host."""
+        if self._trainer.training or not self._retries:
+            return to_device(batch)
+        outcome = attempt(to_device, _is_survived, batch)
+        self._moved = to_device, loader, outcome.failure
+        return outcome.result if outcome.failure is None else batch
 
-    def run_pass(self, part: Part, batch: Any, piece: Piece | None, weight: float) -> Any:
-        """Run the step."""
-        return self._step(batch, *self._others)
+    def _evaluate(self, name: str, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
+        """Run a step; if memory runs out, undo what it has done, and run it on half of the samples, and so on."""
+        moved, self._moved = self._moved, None
+        if moved is None:  # no error is to be survived, or the step moves batches by itself
+            return step(batch, *others)
+        trainer, (move, loader, failure), kept, event = self._trainer, moved, copied(batch), None
+        ranks.share_buffers_before_forward(trainer)
+        if self._savepoint is None or loaders.batches_begun(trainer) == 1:  # a new evaluation may have new metrics
+            results = trainer._results  # none in prediction
+            find = partial(Savepoint, trainer.lightning_module, lambda: {} if results is None else results)
+            self._savepoint = retry_once(find)
+        retry_once(self._savepoint.take)
+        stage = name.removesuffix("_step").replace("predict", "prediction")
+        known = self._loaders.setdefault((stage, loader), _Loader(trainer, stage, loader))
+        run = partial(known.run, lambda part: step(part, *others), batch, kept, None if failure is None else move)
+        before, outcome = ranks.collectives_run(), Outcome(failure=failure)
+        if failure is None or known.cuts(kept):
+            outcome = attempt(run, _is_survived, before)
+        while outcome.failure is not None:
+            event = known.shrink(outcome.failure, kept, before, self._savepoint)
+            outcome = attempt(run, _is_survived, before)
+        if event is not None:
+            self._reporter.report(event, _RESULT)
+        return outcome.result
 
-    def weigh(self, part: Part, cut: Any, piece: Piece) -> float:
-        """Return what a piece weighs in means: its samples, unless its items can be counted."""
+
+class _Loader:
+    """The batches of one loader of a stage, in pieces that fit; an error halves the pieces."""
+
+    def __init__(self, trainer: Any, stage: str, loader: int) -> None:
+        self._trainer, self._stage = trainer, stage
+        self._cutter = BatchCutter(*loaders.evaluation_loaders(trainer, loader), loaders.BatchTransfer(trainer, loader))
+        self._limit: int | None = None
+
+    def cuts(self, batch: Any) -> bool:
+        """Return whether a batch is known to be too large."""
+        return self._limit is not None and self._cutter.count(batch) > self._limit
+
+    def run(self, step: _Call, batch: Any, kept: Any, move: _Call | None, before: int) -> Any:
+        """Run the step on a batch, or on pieces of its copy; ``before`` are the collectives that this rank has run."""
+        samples, start = 0 if self._limit is None else self._cutter.count(kept), 0
+        sizes = split_evenly(samples, max(1, -(-samples // (self._limit or 1))))
+        in_pieces, is_held = len(sizes) > 1, len(sizes) > 1 or ranks.is_distributed(self._trainer)
+        pieces = Pieces(self._trainer._results if is_held else None)  # ranks exchange what is logged after the step
+        for size in sizes:
+            piece = self._cutter.cut(kept, start, start + size) if in_pieces else batch
+            start += size
+            with pieces.piece(samples=size, weight=float(size)):
+                pieces.add(step(piece if move is None else move(piece)))
+            if in_pieces and ranks.collectives_run() != before:
+                raise self._error(messages.OTHERS_WAIT, _EXCHANGES)
+        return pieces.finish()
+
+    def shrink(self, failure: Exception, kept: Any, before: int, savepoint: Savepoint) -> messages.OomEvent:
+        """Undo a failed run and halve the pieces."""
         try:
-            return count_items(self._normalize, cut) if callable(self._normalize) else float(piece.samples)
-        except Exception as error:  # the counter is made for batches of training, which others may not be like
-            if is_out_of_memory(error):
-                raise
-        return float(piece.samples)
+            samples = retry_once(partial(self._cutter.count, kept))
+        except LayoutError as why:
+            raise self._error("({memory}). {what}", why) from failure
+        failed = min(samples, self._limit or samples)
+        if failed == 1:
+            raise failure if is_ambiguous_out_of_memory(failure) else self._error(messages.ONE_SAMPLE) from failure
+        if ranks.collectives_run() != before:
+            raise self._error(messages.OTHERS_WAIT, _EXCHANGES) from failure
+        if moved := retry_once(savepoint.restore):
+            raise self._error(messages.MOVED, moved) from failure
+        self._limit = (failed + 1) // 2
+        memory, step = describe_memory(self._trainer.strategy.root_device), self._trainer.global_step
+        return messages.OomEvent(self._stage, step, failed, self._limit, memory)
 
-    def batch_source(self, loader: int) -> BatchSource:
-        """Return how the batches of a loader are made."""
-        loaders, combine = dataloaders.evaluation_loaders(self._trainer, loader)
-        if all(map(is_collated, loaders)):
-            return CollatedBatches(loaders, combine)
-        return ReadyMadeBatches(lambda: [part.batch for part in self.parts], prepared=True)
+    def _error(self, sentence: str, what: object = "") -> UserError:
+        return messages.out_of_memory(self._trainer, self._stage, sentence, what)
 
-    def fetch(self, number: int, loader: int = 0, seed: int = 0) -> CollatedAgain | None:
-        """Fetch the samples of a batch again."""
-        (source, *others), _ = dataloaders.evaluation_loaders(self._trainer, loader)
-        if others or not is_collated(source) or isinstance(source.dataset, IterableDataset):
-            return None
-        indices = next(islice(source.batch_sampler, number, None), None)
-        return None if indices is None else CollatedAgain(source, collect_samples(source, list(indices), seed=seed))
+
+def _is_survived(error: Exception) -> bool:
+    return not isinstance(error, UserError) and (is_out_of_memory(error) or is_ambiguous_out_of_memory(error))

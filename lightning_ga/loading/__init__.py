@@ -1,1 +1,1 @@
-"""The user's loader, re-batched: orders, windows, micro-batches, batches that come ready-made, the largest samples."""
+"""The user's loader, re-batched: orders, windows, micro-batches, ready-made batches, the largest samples."""

@@ -1,29 +1,29 @@
 """Measure a step in the caching allocator of an accelerator: its statistics, and its own history of events.
 
-The allocator also counts memory that no tensor holds (workspaces of cuBLAS and cuDNN), so its numbers decide. Its
+The allocator also counts memory that belongs to no tensor (workspaces of cuBLAS and cuDNN), so its numbers decide. Its
 private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); without it, only live tensors are recorded.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from lightning_ga.memory.device import is_bounded, keeps_statistics, require_statistics
+from lightning_ga.memory.device import memory_fraction, require_statistics
 from lightning_ga.memory.segments import ROUNDING, SMALL_SEGMENT, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment, canonical, rounded_up
 
 _MOST_EVENTS = 2_000_000
+# Settings by which blocks are rounded, cut or returned in other ways (``CUDAAllocatorConfig.h``, torch 2.15).
+_OTHER_SETTINGS = ("large_segment", "max_non_split", "max_split_size", "roundup_power2", "garbage_collection")
 
 
 class AllocatorMeter:
     """Measures the peak of one step in a caching allocator, and whether the step ran without retries.
 
-    A step fits only if the allocator neither ran out (``num_ooms``) nor had to free its cache to go
-    on (``num_alloc_retries``): it would do so again and again, which is slow, or fail at the next
-    change of order. A user's own allocator that keeps no statistics is refused.
+    A step fits only if the allocator neither ran out nor had to free its cache: it would free it in every step, which
+    is slow, or fail when the order of allocations changes. An allocator that keeps no statistics is refused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,12 +38,23 @@ class AllocatorMeter:
 
     @property
     def rules(self) -> SegmentRules | None:
-        """How the allocator cuts blocks out of segments, as it is now; ``None`` if that is not known."""
-        rules = rules_of(_settings(self.device)) if _is_native(self.device) else None
-        if rules is None or is_bounded(self.device):
-            return rules
-        # Some rules hold only where a fraction of the device was set (``set_fraction``, torch 2.15).
-        return replace(rules, collection=0.0, grows_freely=rules.expandable)
+        """How the allocator cuts blocks out of segments, as it is now; ``None`` if that is not known.
+
+        Its settings are those of the environment, for CUDA with what was set since.
+        """
+        if not _is_native(self.device):
+            return None
+        if self.device.type == "cuda":
+            settings: dict[str, Any] = torch.cuda.memory._snapshot(self.device)["allocator_settings"]
+            is_bounded = memory_fraction(self.device) < 1
+        else:
+            text = ",".join(os.environ.get(f"PYTORCH_{prefix}ALLOC_CONF", "") for prefix in ("", "XPU_"))
+            settings, is_bounded = {"PYTORCH_CUDA_ALLOC_CONF": text}, False
+        text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
+        if any(name in text for name in _OTHER_SETTINGS):
+            return None
+        expandable = settings.get("expandable_segments", "expandable_segments:true" in text)
+        return SegmentRules(expandable, grows_freely=expandable and not is_bounded)
 
     def allocated(self) -> int:
         """Return the bytes that tensors take now."""
@@ -62,15 +73,13 @@ class AllocatorMeter:
         self._empty_cache()
         return tuple(_layout(segment, residents) for segment in self._segments_now())
 
-    def start(self, *, record: bool = False, residents: Mapping[int, int] | None = None) -> None:
+    def start(self, *, record: bool = False, residents: Mapping[int, int] = {}) -> None:
         """Empty the cache and begin a step; with ``record``, keep the allocator's events, unless other code does."""
         self._empty_cache()
         self._backend.reset_peak_memory_stats(self.device)
         self._before = self.troubles()
-        if record and self._has_history:
-            self._alive = None if torch._C._cuda_isHistoryEnabled() else self.allocated()
-        if record and self._alive is not None:
-            self._segments, self._residents = self._segments_now(), residents or {}
+        if record and self._has_history and not torch._C._cuda_isHistoryEnabled():
+            self._alive, self._segments, self._residents = self.allocated(), self._segments_now(), residents
             torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
 
     def finish(self) -> tuple[int, bool]:
@@ -115,70 +124,14 @@ class AllocatorMeter:
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 
 
-class RetryWatch:
-    """Reports once that the allocator has begun to free its cache in order to go on: a step is too close to the limit.
-
-    On devices whose allocators count no retries, it reports nothing.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._meter = AllocatorMeter(device) if keeps_statistics(device) else None
-        self._before: tuple[int, int] | None = None
-
-    def struggles(self) -> bool:
-        """Return true once, when retries have risen since the first call.
-
-        The first call must come after the first window, which fills the cache.
-        """
-        if self._meter is None:
-            return False
-        now = self._meter.troubles()
-        rose = self._before is not None and now > self._before
-        self._before = self._before or now
-        if rose:
-            self._meter = None
-        return rose
-
-    def begin_again(self) -> None:
-        """Forget the retries so far, which had another cause."""
-        self._before = None
-
-
 def _has_history(device: torch.device) -> bool:
     """Return whether the allocator keeps a record of its own of blocks allocated and released."""
-    # ``clear_history`` came with torch 2.6: without it, earlier events would be read as this step's.
     known = hasattr(torch.cuda.memory, "_record_memory_history_impl") and hasattr(torch._C, "_cuda_isHistoryEnabled")
-    recent = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
-    return device.type == "cuda" and known and recent and _is_native(device)
+    return device.type == "cuda" and known and _is_native(device)
 
 
 def _is_native(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.memory.get_allocator_backend() == "native"
-
-
-def _settings(device: torch.device) -> dict[str, Any]:
-    """Return an allocator's settings, from the environment or set since; of XPU's, from the environment only."""
-    if device.type == "cuda":
-        settings: dict[str, Any] = torch.cuda.memory._snapshot(device)["allocator_settings"]
-        return settings
-    text = ",".join(os.environ.get(f"PYTORCH_{prefix}ALLOC_CONF", "") for prefix in ("", "XPU_"))
-    return {"PYTORCH_CUDA_ALLOC_CONF": text}
-
-
-def rules_of(settings: Mapping[str, Any]) -> SegmentRules | None:
-    """Read the rules of segments off an allocator's settings; ``None`` if segments have another size."""
-    text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
-    if "large_segment_size_mb" in text or "max_non_split_rounding_mb" in text:
-        return None
-    rounded = sorted((int(mib), steps) for mib, steps in settings.get("roundup_power2_divisions", {}).items())
-    divisions = tuple(steps for _, steps in rounded)
-    size = settings.get("max_split_size", -1)
-    return SegmentRules(
-        max_split_size=size if size >= 0 else None,
-        divisions=divisions if any(divisions) else (),
-        expandable=settings.get("expandable_segments", "expandable_segments:true" in text),
-        collection=settings.get("garbage_collection_threshold", 0.0),
-    )
 
 
 def events_as_trace(
@@ -186,7 +139,7 @@ def events_as_trace(
     samples: int,
     alive: int,  # bytes at the first event
     segments: Iterable[Mapping[str, Any]] = (),  # of ``torch.cuda.memory_snapshot``, before the first event
-    residents: Mapping[int, int] | None = None,
+    residents: Mapping[int, int] = {},
 ) -> MemoryTrace:
     """Convert an allocator's events into the stream of one step.
 
@@ -196,10 +149,11 @@ def events_as_trace(
     sizes, addresses, stream = [alive], [0], []
     initial: dict[int, int] = {}  # by address
     held: dict[int, int] = {}
-    mapped: list[tuple[int, int]] = []  # addresses and bytes
+    begin: dict[bool, int] = {}  # lowest address of the small and of the large segment that grows
     for event in events:
         if event["action"] == "segment_map":
-            mapped.append((event["addr"], event["size"]))
+            small = event["size"] == SMALL_SEGMENT
+            begin[small] = min(event["addr"], begin.get(small, event["addr"]))
         if event["action"] not in ("alloc", "free_requested"):
             continue  # segments, and failures, which have no address
         address, size = event["addr"], event["size"]
@@ -216,25 +170,16 @@ def events_as_trace(
                 sizes[0] -= rounded_up(size, ROUNDING)
                 initial[address] = number
             stream.append(~number)
-    layout = tuple(_layout(segment, initial) for segment in segments)
-    places = {number: residents.get(address, 0) for address, number in initial.items()} if residents else {}
+    places = {number: residents.get(address, 0) for address, number in initial.items()}
+    grown = (Segment(small, address, ()) for small, address in begin.items())
     return MemoryTrace(
         samples,
         tuple(sizes),
         canonical([0, *initial.values(), *stream]),
-        layout=(*_first_addresses(mapped), *layout),
+        layout=(*grown, *(_layout(segment, initial) for segment in segments)),
         addresses=tuple(addresses),
-        residents=tuple(places.get(number, 0) for number in range(len(sizes))) if places else (),
+        residents=tuple(places.get(number, 0) for number in range(len(sizes))),
     )
-
-
-def _first_addresses(mapped: Iterable[tuple[int, int]]) -> Iterator[Segment]:
-    """Return where segments that grow begin, as far as a step shows it: it has their lowest addresses mapped first."""
-    pages = [(size == SMALL_SEGMENT, address) for address, size in mapped]
-    for small in (True, False):
-        addresses = [address for is_small, address in pages if is_small == small]
-        if addresses:
-            yield Segment(small, min(addresses), ())
 
 
 def _layout(segment: Mapping[str, Any], numbers: Mapping[int, int]) -> Segment:

@@ -1,11 +1,11 @@
-"""The kinds of accelerators, in one table; how much memory a device has, and how much of it training may take.
+"""The kinds of accelerators, in one table; how much memory a device has, and how much of it training may use.
 
-All amounts are bytes. On a CPU the machine's free memory and the limits of the control group
-(containers, SLURM) both bound; the smaller is what a process can use before it is killed. Inside
+All amounts are bytes. On a CPU, the machine's free memory and the limits of the control group
+(containers, SLURM) both apply: a process that exceeds the smaller is killed. Inside
 ``lightning_ga.testing.limit_memory`` its budget is the size of the device.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,10 +38,9 @@ class Vendor:
         """Return whether this process has started a device of this kind."""
         return bool(self.backend.is_initialized())
 
-    def generators(self) -> Iterable[torch.Generator]:
-        """Return the default generator of each device, if the kind is in use."""
-        generators: Iterable[torch.Generator] = self.backend.default_generators
-        return generators
+    def generators(self) -> Iterator[torch.Generator]:
+        """Yield the default generator of each device, if the kind is in use."""
+        yield from self.backend.default_generators
 
     def devices(self) -> Iterator[torch.device]:
         """Yield the devices on which tensors lie, if the kind is in use."""
@@ -60,8 +59,8 @@ class _Metal(Vendor):
     def is_in_use(self) -> bool:
         return torch.backends.mps.is_available()
 
-    def generators(self) -> Iterable[torch.Generator]:
-        return (torch.mps._get_default_mps_generator(),)  # torch/mps/__init__.py, torch 2.6 to 2.15
+    def generators(self) -> Iterator[torch.Generator]:
+        yield torch.mps._get_default_mps_generator()  # torch/mps/__init__.py, torch 2.6 to 2.15
 
     def devices(self) -> Iterator[torch.device]:
         if torch.mps.current_allocated_memory():
@@ -102,16 +101,12 @@ _CUDA = Vendor(  # and ROCm
 )
 _XPU = Vendor(
     "xpu",
-    out_of_memory=(
-        "XPU out of memory",
-        "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
-        "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
-    ),
+    out_of_memory=("XPU out of memory", "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY"),
     ambiguous=("UR_RESULT_ERROR_OUT_OF_RESOURCES",),
 )
 _MPS = _Metal(
     "mps",
-    # A buffer may be one that no device of this kind can hold.
+    # A buffer may be too large for any device of this kind.
     out_of_memory=("MPS backend out of memory", "Invalid buffer size: "),
     keeps_statistics=False,
 )
@@ -129,8 +124,8 @@ def vendor_of(device: torch.device) -> Vendor | None:
     return next((vendor for vendor in VENDORS if vendor.kind == device.type), None)
 
 
-# Share of what this process can take that is left free. A probe counts the holes of CUDA's allocator; what it does not
-# see are modules that are loaded later, and other processes.
+# Share of the available memory that is left free. A probe counts the holes of CUDA's allocator, but does not see
+# modules that are loaded later, nor other processes.
 _CUDA_MARGIN = 0.01
 _MARGIN = 0.05  # of another device: an allocator reserves 3–8 % more than it has allocated
 # A control group without a limit reads "max", or a number near 2**63.
@@ -139,12 +134,7 @@ _unenforced: ContextVar[float | None] = ContextVar("unenforced", default=None)  
 
 
 def available_memory(device: torch.device | str) -> int:
-    """Return the bytes that this process can still take on a device.
-
-    CPU: the smaller of what the machine has available and what the control group leaves. CUDA: free
-    memory and cached blocks that are not in use, less 1 % of what this process can take, and no more
-    than ``set_per_process_memory_fraction`` leaves. Inside ``limit_memory``: what its budget leaves.
-    """
+    """Return the bytes that this process can still use on a device, including unused cached blocks of CUDA."""
     device = torch.device(device)
     limits = [limit.budget - limit.live_bytes for limit in _active_limits(device) if limit.budget is not None]
     if device.type == "cpu":
@@ -154,7 +144,7 @@ def available_memory(device: torch.device | str) -> int:
         free, total = _device_memory(device)
         allocated = torch.cuda.memory_allocated(device)
         mine = free + int(torch.cuda.memory_reserved(device))
-        free = min(mine - allocated - int(_CUDA_MARGIN * mine), int(_memory_fraction(device) * total) - allocated)
+        free = min(mine - allocated - int(_CUDA_MARGIN * mine), int(memory_fraction(device) * total) - allocated)
     else:
         free, total = _device_memory(device)
         free -= int(_MARGIN * total)
@@ -179,18 +169,12 @@ def _active_limits(device: torch.device) -> list[LiveTensorMeter]:
     return [limit for limit in LiveTensorMeter.active if limit.device is None or limit.device.type == device.type]
 
 
-def keeps_statistics(device: torch.device) -> bool:
-    """Return whether the allocator of a device tells what it has handed out; a plugged-in one does not."""
-    native = device.type != "cuda" or torch.cuda.memory.get_allocator_backend() != "pluggable"
-    return native and device.type in WITH_STATISTICS
-
-
 def require_statistics(device: torch.device) -> None:
     """Refuse a CUDA allocator that a user has plugged in: PyTorch can neither read nor bound what it hands out."""
-    if device.type == "cuda" and not keeps_statistics(device):
+    if device.type == "cuda" and torch.cuda.memory.get_allocator_backend() == "pluggable":
         raise UserError(
             f"The allocator that was plugged in for {str(device)!r} keeps no statistics, so no limit can be found and "
-            "no memory_budget held: give a fixed micro_batch_size and no memory_budget."
+            "no memory_budget be kept: give a fixed micro_batch_size and no memory_budget."
         )
 
 
@@ -205,10 +189,9 @@ def _device_memory(device: torch.device) -> tuple[int, int]:
 
 
 def control_group_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """Return limit and use in bytes of every control group of this process, versions 1 and 2.
+    """Return limit and use in bytes of every control group of this process, versions 1 and 2, that has a limit.
 
-    Page cache that the kernel can drop does not count as used. Empty where there is no limit. ``proc`` and ``sys``
-    are looked for in ``root``.
+    Page cache that the kernel can drop does not count as used. ``proc`` and ``sys`` are looked for in ``root``.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -269,7 +252,7 @@ def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
         yield
         return
     require_statistics(device)
-    before = _memory_fraction(device)
+    before = memory_fraction(device)
     token = _unenforced.set(_unenforced.get() or before)
     try:
         with _bounded(device, min(before, (budget + 0.5) / _device_memory(device)[1])):
@@ -279,24 +262,19 @@ def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
 
 
 def lifted_budget(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which no ``enforced_budget`` around it holds; a fraction that the user has set does."""
+    """Return a context in which no ``enforced_budget`` around it is in force; a fraction that the user has set is."""
     fraction = _unenforced.get()
     return nullcontext() if fraction is None or device.type != "cuda" else _bounded(device, fraction)
 
 
 def may_reserve(device: torch.device, size: int) -> bool:
     """Return whether CUDA's allocator is not kept from reserving so many bytes: the device may have fewer."""
-    return device.type == "cuda" and _memory_fraction(device) * _device_memory(device)[1] > size
-
-
-def is_bounded(device: torch.device) -> bool:
-    """Return whether this process may reserve a share of a CUDA device only."""
-    return device.type == "cuda" and _memory_fraction(device) < 1
+    return device.type == "cuda" and memory_fraction(device) * _device_memory(device)[1] > size
 
 
 @contextmanager
 def _bounded(device: torch.device, fraction: float) -> Iterator[None]:
-    before = _memory_fraction(device)
+    before = memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(fraction, device)
     try:
         yield
@@ -304,8 +282,8 @@ def _bounded(device: torch.device, fraction: float) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
-def _memory_fraction(device: torch.device) -> float:
-    """Return the share of a CUDA device that this process may reserve: 1.0 where PyTorch 2.6 has no way to read it."""
+def memory_fraction(device: torch.device) -> float:
+    """Return the share of a CUDA device that this process may reserve: 1.0 if PyTorch cannot read it (2.6)."""
     read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     # For cudaMallocAsync PyTorch 2.15 answers with bytes divided by its own limit.
     return 1.0 if read is None else min(1.0, float(read(device)))

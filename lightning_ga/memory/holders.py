@@ -1,23 +1,19 @@
-"""Record where the storages of a step are made, and add up what holds the memory at its peak.
+"""Record in which phase the storages of a step are made, and sum up what holds the memory at its peak.
 
-A ``MemoryTrace`` says which storages are alive when most bytes are, and ``StepOrigins`` where each was made: state,
-activations of which blocks, temporaries. The parts sum to the peak. Hooks on modules tell which one runs, and the nodes
-of the backward pass are named after the module that made them. Both are there for the time of a recording alone.
+A ``MemoryTrace`` says which storages are alive when most bytes are, and ``StepOrigins`` where each was made. A storage
+that is made in the forward pass and released in the backward pass is an activation. The parts sum to the peak.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol
-from weakref import proxy
+from typing import Any
+from weakref import WeakMethod
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
@@ -25,27 +21,17 @@ from lightning_ga.memory.trace import MemoryTrace, bytes_alive, rounded_up
 from lightning_ga.plan import records as holder
 from lightning_ga.plan.records import Attribution
 
-THE_STEP = "the step itself"
-_NODE_NAME = "lightning_ga.module"  # in the metadata of autograd's nodes: which module made them
+Owned = Callable[[], Mapping[str, Iterable[Tensor]]]  # a method of a training: tensors of its state, by what they are
 _ADD = torch.ops.aten.add.Tensor
 _LOSSES = ("log_softmax", "nll_loss", "cross_entropy", "binary_cross_entropy_with_logits")
 
 
-class Owner(Protocol):
-    """A training whose memory is told apart."""
-
-    module: nn.Module | None  # its parts name places; without one, places are named by the classes of modules
-
-    def owned(self) -> Mapping[str, Iterable[Tensor]]:
-        """Return the tensors of its state, by what they are."""
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a storage was made, and what it is, where that is known."""
+    """Where a storage was made, and what it is, if that is known."""
 
     phase: str  # "forward", "backward" or "update"
-    place: str  # the name of the module; of the operation, outside of modules
+    operation: str
     kind: str = ""  # as in ``plan.records``
 
 
@@ -68,34 +54,20 @@ def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1, pe
     held = Counter({holder.UNNAMED: max(0, peak - seen)})
     for number in alive - {0}:
         held[_part(origins.made.get(number), last[number])] += rounded_up(trace.sizes[number], rounding)
-    if 0 in alive:
-        held.update(_residents(rounded_up(trace.sizes[0], rounding), origins.resident))
+    before = rounded_up(trace.sizes[0], rounding)
+    for name, size in origins.resident.items():
+        held[name] += min(size, before)
+        before -= min(size, before)
+    held[holder.BEFORE] += before
     at = next((origins.made[event] for event in reversed(begun) if event in origins.made), Origin("forward", ""))
     parts = tuple((name, size) for name, size in held.most_common() if size)
-    return Attribution(trace.samples, max(seen, peak), at.phase, at.place or THE_STEP, parts)
-
-
-def block(name: str) -> str:
-    """Return the block of a network that a module belongs to: its name up to the first number."""
-    parts = name.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
-    return ".".join(parts[: number + 1])
-
-
-def _residents(floor: int, known: Mapping[str, int]) -> Counter[str]:
-    """Share out the bytes that outlived the step among what is known of them."""
-    held: Counter[str] = Counter()
-    for name, size in known.items():
-        held[name] += min(size, floor)
-        floor -= min(size, floor)
-    held[holder.BEFORE] += floor
-    return held
+    return Attribution(trace.samples, max(seen, peak), at.phase, at.operation, parts)
 
 
 def _last_phases(trace: MemoryTrace, origins: StepOrigins) -> list[str]:
-    """Return the phase in which each storage was released; empty where it was not.
+    """Return the phase in which each storage was released; empty if it was not.
 
-    Where a step did not run to its end, what it made before the backward pass would have been used there.
+    If a step did not run to its end, storages from before the backward pass are treated as used in it.
     """
     phase, last = "forward", ["" if origins.complete else "backward"] * len(trace.sizes)
     for event in trace.events:
@@ -111,52 +83,29 @@ def _part(origin: Origin | None, released_in: str) -> str:
         return holder.BEFORE
     if origin.kind and (released_in or origin.kind != holder.LOGITS):
         return origin.kind
-    place = block(origin.place) or THE_STEP
     if not released_in:
-        return f"{holder.KEPT} {place}"
+        return holder.KEPT
     if origin.phase == "update":
         return holder.UPDATE
     if origin.phase == "backward" and released_in == "update":
         return holder.GRADIENTS
-    return f"{holder.ACTIVATIONS if origin.phase != released_in else holder.TEMPORARIES} {place}"
+    return holder.ACTIVATIONS if origin.phase != released_in else holder.TEMPORARIES
 
 
 class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     """Meters live tensors of a training, and records where they are made, and by which blocks of an allocator."""
 
-    def __init__(self, owner: Owner, allocator: AllocatorMeter | None = None, **arguments: Any) -> None:
+    def __init__(self, owned: Owned, allocator: AllocatorMeter | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
-        # A meter lives until the garbage collector comes, because storages call it as they die; the owner need not.
-        self._owner: Owner = proxy(owner)
+        # A meter lives until the garbage collector comes, because storages call it as they die; the training need not.
+        self._owned_tensors = WeakMethod(owned)
         self._allocator, self._blocks_before = allocator, 0
-        parts = {} if owner.module is None else dict(owner.module.named_modules())
-        self._names = {id(part): name for name, part in parts.items() if name}
-        # Bytes of the parameters that each module has of its own.
-        self._weights = {name: {p.nbytes for p in part.parameters(recurse=False)} for name, part in parts.items()}
-        self._stack: list[str] = []  # names of the modules that run
-        self._hooks: list[RemovableHandle] = []
         self._origins: dict[int, Origin] = {}
         self._sums: list[tuple[int, int]] = []
         self._addresses: dict[int, tuple[int, int]] = {}  # by storage, with how many blocks were handed out
         self._kinds: dict[int, str] = {}  # of storages that were there before, by their addresses
         self._operation: Any = None
-        self._was_backward = False  # since the last module ran
-
-    def __enter__(self) -> "OriginMeter":
-        if self._events is not None and not self._hooks:
-            self._hooks = [
-                register_module_forward_pre_hook(self._enter_module),
-                register_module_forward_hook(self._leave_module, always_call=True),
-            ]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._stack.clear()
+        self._was_backward = False
 
     def start(self, *, record: bool = False, budget: int | None = None) -> None:
         """Begin a step: the peak starts at what is alive, and what is alive is known by its owners."""
@@ -191,7 +140,8 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def _owned(self) -> dict[int, str]:
         """Return what storages are to the training, by their addresses; the first owner counts."""
         kinds: dict[int, str] = {}
-        for kind, tensors in self._owner.owned().items():
+        owned = self._owned_tensors()
+        for kind, tensors in owned().items() if owned is not None else ():
             for storage in addresses(tensors):
                 kinds.setdefault(storage, kind)
         return kinds
@@ -205,21 +155,10 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         elif not (kind == holder.LOGITS and self._origins[held.number].kind):
             self._origins[held.number] = replace(self._origins[held.number], kind=kind)
 
-    def _enter_module(self, part: nn.Module, inputs: Any) -> None:
-        outer = self._stack[-1] if self._stack else ""
-        self._was_backward &= torch._C._current_graph_task_id() != -1
-        _name_nodes(inputs, outer)
-        is_named = self._owner.module is not None
-        self._stack.append(self._names.get(id(part), outer) if is_named else type(part).__name__)
-
-    def _leave_module(self, _: nn.Module, __: Any, outputs: Any) -> None:
-        if self._stack:
-            _name_nodes(outputs, self._stack.pop())
-
     def _number(self, held: HeldStorage) -> None:
         super()._number(held)
         if held.recording == self._recording:
-            self._origins[held.number] = self._origin(held.size)
+            self._origins[held.number] = self._origin()
         elif kind := self._kinds.pop(held.key, ""):  # alive before the step
             self._origins[held.number] = Origin("forward", "", kind)
 
@@ -248,19 +187,15 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
             handed_out = self._allocator.handed_out() - self._blocks_before
             self._addresses[len(self._sizes) - 1] = storage.data_ptr(), handed_out
 
-    def _origin(self, size: int) -> Origin:
+    def _origin(self) -> Origin:
         operation, is_loss = _described(self._operation)
         kind = holder.LOGITS if is_loss else ""
-        place = next((name for name in reversed(self._stack) if name), operation)
         if torch._C._current_graph_task_id() != -1:
             self._was_backward = True
-            node: Any = torch._C._current_autograd_node()
-            place = (node.metadata.get(_NODE_NAME) if node is not None else "") or place
-            # A gradient is whole before it is added to that of earlier micro-batches.
-            return Origin("backward", place, holder.GRADIENTS if size in self._weights.get(place, ()) else kind)
-        # Not told by the marks: Lightning runs forward and backward passes in a closure, inside the optimizer's step.
+            return Origin("backward", operation, kind)
+        # Marks cannot tell this: Lightning runs forward and backward passes in a closure, inside the optimizer's step.
         updates = self._was_backward and not torch.is_grad_enabled()
-        return Origin("update", "the optimizer") if updates else Origin("forward", place, kind)
+        return Origin("update" if updates else "forward", operation, kind)
 
 
 def state_of(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
@@ -279,14 +214,3 @@ def _described(operation: Any) -> tuple[str, bool]:
     """Return the name of an operation, and whether it is one of a loss of logits."""
     name = str(operation).removeprefix("aten.").split(".")[0].strip("_")
     return name, name.startswith(_LOSSES)
-
-
-def _name_nodes(values: Any, name: str) -> None:
-    """Name the nodes of the backward pass that lead to some tensors, those that have no name yet."""
-    tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
-    todo: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if _NODE_NAME not in node.metadata:
-            node.metadata[_NODE_NAME] = name
-            todo += [before for before, _ in node.next_functions if before is not None]

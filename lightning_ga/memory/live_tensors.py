@@ -1,20 +1,16 @@
-"""Count the bytes of live tensors, to the byte and on any device.
+"""Count the bytes of live tensors, to the byte and on any device: a dispatch mode sees every operation.
 
-A dispatch mode sees every operation, also in backward and in optimizers. The rule of what counts:
-
-- a storage that an operation creates, from its creation until it dies; views count once;
-- older storages that are named as resident (``add``), and parameters with their gradients from
-  the first operation that touches them;
-- no other older tensor: a data set and its labels would lie on the host beside a real device.
-
-Kernel scratch that no tensor holds is not seen. Values are bitwise those of a run without it.
+``lightning_ga.testing.limit_memory`` says what is counted. Other older tensors are not, because beside a real device a
+data set and its labels would lie on the host.
 """
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from threading import Lock
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +27,7 @@ _ADDS = torch.ops.aten.add_.Tensor
 
 
 class HeldStorage(weakref.ref[torch.UntypedStorage]):
-    """A known storage: its bytes, and whether they count."""
+    """A known storage: its bytes, and whether they are counted."""
 
     __slots__ = ("counts", "key", "number", "recording", "size")
 
@@ -55,11 +51,36 @@ def uncounted() -> Iterator[None]:
         _uncounted.reset(token)
 
 
+_eager: list[Any] = []  # the compiler's stance for each context within which compiled functions run as written
+_eager_lock = Lock()
+
+
+@contextmanager
+def compiled_run_eagerly() -> Iterator[None]:
+    """Return a context in which compiled functions run as they were written; none are if no compiler is loaded.
+
+    Within a dispatch mode they would anyhow, but for those with ``fullgraph=True``, which raise (torch 2.6 to 2.15).
+    The stance is that of all threads: the first that enters sets it, and the last that leaves puts it back.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with _eager_lock:
+        _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _eager_lock:
+            stance = _eager.pop()
+            if not _eager:
+                stance.__exit__(None, None, None)
+
+
 class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meters live tensor bytes; with a budget, it emulates a device that runs out of memory.
 
-    The same object may be entered many times: storages that survive one step are known in the
-    next. A dispatch mode belongs to one thread; autograd carries it to its own.
+    Entered again, it knows the storages that have survived. A dispatch mode belongs to one thread; autograd carries it
+    to its own.
     """
 
     supports_higher_order_operators = True
@@ -81,6 +102,19 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._initial: list[int] = []  # storages that were alive at the start and died since
         self._marks: list[int] = []
         self._floor = 0  # bytes alive since the start
+        self._stances: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Self:
+        """Count from here on; compiled functions run as they were written."""
+        self._stances.append(compiled_run_eagerly())
+        self._stances[-1].__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Count no more."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._stances.pop().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, then count what it created."""
@@ -107,7 +141,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def start(self, *, record: bool = False, budget: int | None = None) -> None:
-        """Begin a step: the peak starts at what is alive. ``record`` keeps its events; a budget holds from now on."""
+        """Begin a step: the peak starts at the live bytes. ``record`` keeps its events; a budget applies at once."""
         self.budget = self.budget if budget is None else budget
         self.peak_bytes, self.wanted_bytes = self.live_bytes, 0
         self._recording += 1
@@ -135,7 +169,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return wanted is None or (device.type == wanted.type and wanted.index in (None, device.index))
 
     def _touch(self, parameter: Tensor) -> None:
-        """Count a parameter, and its gradient, at the first operation that takes it."""
+        """Count a parameter, and its gradient, at the first operation that uses it."""
         try:
             known = parameter.untyped_storage()._cdata in self._held
         except (NotImplementedError, RuntimeError):
@@ -165,8 +199,12 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             held = self._held.get(storage._cdata)
             if held is not None:
-                if held.counts and held.size != storage.nbytes():
-                    self._resize(held, storage)
+                if held.counts and held.size != storage.nbytes():  # resized: the new block is there before the old dies
+                    self._hold(storage, counts=True)
+                    try:
+                        self._check(storage.nbytes())
+                    finally:
+                        self._released(held)
                 continue
             if older is None:
                 older = set() if func in _CREATES else _taken(args, kwargs)
@@ -188,14 +226,6 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _number(self, held: HeldStorage) -> None:
         held.number = len(self._sizes)
         self._sizes.append(held.size)
-
-    def _resize(self, held: HeldStorage, storage: torch.UntypedStorage) -> None:
-        """Resize a storage: the new block is allocated before the old one is released."""
-        self._hold(storage, counts=True)
-        try:
-            self._check(storage.nbytes())
-        finally:
-            self._released(held)
 
     def _check(self, size: int) -> None:
         """Raise if the last ``size`` bytes were too many, else note the peak."""
@@ -256,7 +286,7 @@ def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Return whether the tensor's own storage holds its data, unlike for sparse, opaque and wrapper tensors."""
+    """Return whether the tensor's own storage contains its data: not for sparse, opaque and wrapper tensors."""
     kind = type(tensor)
     if kind is not Tensor and kind is not Parameter and is_traceable_wrapper_subclass(tensor):
         return False

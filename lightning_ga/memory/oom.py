@@ -26,9 +26,8 @@ _AMBIGUOUS = tuple(text for vendor in VENDORS for text in vendor.ambiguous)
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out, on any device or on the host.
 
-    The errors that it was raised from or while handling count too. So an error that only happened
-    while handling an out-of-memory error counts: if it is a bug, a retry with fewer samples shows it
-    alone, where the opposite mistake would end the run.
+    An error that was raised while handling an out-of-memory error is one, too. If it is a bug, a retry with fewer
+    samples shows it by itself; the opposite mistake would end the run.
 
     Examples:
         >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
@@ -70,17 +69,16 @@ def attempt(
     return Outcome(failure=failure)
 
 
-def retry_once(run: Callable[[], Any], catches: Callable[[Exception], bool] = is_out_of_memory) -> Any:
-    """Run what may be run twice: once more if memory runs out, as what the first attempt kept alive is freed."""
-    outcome = attempt(run, catches)
+def retry_once(run: Callable[[], Any]) -> Any:
+    """Run a function, and if memory runs out, once more after freeing what the first attempt kept alive."""
+    outcome = attempt(run)
     return outcome.result if outcome.failure is None else run()
 
 
 def release(error: BaseException) -> None:
     """Free the memory that an out-of-memory error keeps alive, and return cached blocks to the devices.
 
-    Call it outside the ``except`` block. Drops the tracebacks of the error and of its chain, so
-    that their frames die, then collects cycles and empties the caching allocators in use.
+    Call it outside the ``except`` block. Frames die with the tracebacks of the error and of its chain.
     """
     for link in _chain(error, suppressed=True):
         link.__traceback__ = None
@@ -96,13 +94,12 @@ def empty_caches() -> None:
 
 
 def _settle_backward_threads() -> None:
-    """Let the threads of backward passes let go of what failed in them: they do so before they take up other work.
+    """Give the threads of backward passes other work: only then do they release an error and its gradients.
 
-    An error wakes the main thread while the device's thread still holds it, and the gradients that it worked on
-    (``Engine::thread_main`` in ``torch/csrc/autograd/engine.cpp``).
+    An error wakes the main thread before that (``Engine::thread_main`` in ``torch/csrc/autograd/engine.cpp``).
     """
     for device in [device for vendor in vendors_in_use() for device in vendor.devices()]:
-        # Memory may be short even now; a budget of live tensors, which is a mode, counts what that thread still holds.
+        # Memory may be short even now; a budget of live tensors, which is a mode, still counts that thread's memory.
         with suppress(Exception), _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             some = torch.zeros((), device=device, requires_grad=True)
             torch.autograd.backward(some.clone())

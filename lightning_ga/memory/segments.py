@@ -1,10 +1,10 @@
 """Compute what a caching allocator reserves from the device for a stream of blocks: more than it allocates. Pure.
 
-The limit of a device holds for what is reserved. Blocks are cut out of segments, and a segment is returned only when it
-is free as a whole, so holes between blocks count too. The rules are those of the native allocators of CUDA and XPU
-(``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream. Of free blocks of one size the allocator takes the
-one whose segment is the oldest, then the one with the lowest address (seen in torch 2.15). Segments from before the
-stream count as older the lower their addresses are; a new one goes into the lowest gap that is large enough.
+The limit of a device applies to what is reserved. Blocks are cut out of segments, and a segment is returned only when
+it is free as a whole, so holes between blocks are reserved, too. The rules are those of the native allocators of CUDA
+and XPU (``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream. Of free blocks of one size the allocator
+uses the one whose segment is the oldest, then the one with the lowest address (seen in torch 2.15). Segments from
+before the stream are treated as older the lower they lie; a new one goes into the lowest gap that is large enough.
 
 With ``expandable_segments:True`` there is one segment for small and one for large blocks, and they grow. Parts of its
 addresses have memory behind them, in pages of 2 or 20 MiB; the others are unmapped, and a request that finds no free
@@ -30,43 +30,12 @@ _ENDLESS = 1 << 90  # addresses of a segment that grows: sizes that are only pre
 
 @dataclass(frozen=True, slots=True)
 class SegmentRules:
-    """Settings by which an allocator cuts blocks out of segments; the defaults are its own."""
+    """Settings by which an allocator cuts blocks out of segments; the defaults are its own. Others are not known."""
 
-    # Blocks of so many bytes and more are given out whole, to requests that are about as large, and returned to the
-    # device if memory is short; ``None`` splits all.
-    max_split_size: int | None = None
-    # Into how many equal steps the sizes between two powers of two are rounded up (``roundup_power2_divisions``):
-    # below 2 MiB, 4 MiB, and so on, the last for all above; 0 for 512 bytes.
-    divisions: tuple[int, ...] = ()
     expandable: bool = False  # whether segments grow (``expandable_segments``)
-    # Share of ``budget`` above which blocks that have long been free are returned (``garbage_collection_threshold``).
-    collection: float = 0.0
-    budget: int | None = None  # bytes that all segments may take
     # Whether a segment grows while there is memory. In a process that may reserve a share of the device only, it grows
     # only if a whole new one would fit, too.
     grows_freely: bool = False
-
-    def rounded(self, size: int) -> int:
-        """Return the bytes of a block for a request."""
-        floor = size.bit_length() - 1
-        steps = self.divisions[min(max(floor - 20, 0), len(self.divisions) - 1)] if self.divisions else 0
-        if steps > 1 and size > ROUNDING * steps:
-            return rounded_up(size, max(1, 2**floor >> (steps.bit_length() - 1)))
-        return max(ROUNDING, rounded_up(size, ROUNDING))
-
-    def may_split(self, size: int, rest: int, *, small: bool) -> bool:
-        """Return whether a request of ``size`` bytes is cut out of a block, of which ``rest`` bytes remain."""
-        if small or self.expandable:
-            return rest >= ROUNDING
-        return rest > SMALL and (self.max_split_size is None or size < self.max_split_size)
-
-    def may_take(self, size: int, free: int) -> bool:
-        """Return whether a free block of ``free`` bytes may serve a request of ``size``."""
-        if self.max_split_size is None:
-            return True
-        if size < self.max_split_size:
-            return free < self.max_split_size
-        return free < size + LARGE_SEGMENT  # ``max_non_split_rounding_mb``
 
 
 def segment_size(size: int, *, small: bool) -> int:
@@ -89,7 +58,7 @@ class Peaks(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A part of a segment, and its neighbours there; ``freed`` counts the requests before it was last released."""
+    """A part of a segment, and its neighbours there."""
 
     address: int
     size: int
@@ -99,7 +68,6 @@ class Block:
     after: "Block | None" = None
     free: bool = False
     mapped: bool = True
-    freed: int = 0
 
     def __post_init__(self) -> None:
         self.link()
@@ -112,29 +80,28 @@ class Block:
             self.after.before = self
 
 
-Entry = tuple[int, int, int, Block]
-"""A free block by its size, the age of its segment, and its address."""
+Entry = tuple[int, int, int, Block]  # a free block by its size, the age of its segment, and its address
 
 
 class Segments:
     """The blocks and segments of an allocator, simulated; ``allocated`` and ``reserved`` are their bytes now."""
 
-    def __init__(self, rules: SegmentRules | None = None) -> None:
-        self._rules = rules or SegmentRules()
+    _splits_large_to_the_end = False  # otherwise less than 1 MiB is not cut off
+
+    def __init__(self) -> None:
         self.allocated = self.reserved = 0
         self.peaks = Peaks(0, 0, 0)
         self._free: dict[bool, list[Entry]] = {True: [], False: []}  # the first that is large enough is taken
         self._ages: Iterator[int] = count()  # of segments
-        self._requests = {True: 0, False: 0}
         self._spans: list[tuple[int, int]] = []  # of all segments: first address, and first after it
 
     def allocate(self, size: int) -> Block:
         """Allocate a block of at least ``size`` bytes."""
-        size = self._rules.rounded(size)
+        size = max(ROUNDING, rounded_up(size, ROUNDING))
         small = size <= SMALL
         block = self._taken(size, small) or self._reserve(size, small)
         rest = block.size - size
-        if self._rules.may_split(size, rest, small=small):
+        if rest >= ROUNDING if small or self._splits_large_to_the_end else rest > SMALL:
             block.size = size
             self._track(Block(block.address + size, rest, small, block.age, before=block, after=block.after))
         self._count(allocated=block.size)
@@ -174,10 +141,9 @@ class Segments:
         self.peaks = Peaks(*map(max, self.peaks, now))
 
     def _taken(self, size: int, small: bool) -> Block | None:
-        self._requests[small] += 1
         free = self._free[small]
         place = self._first(free, size)
-        if place == len(free) or not self._rules.may_take(size, free[place][0]):
+        if place == len(free):
             return None
         block = free[place][3]
         self._untrack(block)
@@ -189,8 +155,6 @@ class Segments:
 
     def _reserve(self, size: int, small: bool) -> Block:
         taken = segment_size(size, small=small)
-        self._collect()
-        self._return_oversize(size, taken, small)
         block = Block(self._gap(taken), taken, small, next(self._ages))
         insort(self._spans, (block.address, block.address + taken))
         self._count(reserved=taken)
@@ -204,44 +168,6 @@ class Segments:
                 break
             place = end
         return place
-
-    def _collect(self) -> None:
-        """Return whole segments that were free for longer than the others (``garbage_collection_threshold``)."""
-        budget, share = self._rules.budget, self._rules.collection
-        surplus = self.reserved - int(share * budget) if share and budget is not None else 0
-        if surplus <= 0:
-            return
-        whole = [block for *_, block in self._free[False] if block.before is None and block.after is None]
-        while surplus > 0 and whole:
-            ages = {block.address: self._requests[False] - block.freed for block in whole}
-            mean = sum(ages.values()) / len(ages)
-            for block in whole:
-                if ages[block.address] >= mean:
-                    surplus -= block.size
-                    self._return(block)
-            whole = [block for block in whole if block.free]
-
-    def _return_oversize(self, size: int, taken: int, small: bool) -> None:
-        """Return free blocks that are given out whole, where the budget has no room left."""
-        least, budget = self._rules.max_split_size, self._rules.budget
-        if least is None or budget is None or self.reserved + taken <= budget:
-            return
-        wanted, free = max(size, least), self._free[small]
-        place = bisect_left(free, (wanted, -1))
-        if place < len(free):
-            self._return(free[place][3])
-            return
-        for *_, block in reversed(free[bisect_left(free, (least, -1)) :]):
-            if wanted > 0:
-                wanted -= block.size
-                self._return(block)
-        if wanted > 0:  # the allocator does not look whether that was enough, and empties its cache
-            self._count(needed=budget + 1 - self.reserved)
-
-    def _return(self, block: Block) -> None:
-        self._untrack(block)
-        self._spans.remove((block.address, block.address + block.size))
-        self._count(reserved=-block.size)
 
     def _join(self, block: Block) -> Block:
         """Make a block free; free neighbours are joined to it."""
@@ -258,7 +184,7 @@ class Segments:
         return block
 
     def _track(self, block: Block) -> None:
-        block.free, block.freed = True, self._requests[block.small]
+        block.free = True
         insort(self._free[block.small], (block.size, block.age, block.address, block))
 
     def _untrack(self, block: Block) -> None:
@@ -270,8 +196,11 @@ class Segments:
 class ExpandableSegments(Segments):
     """The two segments that grow: what is adopted are their mapped parts, by rising address."""
 
-    def __init__(self, rules: SegmentRules) -> None:
-        super().__init__(rules)
+    _splits_large_to_the_end = True
+
+    def __init__(self, *, grows_freely: bool) -> None:
+        super().__init__()
+        self._grows_freely = grows_freely
         self._ages = repeat(0)
         self._unmapped: dict[bool, list[Block]] = {True: [], False: []}  # by address
 
@@ -307,7 +236,7 @@ class ExpandableSegments(Segments):
 
     def _reserve(self, size: int, small: bool) -> Block:
         """Map the lowest addresses that have room, and join them to a free block before them."""
-        if not self._rules.grows_freely:
+        if not self._grows_freely:
             self._count(needed=segment_size(size, small=small))
         if not self._unmapped[small]:
             self._leave_unmapped(Block(_ENDLESS * (1 if small else 2), _ENDLESS, small, 0))
@@ -348,7 +277,9 @@ def _with_room(part: Block, size: int) -> Block | None:
 
 def segments_of(rules: SegmentRules | None) -> Segments:
     """Return the empty books of an allocator with these settings."""
-    return ExpandableSegments(rules) if rules is not None and rules.expandable else Segments(rules)
+    if rules is None or not rules.expandable:
+        return Segments()
+    return ExpandableSegments(grows_freely=rules.grows_freely)
 
 
 def replay_segments(sizes: Iterable[int], trace: MemoryTrace, rules: SegmentRules | None = None) -> Peaks:

@@ -1,16 +1,16 @@
 """The record of one training step: its allocations and releases in order, and the most bytes alive at once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 
 class Segment(NamedTuple):
-    """A part of the device's memory that a caching allocator cuts into blocks, small or large ones.
+    """A part of the device's memory that a caching allocator cuts into blocks, ``(bytes, storage)`` in order.
 
-    Each block is ``(bytes, storage)``, in order, with storage 0 for what outlives the step and -1 for a hole. Before a
-    step of which nothing is known yet, the number is a resident tensor's place among all of them, from 1 on.
+    Storage 0 is what outlives the step, -1 a hole. Before a step of which nothing is known yet, the number is a
+    resident tensor's place among all of them, from 1 on.
     """
 
     small: bool
@@ -31,8 +31,8 @@ class MemoryTrace:
     sizes: tuple[int, ...]  # bytes of each storage, before rounding; the first is all that outlived the step
     events: tuple[int, ...]  # ``n`` allocates, ``~n`` releases; releases in a row are sorted: that changes no peak
     marks: tuple[int, ...] = ()  # places in ``events`` at which a phase ends, such as before the optimizer's step
-    layout: tuple[Segment, ...] = ()  # a caching allocator's segments before the step, where they are known
-    addresses: tuple[int, ...] = ()  # of storages, 0 or nothing where that is not known
+    layout: tuple[Segment, ...] = ()  # a caching allocator's segments before the step, if they are known
+    addresses: tuple[int, ...] = ()  # of storages; 0 or nothing if it is not known
     sums: tuple[tuple[int, int], ...] = ()  # storages of a gradient, and of its sum with another one
     handed_out: tuple[int, ...] = ()  # blocks that an allocator had handed out in the step when each tensor was there
     residents: tuple[int, ...] = ()  # place of a storage among the tensors known before the step, 0 for none
@@ -40,13 +40,7 @@ class MemoryTrace:
     def begun_at(self, layout: tuple[Segment, ...], *, small: int) -> "MemoryTrace":
         """Return the step as it is from other segments on, in which resident tensors have their places.
 
-        What it releases of them is elsewhere then. Unchanged where one of more than ``small`` bytes is not found.
-
-        Examples:
-            >>> before = Segment(False, 0, ((8, 1), (4, -1), (8, 0)))
-            >>> step = MemoryTrace(2, (8, 8), (0, 1, ~1), layout=(before,), residents=(0, 3))
-            >>> step.begun_at((Segment(False, 0, ((4, 0), (8, 3))),), small=0).layout[0].blocks
-            ((4, 0), (8, 1))
+        Return the step unchanged if it releases one of more than ``small`` bytes that is not in these segments.
         """
         storages = {place: number for number, place in enumerate(self.residents) if place}
         now = [
@@ -68,7 +62,7 @@ class MemoryTrace:
     def unwatched(self) -> "MemoryTrace":
         """Return the stream as it is without a dispatch mode: there autograd adds gradients in place.
 
-        So it does where it holds the only reference (``can_accumulate_inplace`` in torch 2.15): the gradient dies
+        It does so if it has the only reference (``can_accumulate_inplace`` in torch 2.15): the gradient dies
         as soon as its sum is there.
 
         Examples:
@@ -77,11 +71,13 @@ class MemoryTrace:
         """
         gradients = {total: gradient for gradient, total in self.sums}
         places: dict[int, int] = {}  # of sums: the storages that they are added up in
-        gone = set()
-        for index, event in enumerate(self.events):
-            if event > 0 and event in gradients and ~gradients[event] in _releases_after(self.events, index):
-                gone.add(gradients[event])
-                places[event] = places.get(gradients[event], gradients[event])
+        made = 0
+        for event in self.events:
+            if event >= 0:
+                made = event
+            elif gradients.get(made) == ~event:
+                places[made] = places.get(~event, ~event)
+        gone = {gradients[total] for total in places}
         events = [
             event if event >= 0 else ~places.get(~event, ~event)
             for event in self.events
@@ -96,15 +92,11 @@ class MemoryTrace:
         return tuple(max(alive[max(start - 1, 0) : end], default=0) for start, end in pairwise(bounds))
 
     def kept_bytes(self, rounding: int = 1) -> int:
-        """Return the bytes of the storages that outlive the step: those alive before it, and those it leaves."""
+        """Return the bytes that are alive after the step."""
         return bytes_alive(self.sizes, self.events, rounding)[-1]
 
     def transient_peak(self, rounding: int = 1) -> int:
-        """Return the most bytes alive at once among storages that the step both allocates and releases.
-
-        It bounds what can grow with the samples: parameters, optimizer state and gradients that
-        are kept outlive the step, and are left out.
-        """
+        """Return the most bytes alive at once among storages that the step makes and releases: these can grow."""
         released = {~event for event in self.events if event < 0}
         return replay(self.sizes, [event for event in self.events if event < 0 or event in released], rounding)
 
@@ -126,28 +118,10 @@ def rounded_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _releases_after(events: Sequence[int], index: int) -> Sequence[int]:
-    end = index + 1
-    while end < len(events) and events[end] < 0:
-        end += 1
-    return events[index + 1 : end]
-
-
 def canonical(events: Iterable[int]) -> tuple[int, ...]:
-    """Return the events with every run of releases sorted.
-
-    Examples:
-        >>> canonical([0, 1, 2, ~2, ~0, 3])
-        (0, 1, 2, -3, -1, 3)
-    """
+    """Return the events with every run of releases sorted."""
     ordered: list[int] = []
-    run: list[int] = []
-    for event in events:
-        if event < 0:
-            run.append(event)
-            continue
-        if run:
-            ordered += sorted(run)
-            run.clear()
-        ordered.append(event)
-    return (*ordered, *sorted(run))
+    for are_releases, group in groupby(events, key=lambda event: event < 0):
+        run = list(group)
+        ordered += sorted(run) if are_releases else run
+    return tuple(ordered)

@@ -3,18 +3,20 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchmetrics import Metric
+from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-from lightning_ga.models.reference import MakeOptimizer, MakeScheduler, ReferenceModule
+from lightning_ga.models.reference import ReferenceModule
 
 Batch = tuple[Tensor, Tensor]
+LEVELS, PATCH, STRIDE = 4, 3, 2  # grey levels; pixels of a hashed patch, and from one patch to the next
+SPREAD = 2_654_435_761, 40_503  # odd numbers without a factor in common with usual sizes of tables
 
 
 class Classifier(ReferenceModule):
@@ -23,25 +25,22 @@ class Classifier(ReferenceModule):
     Args:
         net: Maps images ``(batch, channels, height, width)`` to logits ``(batch, num_classes)``.
         num_classes: Number of classes.
-        optimizer: See :class:`~lightning_ga.models.reference.ReferenceModule`.
-        lr_scheduler: See :class:`~lightning_ga.models.reference.ReferenceModule`.
         label_smoothing: Share of the targets of training that is spread over all classes, 0 to 1.
+        **training: ``optimizer`` and ``lr_scheduler`` of :class:`~lightning_ga.models.reference.ReferenceModule`.
 
     Attributes:
         confusion: After a test, rows of counts ``confusion[target][prediction]``.
     """
 
-    def __init__(
-        self,
-        net: nn.Module,
-        num_classes: int,
-        optimizer: MakeOptimizer | None = None,
-        lr_scheduler: MakeScheduler | None = None,
-        label_smoothing: float = 0.0,
-    ) -> None:
-        super().__init__(("loss", "acc"), optimizer, lr_scheduler)
+    def __init__(self, net: nn.Module, num_classes: int, *, label_smoothing: float = 0.0, **training: Any) -> None:
+        super().__init__(("loss", "acc"), **training)
         self.net, self.label_smoothing = net, label_smoothing
-        self.val_accuracy, self.test_accuracy = accuracies(num_classes), accuracies(num_classes)
+        ranks = {"acc": 1, "top5": min(5, num_classes)}
+        accuracies = MetricCollection(
+            {name: MulticlassAccuracy(num_classes, k, average="micro") for name, k in ranks.items()},
+            compute_groups=False,  # the two may be equal on the first batch
+        )
+        self.val_accuracy, self.test_accuracy = (accuracies.clone(prefix=f"{stage}/") for stage in ("val", "test"))
         self.test_confusion = MulticlassConfusionMatrix(num_classes)
         self.confusion: list[list[int]] | None = None
 
@@ -60,43 +59,26 @@ class Classifier(ReferenceModule):
         self.record({"loss": loss, "acc": accuracy}, len(targets))
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log ``val/loss``, ``val/acc`` and ``val/top5`` over the validation set."""
-        self._evaluate(batch, "val", self.val_accuracy)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log ``test/loss``, ``test/acc`` and ``test/top5`` and count the confusion matrix."""
-        logits = self._evaluate(batch, "test", self.test_accuracy)
-        self.test_confusion.update(logits, batch[1])
+    def evaluate(self, batch: Batch, stage: str) -> None:
+        """Log loss, ``acc`` and ``top5``; in a test, count the confusion matrix."""
+        images, targets = batch
+        logits: Tensor = self(images)
+        accuracy = self.val_accuracy if stage == "val" else self.test_accuracy
+        accuracy.update(logits, targets)
+        if stage == "test":
+            self.test_confusion.update(logits, targets)
+        self.log(f"{stage}/loss", F.cross_entropy(logits, targets), batch_size=len(targets), sync_dist=True)
+        self.log_dict(accuracy, on_step=False, on_epoch=True, batch_size=len(targets))
 
     def on_test_epoch_end(self) -> None:
         """Keep the confusion matrix, summed over ranks, as plain numbers."""
         self.confusion = self.test_confusion.compute().tolist()
         self.test_confusion.reset()
 
-    def predict_step(self, batch: Batch | list[Tensor], batch_idx: int) -> Tensor:
-        """Return the probabilities of the classes, ``(batch, num_classes)``."""
+    def predict_step(self, batch: Batch | list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return ``{"class_probabilities": (batch, num_classes)}``: the command line reads classes by this key."""
         logits: Tensor = self(batch[0])
-        return logits.softmax(dim=1)
-
-    def _evaluate(self, batch: Batch, stage: str, accuracies: nn.ModuleDict) -> Tensor:
-        images, targets = batch
-        logits: Tensor = self(images)
-        self.log(f"{stage}/loss", F.cross_entropy(logits, targets), batch_size=len(targets), sync_dist=True)
-        for name, accuracy in accuracies.items():
-            cast(Metric, accuracy).update(logits, targets)
-            self.log(f"{stage}/{name}", cast(Metric, accuracy), on_step=False, on_epoch=True, batch_size=len(targets))
-        return logits
-
-
-def accuracies(classes: int) -> nn.ModuleDict:
-    """Return the accuracy, and how often the right class is among the five that are thought most likely."""
-    ranks = {"acc": 1, "top5": min(5, classes)}
-    return nn.ModuleDict({name: MulticlassAccuracy(classes, k, average="micro") for name, k in ranks.items()})
-
-
-LEVELS, PATCH, STRIDE = 4, 3, 2  # grey levels; pixels of a patch, and from one patch to the next
-SPREAD = 2_654_435_761, 40_503  # odd numbers without a factor in common with usual sizes of tables
+        return {"class_probabilities": logits.softmax(dim=1)}
 
 
 class MLPClassifier(Classifier):
@@ -130,14 +112,9 @@ class MLPClassifier(Classifier):
 
 
 class HashedPatches(nn.Module):
-    """Give each patch of a picture, at its place, a number of a table by the hashing trick.
+    """Give each patch of a picture, at its place, one of the ``rows`` of a table by the hashing trick.
 
-    Pixels are rounded to a few grey levels, so that patches that look alike are the same patch. Different patches
-    may share one of the ``rows``.
-
-    Examples:
-        >>> HashedPatches(1000)(torch.zeros(2, 1, 5, 5)).shape  # two rows of two patches
-        torch.Size([2, 4])
+    Pixels are rounded to a few grey levels, so that patches that look alike are the same patch.
     """
 
     def __init__(self, rows: int) -> None:
@@ -158,8 +135,8 @@ class HashedPatches(nn.Module):
 class HashedPatchClassifier(Classifier):
     """The mean of the embeddings of a picture's patches, and a linear layer.
 
-    A batch touches a small part of the table: with ``sparse`` its gradient holds these rows alone, and the
-    optimizer has to take such gradients (SGD without momentum and weight decay, Adagrad).
+    A batch touches a small part of the table: with ``sparse`` its gradient contains only these rows, and the
+    optimizer has to accept such gradients (SGD without momentum and weight decay, Adagrad).
 
     Args:
         rows: Rows of the table.
@@ -186,13 +163,9 @@ def to_group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
     BatchNorm need training again. Activations and dropout that timm fuses into its BatchNorm layers stay.
 
     Args:
-        module: A module, before its optimizer is made.
+        module: A module, before its optimizer is made. A BatchNorm layer itself is not changed, and a new one returned.
         groups: Number of groups of channels; reduced to its greatest common divisor with the number of
-            channels. ``BatchNorm1d`` becomes one group: its input may hold one value a channel, and a value
-            normalized by itself is lost.
-
-    Returns:
-        The module; a new one if it is a BatchNorm layer itself.
+            channels. ``BatchNorm1d`` becomes one group: with one value a channel, a normalized value would be lost.
 
     Examples:
         >>> to_group_norm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1].num_groups
@@ -212,7 +185,6 @@ def _replacement(layer: _BatchNorm, groups: int) -> nn.Module:
     if layer.affine:
         norm.weight, norm.bias = layer.weight, layer.bias  # frozen ones stay so
     norm.train(layer.training)
-    # timm's BatchNormAct2d: normalization, dropout and activation in one layer.
-    fused = [cast(nn.Module, getattr(layer, name)) for name in ("drop", "act") if hasattr(layer, name)]
-    kept = [part for part in fused if not isinstance(part, nn.Identity)]
+    fused = (getattr(layer, name, None) for name in ("drop", "act"))  # of timm's BatchNormAct2d
+    kept = [part for part in fused if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)]
     return nn.Sequential(norm, *kept) if kept else norm

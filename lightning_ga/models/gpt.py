@@ -1,13 +1,14 @@
 """A small GPT: its loss is a mean over tokens, so micro-batches of unequal text need token weights."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
 
 from lightning_ga.errors import UserError
-from lightning_ga.models.reference import MakeOptimizer, MakeScheduler, ReferenceModule, SampleMean
+from lightning_ga.models.reference import ReferenceModule, SampleMean
 
 Batch = Mapping[str, Tensor]
 IGNORED = -100  # a label that is padding, as in torch.nn.CrossEntropyLoss
@@ -26,8 +27,7 @@ class GPT(ReferenceModule):
         width: Channels of the residual stream.
         depth: Number of blocks.
         heads: Attention heads of a block; they divide the width.
-        optimizer: See :class:`~lightning_ga.models.reference.ReferenceModule`.
-        lr_scheduler: See :class:`~lightning_ga.models.reference.ReferenceModule`.
+        **training: ``optimizer`` and ``lr_scheduler`` of :class:`~lightning_ga.models.reference.ReferenceModule`.
     """
 
     def __init__(
@@ -38,15 +38,11 @@ class GPT(ReferenceModule):
         width: int = 128,
         depth: int = 4,
         heads: int = 4,
-        optimizer: MakeOptimizer | None = None,
-        lr_scheduler: MakeScheduler | None = None,
+        **training: Any,
     ) -> None:
-        if width % heads:
-            raise UserError(f"model.heads={heads} must divide model.width={width}; for example model.heads=1.")
-        super().__init__(("loss",), optimizer, lr_scheduler)
-        self.context = context
+        super().__init__(("loss",), **training)
         self.net = Decoder(vocabulary, context, width, depth, heads)
-        self.evaluated = SampleMean()
+        self.evaluated: Any = nn.ModuleDict({"loss": SampleMean(), "perplexity": Perplexity()})
         self.save_hyperparameters("vocabulary", "context", "width", "depth", "heads")
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -60,33 +56,28 @@ class GPT(ReferenceModule):
         self.record({"loss": loss}, count_tokens(batch))
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count the loss over the tokens of the validation set, or of the test set."""
-        self.evaluated.update(self.token_loss(batch), count_tokens(batch))
-
-    test_step = validation_step
-
-    def on_validation_epoch_end(self) -> None:
-        """Log ``val/loss`` and ``val/perplexity``."""
-        super().on_validation_epoch_end()
-        self._log_evaluated("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log ``test/loss`` and ``test/perplexity``."""
-        self._log_evaluated("test")
+    def evaluate(self, batch: Batch, stage: str) -> None:
+        """Log ``loss`` and ``perplexity`` over all tokens of a set."""
+        loss, tokens = self.token_loss(batch), count_tokens(batch)
+        for name, metric in self.evaluated.items():
+            metric.update(loss, tokens)
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, batch_size=tokens)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Refuse: what is saved of a prediction is a class for each sample."""
-        raise UserError("task=predict saves a class for each sample, and a language model has none: use task=test.")
+        """Refuse: the logits of all tokens are of no use in a file."""
+        raise UserError("task=predict has nothing to write of a language model's texts: use task=test.")
 
     def token_loss(self, batch: Batch) -> Tensor:
         """Return the cross-entropy of the labels, a mean over tokens."""
         return F.cross_entropy(self(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
-    def _log_evaluated(self, stage: str) -> None:
-        loss = self.evaluated.compute()
-        self.evaluated.reset()
-        self.log_dict({f"{stage}/loss": loss, f"{stage}/perplexity": loss.exp()}, sync_dist=True)
+
+class Perplexity(SampleMean):
+    """The exponential of a mean loss."""
+
+    def compute(self) -> Tensor:
+        """Return it over all tokens."""
+        return super().compute().exp()
 
 
 class Decoder(nn.Module):

@@ -55,23 +55,15 @@ class SimCLR(ReferenceModule):
         self.record({"loss": loss, "acc": accuracy}, len(batch[0]))
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log ``val/loss`` and ``val/acc``."""
-        self._evaluate(batch[0], "val")
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log ``test/loss`` and ``test/acc``."""
-        self._evaluate(batch[0], "test")
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the encoder's outputs, ``(batch, features)``."""
-        outputs: Tensor = self(batch[0])
-        return outputs
-
-    def _evaluate(self, images: Tensor, stage: str) -> None:
-        loss, accuracy = self._compare(images)
+    def evaluate(self, batch: Any, stage: str) -> None:
+        """Log ``loss`` and ``acc``."""
+        loss, accuracy = self._compare(batch[0])
         values = {f"{stage}/loss": loss, f"{stage}/acc": accuracy}
-        self.log_dict(values, batch_size=len(images), sync_dist=True, prog_bar=stage == "val")
+        self.log_dict(values, batch_size=len(batch[0]), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the encoder's outputs, ``(batch, features)``."""
+        return self(batch[0])
 
     def _compare(self, images: Tensor) -> tuple[Tensor, Tensor]:
         outputs = F.normalize(torch.cat([self.head(self.encoder(self._view(images))) for _ in range(2)]))

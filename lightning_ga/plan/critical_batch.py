@@ -22,10 +22,6 @@ def window_moments(passes: Sequence[tuple[float, float]], whole: float) -> tuple
 
     ``passes`` are counts of samples and squared norms of mean gradients; ``whole`` is that of the window's mean. A mean
     over n samples has the expected squared norm |G|² + tr Σ / n (appendix A.1 there, for micro-batches of any sizes).
-
-    Examples:
-        >>> window_moments([(1, 5.0), (1, 3.0)], 2.5)
-        (3.0, 1.0)
     """
     each = fmean(1 / count for count, _ in passes)
     total = 1 / sum(count for count, _ in passes)
@@ -108,11 +104,6 @@ class CriticalBatch:
 
 
 def batches_around(batch: int, samples: int) -> tuple[int, ...]:
-    """Return B/2 (if that is a whole number), B, 2B and 4B, but none above the samples of a branch.
-
-    Examples:
-        >>> batches_around(32, 1000)
-        (16, 32, 64, 128)
-    """
+    """Return B/2 (if that is a whole number), B, 2B and 4B, but none above the samples of a branch."""
     half = () if batch % 2 else (batch // 2,)
     return tuple(size for size in (*half, batch, 2 * batch, 4 * batch) if size <= samples)

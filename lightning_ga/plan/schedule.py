@@ -1,15 +1,14 @@
 """Turn a number, a mapping from epoch, a callable or a schedule by window into a function of training's place.
 
 Pure. Schedules by window give a count for every optimizer step (``by_step``, ``linear``, ``geometric``) or for the
-samples seen so far (``by_samples``, ``seesaw``); both count from the start of training.
+samples seen so far (``by_samples``), both from the start of training on.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from math import acos, ceil, pi
 from operator import index
 from typing import Any, Literal
 
@@ -21,18 +20,16 @@ Unit = Literal["epoch", "step", "samples"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PiecewiseSchedule:
-    """Counts that hold from an epoch, an optimizer step, or a number of samples seen, on.
+    """Counts that are each valid from an epoch, an optimizer step, or a number of samples on.
 
-    Called with an epoch, it returns its count, or none before the first; if windows change within epochs, the largest
-    count: what a plan made in advance has to hold.
+    Called with an epoch, it returns the count of the epoch, ``None`` before the first. If windows change within epochs,
+    it returns the largest count, for which a plan in advance has to be made.
     """
 
     name: str  # as the user would write it
     unit: Unit
     starts: tuple[int, ...]  # rising; from 0 on if the unit is not the epoch
     counts: tuple[int, ...]
-    rates: tuple[float, ...] = ()  # by which the learning rate is multiplied meanwhile; none: it is left alone
-    replaces_decay: bool = False  # whether the batch grows instead of a learning rate that falls
 
     def __repr__(self) -> str:
         return self.name
@@ -51,14 +48,7 @@ class PiecewiseSchedule:
 
     def at(self, step: int, samples: int) -> int:
         """Return the count of the window that begins after so many steps and samples."""
-        return self.counts[self._level(step, samples)]
-
-    def rate(self, step: int, samples: int) -> float:
-        """Return by what the learning rate of that window is multiplied."""
-        return self.rates[self._level(step, samples)] if self.rates else 1.0
-
-    def _level(self, step: int, samples: int) -> int:
-        return bisect_right(self.starts, step if self.unit == "step" else samples) - 1
+        return self.counts[bisect_right(self.starts, step if self.unit == "step" else samples) - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +59,6 @@ class Growth:
     times: int = 1  # samples that a count stands for
     steps_before: int = 0  # optimizer steps before the epoch
     samples_before: int = 0  # over all ranks
-    windows_done: int = 0  # of the epoch, in an earlier run
 
     def at(self, windows: int, samples: int) -> int:
         """Return the effective batch after so many windows and samples of the epoch."""
@@ -81,14 +70,13 @@ class Growth:
         return self.times * max(self.schedule.counts)
 
 
-__all__ = ["Schedule", "ScheduleLike", "as_schedule", "by_samples", "by_step"]
-__all__ += ["from_lr_decay", "geometric", "linear", "seesaw"]
+__all__ = ["Schedule", "ScheduleLike", "as_schedule", "by_samples", "by_step", "from_lr_decay", "geometric", "linear"]
 ScheduleLike = int | Mapping[int, int] | Callable[[int], int] | PiecewiseSchedule
 Schedule = Callable[[int], int | None]
 
 
 def by_step(counts: Mapping[int, int]) -> PiecewiseSchedule:
-    """Let each count hold from its optimizer step on: ``{step: count}``, which begins with step 0.
+    """Use each count from its optimizer step on: ``{step: count}``, beginning with step 0.
 
     Examples:
         >>> schedule = by_step({0: 32, 100: 64})
@@ -99,7 +87,7 @@ def by_step(counts: Mapping[int, int]) -> PiecewiseSchedule:
 
 
 def by_samples(counts: Mapping[int, int]) -> PiecewiseSchedule:
-    """Let each count hold from the first window after so many samples of all ranks: ``{samples: count}``, from 0 on.
+    """Use each count from the first window after so many samples of all ranks: ``{samples: count}``, beginning with 0.
 
     Examples:
         >>> by_samples({0: 32, 50_000: 64}).at(0, 50_016)
@@ -116,7 +104,7 @@ def linear(start: int, end: int, *, steps: int) -> PiecewiseSchedule:
         >>> [schedule.at(step, 0) for step in range(4)]
         [10, 20, 30, 30]
     """
-    start, end, steps = _ramp("linear", start, end, steps)
+    start, end, steps = _ramp("linear", start=start, end=end, steps=steps)
     rise = abs(end - start)
     places: Iterable[int] = range(steps + 1)
     if rise < steps:  # it changes at these steps, or right after
@@ -135,7 +123,7 @@ def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> Piecewise
         >>> geometric(32, 256, steps=300).starts, geometric(32, 256, steps=300).counts
         ((0, 100, 200, 300), (32, 64, 128, 256))
     """
-    start, end, steps = _ramp("geometric", start, end, steps)
+    start, end, steps = _ramp("geometric", start=start, end=end, steps=steps)
     if require_count("factor", factor) == 1:
         raise UserError("geometric(factor=1) never changes: use a factor of 2 or more.")
     counts, bound = [start], max(start, end)
@@ -148,10 +136,10 @@ def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> Piecewise
 
 
 def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) -> PiecewiseSchedule:
-    """Grow the batch where a recipe would lower the learning rate, which then stays (Smith et al., arXiv 1711.00489).
+    """Grow the batch at the epochs at which a recipe would lower its learning rate (Smith et al., arXiv 1711.00489).
 
-    Where ``MultiStepLR(milestones, gamma)`` multiplies the rate by ``gamma``, the batch is divided by it. Leave that
-    scheduler out. It holds up to about a tenth of the data set, and a larger batch is warned of.
+    When ``MultiStepLR(milestones, gamma)`` would multiply the rate by ``gamma``, the batch is divided by it. Leave that
+    scheduler out. The rule is valid up to about a tenth of the data set.
 
     Examples:
         >>> schedule = from_lr_decay(64, milestones=[4, 7], gamma=0.2)
@@ -164,49 +152,13 @@ def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) 
     batch = require_count("batch", batch)
     counts = tuple(round(batch / gamma**drops) for drops in range(len(milestones) + 1))
     name = f"from_lr_decay({batch}, {milestones=}, {gamma=})"
-    return PiecewiseSchedule(name, "epoch", (0, *milestones), counts, replaces_decay=True)
-
-
-Decay = Literal["cosine", "linear"]
-_HALVED: Mapping[str, Callable[[int], float]] = {
-    "cosine": lambda times: acos(2.0 ** (1 - times) - 1) / pi,  # (1 + cos πx) / 2 = 2 ** -times
-    "linear": lambda times: 1 - 2.0**-times,
-}
-
-
-def seesaw(batch: int, *, samples: int, decay: Decay = "cosine", doublings: int | None = None) -> PiecewiseSchedule:
-    """Double the batch and divide the learning rate by √2 where a decay to zero would halve it (arXiv 2510.14717).
-
-    Training takes the samples of the recipe in fewer steps. ``AutoAccumulate`` multiplies the learning rate, so leave
-    the scheduler of that decay out; one for the warm-up may stay.
-
-    Args:
-        batch: Effective batch at the start.
-        samples: Of the whole training, over all epochs.
-        decay: How the recipe lowers its rate to zero over these.
-        doublings: Most doublings. ``None``: as long as a whole window is left before the next one.
-
-    Examples:
-        >>> seesaw(8, samples=8000).starts[:3], seesaw(8, samples=8000).counts[:3]
-        ((0, 4000, 5334), (8, 16, 32))
-    """
-    batch, samples = require_count("batch", batch), require_count("samples", samples)
-    if decay not in _HALVED:
-        raise UserError(f"seesaw({decay=}) must be one of {', '.join(map(repr, _HALVED))}.")
-    starts = [0]
-    while doublings is None or len(starts) <= doublings:
-        start, after = (ceil(_HALVED[decay](times) * samples) for times in (len(starts), len(starts) + 1))
-        if after - start < batch * 2 ** len(starts):
-            break
-        starts.append(start)
-    counts, rates = zip(*((batch * 2**times, 2.0 ** (-times / 2)) for times in range(len(starts))))
-    return PiecewiseSchedule(f"seesaw({batch}, {samples=}, {decay=})", "samples", tuple(starts), counts, rates)
+    return PiecewiseSchedule(name, "epoch", (0, *milestones), counts)
 
 
 def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
     """Turn the user's value into ``epoch -> count``, which is ``None`` for epochs that the value leaves open.
 
-    A mapping holds from its epoch on, as in Lightning's ``GradientAccumulationScheduler``, and is
+    An entry of a mapping is valid from its epoch on, as in Lightning's ``GradientAccumulationScheduler``, and is
     copied: later changes of the caller's mapping have no effect.
 
     Args:
@@ -240,7 +192,7 @@ def _checked(name: str, schedule: Callable[[int], int], epoch: int) -> int:
 def _counts(name: str, value: Mapping[int, int], unit: Unit) -> dict[int, int]:
     """Return the entries of a mapping in rising order."""
     if not isinstance(value, Mapping):
-        raise UserError(f"{name}({value!r}) takes a mapping, such as {{0: 32, 100: 64}}.")
+        raise UserError(f"{name}({value!r}) needs a mapping, such as {{0: 32, 100: 64}}.")
     if not value:
         raise UserError(f"{name}={{}} is empty: give at least one {unit}, for example {{0: 32}}.")
     counts: dict[int, int] = {}
@@ -259,9 +211,8 @@ def _counts(name: str, value: Mapping[int, int], unit: Unit) -> dict[int, int]:
 def _by(unit: Unit, value: Mapping[int, int]) -> PiecewiseSchedule:
     name = f"by_{unit}"
     counts = _counts(name, value, unit)
-    first = min(counts)
-    if first:
-        raise UserError(f"{name} begins at {unit} {first}: say what holds before, from 0 on.")
+    if first := min(counts):
+        raise UserError(f"{name} begins at {unit} {first}: say what is valid before, from 0 on.")
     return _piecewise(f"{name}({counts})", unit, counts)
 
 
@@ -274,10 +225,8 @@ def _piecewise(name: str, unit: Unit, counts: Mapping[int, int]) -> PiecewiseSch
     return PiecewiseSchedule(name, unit, tuple(levels), tuple(levels.values()))
 
 
-def _ramp(name: str, start: int, end: int, steps: int) -> tuple[int, int, int]:
-    given = {"start": start, "end": end, "steps": steps}
-    start, end, steps = (require_count(f"{name}: {key}", value) for key, value in given.items())
-    return start, end, steps
+def _ramp(name: str, **given: int) -> Iterator[int]:
+    return (require_count(f"{name}: {key}", value) for key, value in given.items())
 
 
 def require_arguments(name: str, function: Callable[..., Any], what: str, example: str) -> None:
@@ -290,6 +239,6 @@ def require_arguments(name: str, function: Callable[..., Any], what: str, exampl
         parameters.bind(*what.split(", "))
     except TypeError:
         raise UserError(
-            f"{name} is a function with the arguments {parameters}, and it is called with the {what} alone: take that, "
+            f"{name} is a function with the arguments {parameters}, and it is called with the {what} alone: accept it, "
             f"as in lambda {what}: {example}."
         ) from None

@@ -16,19 +16,18 @@ _UNITS = {
     **{f"{prefix}I": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.IGNORECASE)
-_TOKENS = re.compile(r"\s*(\d+(?:[_,]\d+)*)\s+tokens\s*")
 LEAST_BYTES = 1000  # that anybody means by a number without a unit
 
 
 def parse_budget(
-    value: int | float | str | None, total_bytes: int | None = None, *, name: str = "memory_budget"
+    value: object, total_bytes: int | None = None, *, name: str = "memory_budget", least: int = 1
 ) -> int | None:
-    """Return the bytes of a memory budget; ``None`` stays ``None``, and a share needs the device's total."""
-    return None if value is None else require_bytes(name, value, total_bytes)
+    """Return the bytes of a memory budget; ``None`` stays ``None``, and a share needs the device's total.
 
-
-def require_bytes(name: str, value: object, total_bytes: int | None = None, *, least: int = 1) -> int:
-    """Return an amount of memory in bytes; one below ``least`` was meant in another unit."""
+    A number below ``least`` was meant in another unit.
+    """
+    if value is None:
+        return None
     amount = _read_amount(value, total_bytes)
     if amount is None or amount < 1:
         share = "a fraction above 0 and up to 1, " if total_bytes is not None else ""
@@ -37,7 +36,8 @@ def require_bytes(name: str, value: object, total_bytes: int | None = None, *, l
             f"'512 MB'{' or 80%' if total_bytes is not None else ''}."
         )
     if amount < least:
-        raise UserError(f"{name}={value} is a number of bytes: write {name}='{value}GiB' for so many GiB.")
+        number = str(value).strip(" kKmMiIbB")
+        raise UserError(f"{name}={value} is a number of bytes: write {name}='{number}GiB' for so many GiB.")
     return amount
 
 
@@ -57,18 +57,6 @@ def _read_amount(value: object, total: int | None) -> int | None:
         return _read_amount(float(number) / 100, total)
     scale: int = _UNITS[(unit or "").upper()]
     return round(float(number) * scale)
-
-
-def read_tokens(name: str, value: str) -> int:
-    """Return the tokens that a text such as ``"65_536 tokens"`` asks for."""
-    found = _TOKENS.fullmatch(value)
-    tokens = int(found[1].replace(",", "").replace("_", "")) if found else 0
-    if not tokens:
-        raise UserError(
-            f"{name}={value!r} is neither a number of samples nor, as text, a whole number of tokens of at least 1: "
-            f"write {name}='65536 tokens' for so many tokens."
-        )
-    return tokens
 
 
 def least_budget(needed: int) -> str:

@@ -3,10 +3,10 @@
 A loss is a mean over the samples of one micro-batch. Lightning divides it by the accumulation factor A
 (``loops/optimization/automatic.py`` of 2.6.6, ``ClosureResult``) and data parallelism averages gradients over W ranks,
 so the optimizer sees Σ gᵢ / (A·W). The mean over the whole window of N samples is Σ nᵢ gᵢ / N: the micro-batch of nᵢ
-samples must weigh A·W·nᵢ / N. The same holds for a mean over tokens, with nᵢ tokens of N.
+samples must weigh A·W·nᵢ / N. The same is true for a mean over tokens, with nᵢ tokens of N.
 
-The weights of a window are a record that nothing changes: to undo a failed pass, go on with the record from before it.
-(Not a frozen one: two are made in every micro-batch, and that would take six times as long.)
+The weights of a window are a record that is never changed, but replaced: to undo a failed pass, use the record from
+before. (It is not frozen: two are made in every micro-batch, and frozen ones cost several times as much.)
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,34 +18,18 @@ from lightning_ga.errors import UserError
 
 @dataclass(slots=True)
 class WindowWeights:
-    """Weights as in stock Lightning: every micro-batch counts as one of the nominal factor."""
+    """Weights as in stock Lightning: each micro-batch has the weight of one in the nominal factor."""
 
     world_size: int = 1
     weight: float = 1.0  # of the micro-batch
-    share: float = 1.0  # of the micro-batch in the next backward pass
     count: float = 0.0  # samples or tokens of the micro-batch
     pending: float = 0.0  # part of the count that has not reached a backward pass
     reached: float = 0.0  # counts that have reached their backward passes in this window
-
-    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
-        """Weigh the next micro-batch of this rank.
-
-        ``window`` are the samples that were planned for the window over all ranks, and ``planned`` those of the
-        micro-batch, if a collate_fn has dropped some.
-        """
-        return self
-
-    def part(self, share: float) -> Self:
-        """Set the share of the micro-batch in the next backward pass."""
-        return replace(self, share=share, pending=share * self.count)
-
-    def whole(self) -> Self:
-        """Let the next backward pass cover the whole micro-batch."""
-        return self if self.share == 1.0 else replace(self, share=1.0)
+    any_reached: bool = False  # whether a backward pass of the window has been reached
 
     def trained(self) -> Self:
         """Note that the backward pass has been reached; a step that returns ``None`` does not reach it."""
-        return replace(self, reached=self.reached + self.pending, pending=0.0)
+        return replace(self, reached=self.reached + self.pending, pending=0.0, any_reached=True)
 
     def close(self, factor: int) -> tuple[float, Self]:
         """Return the scale of the window's gradients, and the record for the next window; ranks call it together."""
@@ -60,19 +44,23 @@ class KnownWindow(WindowWeights):
     seen: float = 0.0  # samples of this rank's micro-batches so far, as planned
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
-        """Weigh the next micro-batch by its samples of those planned."""
+        """Weigh the next micro-batch of this rank by its samples.
+
+        ``window`` are the samples that were planned for the window over all ranks, and ``planned`` those of the
+        micro-batch, if a collate_fn has dropped some.
+        """
         if count and planned == window:  # a window of one micro-batch is its own mean, to the bit
             window = planned = count
         weight = factor * self.world_size * count / window
         reached, seen = (0.0, 0.0) if first else (self.reached, self.seen)
         seen += count if planned is None else planned
-        # ``replace`` takes twice as long.
-        return type(self)(self.world_size, weight, 1.0, count, count, reached, window, seen)
+        # ``replace`` is several times slower; so below.
+        return type(self)(self.world_size, weight, count, count, reached, self.any_reached, window, seen)
 
     def trained(self) -> Self:
         """Note that the backward pass has been reached."""
         reached = self.reached + self.pending
-        return type(self)(self.world_size, self.weight, self.share, self.count, 0.0, reached, self.window, self.seen)
+        return type(self)(self.world_size, self.weight, self.count, 0.0, reached, True, self.window, self.seen)
 
     def close(self, factor: int) -> tuple[float, Self]:
         """Return a scale above one if micro-batches were skipped or samples dropped.
@@ -87,30 +75,25 @@ class KnownWindow(WindowWeights):
 class LateWindow(WindowWeights):
     """Weights of windows whose samples or tokens are counted during the window.
 
-    A micro-batch weighs its count ÷ a reference near the mean count, and the window's gradients are
-    scaled once, when its total is known. The reference is twice the largest mean of a window so far:
-    hardly any weight is then above one, and half precision overflows no more often than without.
-    Without one at the start it is taken from the first micro-batch with a count above zero.
+    A micro-batch weighs A × its count ÷ a reference near the count of a rank's window, and the window's
+    gradients are scaled once, when its total is known: a rank that has run a window again has another A
+    than the others. The reference is twice the largest mean over ranks of a window so far: hardly any
+    weight is then above one, and half precision overflows no more often than without. Without one at
+    the start it comes from the first micro-batch with a count above zero.
     """
 
     sum_over_ranks: Callable[[float], float] = float
     reference: float | None = None
-    fixed: bool = False  # whether the reference stays
-    largest_mean: float = 0.0  # count of a window ÷ its micro-batches, so far
-    any_reached: bool = False  # whether a backward pass of the window has been reached
+    largest_mean: float = 0.0  # count of a window ÷ ranks, so far
 
-    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
-        """Weigh the next micro-batch by its count; the window's samples are not needed."""
+    def weigh(self, count: float, *, factor: int, first: bool) -> Self:
+        """Weigh the next micro-batch by its count."""
         if not 0 <= count < float("inf"):
             raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
         reference = self._reference_for(count, factor=factor, first=first)
         begun = replace(self, reached=0.0, any_reached=False) if first else self
-        weight = 0.0 if reference is None else count / reference
-        return replace(begun, reference=reference, weight=weight, share=1.0, count=count, pending=count)
-
-    def trained(self) -> Self:
-        """Note that the backward pass has been reached."""
-        return replace(self, reached=self.reached + self.pending, pending=0.0, any_reached=True)
+        weight = 0.0 if reference is None else factor * count / reference
+        return replace(begun, reference=reference, weight=weight, count=count, pending=count)
 
     def close(self, factor: int) -> tuple[float, Self]:
         """Return the scale that makes the weighted sum of all ranks the mean over what was counted."""
@@ -123,7 +106,7 @@ class LateWindow(WindowWeights):
                 "what it counts (the key, ignore_index), or leave such samples out."
             )
         assert self.reference is not None
-        mean = total / (factor * self.world_size)
+        mean = total / self.world_size
         return self.reference / mean, replace(self, largest_mean=max(self.largest_mean, mean))
 
     def _reference_for(self, count: float, *, factor: int, first: bool) -> float | None:
@@ -131,8 +114,8 @@ class LateWindow(WindowWeights):
         if factor == self.world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
             return count
         if self.reference is None:
-            return 2.0 * self.sum_over_ranks(count) / self.world_size or None
-        return max(self.reference, 2.0 * self.largest_mean) if first and not self.fixed else self.reference
+            return 2.0 * factor * self.sum_over_ranks(count) / self.world_size or None
+        return max(self.reference, 2.0 * self.largest_mean) if first else self.reference
 
 
 def count_items(normalize: Callable[[Any], Any], batch: Any) -> float:
@@ -187,7 +170,7 @@ class TargetTokens:
     shift: bool = False
 
     def __call__(self, batch: Any) -> int:
-        """Return the targets of a batch that count."""
+        """Return the number of targets that are not ignored."""
         targets = _pick(batch, self.key)
         return int((targets[..., 1:] if self.shift else targets).ne(self.ignore_index).sum())
 
@@ -226,9 +209,6 @@ def tensors_in(batch: Any) -> Iterator[Any]:
     """Yield the tensors of mappings and sequences that are no plain numbers."""
     if hasattr(batch, "shape") and len(batch.shape):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
             yield from tensors_in(value)

@@ -1,10 +1,7 @@
-"""Remember what probes found between runs: one small JSON file for each kind of training step.
+"""Remember what probes found between runs: one small JSON file in the user's cache for each kind of training step.
 
 A step is described by all that its limit depends on. A description that changes costs a probe; one that does not change
-although the step did is caught by the step that verifies a remembered limit.
-
-The files lie in the user's cache folder (``$XDG_CACHE_HOME/lightning_ga``, else ``~/.cache/lightning_ga``) and may be
-deleted at any time. A file that cannot be read or written costs a probe and a warning, never the run.
+although the step did is caught by the step that verifies a remembered limit. The files may be deleted at any time.
 """
 
 import json
@@ -25,9 +22,8 @@ import psutil
 import torch
 
 from lightning_ga.memory.device import total_memory
-from lightning_ga.plan.checkpoint import read_probe
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.records import ProbeResult, read_probe
 from lightning_ga.snapshot.copies import sparse_parameters
 
 _VERSIONS = ("lightning_ga", "torch", "lightning")
@@ -42,13 +38,13 @@ def remembered(step: Mapping[str, Any]) -> ProbeResult | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        told = f"{path} cannot be read ({type(error).__name__}: {error}), so the limit is looked for again."
-        warnings.warn(told, stacklevel=1)
+        problem = f"{path} cannot be read ({type(error).__name__}: {error}), so the limit is looked for again."
+        warnings.warn(problem, stacklevel=1)
         return None
 
 
 def remember(step: Mapping[str, Any], result: ProbeResult) -> None:
-    """Keep a result, whole or not at all: another file is written, which then takes the place of the old one."""
+    """Keep a result, whole or not at all: a new file is written, which then replaces the old one."""
     path = _path(step)
     part = path.with_suffix(f".{secrets.token_hex(8)}.part")
     try:
@@ -58,8 +54,14 @@ def remember(step: Mapping[str, Any], result: ProbeResult) -> None:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        told = f"{path} cannot be written ({type(error).__name__}: {error}), so the limit is not remembered."
-        warnings.warn(told, stacklevel=1)
+        problem = f"{path} cannot be written ({type(error).__name__}: {error}), so the limit is not remembered."
+        warnings.warn(problem, stacklevel=1)
+
+
+def forget(step: Mapping[str, Any]) -> None:
+    """Delete what is remembered of this step, so that the next run looks for the limit again."""
+    with suppress(OSError):  # what cannot be deleted is verified by a step before it is used
+        _path(step).unlink()
 
 
 def cache_folder() -> Path:
@@ -84,20 +86,18 @@ def hardware(trainer: Any, budget: int | float | str | None) -> str:
     return f"{name}, budget {budget}, {trainer.precision}, {trainer.world_size} ranks, torch {torch.__version__}"
 
 
-def describe_step(
-    trainer: Any, collate: Any, samples: Iterable[Any], options: Options, rank_samples: int, batch_samples: int | None
-) -> dict[str, Any]:
-    """Describe all that a remembered limit depends on, in plain values that can be written down and compared."""
+def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int) -> dict[str, Any]:
+    """Describe all that a remembered limit depends on, in plain values that can be written down and compared.
+
+    The data are described by a ``small`` batch of the heaviest samples, and the whole batch that it is cut from.
+    """
     module, objective = trainer.lightning_module, options.objective
-    on_cpu = trainer.strategy.root_device.type == "cpu"
-    # Timings and the rows of sparse gradients depend on the window. On a CPU parts lie in the memory of their batch.
+    # Timings and the rows of sparse gradients depend on the window.
     windows = rank_samples if objective != "memory" or sparse_parameters(module) else None
     return {
         "model": _digest(_module(module)),
         "code": _digest(sorted({_digest(_code(type(part))) for part in module.modules()})),
-        "samples": sorted({str(describe_value(sample)) for sample in samples}),
-        "collate": _digest(_code(collate)),
-        "whole": batch_samples if on_cpu else None,
+        "batch": str(_value(small)),
         "optimizers": [_optimizer(optimizer) for optimizer in trainer.optimizers],
         "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
         "clipping": [str(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
@@ -112,12 +112,12 @@ def describe_step(
     }
 
 
-def describe_value(value: Any) -> Any:
-    """Describe structure, shapes and types of a sample; values do not matter."""
+def _value(value: Any) -> Any:
+    """Describe structure, shapes and types of a batch; values do not matter."""
     if isinstance(value, Mapping):
-        return {str(key): describe_value(inner) for key, inner in value.items()}
+        return {str(key): _value(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [describe_value(inner) for inner in value]
+        return [_value(inner) for inner in value]
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{tuple(value.shape)} {value.dtype}"
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, (str, bytes)) else type(value).__name__
@@ -133,7 +133,7 @@ def _module(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Describe its kind, and of every group which options are on: rates do not change what it takes."""
+    """Describe its kind, and of every group which options are on: rates do not change its memory."""
     groups = ({key: value for key, value in group.items() if _is_setting(value)} for group in optimizer.param_groups)
     options = ({k: v if isinstance(v, (bool, type(None))) else bool(v) for k, v in group.items()} for group in groups)
     return [type(optimizer).__qualname__, *(str(sorted(group.items())) for group in options)]
@@ -154,7 +154,7 @@ def _code(thing: Any) -> list[str]:
 
 
 def _is_setting(value: Any) -> bool:
-    """Return whether an attribute may change what a step takes; paths name places, often of one run only."""
+    """Return whether an attribute may change the memory of a step; paths do not, and often belong to one run."""
     return isinstance(value, _PLAIN) and not (isinstance(value, str) and ("/" in value or "\\" in value))
 
 

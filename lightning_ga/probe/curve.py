@@ -1,4 +1,4 @@
-"""Peak memory by micro-batch size, read off the steps that ran, and the sizes whose steps are traced for it. Pure."""
+"""The curve of peak memory by micro-batch size, computed from recorded steps, and which sizes to record. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -38,13 +38,13 @@ class Curve:
     replay: PeakPredictor | None
     samples: tuple[int, int]  # the two sizes that were traced or measured
     lines: tuple[tuple[int, int], ...]  # bytes at these two sizes
-    rounding: int = 1  # of the allocator: 1 where sizes are exact
+    rounding: int = 1  # of the allocator: 1 if sizes are exact
     rules: SegmentRules | None = None  # how the allocator cuts its blocks out of segments, if it does
-    # What a budget must leave goes from ``start`` on as many times as was foreseen as the largest step showed.
+    # Above ``start`` bytes, the predicted need is corrected by real ÷ predicted growth up to the largest step.
     start: int = 0
-    grown: tuple[int, int] = (1, 1)  # by how much it grew up to that step, and by how much was foreseen
-    less: int = 0  # bytes by which its peak was lower than foreseen
-    replayed: dict[tuple[int, bool], Peaks] = field(default_factory=dict, compare=False)  # a long stream takes a while
+    grown: tuple[int, int] = (1, 1)  # the real growth up to that step, and the predicted one
+    less: int = 0  # bytes by which the peak of that step was lower than predicted
+    replayed: dict[tuple[int, bool], Peaks] = field(default_factory=dict, compare=False)  # a replay may be slow
 
     def __call__(self, samples: int) -> int:
         """Return the peak bytes at a size."""
@@ -53,7 +53,7 @@ class Curve:
     def needs(self, samples: int) -> int:
         """Return the bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
         (real, foreseen), needed = self.grown, self.foreseen(samples)
-        if real < foreseen:  # less than foreseen was once, and not more of it is sure
+        if real < foreseen:  # the same number of bytes less, as no more is sure
             return max(self(samples) - self.less, needed - foreseen + real)
         return self.start + (needed - self.start) * real // foreseen
 
@@ -65,16 +65,17 @@ class Curve:
         return replace(self, replay=replace(self.replay, second=second), replayed={})
 
     def through(self, step: Step) -> "Curve":
-        """Stretch a curve so that it goes through a step, if that tells more than the traces do.
+        """Stretch a curve so that it goes through a step, if the step shows more than the traces.
 
-        From the larger traced step on; from zero where all that is known of what an allocator reserves is that step.
+        It is stretched from the larger traced step on, or from zero if only that step shows what is reserved.
         """
         needed = step.trial.peak_bytes if step.reserved_bytes is None else step.reserved_bytes
         traced = self.replay is not None and step.samples <= self.samples[1]
-        if traced and self.rules is not None:  # a recorded step reserves otherwise
+        if traced and self.rules is not None:  # recording changes what a step reserves
             return self
         foreseen = self.foreseen(step.samples)
-        if self.rules is not None and 0 <= foreseen - needed <= TOLERANCE * needed:  # nearly flat: a little leads far
+        # On a flat curve a small correction would move the limit far.
+        if self.rules is not None and 0 <= foreseen - needed <= TOLERANCE * needed:
             return replace(self, start=0, grown=(1, 1), less=0)
         start = 0 if traced or self.replay is None else self.foreseen(self.samples[1])
         grown = needed - start, foreseen - start
@@ -84,7 +85,7 @@ class Curve:
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Return whether a further trial has the predicted peak, and the stream of one of its traces.
 
-        To the byte where sizes are exact, else as closely as an allocator's word can be predicted.
+        To the byte if sizes are exact, else as closely as an allocator can be predicted.
         """
         aligned = self.replay is None or self.rounding > 1 or not traces or any(map(self.replay.confirms, traces))
         tolerance = TOLERANCE * trial.peak_bytes if self.rounding > 1 else 0
@@ -124,24 +125,11 @@ def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None 
     return None if curve is None else curve.through(fitting[-1])
 
 
-def early_curve(warm_up: Step | None, first: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
-    """Return the curve from a first step, which makes the optimizer's state, and one that was recorded after it."""
-    return None if warm_up is None else _of_blocks(warm_up, first, rounding, rules, begin_alike=True)
-
-
-def _of_blocks(
-    small: Step, large: Step, rounding: int, rules: SegmentRules | None, *, begin_alike: bool = False
-) -> Curve | None:
-    """Return the curve of two steps if an allocator's records of them pair up: nothing is unseen."""
-    blocks = paired(small.traces, large.traces, begin_alike=begin_alike)
-    replay = None if blocks is None else extrapolate(*blocks, rounding=rounding)
-    return None if replay is None else Curve(replay, (small.samples, large.samples), ((0, 0),), rounding, rules)
-
-
 def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
-    if curve := _of_blocks(small, large, rounding, rules):
-        return curve
     samples, pairs = (small.samples, large.samples), list(zip(small.traces, large.traces))
+    blocks = paired(small.traces, large.traces)  # an allocator's records: nothing is unseen
+    if blocks is not None and (replay := extrapolate(*blocks, rounding=rounding)) is not None:
+        return Curve(replay, samples, ((0, 0),), rounding, rules)
     for first, second in pairs:
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:
@@ -156,8 +144,8 @@ def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | No
     return None
 
 
-FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
-MARGIN = 0.01  # share of the budget that holes may take besides, where a device keeps a margin for them
+FAR = 8  # times the traced size: a prediction beyond needs a third trace in between
+MARGIN = 0.01  # share of the budget that holes may use in addition, if a device keeps a margin for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +159,12 @@ class Task:
     has_margin: bool = False  # whether there is one percent more than the budget, for an allocator's holes
     closest: float | None = None  # share of the budget that a trial may come to; ``None`` if every size may be tried
 
-    @property
-    def margin(self) -> int:
-        """Bytes that holes may take beyond the budget."""
-        return int(MARGIN * self.budget) if self.has_margin else 0
-
 
 def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False) -> tuple[int, ...]:
-    """Choose the sizes of the first traces: small enough to fit for sure, yet apart where that costs nothing.
+    """Choose the sizes of the first traces, none below the ``first`` step: they fit for sure, yet lie apart.
 
-    They start at two samples, as BatchNorm refuses one. Kernels of an accelerator take other
-    temporaries for larger inputs, so there the traces are as large as a quarter of the memory allows. None is below
-    the ``first`` step.
+    Kernels of an accelerator use other temporaries for larger inputs, so there the traces are as large as a quarter of
+    the memory allows.
     """
     if high <= 3:
         return (high,) if high < 3 else (2, 3)
@@ -196,9 +178,9 @@ def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: boo
 def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int = 0, rounding: int = 1) -> int:
     """Return the samples that fit if all that grows does so in proportion, as the recorded warm-up step bounds it.
 
-    What is allocated and released before the last mark (forward and backward passes) may grow; the rest
-    is added once. ``room`` are bytes that the budget leaves besides what is alive after the step, and ``taken`` those
-    that it took besides these, as an allocator measured them.
+    What forward and backward passes (before the last mark) allocate and release may grow; the rest is added once. Of
+    the bytes besides what is alive after the step, the budget leaves ``room``, and the step took ``taken`` by an
+    allocator's measure.
     """
     marked = traces[-1]
     passes = marked.events[: marked.marks[-1]] if marked.marks else marked.events
@@ -210,10 +192,8 @@ def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int =
 class TraceSizes:
     """The sizes to trace, in rising order, which change with what the first traces show."""
 
-    def __init__(self, task: Task, sizes: tuple[int, ...], warm_up: Step | None) -> None:
-        self.sizes = sizes
-        self._task, self._warm_up = task, warm_up
-        self._early: Curve | None = None  # from the first step on
+    def __init__(self, task: Task, sizes: tuple[int, ...]) -> None:
+        self.sizes, self._task = sizes, task
 
     def next(self, limit: int, ceiling: int) -> int | None:
         """Return the first size between the bounds, if one is left."""
@@ -226,32 +206,25 @@ class TraceSizes:
             self.sizes = (root // 2, root) if root > 8 else trace_sizes(ceiling - 1, 8)
 
     def adjust_last(self, step: Step) -> None:
-        """Choose the next size with a quarter of what is left, as far as can be told; a safe one is there already."""
+        """Lower the next size to what a quarter of the remaining memory allows, if all grows as the square."""
         task, limit = self._task, step.samples
         if task.rounding == 1 or not step.traces:
             return
-        self._early = early_curve(self._warm_up, step, task.rounding, task.rules) or self._early
-        if self._early is not None:
-            size = self._part_way(self._early, limit, task.high // 2)
-        else:
-            kept = step.traces[0].kept_bytes(task.rounding)
-            room, growing = max(0, task.budget - kept), max(1, step.trial.peak_bytes - kept)
-            size = min(self.sizes[-1], isqrt(limit**2 * room // growing))  # if all grows as the square
+        kept = step.traces[0].kept_bytes(task.rounding)
+        room, growing = max(0, task.budget - kept), max(1, step.trial.peak_bytes - kept)
+        size = min(self.sizes[-1], isqrt(limit**2 * room // growing))  # if all grows as the square
         self.sizes = (*self.sizes[:-1], max(limit + 1, size))
 
     def add_third(self, curve: Curve, step: Step, guess: int) -> None:
-        """Add a size between the traces and where they lead: if that is far, or along a square.
+        """Add a size between the traces and the predicted limit, if that is far, or if the curve is quadratic.
 
-        Two traces cannot tell a square for sure.
+        Two traces cannot show for sure that a curve is quadratic.
         """
         limit, is_exact = step.samples, self._task.rounding == 1
-        foreseen = self._early is not None and self._early.confirms(step.trial, ())
         far = not is_exact and guess > FAR * limit
         is_square = curve.replay is not None and curve.replay.is_quadratic
-        if guess > 2 * limit and (far or (is_square and not foreseen)):
-            self.sizes += (2 * limit if is_exact else max(2 * limit, self._part_way(curve, limit, guess)),)
-
-    def _part_way(self, curve: Curve, limit: int, high: int) -> int:
-        """Return where a curve has come a quarter of the way from the largest step to the budget."""
-        needed = curve.needs(limit)
-        return largest_fitting(curve.needs, limit + 1, high, needed + (self._task.budget - needed) // 4)
+        if guess > 2 * limit and (far or is_square):
+            needed = curve.needs(limit)
+            a_quarter = needed + (self._task.budget - needed) // 4  # of what is left
+            part_way = 0 if is_exact else largest_fitting(curve.needs, limit + 1, guess, a_quarter)
+            self.sizes += (max(2 * limit, part_way),)

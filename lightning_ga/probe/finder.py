@@ -1,15 +1,4 @@
-"""Find the largest micro-batch of a real training step, with PyTorch alone.
-
-A plain loop, in full::
-
-    def step(samples: int) -> None:
-        loss = loss_of(model(inputs[:samples]), targets[:samples])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # as in a window's later micro-batches, gradients are alive
-
-    limit = find_micro_batch(step, high=512, budget="4GiB").limit
-"""
+"""Find the largest micro-batch of a real training step, with PyTorch alone: see ``examples/plain_pytorch.py``."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +10,7 @@ from lightning_ga.memory.device import WITH_STATISTICS, total_memory
 from lightning_ga.memory.holders import OriginMeter
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.probe.meters import meter_of
+from lightning_ga.probe.meters import StepMeter
 from lightning_ga.probe.prober import Budget, Prober
 from lightning_ga.probe.training import ProbedTraining
 
@@ -48,23 +37,23 @@ def find_micro_batch(
         high: Largest micro-batch that is of use.
         budget: Memory of the whole training, model included: bytes, a share of the device
             (``0.8``, ``"80%"``) or text (``"10GiB"``). ``None`` is what the device has free.
-        device: Where the step's memory lies; ``None`` is the current accelerator, or the CPU.
+        device: The device of the step's memory; ``None`` is the current accelerator, or the CPU.
         resident: Tensors that are alive when a step starts (parameters, buffers, gradients,
             optimizer state, batch), asked for before every step and after ``reset``. Without it,
             parameters, their gradients and the state of optimizers that step are found by themselves.
-        reset: Puts the training's state back; called after every step, also one that failed. Where
-            it drops the optimizer's state, the warmed one is lent to every further trial: a first
-            step, without it, takes less memory than the ones that follow.
+        reset: Puts the training's state back; called after every step, also one that failed. If it
+            drops the optimizer's state, later trials get the state of the warm-up step: without
+            it, a step needs less memory than in training.
         agree: True only if its argument is true on every rank. All ranks then run the same sizes
             and find the same limit.
         predict_only: Never run a step near the budget; predict it. ``None`` does so on a CPU
             unless a budget is given that is well within the memory available (running out of
             memory there means that the system kills the process).
-        known: What an earlier probe of the same step found. Where it holds for this budget, one
-            step at its limit verifies it and nothing is searched.
+        known: The result of an earlier probe of the same step. If it is valid for this budget, one
+            step at its limit verifies it, and there is no search.
 
     Returns:
-        The limit, and how it was found. ``peak_bytes`` is predicted where the limit was not tried.
+        The limit, and how it was found. ``peak_bytes`` is predicted if the limit was not tried.
 
     Raises:
         UserError: If an argument is wrong, or if not even the smallest step fits.
@@ -74,12 +63,12 @@ def find_micro_batch(
     training = _Loop(step, resident, reset, agree)
     chosen = numbered(device)
     allowed = Budget(budget, total_memory(chosen) if budget is not None else None, name="budget")
-    return Prober(training, meter_of(chosen, training), allowed).find(high, known=known, predict_only=predict_only)
+    return Prober(training, StepMeter(chosen, training), allowed).find(high, known=known, predict_only=predict_only)
 
 
 @dataclass(eq=False)
 class _Loop(ProbedTraining):
-    """A training given by functions, as ``find_micro_batch`` takes them."""
+    """A training given by the functions that ``find_micro_batch`` gets."""
 
     _step: Callable[[int], object]
     _resident: Callable[[], Iterable[Tensor | None]] | None

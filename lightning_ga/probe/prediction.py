@@ -16,8 +16,8 @@ from math import ceil
 
 from lightning_ga.memory.trace import MemoryTrace, canonical, replay
 
-_SATURATED = 1.1  # times proportional: a temporary that was larger before goes by the device, and grows no more
-_LEAST = 0.95  # share of the tensors that must be found among the blocks
+_SATURATED = 1.1  # times proportional: a temporary that was larger before depends on the device, and grows no more
+_MIN_FOUND = 0.95  # share of the tensors that must be found among the blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PeakPredictor:
     def sizes(self, samples: int, *, at_least: bool = False) -> list[int]:
         """Return the bytes of every storage at a micro-batch of ``samples``, rounded up to whole bytes.
 
-        What they are ``at_least`` is that where temporaries have ended growing.
+        With ``at_least``, temporaries have ended growing.
         """
         low, high = self.first.samples, self.second.samples
         before, after, apart = samples - low, high - samples, high - low
@@ -74,7 +74,7 @@ class PeakPredictor:
 def extrapolate(
     first: MemoryTrace, second: MemoryTrace, temporaries: frozenset[int] = frozenset(), *, rounding: int = 1
 ) -> PeakPredictor | None:
-    """Read the whole memory curve off two traces; ``None`` where the streams do not align."""
+    """Read the whole memory curve off two traces; ``None`` if the streams do not align."""
     if first.samples == second.samples or first.events != second.events:
         return None
     small, large = sorted((first, second), key=lambda trace: trace.samples)
@@ -104,25 +104,22 @@ def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: 
 
 
 def paired(
-    small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...], *, begin_alike: bool = False
+    small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]
 ) -> tuple[MemoryTrace, MemoryTrace, frozenset[int]] | None:
     """Return the smaller step as if it had the blocks of the larger one, the larger one, and which are temporaries.
 
     A step is given by its blocks and its tensors. The streams are equal then, and gradients are added as they are if
-    no dispatch mode watches. ``None`` if the tensors do not align. With ``begin_alike`` it is enough that they begin
-    alike, and what comes after is constant: a first step goes on to make the optimizer's state.
+    no dispatch mode watches. ``None`` if the tensors do not align.
     """
     if len(small) != 2 or len(large) != 2:
         return None
-    fewer, more, alike = _places(*small), _places(*large), _alike(small[1], large[1])
-    if not fewer or not more or alike < (1 if begin_alike else len(large[1].events)):
+    fewer, more = _places(*small), _places(*large)
+    if not fewer or not more or _stream(small[1]) != _stream(large[1]):
         return None
     blocks, share = large[0], small[0].samples / large[0].samples
     sizes, before = list(blocks.sizes), _by_place(fewer)
     for place, numbers in _by_place(more).items():
         known = [small[0].sizes[number] for number in before.get(place, ())]
-        if abs(place) > alike:
-            continue
         then = known if place > 0 else _temporaries(known, [blocks.sizes[number] for number in numbers], share)
         for number, size in zip(numbers, then):
             sizes[number] = size
@@ -136,7 +133,7 @@ def paired(
 
 
 def _once(events: tuple[int, ...], sizes: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Leave out what is taken and released at once where the same was before: it finds the memory as it left it.
+    """Leave out blocks that are allocated and released at once, if such a block of the same sizes came just before.
 
     Examples:
         >>> _once((0, 1, ~1, 2, ~2, 3), [(9, 9), (4, 8), (4, 8), (4, 8)])
@@ -163,26 +160,19 @@ def _made(trace: MemoryTrace) -> list[int]:
     return [number for number in trace.events if number > 0 and trace.addresses[number]]
 
 
-def _alike(small: MemoryTrace, large: MemoryTrace) -> int:
-    """Return how many tensors two steps make in one order of allocations and releases; more than all if that is all."""
-    streams = []
-    for trace in (small, large):
-        rank = {number: place for place, number in enumerate(_made(trace), 1)}
-        stream = (rank.get(event if event >= 0 else ~event, 0) * (1 if event >= 0 else -1) for event in trace.events)
-        streams.append(canonical(event if event >= 0 else ~-event for event in stream if event))
-    if streams[0] == streams[1]:
-        return max(len(large.events), 1)
-    differing = (index for index, (one, other) in enumerate(zip(*streams)) if one != other)
-    end = next(differing, min(map(len, streams)))
-    return max(streams[1][:end], default=0)
+def _stream(trace: MemoryTrace) -> tuple[int, ...]:
+    """Return the allocations and releases of the tensors that the step makes, in order."""
+    rank = {number: place for place, number in enumerate(_made(trace), 1)}
+    stream = (rank.get(event if event >= 0 else ~event, 0) * (1 if event >= 0 else -1) for event in trace.events)
+    return canonical(event if event >= 0 else ~-event for event in stream if event)
 
 
 def _temporaries(known: list[int], now: list[int], share: float) -> list[int]:
-    """Return the sizes of temporaries in a step of a ``share`` of the samples, where there were those ``known``.
+    """Return the sizes of temporaries in a step of a ``share`` of the samples, in which those ``known`` were seen.
 
-    One that was larger than in proportion to the samples goes by the device, and is taken to be constant. Where there
-    were others, those of a known size are constant, too, of the others the largest were the largest, and none grows
-    faster than the samples do.
+    A temporary that was larger than in proportion to the samples depends on the device, and is treated as constant. If
+    their numbers differ, those of a known size are constant, too; the others are matched by size, the largest first,
+    and none grows faster than the samples.
 
     Examples:
         >>> _temporaries([50, 90], [100, 100], 0.5), _temporaries([512, 40], [512, 512, 512], 0.5)
@@ -209,10 +199,10 @@ def _by_place(places: list[int]) -> dict[int, list[int]]:
 
 
 def _places(blocks: MemoryTrace, tensors: MemoryTrace) -> list[int] | None:
-    """Return which of the tensors each block holds, from 1 on, or between which it lies, as a negative number.
+    """Return which tensor each block contains, from 1 on, or between which tensors it lies, as a negative number.
 
-    A tensor is in the last block that was handed out at its address before it was there. Blocks from before the step
-    are constant, and have no place.
+    A tensor is in the last block that was handed out at its address before the tensor was made. Blocks from before the
+    step are constant, and have no place.
     """
     made, places = _made(blocks), [0] * len(blocks.sizes)
     last: dict[int, int] = {}  # by address
@@ -225,7 +215,7 @@ def _places(blocks: MemoryTrace, tensors: MemoryTrace) -> list[int] | None:
         if block is not None and not places[block] and blocks.sizes[block] == tensors.sizes[tensor]:
             places[block] = place
             found += 1
-    if not found or found < _LEAST * len(_made(tensors)):
+    if not found or found < _MIN_FOUND * len(_made(tensors)):
         return None
     before = 0
     for number in made:

@@ -12,17 +12,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ga.errors import UserError
-from lightning_ga.memory.device import enforced_budget, lifted_budget
+from lightning_ga.memory.device import enforced_budget, lifted_budget, may_reserve
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.memory.trace import Segment
 from lightning_ga.plan.records import Attribution, ProbeResult, Trial, still_holds
 from lightning_ga.plan.units import least_budget, parse_budget
 from lightning_ga.probe.curve import MARGIN, Step, Task, affordable_samples, trace_sizes
-from lightning_ga.probe.meters import Measurement, PeakHolders, TensorMeter
+from lightning_ga.probe.meters import Measurement, PeakHolders, StepMeter
 from lightning_ga.probe.search import Search
 from lightning_ga.probe.training import ProbedTraining
 
-CLOSEST = 0.25  # share of the budget that a trial may take where nothing can be predicted and running out is deadly
+CLOSEST = 0.25  # share of the budget that a trial may use if nothing can be predicted and running out ends the process
 
 
 class Budget:
@@ -40,29 +40,26 @@ class Budget:
         self._name = name  # of the argument
         self._total_bytes = total_bytes  # of the device, to which shares refer
 
-    def enough(self, needed: int) -> str | None:
-        """Say what would leave so many bytes; ``None`` if nothing does, or nothing is known."""
-        if self.asked is None or (self._total_bytes is not None and needed > self._total_bytes):
-            return None
-        return f"{self._name}={least_budget(needed)!r} is enough"
-
     def shortage(
         self, what: str, needed: int, left: int, *, measured: bool = False, holders: Attribution | None = None
     ) -> UserError:
         """Return the error that something takes more bytes than are left; if ``measured``, as many are enough."""
-        enough = self.enough(needed) if measured else None
-        way_out = f"{enough}, or {self.advice}" if enough else f"more memory is needed; {self.advice}"
-        told = f" As it was recorded: {holders.sentence()}" if holders else ""
-        return UserError(f"{what} {needed:,} bytes, and {self.bound} leaves {left:,} bytes: {way_out}.{told}")
+        on_device = self._total_bytes is None or needed <= self._total_bytes
+        if measured and self.asked is not None and on_device:
+            remedy = f"{self._name}={least_budget(needed)!r} is enough, or {self.advice}"
+        else:
+            remedy = f"more memory is needed; {self.advice}"
+        holding = f" As it was recorded: {holders.sentence()}" if holders else ""
+        return UserError(f"{what} {needed:,} bytes, and {self.bound} leaves {left:,} bytes: {remedy}.{holding}")
 
 
 class Prober:
     """Runs trial steps of a training and puts its state back after each.
 
-    With several ranks, one may know something from before and another nothing; all run steps of the same sizes.
+    With several ranks, one may know an earlier limit and another none; all run steps of the same sizes.
     """
 
-    def __init__(self, training: ProbedTraining, meter: TensorMeter, budget: Budget) -> None:
+    def __init__(self, training: ProbedTraining, meter: StepMeter, budget: Budget) -> None:
         self._training, self._meter, self._budget = training, meter, budget
         self._holders = PeakHolders(meter.rounding)
         self._trials: list[Trial] = []
@@ -76,8 +73,8 @@ class Prober:
             high = self._training.smallest(high)
             alive, budget = self._prepare()
             cautious = self._is_cautious(alive, predict_only)
-            holds = known is not None and still_holds(known, budget, high)
-            if self._training.agree(holds) and known is not None:
+            is_valid = known is not None and still_holds(known, budget, high)
+            if self._training.agree(is_valid) and known is not None:
                 verified = self._verified(known, high, cautious=cautious)
                 if verified is not None:
                     return verified
@@ -86,7 +83,7 @@ class Prober:
     def confirm(self, sizes: Sequence[int], *, predict_only: bool | None = None) -> tuple[int, int]:
         """Return the first of these falling sizes whose step fits, or 0, and the steps run so far.
 
-        Where no step near the budget may run, what is predicted.
+        If no step near the budget may run, the prediction decides.
         """
         with self._running():
             if self._is_cautious(self._prepare()[0], predict_only):
@@ -99,8 +96,8 @@ class Prober:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Watch optimizers, keep to the budget and let ``gc.collect`` leave older objects aside, as a context."""
-        if self._meter.may_hold_garbage(self._training.resident()):
-            gc.collect()  # takes seconds in a large process
+        if not self._meter.deadly:  # tensors that nobody refers to use memory of the device
+            gc.collect()
         mine = gc.get_freeze_count() == 0
         hook = register_optimizer_step_pre_hook(self._on_optimizer_step)
         try:
@@ -110,19 +107,20 @@ class Prober:
                 yield
         finally:
             hook.remove()
-            self._meter.stop()
+            if self._meter.allocator is not None:
+                self._meter.allocator.stop()
             gc.collect()  # a failed step that computes again in its backward pass leaves cycles, and in them its batch
             if mine:
                 gc.unfreeze()
 
     def _verified(self, known: ProbeResult, high: int, *, cautious: bool) -> ProbeResult | None:
-        """Try a known limit; ``None`` unless it still holds, on all ranks."""
+        """Try a known limit; ``None`` unless it is still valid, on all ranks."""
         limit = self._training.smallest(min(known.limit, high))
         if cautious and not self._training.agree(limit == known.limit):
-            return None  # fewer samples than the prediction is of, and none are tried
+            return None  # the prediction is for more samples, and none are tried
         if self._training.warm_up():
             self._training.put_back()
-        self._least = 0  # an error of two meanings is for the search to judge, which follows a failure
+        self._least = 0  # after an ambiguous error a search follows, which judges it
         trial = self._try(min(2, limit) if cautious else limit, record=False).trial
         if not trial.fits:
             return None
@@ -134,12 +132,13 @@ class Prober:
     def _search(self, high: int, *, cautious: bool) -> ProbeResult:
         """Warm up, then run what a search proposes until it proposes nothing new."""
         self._least = inf
-        high, sizes, first = self._warm_up(high, cautious)
+        high, sizes = self._warm_up(high, cautious)
         alive, budget = self._prepare()
-        has_margin = self._meter.may_exceed(budget + int(MARGIN * budget))
+        has_margin = may_reserve(self._meter.device, budget + int(MARGIN * budget))
         closest = (CLOSEST if self._meter.deadly else 1.0) if cautious else None
-        task = Task(high, budget, self._meter.rounding, self._meter.rules(), has_margin, closest)
-        search = Search(task, sizes, first)
+        rules = None if self._meter.allocator is None else self._meter.allocator.rules
+        task = Task(high, budget, self._meter.rounding, rules, has_margin, closest)
+        search = Search(task, sizes)
         while (size := self._next(search)) > search.limit:
             step = self._try(size, record=search.wants_trace)
             self._trials.append(step.trial)
@@ -176,8 +175,8 @@ class Prober:
             holders=self._holders.at(limit, peak),
         )
 
-    def _warm_up(self, high: int, cautious: bool) -> tuple[int, tuple[int, ...], Step]:
-        """Run a first step, of two samples if these fit; the largest size left to search, sizes to trace, the step."""
+    def _warm_up(self, high: int, cautious: bool) -> tuple[int, tuple[int, ...]]:
+        """Run a first step, of two samples if these fit; return the largest size left to search, and sizes to trace."""
         alive, budget = self._prepare()
         if not self._training.agree(alive <= budget):
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
@@ -189,7 +188,7 @@ class Prober:
             peak = step.trial.peak_bytes
             if self._meter.device.type != "cpu" and not peak:
                 raise UserError(
-                    f"A step of {size} samples takes no memory on device {str(self._meter.device)!r}: give "
+                    f"A step of {size} samples uses no memory on device {str(self._meter.device)!r}: give "
                     "find_micro_batch the device= that it runs on."
                 )
             alive = self._prepare()[0]
@@ -197,12 +196,12 @@ class Prober:
             affordable = affordable_samples(step.traces, budget - alive, taken=peak - alive, rounding=rounding)
             affordable = self._training.smallest(min(max(0, affordable), 2 * high))
             high = high if size > 1 else 1
-            sizes = trace_sizes(high, affordable, size, kernels_vary=self._meter.sees_kernels and not cautious)
-            return high, sizes, step
+            kernels_vary = self._meter.allocator is not None and not cautious
+            return high, trace_sizes(high, affordable, size, kernels_vary=kernels_vary)
         raise self._does_not_fit(alive, budget, high, cautious=cautious)
 
     def _prepare(self) -> tuple[int, int]:
-        """Make ready for a step: bytes alive before it, and the budget in bytes as the device stands now."""
+        """Prepare a step; return the bytes alive before it, and the budget in bytes as the device stands now."""
         gc.collect()
         self._training.lend()
         alive = self._meter.count(self._training.resident())
@@ -210,7 +209,7 @@ class Prober:
         return alive, room if self._budget.asked is None else min(self._budget.asked, room)
 
     def _layout(self, search: Search) -> tuple[Segment, ...]:
-        """Make ready for a step where segments count, and return those that it finds."""
+        """Prepare a step if segments matter, and return those that it will find."""
         if search.task.rules is None:
             return ()
         self._prepare()
@@ -226,14 +225,13 @@ class Prober:
     def _try(self, size: int, *, record: bool, bounded: bool = True) -> Step:
         """Run a step from a clean start, and put the state back after it, whatever came of it.
 
-        One that is not ``bounded`` by the budget is by the device alone, and raises no error.
+        A step that is not ``bounded`` by the budget is bounded by the device alone, and raises no error.
         """
-        self._training.announce(size)
         alive, budget = self._prepare()
         had_gradients = self._training.graded()
         self._steps += 1
         with nullcontext() if bounded else lifted_budget(self._meter.device):
-            budget = budget if bounded else self._meter.most(alive)
+            budget = budget if bounded else alive + self._meter.room()
             measured = self._meter.run(self._training, size, budget=budget, record=record)
         if measured.origins is not None:
             self._holders.record(measured.traces[-1], measured.origins)
@@ -278,11 +276,11 @@ class Prober:
     def _smallest_step(self, budget: int, high: int) -> tuple[Trial, int] | None:
         """Run the smallest step that runs, bounded by the device alone; ``None`` if the budget is all that it has.
 
-        Its optimizer has its state by the second time. Beside it are the bytes that a budget must leave on any rank,
-        which is what an allocator reserves.
+        It runs twice, because the optimizer makes its state in the first step. Also return the bytes that a budget must
+        leave on any rank: those that an allocator reserves.
         """
         with lifted_budget(self._meter.device):
-            more = self._meter.most(self._prepare()[0]) > budget
+            more = self._prepare()[0] + self._meter.room() > budget
         if not self._training.agree(more):
             return None
         smallest = None

@@ -1,33 +1,32 @@
 """Find the largest micro-batch that fits in a memory budget, in as few training steps as possible.
 
-``Search`` is pure: it says which size to try next and takes what came of it. Two traces of small
+``Search`` is pure: it says which size to try next, and gets the outcome. Two traces of small
 steps predict the peak at every size (see ``prediction``), and one step at the predicted limit verifies
-it. Where the prediction misses, or the streams do not align, measured peaks and halving close in on
-the limit from both sides. The limit was always tried, or, where nothing may be tried, predicted.
+it. If the prediction misses, or the streams do not align, measured peaks and halving close in on
+the limit from both sides. The limit was always tried, or, if nothing may be tried, predicted.
 
-Where sizes are exact to the byte, so is the limit. An allocator that rounds and cuts segments does not repeat itself so
-well: there the search ends when at most one sample in a hundred could be gained, or after ``MOST_TRIALS``.
+If sizes are exact to the byte, so is the limit. An allocator that rounds and cuts segments varies from step to step:
+there the search ends when at most one sample in a hundred could be gained, or after ``MOST_TRIALS``.
 """
 
-from dataclasses import replace
 from math import isqrt, sqrt
 
 from lightning_ga.memory.trace import Segment
 from lightning_ga.plan.records import Method
-from lightning_ga.probe.curve import Curve, Step, Task, TraceSizes, fit_curve
+from lightning_ga.probe.curve import MARGIN, Curve, Step, Task, TraceSizes, fit_curve
 from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 
 CURVE_POINTS = 32
-ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exact
-MANY_TRIALS = 5  # after so many, less is enough: of what may still fit, and of a size that failed
+ENOUGH = 0.99  # of what may still fit: then no further trial, if sizes are not exact
+MANY_TRIALS = 5  # after so many, these shares are enough: of what may still fit, and of a size that failed
 NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
 BACKOFF_AFTER_FAILURE = 0.02  # of a size that failed: if a trial that much smaller fits, two in a hundred are left
-MOST_TRIALS = 12  # where sizes are not exact
-HOLE_RESERVE = 0.005  # share of the budget that a first trial near it leaves to holes, where there is no margin
+MOST_TRIALS = 12  # if sizes are not exact
+HOLE_RESERVE = 0.005  # share of the budget that a first trial near it leaves to holes, if there is no margin
 WORTH_RECORDING = 0.03  # a step is recorded if sizes larger by this share might still fit
-WORTH_A_STEP = 1.05  # times the largest step: where nothing can be predicted, a smaller growth ends the search
-# After a failure that the curve did not foresee: by what to stay below it, as a share of the budget where sizes are
-# exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
+WORTH_A_STEP = 1.05  # times the largest step: if nothing can be predicted, a smaller growth ends the search
+# After a failure that the curve did not predict: how far to stay below it, as a share of the budget if sizes are exact,
+# else of the size. A step that fits corrects the curve by what the allocator reserved, so one should come soon.
 EXACT_SPARES, SPARES = (0.02, 0.04, 0.08), (0.08, 0.08)
 
 
@@ -38,22 +37,18 @@ class Search:
     each keeps a search of its own and all run the smallest proposal: it ends at the limit of all.
     """
 
-    def __init__(self, task: Task, sizes: tuple[int, ...] = (4, 8), warm_up: Step | None = None) -> None:
-        """Begin with the sizes to trace first, and the first step of all, if it was recorded as the traces are."""
-        rules = None if task.rules is None else replace(task.rules, budget=task.budget + task.margin)
-        self.task = replace(task, rules=rules)
+    def __init__(self, task: Task, sizes: tuple[int, ...] = (4, 8)) -> None:
+        self.task = task
         self.limit = 0  # largest size that was tried and fits
         self.ceiling = task.high + 1  # smallest size known not to fit, by trial
-        self._traces = TraceSizes(self.task, sizes, warm_up)
+        self._traces = TraceSizes(task, sizes)
         self._fitting: list[Step] = []  # by size
         self._curve: Curve | None = None
-        self._verified = self._misled = False  # whether a trial was as the curve foresaw, and whether one was not
+        self._verified = self._misled = False  # whether a trial confirmed the curve, and whether one contradicted it
         self._failed_last = False
         self._is_unsure = False  # whether the last proposal may be too small
         self._trials = self._misses = 0
         self._stride = 1
-
-    # --- proposals -----------------------------------------------------------------------------
 
     def propose(self, layout: tuple[Segment, ...] = ()) -> int:
         """Return the next size to try, below ``ceiling``, which will find these segments; ``limit`` at the end."""
@@ -74,7 +69,7 @@ class Search:
         return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
 
     def _guess(self) -> int:
-        """Return where the limit should be, from the predicted curve and from what contradicts it."""
+        """Guess the limit from the predicted curve and from the trials that contradict it."""
         low, high, budget = self.limit, self.ceiling - 1, self.task.budget
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
@@ -82,14 +77,14 @@ class Search:
         large = low > max(self._traces.sizes)  # a large step is in the curve: it is nearly right
         guess = largest_fitting(self._needs, low + 1, self.task.high, budget)
         if not (is_exact or large or self.task.has_margin):
-            # Near a budget that an allocator keeps to, many samples may take little more.
+            # Near an allocator's budget, many more samples may need little more memory.
             spared = largest_fitting(self._curve.needs, low + 1, guess, budget - int(HOLE_RESERVE * budget))
             guess = max(spared, largest_fitting(self._needs, low + 1, guess - guess // 100, budget))
         if large and not is_exact:
             middle = _between(low, self.ceiling)
             if self._misses > 1 and (self._failed_last or guess >= self.ceiling):
                 return middle
-            # What failed just above tells more than the last bytes of a prediction.
+            # A failure just above is better evidence than the last bytes of a prediction.
             below = max(middle, min(high, self.ceiling - int(BACKOFF_AFTER_FAILURE * self.ceiling)))
             return min(guess, below) if self._misses else guess
         if guess < self.ceiling:
@@ -119,14 +114,14 @@ class Search:
         return (low + high) // 2 if high - low > 1 else None
 
     def _approach(self, closest: float) -> int:
-        """Return a larger size that is not near the budget: needed only where the streams do not align."""
+        """Return a larger size that is not near the budget: needed only if the streams do not align."""
         if not self._fitting:
             return _between(0, self.ceiling)
         aligned = self._replay is not None and (self._verified or not self._replay.is_quadratic)
         if aligned or self._misses:
             return self.limit
         fixed, growing = self._parts()
-        # What grows takes at most the square of the growth in samples: attention and similarity matrices do.
+        # What grows at all grows at most as the square of the samples: attention and similarity matrices do.
         growth = min(2.0, sqrt(max(0, int(closest * self.task.budget) - fixed) / max(1, growing)))
         further = min(int(growth * self.limit), self.task.high)
         return further if further > WORTH_A_STEP * self.limit or further == self.task.high else self.limit
@@ -141,15 +136,13 @@ class Search:
         unseen = max(0, trial.peak_bytes - max(trace.peak(rounding) for trace in traces))
         return kept[-1], unseen + max(trace.transient_peak(rounding) for trace in traces)
 
-    # --- outcomes ------------------------------------------------------------------------------
-
     @property
     def wants_trace(self) -> bool:
-        """Whether the next step should be recorded; later ones need not be where that disturbs them."""
+        """Whether the next step should be recorded; later ones need not be, if recording disturbs them."""
         return self.task.closest is not None or self._is_unsure or len(self._fitting) < len(self._traces.sizes)
 
     def record(self, step: Step) -> None:
-        """Take the outcome of one step."""
+        """Process the outcome of one step."""
         trial, size = step.trial, step.samples
         self._trials += 1
         if self._curve is not None:
@@ -159,7 +152,11 @@ class Search:
             self._misled |= not foreseen
         self._failed_last = not trial.fits
         if not trial.fits:
-            self._fail(size)
+            self.ceiling = min(self.ceiling, size)
+            self._misses += 1
+            self._stride = 1
+            if not self._fitting:
+                self._traces.fall_back(size, self.ceiling)
             return
         self._stride = 2 * self._stride if size == self.limit + self._stride else 1
         self.limit = max(self.limit, size)
@@ -174,13 +171,6 @@ class Search:
         elif len(self._fitting) == traced == 2 and self._replay is not None and self._curve is not None:
             self._traces.add_third(self._curve, self._fitting[-1], self._guess())
 
-    def _fail(self, size: int) -> None:
-        self.ceiling = min(self.ceiling, size)
-        self._misses += 1
-        self._stride = 1
-        if not self._fitting:
-            self._traces.fall_back(size, self.ceiling)
-
     def _is_enough(self, guess: int) -> bool:
         """Return whether the limit, tried beyond the traces, is near enough to the guess, or trials are used up."""
         beyond = self.limit > max(self._traces.sizes) or self._misses > 0
@@ -190,17 +180,15 @@ class Search:
         return (beyond and enough) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
     def _may_be_more(self, guess: int) -> bool:
-        """Return whether much more fits if temporaries have ended growing, which a recorded step tells."""
+        """Return whether much more fits if temporaries have ended growing, which a recorded step would show."""
         more = guess + max(1, int(WORTH_RECORDING * guess))
         if self._curve is None or more >= self.ceiling:
             return False
         return self._curve.foreseen(more, at_least=True) <= self.task.budget
 
-    # --- results -------------------------------------------------------------------------------
-
     @property
     def predicted(self) -> int:
-        """The limit where nothing may be tried: predicted if the streams align, else the largest that was tried."""
+        """The limit if nothing may be tried: predicted if the streams align, else the largest size that was tried."""
         if self._curve is None or self._replay is None:
             return self.limit
         return max(self.limit, largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, self.task.budget))
@@ -231,18 +219,19 @@ class Search:
 
     @property
     def _replay(self) -> PeakPredictor | None:
-        """What two aligned traces tell, if that is what the curve is made of."""
+        """The replay of two aligned traces, if the curve is made of one."""
         return None if self._curve is None else self._curve.replay
 
     def _is_proven(self) -> bool:
-        """Return whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
+        """Return whether a replay is as good as a trial: one trial confirmed it, and none contradicted it."""
         return self._verified and not self._misled and self._replay is not None
 
     def _needs(self, samples: int) -> int:
         """Return the bytes that the budget must leave: holes may be in the margin, blocks may not."""
         assert self._curve is not None
         needed = self._curve.needs(samples)
-        return max(needed - self.task.margin, self._curve(samples)) if self.task.has_margin else needed
+        margin = int(MARGIN * self.task.budget)
+        return max(needed - margin, self._curve(samples)) if self.task.has_margin else needed
 
 
 def _between(low: int, ceiling: int) -> int:

@@ -1,124 +1,37 @@
-"""A training to probe: its steps, what is alive when they begin, and how it is put back after them, without a trace."""
+"""A training to probe: its steps, what is alive when they begin, and how it is put back after them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ga.compat import dataloaders, patching, trial_steps
 from lightning_ga.memory.holders import OriginMeter, state_of
-from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.memory.oom import retry_once
-from lightning_ga.snapshot.contents import ObjectState
-from lightning_ga.snapshot.random_numbers import RandomState
-from lightning_ga.snapshot.savepoint import Savepoint
-from lightning_ga.snapshot.state import OptimizerState, ReachedState, SavedGradients, SwappedState, TensorValues
 
-
-@contextmanager
-def isolated(
-    trainer: Any, stand_ins: Mapping[int, Any] | None = None, *, begins: bool = True
-) -> Iterator[Callable[[], None]]:
-    """Let trial steps run as a context; the yielded function puts back all they changed, and so does the end.
-
-    By the id of an object, ``stand_ins`` say what attributes of modules refer to in its place meanwhile. Once training
-    has begun, trials take no optimizer step.
-    """
-    module = trainer.lightning_module
-    modules = list(module.modules())
-    modules += [other for other in trainer.strategy.model.modules() if all(other is not known for known in modules)]
-    random_state = RandomState()
-    attributes = trial_steps.remember_progress(trainer)
-    with uncounted():
-        own = (each for m in modules for each in (*m._parameters.values(), *m._buffers.values()) if each is not None)
-        values = TensorValues(iter({id(tensor): tensor for tensor in own}.values()))
-        plain = SwappedState(modules, [trainer, trainer.strategy, trainer.datamodule], stand_ins)
-        optimizers = [OptimizerState(optimizer) for optimizer in trainer.optimizers if begins]
-    gradients = SavedGradients(module.parameters())
-    objects = ObjectState(trial_steps.owners(trainer))
-    reached = ReachedState(module, [trainer, trainer.strategy, trainer.datamodule])
-
-    kept: tuple[Any, ...] = (gradients, plain, values, *optimizers, objects, reached, attributes, random_state)
-
-    def restore() -> None:
-        for each in kept:
-            retry_once(each.restore)
-
-    def prepare() -> None:
-        restore()
-        with uncounted():
-            plain.swap_in_copies()
-            attributes.swap_in_copies()
-            reached.swap_in_copies()
-        trial_steps.enter_trial(trainer, begins=begins)
-
-    tensors = [each for each in chain(module.parameters(), module.buffers()) if not each.is_inference()]
-    with ExitStack() as stack:  # windows look at versions to see what was written to
-        for tensor in tensors:  # one by one: torch 2.6 takes no more
-            stack.enter_context(_unsafe_preserve_version_counter(tensor))
-        try:
-            prepare()
-            yield prepare
-        finally:
-            restore()
-            if begins:  # no window is under way
-                trial_steps.forget_used(trainer)
-
-
-@contextmanager
-def hooks_apart(trainer: Any) -> Iterator[None]:
-    """Let hooks of batches be called apart from training, as a context: what they change is put back."""
-    profiler, trainer.profiler = trainer.profiler, patching.sibling(trainer, "profilers").PassThroughProfiler()
-    try:
-        with _kept_apart(trainer) if dataloaders.hooks_see_batches(trainer) else nullcontext():
-            yield
-    finally:
-        trainer.profiler = profiler
-
-
-@contextmanager
-def _kept_apart(trainer: Any) -> Iterator[None]:
-    module, random_state = trainer.lightning_module, RandomState()
-    plain = SwappedState(list(module.modules()), [trainer, trainer.strategy, trainer.datamodule])
-    tensors = Savepoint(module)
-    tensors.take()
-    plain.swap_in_copies()
-    try:
-        yield
-    finally:
-        for each in (plain, tensors, random_state):
-            retry_once(each.restore)
-
-
-_MOST = 1 << 62
+_BOUND = 1 << 62
 
 
 class ProbedTraining:
     """A training whose optimizers are seen as they step; a subclass says what a step is.
 
-    A first step of Adam makes its state, and takes less memory before that than every later one.
-    So what a step made is borrowed before the training is put back, and lent to the next trial.
+    The first step of Adam needs less memory than every later one, because it makes the state. So the state that a step
+    made is kept when the training is put back, and given to the next trial.
     """
-
-    module: nn.Module | None = None  # its parts are named where memory is attributed
 
     def __init__(self) -> None:
         self._stepping: WeakSet[Optimizer] = WeakSet()
         self._warm: list[tuple[Optimizer, dict[Any, Any]]] = []
 
     def step(self, samples: int, meter: OriginMeter) -> object:
-        """Run one whole training step on so many samples; the meter can be told which tensors are the batch."""
+        """Run one whole training step on so many samples; ``meter.note_batch`` names the tensors of the batch."""
         raise NotImplementedError
 
     def first_sizes(self, high: int) -> Sequence[int]:
-        """Return the sizes of which the first that runs is the first step: two samples, as BatchNorm refuses one."""
+        """Return the sizes to try for the first step: two samples, because BatchNorm refuses one, else one."""
         return range(min(2, high), 0, -1)
 
     def useful(self, samples: int, limit: int) -> int:
@@ -138,11 +51,8 @@ class ProbedTraining:
         return False
 
     def agree(self, value: bool) -> bool:
-        """Return whether something is so on every rank."""
+        """Return whether ``value`` is true on every rank."""
         return bool(value)
-
-    def announce(self, samples: int) -> None:
-        """Note the size of the step that runs next."""
 
     def warm_up(self) -> bool:
         """Make the optimizer's state without a training step; return whether that was done."""
@@ -153,7 +63,7 @@ class ProbedTraining:
         self._stepping.add(optimizer)
 
     def lend(self) -> None:
-        """Give optimizers the state that they lost. Nothing is kept: what a step replaces must die."""
+        """Give optimizers the kept state. Keep no reference: what a step replaces must be freed."""
         for optimizer, states in self._warm:
             for key, state in states.items():
                 if key not in optimizer.state:
@@ -161,7 +71,7 @@ class ProbedTraining:
         self._warm = []
 
     def put_back(self, graded: list[tuple[Tensor, bool]] | None = None) -> None:
-        """Put back the state before the step, but for what the optimizers made, which is kept for the next.
+        """Put back the state before the step; keep the state that optimizers made for the next step.
 
         After a failed step that nothing resets, the parameters have gradients if they had some before (``graded``).
         """
@@ -175,7 +85,7 @@ class ProbedTraining:
                 parameter.grad = torch.zeros_like(parameter)
 
     def graded(self) -> list[tuple[Tensor, bool]]:
-        """Tell which parameters have a gradient."""
+        """Return for each parameter whether it has a gradient."""
         return [(parameter, parameter.grad is not None) for parameter in self._parameters()]
 
     def smallest(self, value: int) -> int:
@@ -191,7 +101,7 @@ class ProbedTraining:
 
     def largest(self, value: int) -> int:
         """Return the largest value over ranks, in the same way."""
-        return _MOST - self.smallest(_MOST - value)
+        return _BOUND - self.smallest(_BOUND - value)
 
     def _parameters(self) -> Iterator[Tensor]:
         for optimizer in self._stepping:

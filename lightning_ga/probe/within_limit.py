@@ -1,22 +1,22 @@
-"""Choose within the limit, from trials: what trains fastest, and how much micro-batches of unequal samples may hold.
+"""Choose within the limit, from trials: what trains fastest, and the limits of micro-batches of unequal samples.
 
 The largest micro-batch is often not the fastest: caches overflow. Past some size nothing is gained either, and a
 smaller one leaves memory for other work.
 
 The memory of ``b`` padded samples of size ``l`` is c + b·(γ + αl + βl²): activations, and attention matrices. Along
 b·l = budget it is c + budget·(γ/l + α + βl), largest at an end: at the longest size, whose limit is known, or at a
-shorter one, where the samples that this budget allows are tried. What is shorter still holds no more of them. If fewer
-fit there, what a sample takes is bounded by the chord through both limits, as it is convex in ``l``: size + offset.
-Pure: what is tried and timed comes in as functions.
+shorter size, at which the samples that this budget allows are tried. Micro-batches of even shorter samples get no more
+samples. If fewer fit at the shorter size, the memory of a sample, convex in ``l``, is bounded by the chord through both
+limits: size + offset. Pure: trials and timings come in as functions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.records import Timing
 
 SLOWER = 1.03  # times the best window: as fast
-_HOPELESS = 1.5  # times the best window: what is smaller only gets slower
+_HOPELESS = 1.5  # times the best window: smaller micro-batches are even slower
 _REFINEMENTS = 3
 
 
@@ -37,10 +37,10 @@ def time_windows(
         return timings[factor].seconds
 
     factor = -(-rank_samples // limit)
-    while time(factor) <= _HOPELESS * _best(timings) and -(-rank_samples // (2 * factor)) >= 2:
+    while time(factor) <= _HOPELESS * _best(timings.values()) and -(-rank_samples // (2 * factor)) >= 2:
         factor *= 2
     for _ in range(_REFINEMENTS):
-        within = [f for f, timing in timings.items() if timing.seconds <= SLOWER * _best(timings)]
+        within = [f for f, timing in timings.items() if timing.seconds <= SLOWER * _best(timings.values())]
         low, high = max(within), min((f for f in timings if f > max(within)), default=max(within))
         if high - low < 2:
             break
@@ -51,12 +51,11 @@ def time_windows(
 
 def fastest(timings: tuple[Timing, ...]) -> int:
     """Return the smallest micro-batch whose window takes at most 3 % longer than the best."""
-    best = min(timing.seconds for timing in timings)
-    return min(timing.micro_batch_size for timing in timings if timing.seconds <= SLOWER * best)
+    return min(timing.micro_batch_size for timing in timings if timing.seconds <= SLOWER * _best(timings))
 
 
-def _best(timings: dict[int, Timing]) -> float:
-    return min(timing.seconds for timing in timings.values())
+def _best(timings: Iterable[Timing]) -> float:
+    return min(timing.seconds for timing in timings)
 
 
 _SHARES = (1.0, 0.75, 0.5)  # of the samples that the budget allows at the shorter size, tried in turn
@@ -72,7 +71,7 @@ def limits_by_size(
 
     Examples:
         >>> limits_by_size(lambda sizes: (sizes[1], 6), 8, longest=400, shorter=50, high=256)
-        (SizeLimits(budget=3360, samples=48, offset=20, pass_cost=None), 6)
+        (SizeLimits(budget=3360, samples=48, offset=20), 6)
     """
     most = min(high, -(-limit * longest // shorter))
     fits, steps = (most, 0) if most <= limit else confirm([int(share * most) for share in _SHARES])
@@ -80,15 +79,3 @@ def limits_by_size(
     if limit < fits < most:
         offset = max(0, -(-(limit * longest - fits * shorter) // (fits - limit)))
     return SizeLimits(limit * (longest + offset), fits, offset), steps
-
-
-def pass_cost(timings: Sequence[Timing], tokens: int) -> int | None:
-    """Return what a pass costs beside its samples, as samples × longest, from windows of so many in all.
-
-    A window takes a constant time for each of its passes, and one for each token; ``None`` if only one was timed.
-    """
-    if len(timings) < 2:
-        return None
-    most, fewest = timings[0], timings[-1]
-    each = max(0.0, (most.seconds - fewest.seconds) / (most.factor - fewest.factor))
-    return int(tokens * each / max(fewest.seconds - fewest.factor * each, each))

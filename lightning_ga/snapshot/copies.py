@@ -1,54 +1,30 @@
-"""Copy tensors, see whether they are written to, and write the copies back; gradients as backward passes add to them.
+"""Copy tensors in few calls and write the copies back; see by versions or sums of bits whether tensors have changed."""
 
-Fused kernels and whatever writes to ``tensor.data`` raise no version (``_version``): then the sum of a tensor's bits
-shows a change, without a copy. To read all values takes too long to be done in every window: the exactness check and
-the first micro-batches do it.
-"""
-
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
+from torchmetrics import Metric
 
-_VERSION = attrgetter("_version")
-SMALL = 2**20  # bytes of a tensor that is copied where every window begins
-
-
-def versions(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
-    """Return how often each tensor was written to; -1 for none."""
-    tensors = [*tensors]
-    try:
-        return tuple(map(_VERSION, tensors))  # twice as fast
-    except AttributeError:  # one is none
-        return tuple(-1 if tensor is None else tensor._version for tensor in tensors)
+SMALL = 2**20  # bytes of a tensor that is copied at the start of every window
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
-def is_small(tensor: Tensor) -> bool:
-    """Return whether a tensor may be copied where every window begins."""
-    return tensor.numel() * tensor.element_size() <= SMALL
-
-
-def is_expanded(tensor: Tensor) -> bool:
-    """Return whether several of its elements are one in memory; sparse and nested tensors have no strides to tell."""
-    return tensor.layout is torch.strided and not tensor.is_nested and 0 in tensor.stride()
+def versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Return how often each tensor was written to."""
+    return tuple(tensor._version for tensor in tensors)
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Return whether values can be copied back into it: it is dense, stored as it reads, no two elements are one."""
+    """Return whether values can be copied back into it: it is dense, stored as it reads, without overlap."""
     dense = tensor.layout is torch.strided and not tensor.is_nested
-    return dense and not tensor.is_conj() and not tensor.is_neg() and not is_expanded(tensor)
+    return dense and not tensor.is_conj() and not tensor.is_neg() and 0 not in tensor.stride()
 
 
-class SmallCopies:
-    """Copies of small tensors that can be written to, made in few calls: numbers and vectors of a kind are joined."""
+class JoinedCopies:
+    """Copies of writable tensors, made in few calls: numbers and vectors of a kind are joined."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         kinds: dict[Any, list[Tensor]] = {}
@@ -82,120 +58,62 @@ class SmallCopies:
             torch._foreach_copy_(tensors, copies)
 
 
-WORD = 8  # bytes that are added up as one integer
-
-
-def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
-    """Return the sum of each tensor's bits, 64 at a time; ``None`` for one whose memory cannot be read that way.
-
-    Dispatch modes (which count operations, say) do not see it. If memory runs out, and on devices that do not know
-    these operations, there are no sums.
-    """
-    listed = list(tensors)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    try:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            sums = [_checksum(tensor) for tensor in listed]
-            for total in sums:
-                if total is not None:
-                    by_device.setdefault(total.device, []).append(total)
-            # One transfer for each device.
-            values = {device: iter(torch.stack(totals).tolist()) for device, totals in by_device.items()}
-    except RuntimeError:
-        return [None] * len(listed)
-    return [None if total is None else next(values[total.device]) for total in sums]
-
-
-def differ(before: float | None, now: float | None) -> bool:
-    """Return whether two sums of a tensor show that it has changed."""
-    return before is not None and now is not None and before != now
-
-
 @torch.no_grad()
-def _checksum(tensor: Tensor) -> Tensor | None:
-    """Return the sum, where the tensor lies; 64-bit words are added as they are: to add others would copy them."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta or not is_writable(tensor):
-        return None
-    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    if not values.is_contiguous():
-        strides = values.stride()
-        values = values.permute(sorted(range(values.dim()), key=strides.__getitem__, reverse=True))
-    flat = values.reshape(-1)
-    size = flat.element_size()
-    if flat.storage_offset() * size % WORD:
-        flat = flat.clone()
-    words = flat.numel() * size // WORD * (WORD // size)
-    total = flat[:words].view(torch.int64).sum()
-    return total if words == flat.numel() else total + flat[words:].view(torch.uint8).sum(dtype=torch.int64)
+def checksums(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return the sum of each tensor's bits as integers; ``None`` for one whose memory cannot be read that way.
 
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """The gradients of some parameters at one moment, and how often each had been written to."""
-
-    tensors: list[Tensor | None]
-    versions: Sequence[int]
-
-    @classmethod
-    def of(cls, parameters: Iterable[Tensor]) -> "Gradients":
-        """Look at the gradients of parameters."""
-        tensors = [parameter.grad for parameter in parameters]
-        return cls(tensors, versions(tensors))
-
-    def unchanged_since(self, before: "Gradients") -> bool:
-        """Return whether none has been replaced or written to in between."""
-        return self.versions == before.versions and all(map(is_, self.tensors, before.tensors))
-
-    def changed_since(self, before: "Gradients") -> Iterator[bool]:
-        """Yield for each whether it is there, and has been replaced or written to in between."""
-        pairs = zip(self.tensors, before.tensors, self.versions, before.versions)
-        return (now is not None and (now is not then or new != old) for now, then, new, old in pairs)
-
-
-@contextmanager
-def counted_additions(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]:
-    """Return a context in which additions of backward passes to gradients are counted, in the order in which they come.
-
-    A table of hooks that is left empty makes every later backward pass take the interpreter's lock (1 µs for each
-    parameter in torch 2.15). The table of hooks before a gradient is added can be dropped, that of those after not.
+    Fused kernels, and code that writes to ``tensor.data``, raise no version; the sums show such a change, too.
     """
-    counts: Counter[Tensor] = Counter()
-    trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
-
-    def count(parameter: Tensor, _: Tensor) -> None:
-        counts[parameter] += 1
-
-    handles = [parameter.register_hook(partial(count, parameter)) for parameter in trained]
-    try:
-        yield counts
-    finally:
-        for parameter, handle in zip(trained, handles):
-            handle.remove()
-            if not parameter._backward_hooks:
-                parameter._backward_hooks = None
-
-
-class ZeroedAdditions:
-    """Lets backward passes add zeros to gradients, until it is removed.
-
-    Hooks are on the nodes that add, not on the parameters: so they come after all hooks of the user's own, and
-    ``autograd.grad`` does not call them.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        # Kept, as parameters do not keep them.
-        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
-        self._handles: list[Any] = [node.register_prehook(_zeros) for node in self._nodes]
-
-    def remove(self) -> None:
-        """Let gradients be added as they come."""
-        for handle in self._handles:
-            handle.remove()
-        self._nodes, self._handles = [], []
+    sums: list[int | None] = [None] * len(tensors)
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        for number, tensor in enumerate(tensors):
+            is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor.is_meta
+            if is_plain and is_writable(tensor):
+                values = tensor.detach()
+                values = torch.view_as_real(values) if values.is_complex() else values
+                bits = values.contiguous().view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+                by_device.setdefault(bits.device, []).append((number, bits))
+        for found in by_device.values():  # one transfer for each device
+            for (number, _), value in zip(found, torch.stack([bits for _, bits in found]).tolist()):
+                sums[number] = value
+    return sums
 
 
-def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
+def refill(container: Any, content: Any) -> None:
+    """Put content back into the dictionary, list, set or queue that it was copied from."""
+    if isinstance(container, dict):
+        for name in container.keys() - content.keys():
+            del container[name]
+        dict.update(container, content)  # never empty, as others may read it; a Counter's own would add
+        return
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(content)
+
+
+# What torchmetrics 1.9 keeps of a metric besides its states (``metric.py``, ``reset`` and ``forward``), and Lightning
+# 2.6.6 of a logged value (``logger_connector/result.py``).
+_COUNTERS = (
+    *("_update_count", "_forward_cache", "_computed", "_cache", "compute_with_cache"),
+    *("_is_synced", "_to_sync", "_should_unsync", "has_reset"),
+)
+
+
+def metric_state(metric: Metric, *, copied: bool = True) -> dict[str, Any]:
+    """Return what an update of a metric may change; logged values are replaced and need no copies."""
+    own = vars(metric)
+    states = {name: own[name] for name in metric._defaults}
+    counters = {name: own[name] for name in _COUNTERS if name in own}
+    return {**({name: _copy(state) for name, state in states.items()} if copied else states), **counters}
+
+
+def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
+    """Give a metric copies of what ``metric_state`` returned: updates change states in place."""
+    vars(metric).update({**state, **{name: _copy(state[name]) for name in metric._defaults}})
+
+
+def _copy(state: Any) -> Any:
+    return list(state) if isinstance(state, list) else state.clone()
 
 
 def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -1,111 +1,76 @@
+"""Mistakes as they are typed: one sentence each, told before anything is trained."""
+
 import errno
 
 import pytest
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from lightning_ga.app.errors import explain, explain_key
+from lightning_ga import UserError
+from lightning_ga.app.errors import explain
 
-
-def test_an_unknown_key_suggests_its_neighbour():
-    """Keys of the same section are offered, or a section of nearly that name."""
-    config = OmegaConf.create({"a": {"batch": 1, "other": 2}, "data": {"size": 3}})
-    OmegaConf.set_struct(config, True)
-
-    def told(key: str) -> str:
-        with pytest.raises(OmegaConfBaseException) as caught:
-            OmegaConf.update(config, key, 3)
-        return explain_key(key, caught.value, ["a", "data"])
-
-    assert "did you mean a.batch?" in told("a.bach")
-    assert "did you mean" not in told("a.qqq")
-    assert "did you mean data.size?" in told("datas.size")
-
-
-def test_a_value_that_another_section_lacks_names_both():
-    """As of a language model with pictures."""
-    config = OmegaConf.create({"model": {"context": "${data.max_length}"}, "data": {"size": 3}})
-    with pytest.raises(OmegaConfBaseException) as caught:
-        OmegaConf.to_container(config, resolve=True)
-    told = explain(caught.value)
-    assert told.startswith("model.context is read from data.max_length, which the configuration does not have")
-    assert "data=…" in told
-    assert "model.context=…" in told
-
-
-def test_disks_and_folders_are_told_in_one_sentence():
-    """Which file, why, and which keys choose another place; other errors of the system are bugs."""
-    full = OSError(errno.ENOSPC, "No space left on device")
-    assert explain(full) is not None
-    assert explain(full).startswith("A file of this run, or what it prints, cannot be written: No space left on device")
-    denied = PermissionError(errno.EACCES, "Permission denied", "/somewhere")
-    assert "'/somewhere' cannot be written" in explain(denied)
-    assert "hydra.run.dir=FOLDER" in explain(denied)
-    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "cat.png")  # of the data, perhaps
-    assert explain(missing).startswith("'cat.png' cannot be written, or read: No such file or directory (--traceback")
-    assert "If this run writes it, choose another folder" in explain(missing)
-    assert explain(FileNotFoundError(errno.ENOENT, "No such file or directory")).startswith(
-        "The current folder has been"
-    )
-    wrapped = RuntimeError("unexpected pos 64 vs 0")
-    wrapped.__cause__ = full
-    assert explain(wrapped) is not None
-    assert explain(OSError(errno.ECHILD, "No child processes")) is None
+COMPOSED = [  # what the configuration alone tells
+    (["model=nope"], ["model=nope does not exist", "mlp, own, resnet34d, simclr, timm"]),
+    (["modle=mlp"], ["did you mean model?"]),
+    (["trainer.max_epoch=3"], ["did you mean trainer.max_epochs?"]),
+    (["max_epochs=3"], ["did you mean trainer.max_epochs?"]),
+    (["lr=0.1"], ["did you mean optimizer.lr?"]),
+    (["model=mlp", "accumulate.effective_batch=128"], ["did you mean accumulate.effective_batch_size?"]),
+    (["data=[digits]", "precision=16"], ["precision=16 names no option", "bf16-mixed, bf16-true"]),
+    (["hydra=null"], ["Config group override must be a string or a list"]),
+    (["model=null", "hydra.run.dir=x"], ["model._target_ is missing"]),
+    (["--config-dir="], ["--config-dir names no folder"]),
+    (["callbacks.early_stopping.patience=1"], ["callbacks=[default,early_stopping]"]),
+    (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
+    (["logger=[csv,nope]"], ["logger=nope does not exist", "csv, default, many, mlflow, none"]),
+    (["--config-dir", "none-of-mine"], ["none-of-mine"]),
+    (["task=train", "hydra.run.dir=x"], ["task: ", "'train', expected one of [fit, validate, test, predict]"]),
+    (["seed=abc", "hydra.run.dir=x"], ["seed", "abc"]),
+    (["dry_run=true", "task=test", "hydra.run.dir=x"], ["task=test has none"]),
+    (["model=mlp", "hydra.run.dir="], ["hydra.run.dir is empty"]),
+    (["model=gpt", "hydra.run.dir=x"], ["model.context", "data.max_length"]),
+]
+BUILT = [  # what the classes say
+    (["model=timm", "model.name=resnet34dd"], ["'resnet34dd'"]),
+    (["model=mlp", "accumulate.effective_batch_size=0"], ["effective_batch_size=0 must be at least 1"]),
+    (["model=mlp", "task=test"], ["needs trained weights", "ckpt_path=best"]),
+    (["model=mlp", "+model.dropout=0.1"], ["unexpected keyword argument 'dropout'"]),
+    (["model=mlp", "ckpt_path=/etc/passwd"], ["'/etc/passwd' is no file of tensors"]),
+    (["model=mlp", "ckpt_path=last"], ["no run of this model below 'outputs' or 'multirun' has left one"]),
+    (["model=mlp", "model.num_classes=3"], ["model.num_classes=3 is less than the 10 classes"]),
+    (["model=own", "model._target_=none_of_mine.Model"], ["none_of_mine.Model", "No module named 'none_of_mine'"]),
+    (["model=own"], ["model._target_", "Missing mandatory value"]),
+    (["model=mlp", "lr_scheduler=none", "trainer.limit_train_batches=0"], ["Nothing was trained"]),
+    (["model=mlp", "data=cifar10"], ["add data.download=true to the same line"]),
+]
 
 
-def test_what_an_error_leaves_out_is_not_told_in_its_place():
-    bug = KeyError("a bug")
-    bug.__context__ = FileNotFoundError(errno.ENOENT, "No such file", "cache.json")
-    assert explain(bug) is not None
-    bug.__suppress_context__ = True
-    assert explain(bug) is None
+@pytest.mark.parametrize(("arguments", "parts"), [*COMPOSED, *BUILT], ids=lambda value: value[-1] if value else "")
+def test_a_mistake_ends_in_one_sentence(command, arguments, parts):
+    """Exit code 1 and one line on stderr that names the mistake; nothing is trained."""
+    run = command(*arguments)
+    for part in parts:
+        assert part in run.mistake
+    assert "Epoch" not in run.out
 
 
-def test_errors_of_loggers_name_what_does_without_an_account():
-    refused = type("UsageError", (Exception,), {"__module__": "wandb.errors.errors"})("No API key configured.")
-    told = explain(refused)
-    assert told == "No API key configured. (logger=default needs no account and no network)"
+def test_traceback_shows_an_error_in_full(command):
+    with pytest.raises(UserError, match="data=mnist"):
+        command("model=mlp", "data=mnist", "--traceback")
 
 
-def test_memory_that_ran_out_is_told_in_one_sentence():
-    """Without a callback too; what is known of the memory follows."""
+def test_an_error_of_the_users_own_code_is_one_line():
+    told = explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied\n\nand more"))
+    assert told == "RuntimeError: mat1 and mat2 shapes cannot be multiplied (--traceback shows all)"
+    of_worker = OSError("Caught OSError in worker 0.\nOriginal Traceback (most recent call last):\nOSError: broken")
+    assert explain(of_worker).startswith("OSError: Caught OSError in worker 0. OSError: broken (")
+    with pytest.raises(AssertionError) as caught:
+        exec("assert 1 == 2")
+    assert "<string>, line 1" in explain(caught.value)
+
+
+def test_notes_follow_the_sentence():
+    """As of what holds the memory."""
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has …")
     error.add_note("As the probe recorded it: …")
-    told = explain(error)
-    assert told.startswith("Memory ran out (CUDA out of memory): ")
-    assert "accumulate.on_oom=split" in told
-    assert told.endswith("As the probe recorded it: …")
-
-
-def test_a_model_that_does_not_fit_is_not_told_to_use_smaller_batches():
-    """No batch was read when memory ran out."""
-
-    def build_model():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has …")
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        build_model()
-    assert "the model alone does not fit; use a smaller one" in explain(caught.value)
-    assert "batch" not in explain(caught.value)
-
-
-def test_a_name_that_is_not_utf8_is_told():
-    told = explain(UnicodeEncodeError("utf-8", "caf\udce9", 3, 4, "surrogates not allowed"))
-    assert told == "'caf\\udce9' is not read as UTF-8: give it another name, or set PYTHONUTF8=1 if it should be."
-
-
-def test_what_an_optimizer_or_a_schedule_cannot_take_is_told():
-    """In ``configure_optimizers`` or in their first step: what they are given comes from the configuration."""
-
-    def configure_optimizers():
-        raise TypeError("got an unexpected keyword argument 'warmup'")
-
-    given = "optimizer or lr_scheduler cannot work with what it is given"
-    with pytest.raises(TypeError) as caught:
-        configure_optimizers()
-    assert explain(caught.value).startswith(f"{given} (got an unexpected keyword argument 'warmup')")
-    weight = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(TypeError) as caught:
-        torch.optim.Adam([weight], eps="x")
-    assert explain(caught.value).startswith(f"{given} ('<=' not supported between instances of ")
+    assert explain(error).endswith("(--traceback shows all) As the probe recorded it: …")
+    assert "No space left on device" in explain(OSError(errno.ENOSPC, "No space left on device", "x"))

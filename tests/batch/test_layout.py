@@ -13,7 +13,7 @@ KNOWN = Layout({"batch": "fields", "batch['x']": SampleAxis(0), "batch['y']": Sa
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"x": torch.zeros(5), "y": torch.zeros(2, 3)}, r"batch\['x'\] holds 5 of them and batch\['y'\] 3: define"),
+        ({"x": torch.zeros(5), "y": torch.zeros(2, 3)}, r"batch\['x'\] has 5 of them and batch\['y'\] has 3: define"),
         (
             {"x": torch.zeros(5), "y": torch.zeros(5)},
             r"batch\['y'\] is of another kind .*\(now Tensor and the shape \(5,",

@@ -1,36 +1,16 @@
 """Neighbouring samples are taken out of one value of any type along any axis, as a view where that is possible."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from lightning_ga.batch.pytree import take
-
-EDGES = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(sorted)
-SHAPES = st.lists(st.integers(0, 3), max_size=3)
+from lightning_ga.batch.pytree import LayoutError, take
 
 
 def numbers(*shape: int) -> torch.Tensor:
     return torch.arange(int(np.prod(shape))).reshape(shape)
-
-
-@given(SHAPES, st.integers(0, 3), EDGES)
-def test_tensors_and_arrays_are_cut_along_any_axis_as_views(shape: list[int], axis: int, edges: list[int]) -> None:
-    """The entries are those of indexing along that axis, and no memory is new."""
-    axis = min(axis, len(shape))
-    whole = numbers(*shape[:axis], 5, *shape[axis:])
-    start, stop = edges
-    ours = take(whole, axis, start, stop)
-    assert torch.equal(ours, whole.index_select(axis, torch.arange(start, stop)))
-    assert ours.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-    array = take(whole.numpy(), axis, start, stop)
-    np.testing.assert_array_equal(array, ours.numpy())
-    assert array.base is not None
 
 
 class Boxes(torch.Tensor):
@@ -55,21 +35,28 @@ def test_subclasses_keep_their_type_and_attributes() -> None:
     assert type(take(torch.nn.Parameter(torch.zeros(5)), 0, 1, 3)) is torch.Tensor
 
 
-SEQUENCES = [torch.randn(length, 2) for length in (2, 5, 3, 1, 5)]
+class Labelled(torch.Tensor):
+    """Has a label for each of its rows, which indexing cuts with them, unless it is told not to."""
+
+    labels: torch.Tensor
+    cuts: ClassVar[bool] = True
+
+    def __getitem__(self, places: Any) -> Any:
+        part = super().__getitem__(places)
+        if self.cuts:
+            part.labels = self.labels[places]
+        return part
 
 
-@pytest.mark.parametrize("edges", [(0, 5), (0, 2), (1, 4), (4, 5)])
-@pytest.mark.parametrize("ordered", [True, False])
-def test_packed_sequences_are_cut_in_the_users_order(edges: tuple[int, int], ordered: bool) -> None:
-    """What is taken is what packing its own sequences gives."""
-    sequences = sorted(SEQUENCES, key=len, reverse=True) if ordered else SEQUENCES
-    start, stop = edges
-    ours = take(pack_sequence(sequences, enforce_sorted=ordered), 0, start, stop)
-    expected = pack_sequence(sequences[start:stop], enforce_sorted=ordered)
-    assert ours.batch_sizes.tolist() == expected.batch_sizes.tolist()
-    assert (ours.sorted_indices is None) == ordered
-    for mine, right in zip(unpack_sequence(ours), unpack_sequence(expected), strict=True):
-        assert torch.equal(mine, right)
+def test_attributes_of_a_users_tensor_are_cut_by_its_own_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attribute that slices lack is refused by name, as nobody knows which of it is theirs."""
+    rows = numbers(4, 2).as_subclass(Labelled)
+    rows.labels = torch.arange(4)
+    ours = take(rows, 0, 1, 3)
+    assert (type(ours), ours.labels.tolist()) == (Labelled, [1, 2])
+    monkeypatch.setattr(Labelled, "cuts", False)
+    with pytest.raises(LayoutError, match=r"Slices of a Labelled lack its attribute 'labels'.*define split_batch"):
+        take(rows, 0, 1, 3)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])

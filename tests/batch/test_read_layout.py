@@ -1,10 +1,8 @@
 """Where samples lie is read by collating them as 3 and as 4, or off ready-made batches; else it is refused."""
 
 import random
-from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +10,12 @@ import pytest
 import torch
 from known_batches import BatchEncoding, Known, same
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import default_collate
 
-from lightning_ga.batch.layout import LayoutError, SampleAxis, SampleCount, slices_of
+from lightning_ga.batch.layout import LayoutError, SampleAxis, cut_batch
 from lightning_ga.batch.read_layout import read_layout, read_ready_made
 
-Pair = namedtuple("Pair", "inputs labels")
 Collate = Callable[[list[Any]], Any]
-WAY_OUT = r"define split_batch\(self, batch, sizes\) on the LightningModule"
+REMEDY = r"define split_batch\(self, batch, sizes\) on the LightningModule"
 
 
 def sample(number: int, length: int = 5) -> dict[str, Any]:
@@ -42,49 +38,14 @@ def ys(batch: list[Any]) -> torch.Tensor:
     return torch.stack([each["y"] for each in batch])
 
 
-def test_samples_lie_where_a_batch_of_four_is_longer_than_one_of_three() -> None:
-    """Along any axis, in lists and tuples of texts or tensors too; all else is shared."""
-    assert read(default_collate) == {
-        "batch": "fields",
-        "batch['x']": SampleAxis(0),
-        "batch['y']": SampleAxis(0),
-        "batch['name']": SampleAxis(0),
-    }
-    assert read(lambda batch: xs(batch).transpose(0, 1)) == {"batch": SampleAxis(1)}
-    assert read(lambda batch: xs(batch).movedim(0, 2)) == {"batch": SampleAxis(2)}
-    assert read(lambda batch: [each["x"] for each in batch], RAGGED) == {"batch": SampleAxis(0)}
-    assert read(lambda batch: batch, RAGGED) == {"batch": SampleAxis(0)}
-    assert read(lambda batch: xs(batch).numpy()) == {"batch": SampleAxis(0)}
-
-
 PACKED: dict[str, tuple[Collate, str]] = {
     "rows of all samples": (
         lambda batch: (torch.cat([each["x"] for each in batch]), ys(batch)),
-        r"batch\[0\] holds 5 entries for each sample, and other parts hold fewer",
-    ),
-    "rows of unequal numbers": (
-        lambda batch: torch.cat([each["x"] for each in batch]),
-        "batch holds different numbers of entries for different samples",
-    ),
-    "cumulative lengths": (
-        lambda batch: (xs(batch), torch.tensor([0] + [5] * len(batch)).cumsum(0)),
-        r"batch\[1\] goes from the shape \(4,\) to \(5,\) when 3 samples become 4",
+        r"batch\[0\] goes from the shape \(15, 2\) to \(20, 2\) when 3 samples become 4",
     ),
     "ends": (
         lambda batch: (xs(batch), torch.tensor([5] * len(batch)).cumsum(0)),
         r"batch\[1\] depends on where in the batch a sample is",
-    ),
-    "places": (
-        lambda batch: (xs(batch), torch.arange(len(batch))),
-        r"batch\[1\] depends on where in the batch a sample is",
-    ),
-    "views, one after the other": (
-        lambda batch: torch.cat([xs(batch), xs(batch) + 1]),
-        "batch depends on where in the batch a sample is",
-    ),
-    "a matrix of pairs": (
-        lambda batch: (xs(batch), torch.eye(len(batch))),
-        r"batch\[1\] goes from the shape \(3, 3\) to \(4, 4\)",
     ),
     "a sum": (
         lambda batch: (xs(batch), xs(batch).sum(0)),
@@ -102,14 +63,6 @@ PACKED: dict[str, tuple[Collate, str]] = {
         lambda batch: torch.zeros((1,) * len(batch)),
         "batch changes its shape in a way of its own",
     ),
-    "the order of the samples": (
-        lambda batch: (xs(batch), torch.tensor([len(each["x"]) for each in batch]).argsort(stable=True)),
-        r"batch\[1\] depends on where",
-    ),
-    "every second sample": (
-        lambda batch: {"x": xs(batch), "anchors": xs(batch[::2])},
-        r"batch\['anchors'\] changes with the number of samples|batch\['anchors'\]",
-    ),
     "nothing by sample": (lambda batch: {"weights": torch.ones(3), "name": "train"}, "nothing in it grows with them"),
 }
 
@@ -117,8 +70,8 @@ PACKED: dict[str, tuple[Collate, str]] = {
 @pytest.mark.parametrize("name", PACKED)
 def test_what_cannot_be_cut_is_refused_with_the_part_and_the_way_out(name: str) -> None:
     collate, message = PACKED[name]
-    with pytest.raises(LayoutError, match=rf"The batch cannot be cut into samples, as {message}.*{WAY_OUT}"):
-        read(collate, RAGGED if "unequal" in name else SAMPLES)
+    with pytest.raises(LayoutError, match=rf"The batch cannot be cut into samples, as {message}.*{REMEDY}"):
+        read(collate)
 
 
 class Unknown:
@@ -134,7 +87,7 @@ def test_an_unknown_type_is_refused() -> None:
     with pytest.raises(LayoutError, match=message):
         read(lambda batch: {"x": xs(batch), "graphs": Unknown(batch)})
     with pytest.raises(LayoutError, match=r"batch\[1\] is of the type Unknown.*register_splitter"):
-        read_ready_made([(torch.zeros(8), Unknown(SAMPLES))])
+        read_ready_made((torch.zeros(8), Unknown(SAMPLES)))
     vocabulary = object()
     assert read(lambda batch: {"x": xs(batch), "vocabulary": vocabulary})["batch['vocabulary']"] == "shared"
     assert read(lambda batch: [Unknown([each]) for each in batch])["batch"] == SampleAxis(0)
@@ -147,18 +100,16 @@ class Record:
 
 
 STRUCTURES: dict[str, Collate] = {
-    "named tuple": lambda batch: Pair(xs(batch), ys(batch)),
     "dataclass with a field called shape": lambda batch: Record(xs(batch)),
-    "namespace": lambda batch: SimpleNamespace(x=xs(batch)),
     "encoding": lambda batch: BatchEncoding({"ids": xs(batch)}, [each["name"] for each in batch], 1),
     "array of texts": lambda batch: np.array([each["name"] for each in batch]),
     "sparse": lambda batch: xs(batch).to_sparse(),
     "nested": lambda batch: torch.nested.nested_tensor([each["x"] for each in batch], layout=torch.jagged),
-    "packed sequences": lambda batch: pack_sequence([each["x"] for each in batch], enforce_sorted=False),
+    "nested, strided": lambda batch: torch.nested.nested_tensor([each["x"] for each in batch]),
+    "packed sequences in order": lambda batch: pack_sequence([each["x"] for each in batch]),
     "five captions each, collated": lambda batch: [tuple(each["name"] for each in batch) for _ in range(5)],
-    "three views": lambda batch: [xs(batch)] * 3,
-    "targets of detection": lambda batch: ([each["x"] for each in batch], [{"boxes": each["x"]} for each in batch]),
 }
+OF_UNLIKE_LENGTHS = ("nested", "nested, strided")
 
 
 def dense(value: Any) -> Any:
@@ -173,31 +124,33 @@ def dense(value: Any) -> Any:
 def test_structures_in_which_batches_come_are_cut(name: str) -> None:
     """As if fewer samples had been collated."""
     collate = STRUCTURES[name]
-    samples = RAGGED if name in ("nested", "packed sequences", "targets of detection") else [*SAMPLES, sample(3)]
-    slices = slices_of(collate(samples), read_layout(Known(samples, collate)))
-    assert slices.samples == 3
-    assert same(dense(slices.take(1, 3)), dense(collate(samples[1:])))
+    samples = RAGGED if name in OF_UNLIKE_LENGTHS else [*SAMPLES, sample(3)]
+    batch, layout = collate(samples), read_layout(Known(samples, collate))
+    assert layout.samples(batch) == 3
+    assert same(dense(cut_batch(batch, 1, 3, layout=layout)), dense(collate(samples[1:])))
 
 
 def test_samples_of_several_loaders_that_a_hook_joins_are_refused() -> None:
-    with pytest.raises(LayoutError, match="batch goes from the shape|batch holds samples of several loaders"):
+    with pytest.raises(LayoutError, match="batch goes from the shape|batch contains samples of several loaders"):
         read_layout(Known(SAMPLES, xs, xs, join=torch.cat))
     with pytest.raises(LayoutError, match="nothing in it grows"):
         read_layout(Known(SAMPLES, xs, xs, join=lambda batches: batches[0]))
 
 
-def ready(*batches: Any) -> dict[str, Any]:
-    return dict(read_ready_made(batches).roles)
-
-
-@pytest.mark.parametrize("wrap", [int, float, torch.tensor, np.int64])
-def test_a_number_that_counts_the_samples_is_cut_with_them(wrap: Callable[[int], Any]) -> None:
-    """As a number or a tensor."""
-    layout = read_layout(Known(SAMPLES, lambda batch: [xs(batch), wrap(len(batch))]))
-    assert layout.roles["batch[1]"] == SampleCount()
-    batch = [torch.zeros(8, 5, 2), wrap(8)]
-    ours = slices_of(batch, layout).take(2, 5)[1]
-    assert (type(ours), ours) == (type(wrap(3)), 3)
+def test_samples_of_ready_made_batches_lie_on_the_first_axis() -> None:
+    """Of all parts but constants; lists of numbers are no samples, and parts of another length make it unreadable."""
+    batch = {"x": torch.zeros(8, 3), "names": list("abcdefgh"), "scale": 0.5, "t": torch.tensor(2.0), "none": None}
+    layout = read_ready_made(batch)
+    assert layout.samples(batch) == 8
+    part = cut_batch(batch, 2, 5, layout=layout)
+    assert (part["x"].shape, part["names"], part["scale"]) == ((3, 3), ["c", "d", "e"], 0.5)
+    for others in ({"w": torch.zeros(5)}, {"size": [224] * 8}, {"x": torch.zeros(3, 8), "y": torch.zeros(8)}):
+        with pytest.raises(
+            LayoutError, match=r"ready-made and its parts \(.*along their first axis: define split_batch"
+        ):
+            read_ready_made({**batch, **others})
+    with pytest.raises(LayoutError, match="none with a length"):
+        read_ready_made({"scale": 0.5})
 
 
 def test_random_collate_functions_are_read() -> None:
@@ -212,5 +165,3 @@ def test_random_collate_functions_are_read() -> None:
         "batch['y']": SampleAxis(0),
         "batch['p']": "constant",
     }
-    with pytest.raises(LayoutError, match="batch holds 2 entries for each sample that change every time"):
-        read(lambda batch: torch.rand(2 * len(batch)))

@@ -1,86 +1,144 @@
-"""What is relied on of Lightning's private parts: an upgrade that changes it fails here, by name."""
+"""What is relied on of Lightning's private parts: an upgrade that changes it fails here, by name.
 
+What these parts do in a fit is tested where they are used; here is that they exist, and are called as they are.
+"""
+
+import inspect
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
-from lightning.pytorch.demos.boring_classes import BoringModel
+import torch
 
-from lightning_ga.compat import closures, dataloaders, patching
+from lightning_ga.compat import advance, closures, intervals, loaders, logs, patching, place, steps
 
-
-@pytest.fixture(params=[pl.Trainer, pytorch_lightning.Trainer], ids=["lightning", "pytorch_lightning"])
-def trainer(request: pytest.FixtureRequest) -> Any:
-    """A trainer of either namespace."""
-    return request.param(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "fit_loop._data_source.dataloader",
-        "fit_loop._combined_loader",
-        "fit_loop._data_fetcher",
-        "fit_loop.max_batches",
-        "fit_loop.setup_data",
-        "fit_loop._should_accumulate",
-        "fit_loop.epoch_progress.current.processed",
-        "fit_loop.epoch_loop._results",
-        "fit_loop.epoch_loop._batches_that_stepped",
-        "fit_loop.epoch_loop._should_check_val_fx",
-        "fit_loop.epoch_loop.on_advance_end",
-        "fit_loop.epoch_loop._build_kwargs",
-        "fit_loop.epoch_loop.restarted_on_train_batch_end",
-        "fit_loop.epoch_loop.restarted_on_last",
-        "fit_loop.epoch_loop.batch_progress.is_last_batch",
-        "fit_loop.epoch_loop.automatic_optimization.run",
-        "fit_loop.epoch_loop.automatic_optimization.optim_progress",
-        "fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn",
+@pytest.fixture(params=[pl, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
+def namespace(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def trainer(namespace: Any) -> Any:
+    """A trainer of either namespace in its first batch."""
+    return namespace.Trainer(accelerator="cpu", max_steps=1, limit_val_batches=1, **QUIET)
+
+
+NAMES = {
+    place: [
+        *("fit_loop.epoch_progress.current.processed", "fit_loop.epoch_progress.total.processed"),
+        *("fit_loop.epoch_progress.increment_completed", "fit_loop.max_batches", "fit_loop._combined_loader.limits"),
+        *(f"fit_loop.epoch_loop.batch_progress.current.{name}" for name in place._COUNTS),
+        *(f"fit_loop.epoch_loop.batch_progress.total.{name}" for name in place._COUNTS),
+        *("fit_loop.epoch_loop.batch_progress.is_last_batch", "fit_loop.epoch_loop._should_accumulate"),
+        *("fit_loop._data_fetcher.fetched", "fit_loop._data_fetcher.length", "fit_loop._data_fetcher.done"),
         "fit_loop.epoch_loop.automatic_optimization._skip_backward",
-        "_accelerator_connector.use_distributed_sampler",
-        "_logger_connector._first_loop_iter",
-        "_logger_connector._current_fx",
-        "_logger_connector._progress_bar_metrics",
-        "_logger_connector._logged_metrics",
-        "_logger_connector._callback_metrics",
-        "_loggers",
+        "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.current.completed",
+        "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad.total.completed",
+        *("fit_loop.epoch_loop.restarting", "fit_loop.epoch_loop.restarted_on_train_batch_end"),
+        *("fit_loop.epoch_loop.restarted_on_last", "fit_loop.epoch_loop._batches_that_stepped"),
+        *("fit_loop.epoch_loop._should_check_val_fx", "state.stage.value"),
     ],
-)
-def test_the_private_name_is_there(trainer: Any, path: str) -> None:
+    advance: [
+        *("fit_loop.epoch_loop.advance", "precision_plugin.convert_input", "fit_loop._data_fetcher.batches"),
+        *("fit_loop._combined_loader.flattened", "fit_loop._data_fetcher.iterator"),
+    ],
+    closures: [
+        "fit_loop.epoch_loop.automatic_optimization._make_closure",
+        "precision_plugin.post_backward",
+    ],
+    loaders: [
+        *("fit_loop._data_source.dataloader", "fit_loop.setup_data", "fit_loop._combined_loader._iterables"),
+        *("fit_loop._combined_loader._spec", "fit_loop._combined_loader._mode"),
+        *("_accelerator_connector.use_distributed_sampler", "_accelerator_connector.is_distributed"),
+        *("strategy.batch_to_device", "strategy.validation_step", "strategy.test_step", "strategy.predict_step"),
+        *("lightning_module._on_before_batch_transfer", "_active_loop"),
+        *("fit_loop.epoch_loop.val_loop._combined_loader", "fit_loop.epoch_loop.val_loop.batch_progress.current.ready"),
+    ],
+    intervals: [
+        *("val_check_batch", "val_check_interval", "check_val_every_n_epoch", "_val_check_time_interval"),
+        *("lr_scheduler_configs", "fit_loop.epoch_loop.update_lr_schedulers"),
+        "_logger_connector.should_update_logs",
+    ],
+    steps: [
+        *("_loggers", "profiler", "should_stop", "fit_loop.epoch_loop._results", "fit_loop.epoch_loop._build_kwargs"),
+        "fit_loop.epoch_loop.automatic_optimization.run",
+        "fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn",
+        *("_logger_connector.on_batch_start", "_logger_connector.on_batch_end", "strategy.post_backward"),
+    ],
+    logs: ["_results.log"],
+}
+"""Attributes of a Trainer in training, by the module of this package that touches them."""
+
+CALLED = [
+    ("loops.fit_loop", "_set_sampler_epoch", ["dataloader", "epoch"]),
+    ("loops.training_epoch_loop", "_TrainingEpochLoop.advance", ["self", "data_fetcher"]),
+    (
+        "loops.training_epoch_loop",
+        "_TrainingEpochLoop.update_lr_schedulers",
+        ["self", "interval", "update_plateau_schedulers"],
+    ),
+    ("loops.training_epoch_loop", "_TrainingEpochLoop._build_kwargs", ["self", "kwargs", "batch", "batch_idx"]),
+    (
+        "loops.optimization.automatic",
+        "_AutomaticOptimization._make_closure",
+        ["self", "kwargs", "optimizer", "batch_idx"],
+    ),
+    ("loops.optimization.automatic", "_AutomaticOptimization._make_zero_grad_fn", ["self", "batch_idx", "optimizer"]),
+    ("loops.optimization.automatic", "_AutomaticOptimization.run", ["self", "optimizer", "batch_idx", "kwargs"]),
+    ("trainer.call", "_call_callback_hooks", ["trainer", "hook_name", "args", "monitoring_callbacks", "kwargs"]),
+    ("trainer.call", "_call_lightning_module_hook", ["trainer", "hook_name", "args", "pl_module", "kwargs"]),
+    ("trainer.call", "_call_strategy_hook", ["trainer", "hook_name", "args", "kwargs"]),
+    ("trainer.connectors.data_connector", "_resolve_overfit_batches", ["combined_loader", "mode"]),
+]
+
+
+def test_private_names_are_there_in_training(trainer: Any, namespace: Any) -> None:
+    missing = []
+
+    def look(trainer: Any, *_: Any) -> None:
+        for path in [path for paths in NAMES.values() for path in paths]:
+            found = trainer
+            for name in path.split("."):
+                if not hasattr(found, name):
+                    missing.append(path)
+                    break
+                found = getattr(found, name)
+
+    hook = namespace.Callback()
+    hook.on_train_batch_start = look
+    trainer.callbacks.append(hook)
+    trainer.fit(patching.sibling(trainer, "demos.boring_classes").BoringModel())
+    assert missing == []
+    assert trainer.global_step == 1
+
+
+@pytest.mark.parametrize(("home", "path", "arguments"), CALLED, ids=lambda value: str(value))
+def test_private_functions_take_what_they_are_given(trainer: Any, home: str, path: str, arguments: list[str]) -> None:
+    found = patching.sibling(trainer, home)
     for name in path.split("."):
-        assert hasattr(trainer, name), path
-        trainer = getattr(trainer, name)
+        found = getattr(found, name)
+    assert [*inspect.signature(found).parameters] == arguments
 
 
-def test_combined_loaders_have_a_function_for_their_length() -> None:
-    modes = pl.utilities.combined_loader._SUPPORTED_MODES
-    assert {mode: way["fn"]([2, 3]) for mode, way in modes.items() if mode != "sequential"} == {
-        "min_size": 2,
-        "max_size_cycle": 3,
-        "max_size": 3,
-    }
+def test_a_closure_of_lightning_has_what_is_replaced(trainer: Any) -> None:
+    kind = patching.sibling(trainer, "loops.optimization.automatic").Closure
+    made = kind(lambda: None, lambda loss: None, lambda: None)
+    assert callable(kind.closure)
+    assert {"_zero_grad_fn", "_step_fn", "_backward_fn"} <= vars(made).keys()
 
 
-def test_patches_are_taken_back(trainer: Any) -> None:
-    """The loop answers with its class's methods again."""
-    before = dict(vars(trainer.fit_loop)), dict(vars(trainer.fit_loop._data_source))
-    with dataloaders.intercepted_loaders(trainer, cut=lambda loader: loader, around=lambda set_up: set_up()):
-        assert "setup_data" in vars(trainer.fit_loop)
-    assert (vars(trainer.fit_loop), vars(trainer.fit_loop._data_source)) == before
+def test_what_warns_once_keeps_a_cache(trainer: Any) -> None:
+    holders = [patching.sibling(trainer, name) for name in steps._WARN_ONCE]
+    assert all(hasattr(holder, "warning_cache") for holder in (holders[0].Closure, *holders[1:]))
 
 
-def test_the_namespace_of_a_trainer_is_found(trainer: Any) -> None:
-    root = type(trainer).__module__.split(".trainer")[0]
-    assert patching.sibling(trainer, "trainer.call").__name__ == f"{root}.trainer.call"
-
-
-def test_steps_that_fetch_their_own_batches_are_known() -> None:
-    """By the name that Lightning looks for."""
-
-    class Fetching(BoringModel):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            return None
-
-    assert closures.takes_an_iterator(Fetching())
-    assert not closures.takes_an_iterator(BoringModel())
+def test_a_gradient_scaler_has_the_two_tensors_that_it_makes() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    assert (scaler._scale, scaler._growth_tracker) == (None, None)
+    scaler.scale(torch.ones(()))
+    assert scaler._scale is not None
+    assert scaler._growth_tracker is not None

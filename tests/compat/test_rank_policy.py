@@ -1,58 +1,71 @@
-"""When an out-of-memory error may lead to a retry: a table of facts, without processes."""
+"""Whether an out-of-memory error may lead to a retry on ranks: a table of facts, without processes."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ga.compat.ranks import Ranks, RetryPolicy, waits_in_forward
+from lightning_ga.compat.ranks import RetryPolicy, obstacle, retry_policy
 
 SYNC = "SyncBatchNorm layers let ranks wait for each other in forward passes"
-APART = "Strategy exchanges gradients in a way of its own"
-SHARDS = "Strategy shards the model over ranks"
+OWN = "Strategy exchanges gradients in a way of its own"
+SHARDS = "FSDPStrategy shards the model over ranks"
 
-ALONE = Ranks()
-DDP = Ranks(distributed=True)
-SYNCED = Ranks(distributed=True, obstacle=SYNC, wait_in_step=True)
-OWN = Ranks(distributed=True, obstacle=APART)
-SHARDED = Ranks(distributed=True, obstacle=SHARDS, wait_in_step=True, sharded=True)
+
+class Strategy:
+    """A strategy of another package's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+class FSDPStrategy(Strategy):
+    """Known by its name."""
+
+
+def wrapped(*layers: nn.Module, **attributes: Any) -> DistributedDataParallel:
+    """A module as ``DistributedDataParallel`` holds it, without a group."""
+    module = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(module)
+    module.module = nn.Sequential(*layers)
+    for name, value in {"static_graph": False, "_comm_hooks": [], "mixed_precision": None, **attributes}.items():
+        setattr(module, name, value)
+    return module
+
+
+def trainer(model: nn.Module, world_size: int = 2, strategy: type[Strategy] = Strategy) -> Any:
+    return SimpleNamespace(world_size=world_size, strategy=strategy(model))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "wanted", "cut_in_step", "must_average", "policy"),
+    ("made", "why"),
     [
-        (ALONE, True, False, False, RetryPolicy(True)),
-        (ALONE, False, False, False, RetryPolicy(False)),
-        (ALONE, True, True, False, RetryPolicy(True)),
-        (ALONE, False, True, False, RetryPolicy(False)),
-        (DDP, True, False, False, RetryPolicy(True, by_hand=True)),
-        (DDP, True, True, False, RetryPolicy(True, by_hand=True, undecided=True)),
-        (DDP, False, True, False, RetryPolicy(False, by_hand=True, undecided=True)),
-        (DDP, False, False, False, RetryPolicy(False)),
-        (DDP, False, False, True, RetryPolicy(False, by_hand=True)),
-        (SYNCED, True, False, False, RetryPolicy(False, SYNC, lockstep=True)),
-        (SYNCED, False, True, False, RetryPolicy(False, lockstep=True, undecided=True)),
-        (OWN, True, False, False, RetryPolicy(False, APART)),
-        (SHARDED, True, False, False, RetryPolicy(False, SHARDS, lockstep=True)),
-        (SHARDED, False, True, False, RetryPolicy(False, lockstep=True, undecided=True)),
+        (trainer(nn.Linear(1, 1), 1), None),
+        (trainer(nn.SyncBatchNorm(1), 1), None),
+        (trainer(wrapped()), None),
+        (trainer(wrapped(), 1), None),
+        (trainer(wrapped(static_graph=True)), None),
+        (trainer(wrapped(_comm_hooks=["a hook"])), None),
+        (trainer(wrapped(nn.SyncBatchNorm(1))), SYNC),
+        (trainer(wrapped(nn.SyncBatchNorm(1)), 1), None),
+        (trainer(nn.Linear(1, 1)), OWN),
+        (trainer(wrapped(mixed_precision="bf16")), OWN),
+        (trainer(wrapped(buffer_hook="a hook")), OWN),
+        (trainer(wrapped(static_graph=True, _comm_hooks=["a hook"])), OWN),
+        (trainer(nn.Linear(1, 1), 1, FSDPStrategy), SHARDS),
     ],
 )
-def test_what_training_does(ranks, wanted, cut_in_step, must_average, policy):
-    """Retries need a rank that can run more passes than the others; without that there is a reason to tell."""
-    found = ranks.in_training(wanted=wanted, cut_in_step=cut_in_step, must_average=must_average)
-    assert found == policy
-
-
-@pytest.mark.parametrize(("world_size", "waits"), [(1, False), (2, True)])
-def test_synchronized_layers_wait_on_several_ranks_only(world_size: int, waits: bool) -> None:
-    module = torch.nn.Sequential(torch.nn.SyncBatchNorm(2))
-    trainer = SimpleNamespace(world_size=world_size, lightning_module=module)
-    assert (waits_in_forward(trainer) is not None) == waits
+def test_a_rank_runs_a_window_again_if_no_other_waits_for_it(made: Any, why: str | None) -> None:
+    assert obstacle(made) == why
+    assert retry_policy(made, wanted=True) == RetryPolicy(why is None, why)
+    assert retry_policy(made, wanted=False) == RetryPolicy(False)
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_what_evaluation_does(wanted: bool) -> None:
-    """A rank evaluates by itself, unless it holds a part of the model only."""
-    assert [ranks.in_evaluation(wanted=wanted).retries for ranks in (ALONE, DDP, SYNCED, OWN)] == [wanted] * 4
-    refused = SHARDED.in_evaluation(wanted=wanted)
-    assert refused == RetryPolicy(False, SHARDS if wanted else None)
+def test_a_rank_evaluates_by_itself_unless_it_holds_a_part_of_the_model(wanted: bool) -> None:
+    for model in (nn.Linear(1, 1), wrapped(nn.SyncBatchNorm(1)), wrapped(mixed_precision="bf16")):
+        assert retry_policy(trainer(model), wanted=wanted, evaluating=True) == RetryPolicy(wanted)
+    sharded = trainer(nn.Linear(1, 1), 2, FSDPStrategy)
+    assert retry_policy(sharded, wanted=wanted, evaluating=True) == RetryPolicy(False, SHARDS if wanted else None)

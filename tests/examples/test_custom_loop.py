@@ -14,7 +14,10 @@ from lightning.fabric import Fabric
 from examples.custom_loop import Config, Training, train
 from examples.reproduce import custom_loop as recipe
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
+]
 CONFIG = Config(effective_batch_size=12, micro_batch_size=5, steps=7, checkpoint_every=2, rows=500)
 SAMPLES = 31
 
@@ -24,10 +27,6 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(SAMPLES, 1, 9, 9, generator=generator), torch.arange(SAMPLES) % 10
 
 
-def fabric(wanted: bool) -> Fabric | None:
-    return Fabric(accelerator="cpu", devices=1) if wanted else None
-
-
 def live(folder: str, with_fabric: bool, dies_at: int | None) -> None:
     """Train, until the process kills itself between two checkpoints."""
 
@@ -35,19 +34,18 @@ def live(folder: str, with_fabric: bool, dies_at: int | None) -> None:
         if training.step == dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    training = train(replace(CONFIG, folder=folder), *images(), fabric=fabric(with_fabric), watch=watch)
+    fabric = Fabric(accelerator="cpu", devices=1) if with_fabric else None
+    training = train(replace(CONFIG, folder=folder), *images(), fabric=fabric, watch=watch)
     torch.save(training.model.state_dict(), Path(folder) / "weights.pt")
 
 
-@pytest.mark.parametrize("with_fabric", [False, True], ids=["plain", "Fabric"])
-def test_killed_and_resumed_is_uninterrupted_to_the_bit(with_fabric: bool, tmp_path: Path) -> None:
-    """Weights, and the summaries: each step once."""
-    lives = [
-        ((str(tmp_path / name), with_fabric, death), 0 if death is None else -signal.SIGKILL)
-        for name, death in (("through", None), ("killed", 3), ("killed", 6), ("killed", None))
-    ]
-    done = forked(in_turn, live, lives, folder=tmp_path)
+def test_killed_and_resumed_is_uninterrupted_to_the_bit(tmp_path: Path) -> None:
+    """Weights, and the summaries: each step once; with Fabric as without."""
+    killed = ((str(tmp_path / "killed"), True, 3), -signal.SIGKILL)
+    done = forked(in_turn, live, [killed, ((str(tmp_path / "killed"), True, None), 0)], folder=tmp_path)
     assert done.code == 0, done.output
+    (tmp_path / "through").mkdir()
+    live(str(tmp_path / "through"), False, None)
     through, killed = (torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("through", "killed"))
     assert [name for name in through if not through[name].equal(killed[name])] == []
     curves = [recipe.summarized(tmp_path / name) for name in ("through", "killed")]

@@ -1,12 +1,8 @@
 """Reports from elsewhere: the numbers that they are about come out of the scripts."""
 
-import json
-from pathlib import Path
-
 import pytest
-from forks import forked
 
-from examples.issues import lightning_19987, openclip_761, rf_detr_916
+from examples.issues import lightning_19987, openclip_761
 from examples.issues.sample_weights import in_words
 
 
@@ -24,21 +20,3 @@ def test_lightning_divides_the_last_window_by_the_full_factor() -> None:
         "6 samples: 0.375 to 0.750",
         "6 samples: 1.000",
     ]
-
-
-def write_table(path: str) -> None:
-    words = {who: [in_words(window) for window in windows] for who, windows in rf_detr_916.table().items()}
-    Path(path).write_text(json.dumps(words))
-
-
-@pytest.mark.distributed
-def test_under_data_parallelism_the_last_window_is_short(tmp_path: Path) -> None:
-    """3/4 of its gradient with ``drop_last``; ours is right, and ``drop_last`` leaves out what is no full window."""
-    ended = forked(write_table, str(tmp_path / "table.json"), folder=tmp_path)
-    assert ended.code == 0, ended.output
-    stock, repeated, ours, dropped = json.loads((tmp_path / "table.json").read_text()).values()
-    full = "16 samples: 1.000"
-    assert stock == [full, full, "12 samples: 0.750"]
-    assert len(repeated) == 3
-    assert ours == [full, full, "12 samples: 1.000"]
-    assert dropped == [full, full]

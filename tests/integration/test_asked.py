@@ -1,24 +1,16 @@
-"""What is asked for and cannot be, or is more than there is: told before training, in a sentence that is true."""
+"""What is asked for and cannot be, or exceeds the data: refused or warned of before training, in a true sentence."""
 
+from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
-import numpy as np
 import pytest
-from reference import Regression, Samples, StreamOf, Validated, cut, fit, plain_loop, worst_error
-from torch.utils.data import DataLoader
+from reference import Regression, Samples, StreamOf, fit
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from lightning_ga import AutoAccumulate, ExactnessWarning, UserError, optimizer_steps
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.schedule import by_step
 
 SAMPLES = 64
-
-
-class Counting(Regression):
-    """Asks how many steps are to come."""
-
-    def configure_optimizers(self) -> Any:
-        self.steps = optimizer_steps(self.trainer)
-        return super().configure_optimizers()
 
 
 def loader(samples: int = SAMPLES, batch_size: int = 16) -> "DataLoader[Any]":
@@ -26,29 +18,12 @@ def loader(samples: int = SAMPLES, batch_size: int = 16) -> "DataLoader[Any]":
 
 
 @pytest.mark.parametrize(("asked", "micro_batch"), [(256, "auto"), (65, 20), ({0: 16, 1: 1000}, 20)])
-def test_an_effective_batch_above_the_data_is_told(asked: Any, micro_batch: Any) -> None:
+def test_an_effective_batch_above_the_data_is_warned_of(asked: Any, micro_batch: Any) -> None:
     callback = AutoAccumulate(asked, micro_batch_size=micro_batch)
-    with pytest.warns(ExactnessWarning, match=r"effective batch of [\d,]+ samples is above the 64 of an epoch"):
-        module, _ = fit(loader(), callback, module=Counting())
+    with pytest.warns(UserWarning, match=r"effective batch of [\d,]+ samples is above the 64 of an epoch"):
+        _, trainer = fit(loader(), callback)
     assert callback.plan.effective_batch_size == sum(callback.plan.chunks[0]) == SAMPLES
-    assert module.steps == (2 if not isinstance(asked, dict) else 5)
-
-
-@pytest.mark.parametrize("asked", [10**30, {0: 32, 1: 10**9}])
-def test_a_batch_that_nobody_means_is_refused_before_training(asked: Any) -> None:
-    module = Regression()
-    with pytest.raises(UserError, match="would take .* for one optimizer step, and at most 10,000,000 are planned"):
-        fit(loader(), AutoAccumulate(asked), module=module)
-    assert not module.gradients
-
-
-def test_a_budget_above_the_device_is_told() -> None:
-    """One of NumPy is taken."""
-    with pytest.warns(ExactnessWarning, match=r"memory_budget='900TiB' is above the .+ of the device"):
-        fit(loader(), AutoAccumulate(memory_budget="900TiB"))
-    callback = AutoAccumulate(memory_budget=np.int64(10**8))
-    fit(loader(), callback)
-    assert callback.probe is not None
+    assert trainer.global_step == callback.optimizer_steps() == (2 if not isinstance(asked, dict) else 5)
 
 
 class TurnsManual(Regression):
@@ -58,18 +33,48 @@ class TurnsManual(Regression):
         self.automatic_optimization = False
 
 
+class Own(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+OWN_BATCHES = DataLoader(Samples(53), batch_sampler=Own(SequentialSampler(range(53)), 4, False))
+READY_MADE = DataLoader(StreamOf(list(loader(53, 4))), batch_size=None)
+NO_WHOLE_NUMBER = "effective_batch_size=6 is no whole number of batches: with {}, .* Use a multiple of 4"
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], type[Regression], str]] = {
+    "manual": (
+        *(loader(), {"micro_batch_size": 8}, {}, TurnsManual),
+        "TurnsManual sets automatic_optimization=False.*leave AutoAccumulate out",
+    ),
+    "factor": (loader(), {}, {"accumulate_grad_batches": 0}, Regression, "accumulate_grad_batches=0 must be at least"),
+    "parts of batches": (
+        *(OWN_BATCHES, {"effective_batch_size": 6, "micro_batch_size": 2}, {}, Regression),
+        NO_WHOLE_NUMBER.format(r"a batch sampler of its own \(Own\)"),
+    ),
+    "parts of ready-made batches": (
+        *(READY_MADE, {"effective_batch_size": by_step({0: 6, 9: 4}), "micro_batch_size": 2}, {}, Regression),
+        NO_WHOLE_NUMBER.format("batch_size=None"),
+    ),
+    "dropped": (
+        *(DataLoader(Samples(9), 4, drop_last=True), {"effective_batch_size": 12}, {}, Regression),
+        "effective_batch_size=12 is more than the 9 samples .*use drop_last=False or a smaller",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_before_the_first_step(name: str) -> None:
+    data, arguments, settings, kind, told = REFUSED[name]
+    module = kind()
+    with pytest.raises(UserError, match=told):
+        fit(data, AutoAccumulate(**arguments), module=module, **settings)
+    assert not module.gradients
+
+
 class Two(Regression):
     """Has two optimizers."""
 
     def configure_optimizers(self) -> Any:
         return [super().configure_optimizers()] * 2
-
-
-def test_manual_optimization_is_refused_whenever_it_is_set() -> None:
-    module = TurnsManual()
-    with pytest.raises(UserError, match="TurnsManual sets automatic_optimization=False.*leave AutoAccumulate out"):
-        fit(loader(), AutoAccumulate(32, micro_batch_size=16), module=module)
-    assert not module.gradients
 
 
 def test_several_optimizers_are_not_sent_in_a_circle() -> None:
@@ -79,46 +84,26 @@ def test_several_optimizers_are_not_sent_in_a_circle() -> None:
     assert "leave AutoAccumulate out of the callbacks and cut each batch in training_step" in note
 
 
-@pytest.mark.parametrize("trainer", [None, pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")])
-def test_steps_are_those_of_a_fit(trainer: Any) -> None:
-    with pytest.raises(UserError, match=r"call it in configure_optimizers"):
-        optimizer_steps(trainer)
+class Nothing(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
-class Sets(pl.Callback):
-    """Sets the factor in one hook."""
-
-    def __init__(self, hook: str) -> None:
-        vars(self)[hook] = lambda trainer, *_: setattr(trainer, "accumulate_grad_batches", 2)
-
-
-@pytest.mark.parametrize("micro_batching", ["loader", "step"])
-@pytest.mark.parametrize("micro_batch_size", [3, 16])
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start", "on_train_epoch_end"])
-def test_a_callback_that_sets_the_factor_in_mid_training_is_refused(
-    hook: str, micro_batch_size: int, micro_batching: Any
-) -> None:
-    """Also where nothing is cut: windows are weighted for the factor that was planned."""
-    callback = AutoAccumulate(micro_batch_size=micro_batch_size, micro_batching=micro_batching)
-    with pytest.raises(UserError, match=r"trainer\.accumulate_grad_batches=2 during training.*effective_batch_size="):
-        fit(loader(), callback, Sets(hook))
+EMPTY = {
+    "stream": lambda: DataLoader(Nothing(), batch_size=2),
+    "dataset": lambda: DataLoader(Samples(0), batch_size=2),
+    "loaders": lambda: [DataLoader(Samples(0)), DataLoader(Samples(0))],
+    "dropped": lambda: DataLoader(Samples(3), batch_size=4, drop_last=True),
+    "list": list,
+}
 
 
-def test_a_factor_of_the_trainers_below_one_is_refused() -> None:
-    with pytest.raises(UserError, match="accumulate_grad_batches=0 must be at least 1"):
-        fit(loader(), AutoAccumulate(micro_batch_size=2), accumulate_grad_batches=0)
-
-
-@pytest.mark.filterwarnings("ignore:The effective batch of 64 samples is above the 30")
-def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> None:
-    fit(loader(30, 4), AutoAccumulate(64), module=Validated(), val_check_interval=8, max_epochs=1)
-    with pytest.raises(UserError, match=r"val_check_interval=9 is more than the 8"):
-        fit(loader(30, 4), AutoAccumulate(micro_batch_size=1), module=Validated(), val_check_interval=9)
-
-
-@pytest.mark.parametrize(("limit", "samples"), [(3, 12), (100, 30)])
-def test_limit_train_batches_cuts_a_stream(limit: int, samples: int) -> None:
-    """Also where the stream would end before the limit."""
-    data, settings = DataLoader(StreamOf(Samples(30)), batch_size=4), {"accumulate_grad_batches": 2, "max_epochs": 1}
-    module, _ = fit(data, AutoAccumulate(micro_batch_size=3), limit_train_batches=limit, **settings)
-    assert worst_error(module.gradients, plain_loop(Samples(30), cut(range(samples), 8))) <= 1e-12
+@pytest.mark.filterwarnings("ignore:Total length of")
+@pytest.mark.parametrize("name", EMPTY)
+def test_data_that_contain_nothing_are_passed_over(name: str, micro_batching: Any) -> None:
+    ends = []
+    for callbacks in ((), (AutoAccumulate(micro_batching=micro_batching),)):
+        _, trainer = fit(EMPTY[name](), *callbacks, module=Regression(), max_epochs=2)
+        ends.append((trainer.global_step, trainer.current_epoch))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == 0

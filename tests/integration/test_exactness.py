@@ -1,4 +1,4 @@
-"""Same optimizer steps and same gradients as the recipe run whole, however the data are given."""
+"""The same samples in the same windows as the recipe, whatever draws them: samplers, seeds, hooks that move them."""
 
 import random
 from collections.abc import Iterator
@@ -8,129 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torchmetrics
-from reference import (
-    Samples,
-    Validated,
-    cut,
-    fit,
-    plain_loop,
-    worst_error,
-)
-from torch.utils.data import (
-    DataLoader,
-    Sampler,
-    WeightedRandomSampler,
-)
+from reference import Regression, Samples, fit, plain_loop, worst_error
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from lightning_ga import AutoAccumulate
 
-EPOCHS = 2
-
-
-class Batches:
-    """Any iterable of batches."""
-
-    def __init__(self, samples: Samples, size: int) -> None:
-        self.samples, self.size = samples, size
-
-    def __iter__(self) -> Iterator[Any]:
-        parts = torch.arange(len(self.samples)).split(self.size)
-        return ((self.samples.inputs[part], self.samples.targets[part], part) for part in parts)
-
-
-class Sized(Batches):
-    def __len__(self) -> int:
-        return -(-len(self.samples) // self.size)
-
-
-class Shorter(Sized):
-    """Says that it has more batches than it yields."""
-
-    def __len__(self) -> int:
-        return super().__len__() + 2
-
-
-@pytest.mark.parametrize("loader", [Batches, lambda data, size: DataLoader([*Batches(data, size)], batch_size=None)])
-@pytest.mark.parametrize("micro_batch", [3, 8])
-def test_data_that_cannot_be_cut_anew_are_cut_in_the_step_as_told(
-    loader: Any, micro_batch: int, micro_batching: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With one line, if anything is cut."""
-    with caplog.at_level("INFO"):
-        fit(loader(Samples(32), 8), AutoAccumulate(micro_batch_size=micro_batch), max_epochs=1)
-    lines = sum("cuts batches in the training step" in record.message for record in caplog.records)
-    assert lines == (micro_batch < 8) or micro_batching == "step"
-
-
-def test_data_that_end_before_their_length_end_the_epoch() -> None:
-    """As in stock Lightning; here after two full windows."""
-    data, callback = Shorter(Samples(32), 8), AutoAccumulate(micro_batch_size=3)
-    module, trainer = fit(data, callback, accumulate_grad_batches=2, max_epochs=EPOCHS)
-    assert module.windows == cut(range(32), 16) * EPOCHS
-    assert worst_error(module.gradients, plain_loop(Samples(32), module.windows)) <= 1e-12
-    assert trainer.global_step == 2 * EPOCHS
-
-
-class Unequal(Sampler[list[int]]):
-    """Batches such as those of a budget of tokens."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([list(range(a, b)) for a, b in pairwise((0, 9, 10, 16, 18))])
-
-
-class Logging(Validated):
-    """Logs its loss and a metric, and moves statistics in each pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metric = torchmetrics.MeanSquaredError().double()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen += len(batch[0])
-        self.metric.update(self.net(batch[0]), batch[1])
-        value = super().training_step(batch, batch_idx)
-        self.log("metric", self.metric, on_step=False, on_epoch=True)
-        self.log("loss", value, on_step=False, on_epoch=True, batch_size=len(batch[0]))
-        return value
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert outputs["loss"] > 0, "callbacks read it"
-        super().on_train_batch_end(outputs, batch, batch_idx)
-
-
-@pytest.mark.parametrize("on_oom", ["split", "raise"])
-def test_a_batch_of_fewer_samples_than_others_have_micro_batches_runs_each_once(on_oom: Any) -> None:
-    """So logs, metrics and statistics are those of the samples, and validation follows the optimizer's step."""
-    seen = []
-    for callbacks in ([], [AutoAccumulate(micro_batch_size=2, on_oom=on_oom, verify=False)]):
-        loader = DataLoader(Samples(18), batch_sampler=Unequal())
-        module, trainer = fit(loader, *callbacks, module=Logging())
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        seen.append((logged, int(module.seen), module.steps_at_validation, module.windows))
-    assert seen[0][0] == pytest.approx(seen[1][0])
-    assert seen[0][1:] == seen[1][1:]
-
-
-def test_a_weighted_sampler_draws_the_same_for_every_micro_batch() -> None:
-    """The user's own sampler keeps its weights, and its draws depend on seed and epoch alone."""
-    dataset = Samples(40)
-    runs = []
-    for limit in (3, 16):
-        loader = DataLoader(dataset, 16, sampler=WeightedRandomSampler([0.0] * 20 + [1.0] * 20, 40))
-        module, _ = fit(loader, AutoAccumulate(micro_batch_size=limit))
-        runs.append(module.windows)
-    assert runs[0] == runs[1]
-    assert min(min(window) for window in runs[0]) >= 20
-    assert runs[0][0] != runs[0][3]  # another epoch, another draw
-
 
 class OwnRandom(Sampler[list[int]]):
-    """A batch sampler with random numbers of its own and no word of epochs."""
+    """A batch sampler of unequal batches, with random numbers of its own and no word of epochs."""
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
@@ -145,29 +30,65 @@ class OwnRandom(Sampler[list[int]]):
         return iter([left[a:b] for a, b in pairwise(ends)])
 
 
-def test_random_numbers_of_a_sampler_are_a_function_of_the_epoch() -> None:
-    """Every epoch holds each sample once, in windows that are the sampler's own batches."""
-    loader = DataLoader(Samples(40), batch_sampler=OwnRandom())
-    module, _ = fit(loader, AutoAccumulate(micro_batch_size=3), max_epochs=3)
-    windows = [sorted(window) for window in module.windows]
-    epochs = [windows[start : start + 8] for start in (0, 8, 16)]
-    assert all(sorted(sum(epoch, [])) == list(range(40)) for epoch in epochs)
-    assert epochs[0] != epochs[1]
-    assert worst_error(module.gradients, plain_loop(Samples(40), windows)) <= 1e-12
+def test_windows_are_the_batches_of_a_batch_sampler() -> None:
+    """In the order in which it draws them; probe and measurement draw none. Those that fit run whole."""
+    stock, _ = fit(DataLoader(Samples(40), batch_sampler=OwnRandom()), max_epochs=3)
+    ours, _ = fit(DataLoader(Samples(40), batch_sampler=OwnRandom()), AutoAccumulate(micro_batch_size=3), max_epochs=3)
+    whole, _ = fit(DataLoader(Samples(40), batch_sampler=OwnRandom()), AutoAccumulate(), max_epochs=3)
+    assert (ours.windows, whole.micro_batches) == (stock.windows, stock.micro_batches)
+    assert worst_error(ours.gradients, plain_loop(Samples(40), ours.windows)) <= 1e-12
 
 
-IN_STEP: dict[str, Any] = {"micro_batching": "step", "verify": False}
+def test_the_seed_of_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are spawned begin with it, whatever else was seeded; without it torch's seed decides."""
+
+    def order(seed: int) -> list[Any]:
+        module, ours = Regression(), AutoAccumulate(micro_batch_size=4, micro_batching="loader")
+        module.prepare_data = lambda: torch.manual_seed(seed)
+        return fit(DataLoader(Samples(32), 8, shuffle=True), ours, module=module, max_epochs=1)[0].windows
+
+    assert order(1) == order(2)
+    monkeypatch.setattr(pl, "seed_everything", lambda *_, **__: None)
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    assert order(1) != order(2)
 
 
-def test_a_batch_without_such_hooks_stays_on_the_host_and_travels_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[int] = []
-    real = pl.LightningModule._apply_batch_transfer_handler
+class Curriculum(Sampler[int]):
+    """Yields samples from a place on that hooks move, and counts how often it is asked."""
 
-    def noted(module: Any, batch: Any, *arguments: Any, **settings: Any) -> Any:
-        moved.append(len(batch[0]))
-        return real(module, batch, *arguments, **settings)
+    def __init__(self) -> None:
+        self.start, self.asked = 0, 0
 
-    monkeypatch.setattr(pl.LightningModule, "_apply_batch_transfer_handler", noted)
-    fit(DataLoader(Samples(45), 8), AutoAccumulate(micro_batch_size=3, **IN_STEP), max_epochs=1)
-    # On a CPU there is nothing to move: the batch is there.
-    assert moved == ([3, 3, 2] * 5 + [3, 2] if torch.cuda.is_available() else [8] * 5 + [5])
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        return iter(range(self.start, self.start + 12))
+
+    def __len__(self) -> int:
+        return 12
+
+
+class Moved(Regression):
+    """Moves its sampler when an epoch starts."""
+
+    def __init__(self, sampler: Curriculum) -> None:
+        super().__init__()
+        self.sampler = sampler
+
+    def on_train_epoch_start(self) -> None:
+        self.sampler.start = 4 * (self.current_epoch + 1)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_what_hooks_set_in_a_sampler_counts_at_once(in_batches: bool) -> None:
+    """In its first epoch too, though probe and measurement have looked at its order; the sampler counts no looks."""
+
+    def train(*callbacks: AutoAccumulate) -> tuple[Moved, Curriculum]:
+        sampler = Curriculum()
+        batches = {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)}
+        given: dict[str, Any] = batches if in_batches else {"batch_size": 4, "sampler": sampler}
+        module, _ = fit(DataLoader(Samples(64), **given), *callbacks, module=Moved(sampler), max_epochs=3)
+        return module, sampler
+
+    (stock, asked), (ours, counted) = train(), train(AutoAccumulate(max_micro_batch_size=2))
+    assert counted.asked == asked.asked == 3
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12

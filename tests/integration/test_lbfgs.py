@@ -1,98 +1,87 @@
-"""LBFGS evaluates its closure many times a step: each time on the whole window."""
+"""LBFGS evaluates its closure many times a step: each time on the whole batch, which is cut in the step."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairing import every_pair
-from reference import Regression, Samples, cut, fit, loss, network
-from torch.utils.data import DataLoader
+from ranks import ddp, on_ranks
+from reference import Regression, Samples, fit
+from torch.utils.data import DataLoader, default_collate
 
-from lightning_ga import AutoAccumulate
+from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.plan.weights import Samples as CountSamples
+
+DATA = Samples(21)
 
 
 class Newton(Regression):
     """The reference task under LBFGS."""
 
-    def __init__(self, line_search: str | None) -> None:
+    def __init__(self, line_search: str | None = None) -> None:
         super().__init__()
         self.line_search = line_search
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        assert batch[0].device == self.device
-        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.net.parameters(), lr=0.1, max_iter=4, line_search_fn=self.line_search)
 
 
-def plain_newton(dataset: Samples, windows: list[list[int]], line_search: str | None) -> list[torch.Tensor]:
-    """Final weights of a plain loop, each window in one batch."""
-    net = network()
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4, line_search_fn=line_search)
-    for window in windows:
-
-        def closure(window: Any = window) -> torch.Tensor:
-            optimizer.zero_grad()
-            value = loss(net, dataset.inputs[window], dataset.targets[window])
-            value.backward()
-            return value
-
-        optimizer.step(closure)
-    return list(net.parameters())
+BATCHES = [[*range(0, 9)], [9], [*range(10, 16)], [16, 17]]
+ROWS: dict[str, tuple[Any, str | None, dict[str, Any]]] = {
+    "collated": (lambda: DataLoader(DATA, 8), "strong_wolfe", {"normalize": CountSamples()}),
+    "own batches, the first in full": (lambda: DataLoader(DATA, batch_sampler=BATCHES), None, {}),
+    "one ready-made batch": (
+        *(lambda: DataLoader([default_collate([*map(DATA.__getitem__, range(21))])], batch_size=None), "strong_wolfe"),
+        {"micro_batch_size": "auto", "max_micro_batch_size": 4, "cache": False},
+    ),
+}
 
 
-@every_pair(
-    micro_batch=[1, 3],
-    line_search=[None, "strong_wolfe"],
-    normalize={"known in advance": "samples", "counted": CountSamples()},
-)
-def test_weights_are_those_of_the_whole_batch(micro_batch: int, line_search: str | None, normalize: Any) -> None:
-    """With and without a line search, which needs the loss of the whole window; ragged windows too."""
-    dataset = Samples(21)
-    callback = AutoAccumulate(micro_batch_size=micro_batch, normalize=normalize)
-    module, trainer = fit(DataLoader(dataset, batch_size=8), callback, module=Newton(line_search))
-    oracle = plain_newton(dataset, cut(range(21), 8) * 2, line_search)
-    for ours, theirs in zip(module.net.parameters(), oracle, strict=True):
+@pytest.mark.parametrize("name", ROWS)
+def test_weights_are_those_of_the_whole_batch(name: str) -> None:
+    """With and without a line search, which needs the loss of the whole batch; smaller batches too."""
+    make, line_search, settings = ROWS[name]
+    callback = AutoAccumulate(**{"micro_batch_size": 3, **settings})
+    module, trainer = fit(make(), callback, module=Newton(line_search))
+    stock, _ = fit(make(), module=Newton(line_search))
+    for ours, theirs in zip(module.net.parameters(), stock.net.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    assert trainer.global_step == 6
+    assert trainer.global_step == 2 * len(make())
+    assert callback.plan.factor > 1
     assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
 
 
-class OutOfMemoryOnce(Newton):
-    """Memory runs out in one of its passes over several samples."""
-
-    def __init__(self, fails_at: int) -> None:
-        super().__init__(None)
-        self.fails_at = fails_at
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.fails_at -= 1
-        if self.fails_at == 0:
-            raise torch.OutOfMemoryError("injected")
-        return super().training_step(batch, batch_idx)
+def newton_on_ranks() -> list[torch.Tensor]:
+    """Every rank has its own samples, in batches that are cut."""
+    shares = torch.utils.data.Subset(DATA, range(int(os.environ["RANK"]), 20, 2))
+    settings = {"use_distributed_sampler": False, **ddp()}
+    module, _ = fit(DataLoader(shares, 5), AutoAccumulate(micro_batch_size=3), module=Newton(), **settings)
+    return [*module.net.state_dict().values()]
 
 
-@pytest.mark.filterwarnings("ignore:Memory ran out:UserWarning")
-@pytest.mark.parametrize("mode", ["loader", "step"])
-@pytest.mark.parametrize("fails_at", [1, 3, 4, 6, 10])
-def test_an_error_in_any_evaluation_is_survived(fails_at: int, mode: Any) -> None:
-    """Whichever micro-batch of the window it meets: each is cut into its own samples."""
-    dataset = Samples(21)
-    callback = AutoAccumulate(micro_batch_size=3, micro_batching=mode, verify=False)
-    module, _ = fit(DataLoader(dataset, batch_size=8), callback, module=OutOfMemoryOnce(fails_at))
-    assert callback.oom_events == 1
-    oracle = plain_newton(dataset, cut(range(21), 8) * 2, None)
-    for ours, theirs in zip(module.net.parameters(), oracle, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+@pytest.mark.distributed
+def test_each_evaluation_is_of_the_batches_of_all_ranks(tmp_path: Path) -> None:
+    stock, _ = fit(DataLoader(torch.utils.data.Subset(DATA, range(20)), 10), module=Newton())
+    for ours in on_ranks(newton_on_ranks, tmp_path):
+        torch.testing.assert_close(ours, [*stock.net.state_dict().values()], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("callbacks", [[AutoAccumulate(micro_batch_size=2, verify=False)], []], ids=["ours", "stock"])
-def test_batches_of_fewer_samples_than_others_have_micro_batches(callbacks: Any) -> None:
-    """Each evaluation leaves out micro-batches without a sample."""
-    batches = [[*range(0, 9)], [9], [*range(10, 16)], [16, 17]]
-    loader = DataLoader(Samples(18), batch_sampler=batches)
-    module, _ = fit(loader, *callbacks, module=Newton(None), max_epochs=1)
-    for ours, theirs in zip(module.net.parameters(), plain_newton(Samples(18), batches, None), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)  # LBFGS enlarges rounding
+@pytest.mark.loader_only(reason="in the step each evaluation is of the whole batch")
+def test_an_optimizer_that_evaluates_again_by_surprise_is_refused() -> None:
+    """Its second evaluation would be of the window's last micro-batch alone."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.enable_grad():
+                closure()
+                value = closure()
+            super().step()
+            return value
+
+    class Surprising(Regression):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return Twice(self.net.parameters(), lr=0.1)
+
+    with pytest.raises(UserError, match="Twice evaluated its closure again"):
+        fit(DataLoader(DATA, batch_size=8), AutoAccumulate(micro_batch_size=3), module=Surprising())

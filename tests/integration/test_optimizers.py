@@ -1,6 +1,6 @@
-"""Every optimizer of PyTorch and timm, and every scheduler, does what it does in stock Lightning, whole and cut."""
+"""Every optimizer of PyTorch, and some of timm, do what they do in stock Lightning, whole and cut."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,6 @@ import torch
 from reference import Regression, Samples, quiet_trainer
 from timm import optim as of_timm
 from torch import optim
-from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
@@ -23,14 +22,8 @@ MAKERS: dict[str, Make] = {name: partial(getattr(optim, name), lr=0.01) for name
 }
 
 
-def names_of_timm() -> Iterator[str]:
-    """One name for each of its classes: not those of CUDA's libraries, of which none is there to be made."""
-    seen = set()
-    for name in of_timm.list_optimizers(exclude_filters=["fused*", "bnb*"]):
-        kind = of_timm.get_optimizer_class(name, bind_defaults=False)
-        if kind not in seen and kind.__module__.startswith("timm."):
-            yield name
-        seen.add(kind)
+OF_TIMM = ("adahessian", "lookahead_adamw", "adopt", "laprop", "madgrad")
+"""Second derivatives, an optimizer around another, and updates that begin late or twice."""
 
 
 class Stepped(Regression):
@@ -86,71 +79,7 @@ def test_all_of_torch_are_among_them() -> None:
     assert {name for name in kinds if issubclass(getattr(optim, name), optim.Optimizer)} - {"Optimizer"} == set(MAKERS)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(Using backward.. with create_graph=True|It is highly recommended):UserWarning")
-@pytest.mark.parametrize("name", [*names_of_timm()])
+@pytest.mark.parametrize("name", OF_TIMM)
 def test_optimizers_of_timm_step_as_without_the_callback(name: str) -> None:
-    """Kron compiles what it computes, which PyTorch refuses while the probe's tracing looks on."""
-    make = partial(of_timm.create_optimizer_v2, opt=name, lr=0.01)
-    as_in_stock(make, is_probed=name != "kron", second_order=of_timm.get_optimizer_info(name).second_order)
-
-
-# --- schedulers ---------------------------------------------------------------------------------
-
-SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
-    "StepLR": lambda optimizer: schedulers.StepLR(optimizer, 2, 0.5),
-    "MultiStepLR": lambda optimizer: schedulers.MultiStepLR(optimizer, [2, 2, 3], 0.5),
-    "ConstantLR": lambda optimizer: schedulers.ConstantLR(optimizer, 0.5, 2),
-    "LinearLR": lambda optimizer: schedulers.LinearLR(optimizer, 0.5, 1.0, 3),
-    "ExponentialLR": lambda optimizer: schedulers.ExponentialLR(optimizer, 0.5),
-    "PolynomialLR": lambda optimizer: schedulers.PolynomialLR(optimizer, 4),
-    "CosineAnnealingLR": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 4),
-    "CosineAnnealingWarmRestarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 2),
-    "CyclicLR": lambda optimizer: schedulers.CyclicLR(optimizer, 0.01, 0.1, 2),
-    "OneCycleLR": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, 20),
-    "LambdaLR": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 0.5**step),
-    "MultiplicativeLR": lambda optimizer: schedulers.MultiplicativeLR(optimizer, lambda step: 0.5),
-    "SequentialLR": lambda optimizer: schedulers.SequentialLR(
-        optimizer, [schedulers.LinearLR(optimizer, 0.5, 1.0, 2), schedulers.MultiStepLR(optimizer, [1, 2], 0.5)], [2]
-    ),
-    "ChainedScheduler": lambda optimizer: schedulers.ChainedScheduler(
-        [schedulers.MultiStepLR(optimizer, [2], 0.5), schedulers.ExponentialLR(optimizer, 0.9)]
-    ),
-}
-
-
-class Scheduled(Regression):
-    def __init__(self, make: Any, interval: str) -> None:
-        super().__init__()
-        self.make, self.interval, self.rates = make, interval, list[float]()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.rates.append(optimizer.param_groups[0]["lr"])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [{"scheduler": self.make(optimizer), "interval": self.interval}]
-
-
-def rates(make: Any, interval: str, *callbacks: AutoAccumulate, accumulate: int = 1) -> list[float]:
-    """The learning rate of each step."""
-    module = Scheduled(make, interval)
-    quiet_trainer(*callbacks, max_epochs=4, accumulate_grad_batches=accumulate).fit(module, DataLoader(Samples(16), 4))
-    return module.rates
-
-
-@pytest.mark.filterwarnings("ignore:.*(scheduler is using|ends after).*")
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_go_on_as_without_the_callback(name: str) -> None:
-    """By epoch in batches that are cut; by step after a probe, and in windows of two batches."""
-    stock = rates(SCHEDULERS[name], "epoch")
-    assert len(set(stock)) > 1
-    assert rates(SCHEDULERS[name], "epoch", AutoAccumulate(micro_batch_size=2, verify=False)) == stock
-    probed = AutoAccumulate(memory_budget="1GiB", cache=False)
-    assert rates(SCHEDULERS[name], "step", probed, accumulate=2) == rates(SCHEDULERS[name], "step", accumulate=2)
-
-
-def test_all_schedulers_are_among_them() -> None:
-    """But for one that takes a metric, and what is no scheduler by itself."""
-    known = {name for name in schedulers.__all__ if isinstance(getattr(schedulers, name), type)}
-    assert known - {"LRScheduler", "ReduceLROnPlateau"} == set(SCHEDULERS)
+    as_in_stock(partial(of_timm.create_optimizer_v2, opt=name, lr=0.01), second_order=name == "adahessian")

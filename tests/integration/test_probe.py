@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from reference import Samples, fit
+from reference import Samples, fit, fp16_on_the_cpu
 from torch.utils.data import DataLoader
 from wide import BUDGET, Wide
 
@@ -47,16 +47,13 @@ def test_the_limit_holds_where_a_scaler_overflows_at_first() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return 100 * super().training_step(batch, batch_idx)
 
-    def plugin() -> Any:
-        return pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**16))
-
     module = Loud().float()
     data = [tuple(t.float() if torch.is_tensor(t) else t for t in Samples(128)[i]) for i in range(128)]
-    limit = probe(module, data, budget=18_000, plugins=plugin()).probe.limit
+    limit = probe(module, data, budget=18_000, plugins=fp16_on_the_cpu(2.0**16, 2000)).probe.limit
     assert limit < 64
-    callback = AutoAccumulate(64, micro_batch_size=limit, verify=False)
+    callback, plugin = AutoAccumulate(64, micro_batch_size=limit, verify=False), fp16_on_the_cpu(2.0**16, 2000)
     with limit_memory(18_000):
-        fit(DataLoader(data, batch_size=64), callback, module=Loud().float(), max_epochs=8, plugins=plugin())
+        fit(DataLoader(data, batch_size=64), callback, module=Loud().float(), max_epochs=8, plugins=plugin)
 
 
 def test_growing_optimizers_are_refused_with_the_way_out() -> None:

@@ -1,44 +1,73 @@
 """Ranks with unequal memory, and ranks in trouble: they agree, go on together, or end with an error."""
 
+import os
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forks import Ended, forked
-from ranks import main
+from ranks import ddp, on_ranks, start
+from reference import Regression, Samples, fit, loss
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.testing import limit_memory
 
 pytestmark = pytest.mark.distributed
 SMALL, LARGE = 6000, 12000
 VOTES = 128  # bytes of votes that may still be on their way when memory is counted
-SETTINGS: dict[str, Any] = {"ranks": 2, "size": 256, "batch_size": 32, "trainer": {"max_epochs": 2}}
 
 
-def start(folder: Path, effective: int = 128, **trouble: Any) -> Ended:
-    """A fit on two ranks that trouble befalls; it ends, or the test fails."""
-    folder.mkdir(exist_ok=True)
-    settings = {**SETTINGS, "trouble": trouble}
-    settings["accumulate"] = {"effective_batch_size": effective, "verify": False, "cache": False}
-    return forked(main, settings, folder, folder=folder)
+class Troubled(Regression):
+    """Keeps no tensors of its own, as memory is counted; the second rank fails above a size, or dies."""
+
+    def __init__(self, fails_above: float, dies_above: float) -> None:
+        super().__init__()
+        self.fails_above, self.dies_above = fails_above, dies_above
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        size = len(batch[0]) if self.global_rank == 1 else 0
+        if size > self.dies_above:
+            os._exit(17)
+        if size > self.fails_above:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        self.sizes.append(len(batch[0]))
+        return loss(self.net, batch[0], batch[1])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
 
 
-def run(folder: Path, effective: int = 128, **trouble: Any) -> list[dict[str, Any]]:
-    """What both ranks recorded."""
-    done = start(folder, effective, **trouble)
-    assert done.code == 0, done.output[-6000:]
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+def trained(
+    budgets: tuple[int, int], effective: int = 128, fails_above: float = inf, dies_above: float = inf
+) -> dict[str, Any]:
+    """What this rank records of a fit with its budget."""
+    module, callback = Troubled(fails_above, dies_above), AutoAccumulate(effective, verify=False, cache=False)
+    loader = DataLoader(Samples(256), 32, shuffle=True)
+    with limit_memory(budgets[int(os.environ["RANK"])]):
+        fit(loader, callback, module=module, **ddp())
+    probe = callback.probe
+    return {
+        "limit": probe.limit,
+        "spare": probe.budget_bytes - probe.peak_bytes,
+        "trials": [(trial.micro_batch_size, trial.fits) for trial in probe.trials],
+        "sizes": module.sizes,
+        "weights": torch.cat([parameter.detach().flatten() for parameter in module.parameters()]),
+    }
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Both ranks with little memory."""
-    return run(tmp_path_factory.mktemp("small"), budgets=(SMALL, SMALL))
+    return on_ranks(trained, tmp_path_factory.mktemp("small"), (SMALL, SMALL))
 
 
 def test_the_rank_with_less_memory_decides(tmp_path: Path, small: list[dict[str, Any]]) -> None:
     """Both end with its limit, run the same trials, and train to the same weights within their memory."""
-    unequal = run(tmp_path / "unequal", budgets=(LARGE, SMALL))
-    large = run(tmp_path / "large", budgets=(LARGE, LARGE))
+    unequal = on_ranks(trained, tmp_path / "unequal", (LARGE, SMALL))
+    large = on_ranks(trained, tmp_path / "large", (LARGE, LARGE))
     assert unequal[0]["limit"] == unequal[1]["limit"] == small[0]["limit"] < large[0]["limit"] < 64
     for records in (unequal, small, large):
         assert records[0]["trials"] == records[1]["trials"]
@@ -48,24 +77,19 @@ def test_the_rank_with_less_memory_decides(tmp_path: Path, small: list[dict[str,
 
 def test_training_at_the_limit_has_room_to_exchange_gradients(tmp_path: Path, small: list[dict[str, Any]]) -> None:
     budget, limit = SMALL - small[0]["spare"] + VOTES, small[0]["limit"]
-    tight = run(tmp_path, effective=2 * 3 * limit, budgets=(budget, budget))
-    for record in tight:
+    for record in on_ranks(trained, tmp_path, (budget, budget), 2 * 3 * limit):
         assert record["limit"] == limit
         assert record["spare"] <= 2 * VOTES  # on their way in the one run, in the other, or in neither
         assert record["sizes"].count(limit) > 6
 
 
 def test_running_out_of_memory_on_one_rank_is_every_ranks_limit(tmp_path: Path) -> None:
-    records = run(tmp_path, budgets=(10**6, 10**6), fails_above=21)
+    records = on_ranks(trained, tmp_path, (10**6, 10**6), 128, 21)
     assert [record["limit"] for record in records] == [21, 21]
     assert records[0]["trials"] == records[1]["trials"]
-    assert [record["collectives"] for record in records] == [[], []]
     assert torch.equal(records[0]["weights"], records[1]["weights"])
 
 
-@pytest.mark.parametrize("above", [0, 4], ids=["at once", "in a trial"])
-def test_a_rank_that_dies_ends_the_run_with_an_error(above: int, tmp_path: Path) -> None:
-    done = start(tmp_path, budgets=(LARGE, LARGE), dies_above=above)
-    assert done.code != 0
-    assert "exit code 17" in done.output
+def test_a_rank_that_dies_in_a_trial_ends_the_run_with_an_error(tmp_path: Path) -> None:
+    assert start(trained, tmp_path, (LARGE, LARGE), 128, inf, 4).code == 17
     assert not list(tmp_path.glob("rank*.pt"))

@@ -6,12 +6,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from reference import Regression, Samples, Validated, fit, worst_error
+from reference import Regression, Samples, StreamOf, Validated, cut, fit, plain_loop, worst_error
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
-
-HOOKS = ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"]
 
 
 class Saver(pl.Callback):
@@ -36,29 +34,32 @@ class Saver(pl.Callback):
 
 def run(module: Regression, micro_batch: int, *callbacks: pl.Callback, verify: bool = True, **settings: Any) -> Any:
     loader = DataLoader(Samples(27), batch_size=5, shuffle=True)
-    callback = AutoAccumulate(micro_batch_size=micro_batch, verify=verify)
-    return fit(loader, callback, *callbacks, module=module, accumulate_grad_batches=2, max_epochs=3, **settings)
+    callback = AutoAccumulate(micro_batch_size=micro_batch, micro_batching="loader", verify=verify)
+    settings = {"accumulate_grad_batches": 2, "max_epochs": 3, **settings}
+    return fit(loader, callback, *callbacks, module=module, **settings)
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"val_check_interval": 2},
-    {"max_steps": 8},
-    {"val_check_interval": 4, "check_val_every_n_epoch": None},
+OVER_EPOCHS = {"val_check_interval": 4, "check_val_every_n_epoch": None}
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("on_train_batch_end", {}),
+    ("on_train_batch_end", OVER_EPOCHS),
+    ("on_validation_end", {"val_check_interval": 2}),
+    ("on_validation_end", OVER_EPOCHS),
+    ("on_train_epoch_end", {"max_steps": 8}),
 ]
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_training_goes_on_as_if_it_had_not_stopped(hook: str, settings: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=lambda number: f"{RUNS[number][0]}-{RUNS[number][1]}")
+def test_training_continues_as_if_it_had_not_stopped(number: int, tmp_path: Path) -> None:
     """Windows, gradients, steps of optimizer and loggers, and validation are those of the whole run."""
+    hook, settings = RUNS[number]
     saver = Saver(tmp_path, hook)
     whole, whole_trainer = run(Validated(), 4, saver, **settings)
     assert saver.saved
-    saved = list(enumerate(saver.saved, SETTINGS.index(settings)))
-    for number, (path, step) in saved[:: 5 if settings else 1]:  # a window and the sizes below come every 2 and 3
+    saved = list(enumerate(saver.saved, number))
+    for place, (path, step) in saved[:: 5 if settings else 2]:
         watcher, module = Saver(tmp_path, "on_exception"), Validated()
-        micro_batch = (4, 3, 10)[number % 3]
+        micro_batch = (4, 3, 10)[place % 3]
         _, trainer = run(module, micro_batch, watcher, ckpt_path=path, seed=1, verify=False, **settings)
         assert [sorted(w) for w in module.windows[step:]] == [sorted(w) for w in whole.windows[step:]]
         left = whole.gradients[step:]
@@ -73,13 +74,71 @@ def test_training_goes_on_as_if_it_had_not_stopped(hook: str, settings: dict[str
 
 
 def test_state_in_a_checkpoint_is_plain_values(tmp_path: Path) -> None:
-    """It loads with ``weights_only=True``, and holds seed and position."""
+    """It loads with ``weights_only=True``, and has seed and position."""
     saver = Saver(tmp_path, "on_train_batch_end")
     run(Regression(), 5, saver)
     path, _ = saver.saved[3]
     assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
-    checkpoint = torch.load(path, weights_only=True)
-    state = checkpoint["callbacks"]["AutoAccumulate"]
-    before = {"batches_before": 0, "steps_before": 0, "samples_before": 0, "samples_short": 0}
-    assert state["position"] == {"seed": 7, "epoch": 0, "samples_done": 20, "shuffles": False, **before}
+    state = torch.load(path, weights_only=True)["callbacks"]["AutoAccumulate"]
+    before = {"windows_before": 0, "steps_before": 0, "samples_before": 0, "shuffles": False}
+    assert state["position"] == {"seed": 7, "epoch": 0, "samples_done": 20, "windows_done": 2, **before}
     assert state["probe"] is None
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_exception"])
+@pytest.mark.loader_only(reason="in the step a resume is stock Lightning's")
+def test_a_stock_run_is_continued_at_its_place(hook: str, tmp_path: Path) -> None:
+    """From the last window that was whole, in mid-epoch and after an error."""
+
+    class Failing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if hook == "on_exception" and self.global_step == 4 and batch_idx == 1:
+                raise KeyError("an error of the user's")
+            return super().training_step(batch, batch_idx)
+
+    saver, data = Saver(tmp_path, hook), Samples(30)  # stock weighs ragged windows otherwise
+    loader = DataLoader(data, batch_size=5)
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 3}
+    try:
+        fit(loader, saver, module=Failing(), **settings)
+    except KeyError:
+        assert hook == "on_exception"
+    oracle = plain_loop(data, windows := cut(range(30), 10) * 3)
+    for path, step in saver.saved[::5]:
+        module, trainer = fit(loader, AutoAccumulate(micro_batch_size=4), ckpt_path=path, **settings)
+        assert trainer.global_step == 9
+        assert [window for window in module.windows if window] == windows[step:], path
+        assert not windows[step:] or worst_error(module.gradients, oracle[step:]) <= 1e-12
+
+
+def test_an_epoch_of_unknown_length_begins_with_a_whole_window(tmp_path: Path) -> None:
+    """After a checkpoint of the last of its three batches, windows are of two batches and of one, as before."""
+    saver, loader = Saver(tmp_path, "on_train_batch_end"), DataLoader(StreamOf(Samples(24)), batch_size=8)
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    whole, _ = fit(loader, AutoAccumulate(verify=False), saver, **settings)
+    path, step = saver.saved[2]
+    module, trainer = fit(loader, AutoAccumulate(verify=False), ckpt_path=path, **settings)
+    assert (step, trainer.global_step) == (2, 4)
+    assert worst_error(module.gradients, whole.gradients[step:]) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("is_stock", "hook", "micro_batch"),
+    [(False, "on_train_batch_end", 3), (False, "on_train_epoch_end", 8), (True, "on_train_batch_end", 3)],
+)
+def test_an_epoch_that_max_steps_ended_early_is_continued(
+    is_stock: bool, hook: str, micro_batch: int, tmp_path: Path
+) -> None:
+    """With more steps a run continues as if it had never been stopped."""
+    saver, loader = Saver(tmp_path, hook), DataLoader(Samples(44), batch_size=8)
+
+    def ours() -> AutoAccumulate:
+        return AutoAccumulate(micro_batch_size=micro_batch, micro_batching="loader", verify=False)
+
+    fit(loader, saver, *([] if is_stock else [ours()]), max_steps=8)
+    settings: dict[str, Any] = {"max_steps": 14, "max_epochs": None}
+    module, trainer = fit(loader, ours(), ckpt_path=saver.saved[-1][0], **settings)
+    whole, never_stopped = fit(loader, ours(), **settings)
+    assert (trainer.global_step, trainer.current_epoch) == (14, never_stopped.current_epoch)
+    assert module.windows[8:] == whole.windows[8:]
+    assert worst_error(module.gradients, whole.gradients[8:]) <= 1e-12

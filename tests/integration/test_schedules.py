@@ -1,64 +1,23 @@
-"""Effective batches and factors by epoch, step and samples: each window is the one that a plain loop cuts."""
+"""Effective batches by epoch, step and samples, and rates that follow them: each is that of a loop by hand."""
 
-import pickle
-from collections.abc import Callable, Sequence
+import csv
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from rank_records import run_ranks
-from reference import (
-    Regression,
-    Samples,
-    SaveAll,
-    StreamOf,
-    Validated,
-    fit,
-    flat_gradient,
-    loss,
-    network,
-    quiet_trainer,
-    worst_error,
-)
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from reference import Regression, Samples, SaveAll, Validated, fit, worst_error
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
-from lightning_ga.schedule import by_samples, by_step, from_lr_decay, linear, seesaw
+from lightning_ga import AutoAccumulate
+from lightning_ga.schedule import by_samples, by_step, linear
 
-SIZE, EPOCHS, SEED = 53, 3, 7
-
-Count = Callable[[int, int, int], int]  # that a plain loop reads off a schedule: of (epoch, step, samples seen)
-
-
-def windows_of(count: Count, orders: Sequence[Sequence[int]]) -> list[list[int]]:
-    """What a plain loop would cut, one epoch's order after the other."""
-    windows: list[list[int]] = []
-    seen = 0
-    for epoch, order in enumerate(orders):
-        start = 0
-        while start < len(order):
-            windows.append(list(order[start : start + count(epoch, len(windows), seen)]))
-            start, seen = start + len(windows[-1]), seen + len(windows[-1])
-    return windows
-
-
-def plain_training(data: Samples, windows: list[list[int]], rates: list[float]) -> list[torch.Tensor]:
-    """Gradients of plain SGD in which each window is one batch, with a rate of its own."""
-    net, gradients = network(), []
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for window, rate in zip(windows, rates, strict=True):
-        optimizer.zero_grad()
-        loss(net, data.inputs[window], data.targets[window]).backward()
-        gradients.append(flat_gradient(net))
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-    return gradients
-
-
-class Own(BatchSampler):
-    """A batch sampler of the user's own, whose batches are not mixed."""
+SIZE, RECIPE, EPOCHS = 40, 4, 3
+WITHIN = 27  # micro-batches after which no window ends
 
 
 def in_order(samples: int = 48, batch_size: int = 4) -> Any:
@@ -66,39 +25,16 @@ def in_order(samples: int = 48, batch_size: int = 4) -> Any:
 
 
 def train(loader: Any, *callbacks: pl.Callback, **settings: Any) -> tuple[Any, pl.Trainer]:
-    return fit(loader, *callbacks, **{"max_epochs": EPOCHS, "seed": SEED, **settings})
+    return fit(loader, *callbacks, **{"max_epochs": EPOCHS, **settings})
 
 
 def scheduled(schedule: Any, micro_batch: Any = 2, **settings: Any) -> AutoAccumulate:
-    return AutoAccumulate(schedule, micro_batch_size=micro_batch, verify=False, **settings)
+    return AutoAccumulate(schedule, micro_batch_size=micro_batch, **{"verify": False, **settings})
 
 
-@pytest.mark.parametrize("mode", ["loader", "step"])
-def test_seesaw_lowers_the_rate_where_windows_grow(mode: Any) -> None:
-    """In the middle of an epoch, too. Other schedules are among the random trainings."""
-    windows = windows_of(lambda e, k, n: 8 if n < 80 else 16, [range(SIZE)] * EPOCHS)
-    falls = next(k for k in range(99) if sum(map(len, windows[:k])) >= 80)
-    module, _ = train(in_order(SIZE), scheduled(seesaw(8, samples=160), micro_batching=mode))
-    assert module.windows == windows
-    rates = [0.1] * falls + [0.1 / 2**0.5] * (len(windows) - falls)
-    assert worst_error(module.gradients, plain_training(Samples(SIZE), windows, rates)) <= 1e-12
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("mode", ["loader", "step"])
-def test_ranks_with_streams_of_their_own_see_samples_of_all(mode: str, tmp_path: Path) -> None:
-    """Each rank has its half of a window; ends of streams count what they held, on every rank."""
-    accumulate = {"effective_batch_size": by_samples({0: 4, 40: 8, 60: 12}), "micro_batch_size": 6}
-    settings = {"size": 45, "batch_size": 6, "loader": "stream", "trainer": {"max_epochs": EPOCHS}}
-    records = run_ranks(tmp_path, ranks=2, accumulate={**accumulate, "micro_batching": mode}, **settings)
-    # 23 and 22 samples an epoch: windows of 4 (2 a rank) up to 40 samples, then of 8, of which the last holds 5.
-    totals = [len(set(a) | set(b)) for a, b in zip(*(record["windows"] for record in records))]
-    assert totals == [*[4] * 10, 5, 8, 8, 12, 12, 5, 12, 12, 12, 9]
-
-
-def test_the_recipe_decides_when_validation_is_due(micro_batching: Any) -> None:
-    """``val_check_interval`` counts its batches, whatever windows have become; a window that is open ends first."""
-    callback = scheduled(by_step({0: 4, 3: 12}))
+def test_the_recipe_decides_when_validation_is_due() -> None:
+    """``val_check_interval`` counts windows of the first size, in which the epoch is planned."""
+    callback = scheduled(by_step({0: 4, 3: 12}), micro_batching="step")
     module, _ = train(in_order(), callback, module=Validated(), max_epochs=1, val_check_interval=3)
     # After 3, 6, 9 and 12 batches: 12 samples are 3 steps, then windows of 12 follow.
     assert module.steps_at_validation == [3, 4, 5, 6]
@@ -109,40 +45,26 @@ def test_the_plan_is_that_of_the_current_window() -> None:
     """``callback.plan`` and ``trainer.accumulate_grad_batches`` change at a window's border, not in a ragged one."""
     seen: list[tuple[int, int, int]] = []
 
-    class Watch(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            factor = trainer.accumulate_grad_batches
-            seen.append((callback.plan.effective_batch_size, callback.plan.factor, batch_idx % factor))  # type: ignore[union-attr]
+    def watch(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        factor = trainer.accumulate_grad_batches
+        seen.append((callback.plan.effective_batch_size, callback.plan.factor, batch_idx % factor))  # type: ignore[union-attr]
 
     callback = scheduled(linear(2, 6, steps=2), micro_batching="loader")
-    _, trainer = train(in_order(15), callback, Watch(), max_epochs=1)
+    _, trainer = train(in_order(15), callback, LambdaCallback(on_train_batch_start=watch), max_epochs=1)
     assert seen == [(2, 1, 0), (4, 2, 0), (4, 2, 1), (6, 3, 0), (6, 3, 1), (6, 3, 2), (6, 3, 0), (6, 3, 1)]
     assert type(trainer.accumulate_grad_batches) is int
 
 
 def test_the_probe_tries_what_the_largest_window_needs() -> None:
-    """A limit that holds the first windows alone would run out of memory later."""
-    callback = AutoAccumulate(by_step({0: 4, 5: 24}), cache=False)
-    train(in_order(), callback, max_epochs=2)
-    assert callback.probe is not None
-    assert callback.probe.limit == (24 if callback._options.micro_batching == "loader" else 4)
+    """A limit that holds the first windows alone would run out of memory later; the step cuts the loader's batches."""
+    for mode, limit in (("loader", 24), ("step", 4)):
+        callback = AutoAccumulate(by_step({0: 4, 5: 24}), micro_batching=mode, cache=False)  # type: ignore[arg-type]
+        train(in_order(), callback, max_epochs=2)
+        assert callback.probe is not None
+        assert callback.probe.limit == limit
 
 
-@pytest.mark.parametrize(
-    ("schedule", "count"),
-    [
-        (by_samples({0: 4, 60: 8}), lambda e, k, n: 4 if n < 60 else 8),
-        ({0: 4, 2: 12}, lambda e, k, n: 4 if e < 2 else 12),
-    ],
-)
-def test_a_second_fit_goes_on_with_epochs_steps_and_samples(schedule: Any, count: Count) -> None:
-    """All count from the start of training; the factor that the first fit left is not taken for the recipe's."""
-    module, trainer = train(in_order(32), scheduled(schedule), max_epochs=1)
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, in_order(32))
-    assert module.windows == windows_of(count, [range(32)] * 3)
-
-
+@pytest.mark.loader_only(reason="in the step a resume is stock Lightning's")
 def test_a_checkpoint_of_stock_lightning_knows_steps_and_samples(tmp_path: Path) -> None:
     """The loop's counts tell how many there have been."""
     train(in_order(), SaveAll(tmp_path), max_epochs=2)
@@ -155,47 +77,120 @@ def test_a_checkpoint_of_stock_lightning_knows_steps_and_samples(tmp_path: Path)
 def test_another_schedule_after_a_resume_holds_from_the_step_on(tmp_path: Path) -> None:
     """The windows before are what they were: neither steps nor samples are counted by the new schedule."""
     train(in_order(), scheduled(4, 4), SaveAll(tmp_path), max_epochs=1)
-    later = scheduled(by_step({0: 16, 6: 6, 8: 10}), 3)
+    later = scheduled(by_step({0: 16, 6: 6, 8: 10}), 3, micro_batching="loader")
     module, _ = train(in_order(), later, ckpt_path=tmp_path / "step5.ckpt", max_epochs=1)
     assert module.windows[5:] == [list(range(20, 36)), list(range(36, 42)), list(range(42, 48))]
 
 
-@pytest.mark.parametrize("is_own", [True, False], ids=["batch sampler", "ready-made"])
-def test_a_later_window_that_cannot_be_cut_is_refused_at_the_start(is_own: bool) -> None:
-    """Before any work is lost, though the first windows could have been trained on."""
-    module, own = Regression(), Own(SequentialSampler(range(SIZE)), 4, False)
-    loader = DataLoader(Samples(SIZE), batch_sampler=own) if is_own else StreamOf(list(in_order(SIZE)))
-    with pytest.raises(UserError, match="effective_batch_size=6 is no whole number of batches"):
-        train(loader, scheduled(by_step({0: 4, 9: 6}), 4), module=module)
-    assert module.micro_batches == []
+# --- learning rates ------------------------------------------------------------------------------
 
 
-def test_growth_beyond_a_tenth_of_the_data_is_warned_of() -> None:
-    """There a larger batch no longer does what a lower rate does."""
-    with pytest.warns(ExactnessWarning, match="ends with batches of 10 samples, above a tenth of the 60 of an epoch"):
-        train(in_order(60, 2), scheduled(from_lr_decay(2, milestones=[1], gamma=0.2)), max_epochs=2)
+class Rates(Regression):
+    """Notes the learning rates that the optimizer reads at each step."""
+
+    def __init__(self, schedule: Any = None, interval: str = "step") -> None:
+        super().__init__()
+        self.schedule, self.interval = schedule, interval
+        self.read: list[tuple[float, ...]] = []
+
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.net.parameters()
+        optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest, "lr": 0.03}], lr=0.01)
+        optimizer.register_step_pre_hook(lambda chosen, *_: self.read.append(rates_of(chosen)))
+        if self.schedule is None:
+            return optimizer
+        return [optimizer], [{"scheduler": self.schedule(optimizer), "interval": self.interval}]
 
 
-@pytest.mark.parametrize("schedule", [None, 8, {0: 8, 2: 4}])
-def test_the_callback_can_be_pickled(schedule: object) -> None:
-    callback = AutoAccumulate(schedule, micro_batch_size=4)
-    train(in_order(16, 8), callback, max_epochs=1)
-    copied = pickle.loads(pickle.dumps(callback))
-    assert copied.plan is None
-    train(in_order(16, 8), copied, max_epochs=1)
-    assert copied.plan == callback.plan
+def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    return tuple(group["lr"] for group in optimizer.param_groups)
 
 
-def test_a_failed_fit_leaves_the_trainer_as_it_was() -> None:
-    """The factor and the loops are the recipe's again."""
+SCHEDULERS: dict[str, Any] = {
+    "none": (None, "step"),
+    "by step": (lambda optimizer: ExponentialLR(optimizer, 0.9), "step"),
+    "by epoch": (lambda optimizer: ExponentialLR(optimizer, 0.5), "epoch"),
+    "one cycle": (lambda optimizer: OneCycleLR(optimizer, [0.1, 0.2], total_steps=60), "step"),
+}
+BATCHES: dict[str, Any] = {
+    "constant": (12, lambda k, n: 12),
+    "by step": (by_step({0: 4, 3: 8, 7: 12}), lambda k, n: 4 if k < 3 else 8 if k < 7 else 12),
+    "by samples": (by_samples({0: 4, 50: 8}), lambda k, n: 4 if n < 50 else 8),
+}
 
-    class Failing(Regression):
-        def training_step(self, batch: object, batch_idx: int) -> None:
-            raise RuntimeError("on purpose")
 
-    trainer = quiet_trainer(AutoAccumulate(micro_batch_size=1), accumulate_grad_batches=2)
-    with pytest.warns(ExactnessWarning, match="on purpose"), pytest.raises(RuntimeError, match="on purpose"):
-        trainer.fit(Failing(), in_order(8))
-    assert trainer.accumulate_grad_batches == 2
-    assert "setup_data" not in vars(trainer.fit_loop)
-    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+def by_hand(scheduler: str, count: Any, rule: str) -> list[tuple[float, ...]]:
+    """A loop that multiplies what its scheduler sets before each step, and takes that back after it."""
+    made = Rates(*SCHEDULERS[scheduler]).configure_optimizers()
+    (optimizer,), schedulers = ([made], []) if SCHEDULERS[scheduler][0] is None else made
+    found, seen = [], 0
+    for _ in range(EPOCHS):
+        start = 0
+        while start < SIZE:
+            batch = count(len(found), seen)
+            factor = {"linear": batch / RECIPE, "sqrt": (batch / RECIPE) ** 0.5}[rule]
+            found.append(tuple(rate * factor for rate in rates_of(optimizer)))
+            optimizer.step()
+            start, seen = start + batch, seen + min(batch, SIZE - start)
+            if schedulers and schedulers[0]["interval"] == "step":
+                schedulers[0]["scheduler"].step()
+        if schedulers and schedulers[0]["interval"] == "epoch":
+            schedulers[0]["scheduler"].step()
+    return found
+
+
+def rated(module: pl.LightningModule, callback: Any, *callbacks: pl.Callback, **settings: Any) -> Any:
+    return train(DataLoader(Samples(SIZE), RECIPE, shuffle=True), callback, *callbacks, module=module, **settings)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "batches", "rule", "mode"),
+    [
+        (scheduler, batches, ("linear", "sqrt")[(row + column) % 2], ("loader", "step")[(row // 2 + column) % 2])
+        for row, scheduler in enumerate(SCHEDULERS)
+        for column, batches in enumerate(BATCHES)
+    ],
+)
+def test_each_rate_is_that_of_a_loop_by_hand(
+    scheduler: str, batches: str, rule: Any, mode: Any, tmp_path: Path
+) -> None:
+    """In each parameter group, beside any scheduler, to the bit; and after a resume within a window (pairs)."""
+    asked, count = BATCHES[batches]
+    module, path, steps = Rates(*SCHEDULERS[scheduler]), tmp_path / "within.ckpt", []
+
+    def save(trainer: Any, *_: Any) -> None:
+        steps.append(trainer.global_step)
+        if len(steps) == WITHIN:
+            trainer.save_checkpoint(path)
+
+    saver = LambdaCallback(on_train_batch_end=save)
+    rated(module, scheduled(asked, micro_batching=mode, scale_lr=rule), saver)
+    expected = by_hand(scheduler, count, rule)
+    assert module.read == expected
+    if mode == "step":  # resumes are stock Lightning's
+        return
+    step, resumed = steps[WITHIN - 1], Rates(*SCHEDULERS[scheduler])
+    rated(resumed, scheduled(asked, micro_batching=mode, scale_lr=rule), ckpt_path=path)
+    assert resumed.read == expected[step:]
+    assert worst_error(resumed.gradients, module.gradients[step:]) <= 1e-9
+    stock = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"]
+    assert scheduler != "none" or [group["lr"] for group in stock] == [0.01, 0.03]  # unscaled, for whoever resumes
+
+
+@pytest.mark.parametrize("schedule", [by_step({0: 4, 2: 8}), 4])
+def test_loggers_get_batch_factor_and_rate_by_step(schedule: Any, tmp_path: Path) -> None:
+    """At the steps that ``log_every_n_steps`` says; Lightning's own monitor sees the scaled rate."""
+    logger, is_constant = CSVLogger(tmp_path, name="", version=""), schedule == 4
+    module = Rates(lambda optimizer: ExponentialLR(optimizer, 0.9))
+    callback = scheduled(schedule, micro_batching="loader", scale_lr="none" if is_constant else "linear")
+    settings: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 2, "barebones": False}
+    rated(module, callback, LearningRateMonitor("step"), **settings)
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    found = [row for row in rows if row.get("effective_batch_size")]
+    batches = [] if is_constant else [4.0] * 2 + [8.0] * (len(module.read) - 2)
+    assert [float(row["effective_batch_size"]) for row in found] == batches
+    assert [float(row["accumulate_grad_batches"]) for row in found] == [batch / 2 for batch in batches]
+    rates = [read[0] for read in module.read]
+    assert is_constant or [float(row["learning_rate"]) for row in found] == pytest.approx(rates)
+    monitored = [float(row["lr-SGD/pg1"]) for row in rows if row.get("lr-SGD/pg1")]  # by micro-batch
+    assert list(dict.fromkeys(monitored)) == pytest.approx(list(dict.fromkeys(rates)))

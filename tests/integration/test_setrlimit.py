@@ -1,9 +1,9 @@
 """Memory that really runs out: the kernel refuses the CPU's allocator."""
 
-import json
 from pathlib import Path
 
 import pytest
+import torch
 from address_space import main
 from forks import forked
 
@@ -11,15 +11,12 @@ from forks import forked
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="needs Linux to count and limit the address space")
 def test_a_batch_of_512_survives_a_small_address_space(tmp_path: Path) -> None:
     """Without a retry the run ends; with one it trains on in parts, to the same weights."""
-    done = forked(main, 50 * 2**20, tmp_path / "result.json", folder=tmp_path)
+    done = forked(main, 50 * 2**20, tmp_path / "result.pt", folder=tmp_path)
     assert done.code == 0, done.output[-4000:]
-    result = json.loads((tmp_path / "result.json").read_text())
-    whole, limited = result["whole"], result["limited"]
-    assert "DefaultCPUAllocator" in result["error"]
-    assert (whole["events"], whole["planned"], whole["sizes"]) == (0, 512, [[512] * 2, [512] * 2])
-    first, second = limited["sizes"]
-    assert limited["events"] >= 1
+    (whole, sizes, *counts), error, (weights, (first, second), events, planned) = torch.load(tmp_path / "result.pt")
+    assert "DefaultCPUAllocator" in error
+    assert (sizes, counts) == ([[512] * 2, [512] * 2], [0, 512])
+    assert events >= 1
     assert first[0] == 512
-    assert limited["planned"] == min(first) < 512
-    assert limited["planned"] == second[0] == max(second)
-    assert limited["weights"] == pytest.approx(whole["weights"], rel=1e-4, abs=1e-6)
+    assert planned == min(first) == second[0] == max(second) < 512
+    torch.testing.assert_close(weights, whole, rtol=1e-4, atol=1e-6)

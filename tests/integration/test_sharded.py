@@ -1,33 +1,67 @@
 """A sharded model (FSDP 2 on gloo ranks): exact, its limit found without an error, and an error ends in a sentence."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sharded
 import torch
-from forks import forked
-from rank_records import joined, run_ranks
-from reference import Samples, cut, permutation, plain_loop, worst_error
+from lightning.pytorch.strategies import ModelParallelStrategy
+from ranks import joined, on_ranks, start
+from reference import Regression, Samples, cut, fit, permutation, plain_loop, worst_error
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate
 
 pytestmark = pytest.mark.distributed
 
 
-def run(folder: Path, size: int = 53, **accumulate: Any) -> list[dict[str, Any]]:
-    return run_ranks(folder, program=sharded, ranks=2, size=size, batch_size=8, accumulate=accumulate)
+class Sharded(Regression):
+    """The reference model, its layers sharded over the ranks; memory may run out in a batch of this rank."""
+
+    fails_at: int | None = None
+
+    def configure_model(self) -> None:
+        if self.device_mesh:
+            for layer in (self.net[0], self.net[2], self.net):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx == self.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in self.net.parameters()]))
 
 
-@pytest.mark.parametrize(
-    ("size", "effective", "arguments"),
-    [(53, 16, {"micro_batch_size": 3}), (50, 17, {"micro_batch_size": 8, "micro_batching": "step"})],
-)
+def trained(accumulate: dict[str, Any], size: int = 53, fails: dict[str, int] | None = None) -> dict[str, Any]:
+    """What this rank records of a fit."""
+    module, callback = Sharded(), AutoAccumulate(**accumulate)
+    module.fails_at = (fails or {}).get(os.environ["RANK"])
+    strategy = ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo", save_distributed_checkpoint=False
+    )
+    fit(DataLoader(Samples(size), 8, shuffle=True), callback, module=module, strategy=strategy, devices=2)
+    return {
+        "windows": module.windows,
+        "gradients": module.gradients,
+        "probe": callback.probe,
+        "weights": [parameter.full_tensor() for parameter in module.net.parameters()],
+    }
+
+
+@pytest.mark.parametrize(("size", "effective", "mode"), [(53, 16, "loader"), (50, 32, "step")])
 def test_gradients_are_those_of_one_device_with_the_whole_batch(
-    size: int, effective: int, arguments: dict[str, Any], tmp_path: Path
+    size: int, effective: int, mode: str, tmp_path: Path
 ) -> None:
     """Batches that are cut in the step are cut alike on all ranks."""
-    records = run(tmp_path, size, effective_batch_size=effective, **arguments)
+    accumulate = {"effective_batch_size": effective, "micro_batch_size": 3, "micro_batching": mode}
+    records = on_ranks(trained, tmp_path, accumulate, size)
     windows = [w for epoch in range(2) for w in cut(permutation(size, 7, epoch), effective)]
-    if "micro_batching" not in arguments:
+    if mode == "loader":
         assert joined(records) == [sorted(window) for window in windows]
     for record in records:
         assert worst_error(record["gradients"], plain_loop(Samples(size), windows)) <= 1e-12
@@ -35,12 +69,13 @@ def test_gradients_are_those_of_one_device_with_the_whole_batch(
 
 def test_a_probe_predicts_agrees_and_leaves_no_trace(tmp_path: Path) -> None:
     """Not one trial fails: a rank that ran out of memory alone would leave the others waiting."""
-    probed = run(tmp_path / "probed", effective_batch_size=24, memory_budget=3000, verify=False)
-    assert len({record["limit"] for record in probed}) == 1
-    assert 1 <= probed[0]["limit"] < 12
-    assert all(record["trials"] and all(record["trials"]) for record in probed)
-    assert all(record["method"] in ("prediction", "below") for record in probed)
-    given = run(tmp_path / "given", effective_batch_size=24, micro_batch_size=probed[0]["limit"], verify=False)
+    common = {"effective_batch_size": 24, "verify": False}
+    probed = on_ranks(trained, tmp_path / "probed", {**common, "memory_budget": 3000})
+    (limit,) = {record["probe"].limit for record in probed}
+    assert 1 <= limit < 12
+    assert all(record["probe"].trials and all(t.fits for t in record["probe"].trials) for record in probed)
+    assert all(record["probe"].method in ("prediction", "below") for record in probed)
+    given = on_ranks(trained, tmp_path / "given", {**common, "micro_batch_size": limit})
     for ours, theirs in zip(probed, given):
         assert all(torch.equal(a, b) for a, b in zip(ours["weights"], theirs["weights"], strict=True))
 
@@ -49,8 +84,7 @@ def test_a_probe_predicts_agrees_and_leaves_no_trace(tmp_path: Path) -> None:
 def test_memory_running_out_ends_in_one_sentence(rank: str, tmp_path: Path) -> None:
     """No retry, as the other rank waits in a collective of the step that failed: it ends, too."""
     accumulate = {"effective_batch_size": 16, "micro_batch_size": 4, "verify": False}
-    settings = {"size": 53, "batch_size": 8, "accumulate": accumulate, "fails": {rank: 2}}
-    done = forked(sharded.main, settings, tmp_path, folder=tmp_path)
+    done = start(trained, tmp_path, accumulate, 53, {rank: 2})
     assert done.code == 1
     assert "RankError: Memory ran out in training" in done.output
     assert "ModelParallelStrategy shards the model over ranks" in done.output

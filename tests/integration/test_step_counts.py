@@ -1,104 +1,78 @@
-"""How many optimizer steps there will be, and schedules that count them."""
+"""How many optimizer steps there will be, and what counts them: schedules, validation and limits."""
 
+from math import ceil
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-import torch
-from reference import Regression, Samples, StreamOf, fit
+from reference import Regression, Samples, StreamOf, Validated, fit
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, ExactnessWarning, optimizer_steps
+from lightning_ga import AutoAccumulate, UserError, optimizer_steps
 
 
 class Scheduled(Regression):
-    """Asks for the number of steps where schedules are made, and notes every learning rate."""
-
-    def __init__(self, make: Any = None, frequency: int = 1, fits: int = 8) -> None:
-        super().__init__()
-        self.make, self.frequency, self.fits = make, frequency, fits  # samples that fit after the first step
-        self.rates: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_step == 1 and len(batch[0]) > self.fits:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().training_step(batch, batch_idx)
+    """Asks for the number of steps where schedules are made."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
         self.steps = optimizer_steps(self.trainer)
-        self.estimate = self.trainer.estimated_stepping_batches
-        if self.make is None:
-            return optimizer
-        schedule = self.make(optimizer, self.steps)
-        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": self.frequency}]
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        super().on_before_optimizer_step(optimizer)
-        self.rates.append(optimizer.param_groups[0]["lr"])
+        return super().configure_optimizers()
 
 
-def loader() -> Any:
-    return DataLoader(Samples(30), batch_size=4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "settings"),
-    [
-        ({"effective_batch_size": {0: 4, 1: 10, 2: 20}, "micro_batch_size": 3}, {"max_steps": 9}),
-        ({"micro_batch_size": 3}, {"accumulate_grad_batches": 3}),
-    ],
-    ids=str,
-)
-def test_steps_are_counted_in_advance(arguments: dict[str, Any], settings: dict[str, Any]) -> None:
-    module, trainer = fit(loader(), AutoAccumulate(**arguments), module=Scheduled(), max_epochs=3, **settings)
-    assert module.steps == trainer.global_step
-    if not isinstance(arguments.get("effective_batch_size", arguments.get("accumulate")), dict):
-        assert module.estimate == module.steps
+def loader(samples: int = 30, batch_size: int = 4) -> Any:
+    return DataLoader(Samples(samples), batch_size)
 
 
 def test_a_stream_has_no_count() -> None:
     """The answer is then Lightning's own, with the callback or without it."""
     for callbacks in ([], [AutoAccumulate(micro_batch_size=2)]):
-        stream = DataLoader(StreamOf(Samples(30)), batch_size=4)
-        module, _ = fit(stream, *callbacks, module=Scheduled(), max_steps=5)
+        module, _ = fit(DataLoader(StreamOf(Samples(30)), 4), *callbacks, module=Scheduled(), max_steps=5)
         assert module.steps == 5
     module, trainer = fit(loader(), module=Scheduled(), accumulate_grad_batches=3)
     assert module.steps == trainer.global_step == 6
 
 
-def cosine(optimizer: Any, steps: int) -> Any:
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+# --- intervals: windows of three batches -----------------------------------------------------------
+
+FACTOR = 3
+IN_WINDOWS: list[tuple[int, dict[str, Any], list[int]]] = [
+    (21, {"val_check_interval": 5}, [2, 4, 6, 9, 11, 13]),
+    (21, {"val_check_interval": 5, "check_val_every_n_epoch": None}, [2, 4, 6, 8, 10, 12, 14]),
+    (21, {"val_check_interval": 0.5, "limit_train_batches": 10}, [2, 4, 6, 8]),
+    (21, {"val_check_interval": 5, "max_steps": 5}, [2, 4]),
+]
 
 
-def four_times(optimizer: Any, steps: int) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4 * steps)
+@pytest.mark.parametrize(("batches", "settings", "expected"), IN_WINDOWS, ids=str)
+def test_validation_is_due_after_whole_windows(
+    batches: int, settings: dict[str, Any], expected: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its interval is rounded up to windows; the plan says so. Cut in the step, batches are stock Lightning's."""
+
+    def validated_at(*callbacks: pl.Callback) -> list[int]:
+        arguments = {"accumulate_grad_batches": FACTOR, **settings}
+        return fit(loader(4 * batches), *callbacks, module=Validated(), **arguments)[0].steps_at_validation
+
+    assert validated_at(AutoAccumulate(micro_batch_size=6, micro_batching="loader", verify=False)) == expected
+    interval = settings.get("val_check_interval")
+    is_rounded = isinstance(interval, int) and interval % FACTOR != 0
+    line = f"validation every {ceil((interval or 0) / FACTOR)} windows, for val_check_interval={interval} batches"
+    assert (line in caplog.text) is is_rounded
+    assert validated_at(AutoAccumulate(micro_batch_size=3, micro_batching="step", verify=False)) == validated_at()
 
 
-def test_a_horizon_that_is_right_says_nothing() -> None:
-    module, trainer = fit(loader(), AutoAccumulate({0: 4, 1: 10}, micro_batch_size=3), module=Scheduled(cosine))
-    assert module.steps == trainer.global_step == 11
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
+def test_validation_by_time(micro_batching: Any) -> None:
+    """An interval of no seconds is due after every batch."""
+    callback = AutoAccumulate(micro_batch_size=3, micro_batching=micro_batching)
+    module, trainer = fit(loader(16), callback, module=Validated(), max_epochs=1, val_check_interval={"seconds": 0})
+    assert trainer.global_step == module.steps_at_validation[-1] == 4
 
 
-def test_a_horizon_that_is_wrong_warns_with_both_numbers() -> None:
-    """But where stock Lightning takes as many steps, it is the user's own."""
-    with pytest.warns(ExactnessWarning, match="OneCycleLR ends after 32 steps and training takes 8"):
-        fit(loader(), AutoAccumulate(8, micro_batch_size=3), module=Scheduled(four_times))
-    fit(loader(), AutoAccumulate(micro_batch_size=3), module=Scheduled(four_times))
-
-
-@pytest.mark.parametrize("frequency", [1, 2, 3])
-@pytest.mark.parametrize(("micro_batch", "fits"), [(2, 8), (3, 8), (8, 8), (8, 4)])
-@pytest.mark.filterwarnings("ignore:Memory ran out")
-def test_frequency_counts_optimizer_steps(frequency: int, micro_batch: int, fits: int) -> None:
-    """As without accumulation, whatever the factor is, after an error too; Lightning tests it against micro-batches."""
-
-    def halving(optimizer: Any, _: int) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-
-    whole = DataLoader(Samples(30), batch_size=8)
-    stock, _ = fit(whole, module=Scheduled(halving, frequency))
-    scheduled = Scheduled(halving, frequency, fits)
-    ours, trainer = fit(whole, AutoAccumulate(micro_batch_size=micro_batch), module=scheduled)
-    assert ours.rates == stock.rates
-    assert trainer.lr_scheduler_configs[0].frequency == frequency
+@pytest.mark.filterwarnings("ignore:The effective batch of 64 samples is above the 30")
+@pytest.mark.loader_only(reason="in the step Lightning refuses it")
+def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> None:
+    callback = AutoAccumulate(64, micro_batching="loader")
+    module, _ = fit(loader(), callback, module=Validated(), val_check_interval=8, max_epochs=1)
+    assert module.steps_at_validation == []
+    with pytest.raises(UserError, match=r"val_check_interval=9 is more than the 8"):
+        fit(loader(), AutoAccumulate(micro_batch_size=1), module=Validated(), val_check_interval=9)

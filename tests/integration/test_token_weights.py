@@ -19,10 +19,8 @@ class Sequences(Texts):
     def __init__(self, size: int, empty: Sequence[int] = ()) -> None:
         super().__init__(size)
         for number in empty:
-            self.samples[number] = {
-                **self.samples[number],
-                "labels": torch.full_like(self.samples[number]["labels"], -100),
-            }
+            none = torch.full_like(self.samples[number]["labels"], -100)
+            self.samples[number] = {**self.samples[number], "labels": none}
 
 
 def collate(texts: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -37,32 +35,38 @@ class ByPyTorch(Reading):
         return torch.nn.functional.cross_entropy(self.net(batch["words"]).transpose(1, 2), batch["labels"])
 
 
-def train(data: Texts, batch_size: int, micro_batch: int, counter: Any, module: Reading | None = None) -> Reading:
+def train(
+    data: Texts, batch: int, micro_batch: int, counter: Any, module: Reading | None = None, mode: Any = "loader"
+) -> Reading:
     module = Reading("words") if module is None else module
-    callback = AutoAccumulate(micro_batch_size=micro_batch, normalize=counter)
-    fit(DataLoader(data, batch_size, collate_fn=collate), callback, module=module, max_epochs=1)
+    callback = AutoAccumulate(micro_batch_size=micro_batch, normalize=counter, micro_batching=mode)
+    fit(DataLoader(data, batch, collate_fn=collate), callback, module=module, max_epochs=1)
     return module
 
 
-@pytest.mark.parametrize("counter", [TargetTokens(), AttentionMaskTokens(), lambda b: (b["labels"] >= 0).sum()])
-@pytest.mark.parametrize("micro_batch", [1, 5, 16])
-def test_a_mean_over_tokens_is_exact(counter: Any, micro_batch: int) -> None:
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize(
+    ("counter", "micro_batch"),
+    [(TargetTokens(), 1), (AttentionMaskTokens(), 5), (lambda b: (b["labels"] >= 0).sum(), 5)],
+)
+def test_a_mean_over_tokens_is_exact(counter: Any, micro_batch: int, mode: str) -> None:
     """Whatever the counts are, ragged windows included."""
     data = Sequences(43)
-    module = train(data, 16, micro_batch, counter)
+    module = train(data, 16, micro_batch, counter, mode=mode)
     assert worst_error(module.gradients, plain_gradients(data, cut(range(43), 16), "words")) <= 1e-12
 
 
-@pytest.mark.parametrize("kind", [Reading, ByPyTorch])
-@pytest.mark.parametrize("empty", [(0, 1), (2, 3), (6, 7)])
-def test_a_micro_batch_without_tokens_is_left_out(kind: type[Reading], empty: Sequence[int]) -> None:
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize(("kind", "empty"), [(Reading, (0, 1)), (ByPyTorch, (2, 3)), (Reading, (6, 7))])
+def test_a_micro_batch_without_tokens_is_left_out(kind: type[Reading], empty: Sequence[int], mode: str) -> None:
     """First, between and last in its window, where a mean over nothing is NaN."""
     data = Sequences(16, empty)
-    module = train(data, 8, 2, TargetTokens(), kind("words"))
+    module = train(data, 8, 2, TargetTokens(), kind("words"), mode)
     assert worst_error(module.gradients, plain_gradients(data, cut(range(16), 8), "words")) <= 1e-12
 
 
-def test_a_window_without_tokens_is_an_error() -> None:
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_a_window_without_tokens_is_an_error(mode: str) -> None:
     """Rather than a step of NaN."""
     with pytest.raises(UserError, match="counted 0 in all micro-batches of a window"):
-        train(Sequences(16, range(8)), 8, 2, TargetTokens())
+        train(Sequences(16, range(8)), 8, 2, TargetTokens(), mode=mode)

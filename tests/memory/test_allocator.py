@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ga.memory.allocator import AllocatorMeter, RetryWatch, events_as_trace
+from lightning_ga.memory.allocator import AllocatorMeter, events_as_trace
 from lightning_ga.memory.trace import Segment
 
 
@@ -55,20 +55,6 @@ def test_segments_before_a_step_are_kept_with_it() -> None:
     assert trace.sizes == (2048, 1000, 512)
     assert trace.events == (0, 1, ~1, 2)
     assert trace.residents == (0, 2, 0)
-
-
-def test_an_allocator_that_begins_to_struggle_is_noticed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What happened before the first window was over is warming up."""
-    stats = {"num_ooms": 1, "num_alloc_retries": 4}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    watch = RetryWatch(torch.device("cuda", 0))
-    assert not watch.struggles()
-    assert not watch.struggles()
-    stats["num_alloc_retries"] += 1
-    assert watch.struggles()
-    stats["num_alloc_retries"] += 1
-    assert not watch.struggles()
-    assert not RetryWatch(torch.device("cpu")).struggles()
 
 
 @pytest.mark.gpu

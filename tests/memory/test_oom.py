@@ -61,22 +61,6 @@ def test_real_failures_are_recognised(library: Callable[..., object], kind: obje
     assert is_out_of_memory(caught.value)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
-        RuntimeError("CUDA error: device-side assert triggered"),
-        ValueError("the words CUDA out of memory in an error of another kind"),
-        KeyboardInterrupt(),
-        SystemExit("CUDA out of memory"),
-    ],
-    ids=repr,
-)
-def test_other_errors_do_not(error: BaseException) -> None:
-    assert not is_out_of_memory(error)
-    assert not is_ambiguous_out_of_memory(error)
-
-
 def closing_on_itself() -> RuntimeError:
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__cause__, second.__cause__ = second, first
@@ -101,10 +85,14 @@ def raised_from_one(outer: BaseException, *, hides: bool = False) -> BaseExcepti
         pytest.param(raised_from_one(KeyboardInterrupt()), False, id="an interrupt while handling one"),
         pytest.param(ExceptionGroup("workers", [ValueError("a"), torch.OutOfMemoryError("b")]), True, id="a group"),
         pytest.param(closing_on_itself(), False, id="a chain that closes on itself"),
+        pytest.param(RuntimeError("CUDA error: device-side assert triggered"), False, id="of CUDA, of another kind"),
+        pytest.param(ValueError("the words CUDA out of memory in an error of another kind"), False, id="of no library"),
+        pytest.param(SystemExit("CUDA out of memory"), False, id="an exit"),
     ],
 )
 def test_errors_that_have_to_do_with_one_count_or_do_not(error: BaseException, counts: bool) -> None:
     assert is_out_of_memory(error) == counts
+    assert not is_ambiguous_out_of_memory(error)
 
 
 def fail(pinned: list[weakref.ref[torch.UntypedStorage]]) -> None:

@@ -1,27 +1,24 @@
-import functools
-
 import pytest
+import timm
 import torch
 from lightning.pytorch import Trainer
 from reference import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ga import UserError
-from lightning_ga.models import Classifier, MLPClassifier
+from lightning_ga.models import Classifier, HashedPatchClassifier, MLPClassifier, to_group_norm
+from lightning_ga.models.classifier import HashedPatches
 from lightning_ga.models.schedules import warmup_cosine
 
 
 def samples(count: int = 24) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(count, 1, 4, 4, generator=generator)
+    images = torch.randn(count, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     return TensorDataset(images, torch.arange(count) % 3)
 
 
-def train(model: Classifier, batch_size: int, factor: int, epochs: int = 1) -> Trainer:
-    trainer = quiet_trainer(max_epochs=epochs, accumulate_grad_batches=factor, num_sanity_val_steps=2)
-    loader = DataLoader(samples(), batch_size=batch_size)
-    trainer.fit(model, loader, loader)
+def train(model: Classifier, batch_size: int = 24, data: TensorDataset | None = None) -> Trainer:
+    trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=2)
+    trainer.fit(model, *(DataLoader(each, batch_size=batch_size) for each in (data or samples(), samples())))
     return trainer
 
 
@@ -30,42 +27,36 @@ def small(**arguments) -> MLPClassifier:
     return MLPClassifier([8], num_classes=3, image_size=4, **arguments)
 
 
-def test_the_training_curve_is_that_of_whole_windows():
-    whole = train(small(), batch_size=8, factor=1).callback_metrics
-    parts = train(small(), batch_size=2, factor=4).callback_metrics
-    assert parts["train/loss"] == pytest.approx(whole["train/loss"].item(), rel=1e-5)
-    assert parts["train/acc"] == whole["train/acc"]
-
-
 def test_the_cosine_rises_falls_and_stays_down():
     """A tenth of the steps up, then down to the final share."""
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    scheduler = warmup_cosine(optimizer, 20, warmup=0.1, final=0.01)
-    rates = []
-    for _ in range(25):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
+    scheduler = warmup_cosine(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0), 20, warmup=0.1, final=0.01)
+    rates = [scheduler.lr_lambdas[0](step) for step in range(25)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[2:21] == sorted(rates[2:21], reverse=True)
     assert rates[20:] == pytest.approx([0.01] * 5)
 
 
 def test_a_test_counts_the_confusion_matrix():
-    model = small()
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    """Anew each time; its diagonal is the accuracy, which knows that larger is better."""
+    model, trainer = small(), quiet_trainer()
     for _ in range(2):
         (metrics,) = trainer.test(model, DataLoader(samples(), batch_size=5), verbose=False)
         assert sum(map(sum, model.confusion)) == 24
         assert sum(model.confusion[i][i] for i in range(3)) / 24 == pytest.approx(metrics["test/acc"])
+    assert metrics["test/top5"] == 1  # of three classes
+    assert model.test_accuracy["acc"].higher_is_better
+
+
+def test_a_prediction_says_that_it_is_class_probabilities():
+    model, images = small().eval(), samples().tensors[0]
+    outputs = quiet_trainer().predict(model, DataLoader(samples(), batch_size=24))
+    torch.testing.assert_close(outputs[0]["class_probabilities"], model(images).softmax(dim=1).detach())
 
 
 def test_a_checkpoint_brings_back_model_and_arguments(tmp_path):
     """load_from_checkpoint needs neither a configuration nor anything but plain values."""
-    model = small()
-    trainer = train(model, batch_size=8, factor=1)
-    path = tmp_path / "a.ckpt"
-    trainer.save_checkpoint(path)
+    model, path = small(), tmp_path / "a.ckpt"
+    train(model, batch_size=8).save_checkpoint(path)
     assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
     loaded = MLPClassifier.load_from_checkpoint(path, weights_only=True)
     images = torch.randn(2, 1, 4, 4)
@@ -73,61 +64,67 @@ def test_a_checkpoint_brings_back_model_and_arguments(tmp_path):
 
 
 def test_labels_are_smoothed_in_training_alone():
-    """The loss of validation stays comparable."""
-    plain, smooth = small(), small(label_smoothing=0.3)
-    metrics = [train(model, batch_size=24, factor=1).callback_metrics for model in (plain, smooth)]
+    """The loss of validation stays comparable. Targets may be probabilities: accuracy is that of the likelier class."""
     images, targets = samples().tensors
-    with torch.no_grad():
-        expected = nn.functional.cross_entropy(small()(images), targets, label_smoothing=0.3)
-    assert metrics[1]["train/loss"].item() == pytest.approx(expected.item(), rel=1e-5)
-    assert metrics[0]["train/loss"] != metrics[1]["train/loss"]
-    assert metrics[1]["val/loss"].item() == pytest.approx(
-        nn.functional.cross_entropy(smooth(images), targets).item(), rel=1e-5
-    )
+    loss, model = nn.functional.cross_entropy, small(label_smoothing=0.3)
+    shares = 0.7 * nn.functional.one_hot(targets, 3) + 0.1
+    scores = model(images)
+    found = train(model, data=TensorDataset(images, shares)).callback_metrics
+    assert found["train/loss"].item() == pytest.approx(loss(scores, shares, label_smoothing=0.3).item(), rel=1e-5)
+    assert found["train/acc"].item() == pytest.approx((scores.argmax(dim=1) == targets).float().mean().item())
+    assert found["val/loss"].item() == pytest.approx(loss(model(images), targets).item(), rel=1e-5)
 
 
-def test_targets_may_be_probabilities():
-    """As mixup makes them: the accuracy is that of the likelier class."""
-    images, targets = samples().tensors
-    mixed = TensorDataset(images, 0.7 * nn.functional.one_hot(targets, 3) + 0.1)
-    model = small()
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(model, DataLoader(mixed, batch_size=24), DataLoader(samples(), batch_size=24))
-    predicted = small()(images).argmax(dim=1)
-    assert trainer.callback_metrics["train/acc"].item() == pytest.approx((predicted == targets).float().mean().item())
+def test_a_patch_has_its_row_by_its_look_and_its_place():
+    """Equal pictures have equal rows; a pixel that changes, changes the patches that it lies in."""
+    hashed = HashedPatches(200_000)
+    picture, other = torch.zeros(2, 1, 1, 9, 9)
+    other[0, 0, 0, 0] = 1
+    rows, others = hashed(picture), hashed(other)
+    assert hashed(picture).equal(rows)
+    assert (rows != others).flatten().tolist() == [True] + [False] * 15
+    assert len(set(rows.flatten().tolist())) == 16
 
 
-def test_norms_and_biases_may_be_left_without_weight_decay():
-    """By timm's groups; without the setting there is one group of all."""
-    optimizer = functools.partial(torch.optim.AdamW, weight_decay=0.05)
-    model = small(optimizer=optimizer)
-    assert len(train(model, batch_size=24, factor=1).optimizers[0].param_groups) == 1
-    model = small(optimizer=optimizer)
-    model.decay_norms = False
-    groups = train(model, batch_size=24, factor=1).optimizers[0].param_groups
-    for group, decay, dimensions in zip(groups, (0.0, 0.05), (1, 2)):
-        assert group["weight_decay"] == decay
-        assert {parameter.dim() for parameter in group["params"]} == {dimensions}
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+def test_the_gradient_holds_the_touched_rows_alone():
+    """And its values are those of a dense one."""
+    images, targets = torch.rand(4, 1, 28, 28), torch.arange(4)
+    gradients = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = HashedPatchClassifier(5000, 8, sparse=sparse)
+        nn.functional.cross_entropy(model(images), targets).backward()
+        gradients.append(model.net[1].weight.grad)
+    assert gradients[0].is_sparse
+    rows = HashedPatches(5000)(images).unique()
+    assert gradients[0].coalesce().indices().flatten().equal(rows)
+    torch.testing.assert_close(gradients[0].to_dense(), gradients[1])
 
 
-def test_a_checkpoint_with_other_groups_is_refused(tmp_path):
-    """In a sentence, where the optimizer would fail; a test takes it."""
-    optimizer = functools.partial(torch.optim.AdamW, weight_decay=0.05)
-    trainer = train(small(optimizer=optimizer), batch_size=24, factor=1)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    model, loader = small(optimizer=optimizer), DataLoader(samples(), batch_size=24)
-    model.decay_norms = False
-    again = quiet_trainer(max_epochs=2)
-    with pytest.raises(
-        UserError, match="has parameters in 1 group, this training in 2: give the optimizer.decay_norms"
-    ):
-        again.fit(model, loader, loader, ckpt_path=tmp_path / "a.ckpt")
-    again.test(model, loader, ckpt_path=tmp_path / "a.ckpt", verbose=False)
+def test_the_gradient_of_halves_is_that_of_the_whole():
+    """Of a timm network with activations that are fused into its BatchNorm layers."""
+    torch.manual_seed(0)
+    net = to_group_norm(timm.create_model("mobilenetv3_small_050", num_classes=3, drop_rate=0.0)).double()
+    assert not any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in net.modules())
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+
+    def gradient(batch):
+        net.zero_grad()
+        net(batch).square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+    whole, halves = gradient(images), (gradient(images[:2]) + gradient(images[2:])) / 2
+    assert float((whole - halves).norm() / whole.norm()) <= 1e-12
 
 
-def test_an_optimizer_without_weight_decay_is_refused():
-    model = small(optimizer=torch.optim.LBFGS)
-    model.decay_norms = False
-    with pytest.raises(UserError, match="needs an optimizer that has a weight_decay"):
-        model.parameter_groups()
+def test_scale_and_shift_are_taken_over():
+    """One value a channel is not normalized by itself: it would be lost."""
+    layer = nn.BatchNorm2d(48)
+    nn.init.normal_(layer.weight)
+    norm = to_group_norm(layer)
+    assert (norm.num_groups, norm.weight is layer.weight) == (16, True)
+    assert to_group_norm(nn.BatchNorm1d(7, affine=False)).weight is None
+    for channels in (2, 16, 64):
+        assert (
+            float(to_group_norm(nn.BatchNorm1d(channels, affine=False))(torch.randn(4, channels)).std(0).min()) > 1e-3
+        )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation, split_evenly
+from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation, plan_in_step, split_evenly
 
 WORLD_SIZES = st.integers(1, 9)
 LIMITS = st.integers(1, 70)
@@ -42,6 +42,17 @@ def test_a_plan_is_exact_fits_and_is_the_same_on_all_ranks(request_: tuple[int, 
     assert all(max(rank) - min(rank) <= 1 for rank in plan.chunks)
 
 
+@given(st.integers(1, 50), st.integers(1, 5), LIMITS, WORLD_SIZES)
+def test_batches_cut_in_the_step_keep_their_samples(batch: int, batches: int, limit: int, world_size: int) -> None:
+    """Each is cut into the fewest near-equal pieces that fit, on every rank."""
+    plan = plan_in_step(batch, batches=batches, micro_batch=limit, world_size=world_size)
+    pieces = split_evenly(batch, -(-batch // limit))
+    assert plan.chunks == (pieces * batches,) * world_size
+    assert plan.effective_batch_size == batch * batches * world_size == sum(map(sum, plan.chunks))
+    assert plan.micro_batch_size == pieces[0] <= limit
+    assert plan.factor == len(pieces) * batches
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -50,7 +61,7 @@ def test_a_plan_is_exact_fits_and_is_the_same_on_all_ranks(request_: tuple[int, 
         ((8, 4, -2), "world_size=-2 must be at least 1"),
         ((8.5, 4, 1), "effective_batch_size=8.5 must be a whole number"),
         ((8, True, 1), "micro_batch=True must be a whole number"),
-        ((10**12, 8, 2), "effective_batch_size=1000000000000 would take 62,500,000,000 micro-batches of 8 for one"),
+        ((10**12, 8, 2), "effective_batch_size=1000000000000 would need 62,500,000,000 micro-batches of 8 for one"),
         ((3, 4, 4), r"effective_batch_size=3 is below the number of ranks, 4: .* Use effective_batch_size=4 or fewer"),
     ],
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ga.plan.records import ProbeResult, Trial, lowered, still_holds
+from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 
 LINE = tuple((size, 100 + 10 * size) for size in range(1, 113))
 FOUND = ProbeResult(90, 1005, 1000, (), 3, 0.0, "replay", curve=LINE)
@@ -34,14 +34,7 @@ BELOW = ProbeResult(100, 1005, 990, (), 3, 0.0, "replay", curve=((100, 990), (10
         pytest.param(FAILED, 1100, 512, False, id="more, and such a trial"),
         pytest.param(BOUNDED, 1005, 64, True, id="as much was asked for"),
         pytest.param(BOUNDED, 1005, 65, False, id="no more was asked for then"),
-        pytest.param(lowered(FOUND, 45), 1005, 512, True, id="lowered by training"),
-        pytest.param(lowered(FOUND, 45), 2000, 512, False, id="lowered, and more memory is free now"),
     ],
 )
 def test_an_earlier_result_holds_while_its_limit_does(found: ProbeResult, budget: int, high: int, holds: bool) -> None:
     assert still_holds(found, budget, high) == holds
-
-
-def test_a_result_is_lowered_where_training_proved_it_wrong() -> None:
-    lower = lowered(FOUND, 45)
-    assert (lower.limit, lower.peak_bytes, lowered(lower, 20).limit) == (45, 550, 20)

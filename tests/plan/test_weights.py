@@ -15,7 +15,6 @@ from lightning_ga.plan.weights import (
     LateWindow,
     Samples,
     TargetTokens,
-    WindowWeights,
     count_items,
 )
 
@@ -69,7 +68,7 @@ def test_a_count_of_which_nothing_is_a_mean_is_refused(count: float) -> None:
     with pytest.raises(
         UserError, match=refusal + ("all micro-batches.*ignore_index" if count == 0 else "a micro-batch")
     ):
-        late.weigh(count, window=-1, factor=1, first=True).trained().close(1)
+        late.weigh(count, factor=1, first=True).trained().close(1)
 
 
 LABELS = torch.tensor([[5, 7, -100], [8, -100, -100]])
@@ -114,47 +113,28 @@ def test_late_weights_give_the_mean_once_the_window_is_over(counts, reference, m
     factor, world_size = len(counts[0]) + missing, len(counts)
     means, whole = means_and_all(counts)
     weights, scales = [], []
-    for row in counts:
+    for rank, row in enumerate(counts):
+        own = factor + rank  # a rank that has run its window again has more micro-batches than the others
         asked: list[float] = []
 
         def sum_over_ranks(value: float, asked: list[float] = asked) -> float:
             asked.append(value)
             return float(sum(map(sum, counts)))
 
-        window = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=reference, fixed=True)
+        window = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=reference)
         weights.append([])
         for i, n in enumerate(row):
-            window = window.weigh(n, window=-1, factor=factor, first=i == 0).trained()
-            weights[-1].append(window.weight)
-        scales.append(window.close(factor)[0])
+            window = window.weigh(n, factor=own, first=i == 0).trained()
+            weights[-1].append(window.weight * factor / own)
+        scales.append(window.close(own)[0])
         assert asked == [sum(row)]  # one number a window
     assert len(set(scales)) == 1
     torch.testing.assert_close(seen_by_the_optimizer(means, weights, factor) * scales[0], whole, rtol=1e-12, atol=1e-14)
 
 
 def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
-    late = LateWindow(world_size=1, reference=4.0, fixed=True).weigh(8, window=-1, factor=2, first=True)
-    assert late.weight == 2.0
-    late = late.trained().weigh(100, window=-1, factor=2, first=False)
-    assert late.close(2)[0] == 2 * 4.0 / 8
-    assert late.weigh(5, window=-1, factor=2, first=True).close(2)[0] == 1.0
-
-
-@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5), st.booleans())
-def test_parts_of_a_micro_batch_count_as_the_whole(parts: list[float], late: bool) -> None:
-    """Each weighs its share, and what has reached a backward pass adds up to the micro-batch."""
-    begun = LateWindow(1, reference=8.0, fixed=True) if late else KnownWindow(1)
-    window = begun.weigh(12, window=24, factor=2, first=True)
-    whole, shares = window.trained(), [part / sum(parts) for part in parts]
-    for share in shares:
-        window = window.part(share)
-        assert window.weight * window.share == whole.weight * share
-        window = window.trained().whole()
-    assert (window.weight, window.share) == (whole.weight, 1.0)
-    assert window.close(2)[0] == pytest.approx(whole.close(2)[0])
-
-
-def test_stock_windows_weigh_one() -> None:
-    """A part weighs its share."""
-    window = WindowWeights().weigh(9, window=18, factor=4, first=True).part(0.25)
-    assert (window.weight * window.share, window.trained().close(4)[0], window.whole()) == (0.25, 1.0, WindowWeights())
+    late = LateWindow(world_size=1, reference=4.0).weigh(8, factor=2, first=True)
+    assert late.weight == 4.0
+    late = late.trained().weigh(100, factor=2, first=False)
+    assert late.close(2)[0] == 4.0 / 8
+    assert late.weigh(5, factor=2, first=True).close(2)[0] == 1.0

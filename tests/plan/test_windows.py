@@ -1,46 +1,84 @@
-"""The micro-batches of an epoch, against the list of samples that they must make up."""
+"""The windows of an epoch and their micro-batches, against the list of samples that they must make up."""
 
-from dataclasses import replace
-from itertools import accumulate
-
-from epoch_chunks import chunk_of, samples_after
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ga.plan.accumulation import split_evenly
-from lightning_ga.plan.windows import EpochPlan, GivenWindows, GrowingEpoch, GrowingWindows, WithinBatches
+from lightning_ga.plan.windows import EpochPlan, GrowingWindows, RegularWindows
 
+TOTALS = st.integers(0, 90)
 SIZES = st.integers(1, 40)
+WORLD_SIZES = st.integers(1, 4)
 
 
-def cut(samples: range, size: int, *, drop_last: bool = False) -> list[list[int]]:
-    """The plain way: slices of the order."""
-    windows = [list(samples[start : start + size]) for start in range(0, len(samples), size)]
-    return windows[:-1] if drop_last and windows and len(windows[-1]) < size else windows
+def plain(total: int, sizes: list[int], done: int, *, drop_last: bool) -> list[list[int]]:
+    """The plain way: slices of the order, from where an earlier run has ended; sizes are repeated."""
+    windows, start = [], min(done, total)
+    while start < total:
+        size = sizes[len(windows) % len(sizes)]
+        windows.append(list(range(start, min(start + size, total))))
+        start += size
+        if drop_last and len(windows[-1]) < size:
+            windows.pop()
+    return windows
 
 
-@given(st.lists(SIZES, min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 5), st.data())
-def test_batches_that_are_not_to_be_mixed_are_cut_each_by_itself(sizes, per_window, pieces, data):
-    """Into as many near-equal pieces, wherever an earlier run has stopped."""
-    ends = [0, *accumulate(sizes)]
-    done = data.draw(st.sampled_from(ends))
-    windows = GivenWindows.of(sizes, per_window=per_window, samples_done=done)
-    plan = EpochPlan(windows, 1, per_window * pieces, 1, cut=WithinBatches(ends, pieces))
-    assert plan.length is not None
-    chunks = [chunk_of(plan, index, 0) for index in range(plan.done, plan.length)]
-    left = [size for size, end in zip(sizes, ends[1:]) if end > done]
-    assert [chunk.count for chunk in chunks] == [count for size in left for count in split_evenly(size, pieces)]
-    assert [i for chunk in chunks for i in range(chunk.start, chunk.start + chunk.count)] == list(range(done, ends[-1]))
-    waits = [*(not after.count for after in chunks[1:]), False]  # for an empty one, which completes the batch
-    for index, (chunk, more) in enumerate(zip(chunks, waits), start=plan.done):
-        assert samples_after(plan, index) == chunk.start + chunk.count - more
-        assert windows.span(chunk.window)[0] <= chunk.start <= chunk.start + chunk.count <= chunk.window_end
+def check(plan: EpochPlan, expected: list[list[int]]) -> None:
+    """Each sample is in one micro-batch of its window, ranks step together, and no micro-batch is too large."""
+    assert plan.count - plan.done == len(expected)
+    assert plan.length == plan.done * plan.factor + sum(plan.factor_of(plan.done + k) for k in range(len(expected)))
+    for number, samples in enumerate(expected, start=plan.done):
+        windows = [plan.window(number, rank) for rank in range(plan.world_size)]
+        assert {(each.index, each.start, each.samples, each.end) for each in windows} == {
+            (number, samples[0], len(samples), samples[-1] + 1)
+        }
+        assert {len(each.sizes) for each in windows} == {plan.factor_of(number)}
+        shares = [sum(each.sizes) for each in windows]
+        assert max(shares) - min(shares) <= 1
+        assert all(max(each.sizes) - min(each.sizes) <= 1 for each in windows)
+        assert max(map(max, (each.sizes for each in windows))) <= plan.micro_batch
+        assert (plan.factor_of(number) - 1) * plan.micro_batch < max(shares)  # the fewest
+        found = [
+            place
+            for each in windows
+            for position, size in enumerate(each.sizes)
+            for place in plan.places(each, position)
+            if size
+        ]
+        assert found == samples
 
 
-def test_another_cut_of_growing_windows_counts_its_own_micro_batches() -> None:
-    """A copy shares no count with the plan that it is made of."""
-    plan = GrowingEpoch(GrowingWindows(20, lambda window, start: 8), micro_batch=4, factor=2, world_size=1)
-    assert [plan.starts_at(window) for window in range(4)] == [0, 2, 4, 5]
-    other = replace(plan, micro_batch=2, factor=4)
-    assert [other.starts_at(window) for window in range(4)] == [0, 4, 8, 10]
-    assert [plan.starts_at(window) for window in range(4)] == [0, 2, 4, 5]
+@given(TOTALS, SIZES, st.integers(1, 9), WORLD_SIZES, TOTALS, st.integers(0, 5), st.booleans())
+def test_windows_of_one_size(total, size, micro_batch, world_size, done, windows_done, drop_last):
+    """From any place on, on any hardware; only the last is smaller, and has as many micro-batches as it needs."""
+    done = min(done, total)
+    windows = RegularWindows(total, size, drop_last, done, windows_done)
+    plan = EpochPlan(windows, micro_batch, world_size)
+    expected = plain(total, [size], done, drop_last=drop_last)
+    check(plan, expected)
+    assert all(plan.factor_of(window) == plan.factor for window in range(plan.done, plan.count - 1))
+    assert not expected or plan.factor_of(plan.count - 1) <= plan.factor
+
+
+@given(TOTALS, st.lists(SIZES, min_size=1, max_size=5), st.integers(1, 9), WORLD_SIZES, TOTALS, st.booleans())
+def test_windows_that_a_schedule_sizes(total, sizes, micro_batch, world_size, done, drop_last):
+    """Each has its own number of micro-batches; the schedule is asked by windows and samples of the epoch."""
+    done, asked = min(done, total), []
+
+    def size_at(window: int, start: int) -> int:
+        asked.append((window, start))
+        return sizes[(window - 2) % len(sizes)]
+
+    windows = GrowingWindows(total, size_at, drop_last, done, 2)
+    plan = EpochPlan(windows, micro_batch, world_size)
+    expected = plain(total, sizes, done, drop_last=drop_last)
+    check(plan, expected)
+    assert asked[: len(expected)] == [(2 + number, samples[0]) for number, samples in enumerate(expected)]
+    assert plan.factor >= max((plan.factor_of(2 + k) for k in range(len(expected))), default=1)
+
+
+def test_a_rank_without_a_sample_gets_a_stand_in() -> None:
+    """The last sample of the window, with a size of 0: a weight of 0."""
+    plan = EpochPlan(RegularWindows(10, 8), micro_batch=2, world_size=4)
+    windows = [plan.window(1, rank) for rank in range(4)]
+    assert [each.sizes for each in windows] == [(1,), (1,), (0,), (0,)]
+    assert [list(plan.places(each, 0)) for each in windows] == [[8], [9], [9], [9]]

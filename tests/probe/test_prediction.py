@@ -19,24 +19,10 @@ def test_prediction_is_exact_for_constant_affine_and_quadratic_storages(stream, 
     assert prediction(samples) == device.trace(samples).peak()
 
 
-def test_a_storage_that_shrinks_keeps_its_larger_size() -> None:
-    prediction = extrapolate(MemoryTrace(2, (50, 4), (0, 1)), MemoryTrace(4, (40, 8), (0, 1)))
-    assert prediction is not None
-    assert prediction.sizes(8) == [50, 16]
-
-
 def test_streams_that_differ_are_not_extrapolated() -> None:
     assert extrapolate(MemoryTrace(2, (1,), (0,)), MemoryTrace(4, (1, 1), (0, 1))) is None
     assert extrapolate(MemoryTrace(2, (1, 1), (0, 1, ~0)), MemoryTrace(4, (1, 1), (0, 1, ~1))) is None
     assert extrapolate(MemoryTrace(2, (1,), (0,)), MemoryTrace(2, (1,), (0,))) is None
-
-
-def test_a_third_trace_checks_the_prediction() -> None:
-    traces = [MemoryTrace(b, (size,), (0,)) for b, size in ((4, 10), (8, 30), (16, 50))]
-    prediction = extrapolate(traces[0], traces[1])
-    assert prediction is not None
-    assert not prediction.confirms(traces[2])
-    assert prediction.confirms(MemoryTrace(16, (100,), (0,)))
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 1500))

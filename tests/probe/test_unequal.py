@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.plan.lengths import SizeLimits
-from lightning_ga.plan.records import Timing
-from lightning_ga.probe.within_limit import limits_by_size, pass_cost
+from lightning_ga.probe.within_limit import limits_by_size
 
 WEIGHTS = st.integers(0, 50)
 
@@ -37,20 +36,8 @@ def test_whatever_the_limits_allow_fits(fixed, by_size, squared, longest, data):
     assert found.budget // (longest + found.offset) == limit
 
 
-def test_a_pass_costs_what_windows_of_more_passes_take_longer() -> None:
-    """Of 1000 tokens in 0.98 s and 0.02 s a pass; nothing is known from one timing, or less than nothing."""
-    timings = [Timing(4, 16, 1.30), Timing(16, 4, 1.06)]
-    assert pass_cost(timings, 1000) == 20
-    assert pass_cost(timings[1:], 1000) is None
-    assert pass_cost([Timing(4, 16, 1.0), Timing(16, 4, 1.06)], 1000) == 0
-
-
 def test_nothing_is_tried_where_all_fits_at_the_longest() -> None:
     def confirm(sizes: Sequence[int]) -> tuple[int, int]:
         raise AssertionError
 
     assert limits_by_size(confirm, 64, longest=9, shorter=9, high=64) == (SizeLimits(576, 64), 0)
-
-
-def test_where_no_more_fit_than_of_the_longest_no_micro_batch_has_more() -> None:
-    assert limits_by_size(lambda sizes: (0, 7), 8, longest=90, shorter=9, high=64) == (SizeLimits(720, 8), 7)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Counts(NamedTuple):
-    """Calls since the start of the process, or between two readings."""
+    """Calls since the start of the process, or the last ``reset``."""
 
     launches: int
     products: int
@@ -27,10 +27,6 @@ class Counts(NamedTuple):
     def waits(self) -> int:
         """Calls in which the host waits for the device."""
         return self.stream_waits + self.device_waits + self.event_waits
-
-    def since(self, before: "Counts") -> "Counts":
-        """Calls after another reading."""
-        return Counts(*(now - then for now, then in zip(self, before)))
 
 
 def is_loaded() -> bool:

@@ -20,12 +20,8 @@ EXPLAINED: dict[str, str] = {
     "integration/test_probe.py::test_training_at_the_limit_fits_and_one_more_does_not": BYTES,
     "integration/test_recovery.py::test_a_sample_that_is_too_large_is_stopped_at_the_first_operation": ONLY_CPU,
     "integration/test_recovery.py::test_no_trial_comes_near_the_memory_that_there_is": ONLY_CPU,
-    "integration/test_throughput_objective.py::test_the_smallest_of_the_fast_sizes_is_taken_and_remembered": BYTES,
     "integration/test_traceless.py::test_a_probe_leaves_no_trace[fp16]": BYTES,
     "integration/test_whole.py::test_the_probe_finds_the_chunk": BYTES,
-    "integration/test_whole.py::test_throughput_keeps_the_chunks_that_fit": BYTES,
-    "integration/test_whole.py::test_throughput_refuses_no_budget_that_is_enough": BYTES,
-    "integration/test_whole.py::test_memory_that_runs_out_lets_no_chunk_be_kept": BYTES,
 }
 
 

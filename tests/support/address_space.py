@@ -1,6 +1,5 @@
 """Trains with batches of 512 in an address space that the kernel keeps small, and writes what came of it."""
 
-import json
 import resource
 import warnings
 from pathlib import Path
@@ -32,35 +31,23 @@ class Wide(Regression):
         pass
 
 
-def train(**settings: Any) -> dict[str, Any]:
-    """Fit one window of 1024 samples an epoch in micro-batches of 512, as far as the memory goes."""
-    module = Wide()
-    callback = AutoAccumulate(1024, micro_batch_size=512, verify=False, **settings)
-    data = DataLoader(Samples(1024, torch.float32), batch_size=512)
-    fit(data, callback, module=module, max_epochs=2)
+def train(**settings: Any) -> tuple[torch.Tensor, list[list[int]], int, int]:
+    """Fit one window of 1024 samples an epoch; return weights, sizes, events and the planned micro-batch."""
+    module, callback = Wide(), AutoAccumulate(1024, micro_batch_size=512, verify=False, **settings)
+    fit(DataLoader(Samples(1024, torch.float32), batch_size=512), callback, module=module, max_epochs=2)
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    return {
-        "weights": weights.tolist(),
-        "sizes": module.sizes,
-        "events": callback.oom_events,
-        "planned": callback.plan.micro_batch_size,  # type: ignore[union-attr]
-    }
-
-
-def mapped() -> int:
-    """Bytes of address space of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return weights, module.sizes, callback.oom_events, callback.plan.micro_batch_size
 
 
 def main(room: int, written: Path) -> None:
     """Train without a limit and with one, of the bytes that training may add to what is mapped."""
     warnings.simplefilter("ignore")
-    whole = train()
+    whole, error = train(), None
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped() + room, hard))
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + room, hard))
     try:
         train(on_oom="raise")
-        error = None
     except RuntimeError as failure:
         error = str(failure)
-    written.write_text(json.dumps({"whole": whole, "error": error, "limited": train()}))
+    torch.save((whole, error, train()), written)

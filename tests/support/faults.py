@@ -1,6 +1,5 @@
 """Out-of-memory errors at chosen operations of a training step."""
 
-from itertools import count
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,11 +43,3 @@ class Arm(pl.Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         del pl_module.__dict__["training_step"]
-
-
-class CountAttempts(pl.Callback):
-    """Lets a module count its attempts in training, from 1: by an iterator, which is no state that a warning names."""
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            pl_module.attempts = count(1)

@@ -31,7 +31,7 @@ import psutil
 
 SUPPORT = Path(__file__).parent
 PATHS = (SUPPORT, SUPPORT.parents[1])
-PRELOADED = ("forks", "ranks", "sharded", "survivors", "address_space")
+PRELOADED = ("forks", "random_training", "address_space")
 AT_WORK = 3.0  # seconds of CPU time that show that a process goes on; a rank that waits uses 0.3 in two minutes
 PATIENCE = 120  # seconds in which less than that is used by something that hangs
 LAST_RESORT = 600  # seconds
@@ -138,25 +138,18 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def where(alive: list[psutil.Process], output: Path) -> str:
-    """The end of an output to which every process has written where it is."""
-    text = output.read_text(errors="replace")
-    for each in alive:  # one after the other, as they write to one file
-        told = text.count("most recent call first")
+    """The end of an output to which every process has written where it is, one after the other."""
+
+    def told() -> int:
+        return output.read_text(errors="replace").count("most recent call first")
+
+    for each in alive:
+        before, until = told(), time.monotonic() + 30  # a busy machine takes its time
         send(each, signal.SIGUSR1)
-        until = time.monotonic() + 30  # a busy machine takes its time
-        while time.monotonic() < until:
+        while told() == before and each.is_running() and time.monotonic() < until:
             time.sleep(0.3)
-            before, text = text, output.read_text(errors="replace")
-            if text == before and (text.count("most recent call first") > told or not is_there(each)):
-                break
-    return text[-8000:]
-
-
-def is_there(process: psutil.Process) -> bool:
-    """Whether a process has not ended."""
-    with suppress(psutil.Error):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
+        time.sleep(0.3)
+    return output.read_text(errors="replace")[-8000:]
 
 
 def end(leader: int) -> None:

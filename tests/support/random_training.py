@@ -5,7 +5,6 @@ runs out, where it stops and goes on, and on how many ranks. The plain loop cuts
 one pass. It knows nothing of the package, and it is the oracle of every course.
 """
 
-import os
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torchmetrics
 from faults import Faults
-from forks import forked, in_ranks
-from lightning.pytorch.strategies import DDPStrategy
+from ranks import ddp, on_ranks
 from reference import FEATURES, Samples, SaveAt, SizedStreamOf, StreamOf, cut, permutation, quiet_trainer
 from texts import LONGEST, WORDS, Texts, pad
 from torch import Tensor, nn
@@ -40,15 +39,14 @@ class Windows:
     """The callback's arguments, and the samples of a window that a plain loop reads off them.
 
     Args:
-        count: Of (epoch, step, samples before); without one windows hold the tokens.
+        count: Of (epoch, step, samples before).
         by_batches: Whether they are so many batches of each rank.
     """
 
     kind: str
     arguments: dict[str, Any]
-    count: Callable[[int, int, int], int] | None = field(default=None, repr=False)
+    count: Callable[[int, int, int], int] = field(repr=False)
     by_batches: bool = False
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,16 +112,16 @@ def draw(seed: int, *, coupling: bool = False) -> Recipe:
     """The recipe of a seed; with ``coupling`` one that no micro-batches can train exactly."""
     r = random.Random(seed)
     data = r.choice([*LOADERS, "shuffled", "shuffled", "in order"])
-    is_whole, is_mapped = data in WHOLE_BATCHES, data in MAPPED
+    is_mapped = data in MAPPED
     texts = r.random() < 0.5 and data not in READY
     batch, samples = r.choice([2, 3, 4, 6, 8, 16]), r.randint(9, 60)
     factor = r.choice([1, 1, 2, 3])
-    windows = draw_windows(r, batch, factor, data, tokens=texts and is_mapped)
+    windows = draw_windows(r, batch, factor, data)
     asked = windows.arguments.get("effective_batch_size", 1)
-    can_sort = texts and (not is_whole) and isinstance(asked, int | dict) and "accumulate" not in windows.arguments
-    limits = [None, None, None, 2, *([0.6] if data not in UNSIZED and samples >= 2 * batch else [])]
-    limit = r.choice(limits) if not windows.tokens else None
-    can_drop = is_mapped and not windows.tokens
+    can_sort = texts and is_mapped and isinstance(asked, int | dict) and "accumulate" not in windows.arguments
+    limit = r.choice([None, None, None, 2, *([0.6] if data not in UNSIZED and samples >= 2 * batch else [])])
+    if data in UNSIZED and samples < 2 * batch:  # stock Lightning skips a last window that comes before the limit
+        limit = None
     optimizer = r.choice(["adam", "momentum", "sgd", *(["sparse"] if texts else [])])
     own = [batch] * samples if windows.arguments or limit else [r.randint(1, batch) for _ in range(samples)]
     return Recipe(
@@ -135,7 +133,7 @@ def draw(seed: int, *, coupling: bool = False) -> Recipe:
         data=data,
         sizes=tuple(own),
         workers=r.choice([0, 0, 0, 1, 2]) if is_mapped else r.choice([0, 0, 1]),
-        drop_last=can_drop and r.random() < 0.3,
+        drop_last=is_mapped and r.random() < 0.3,
         limit=limit,
         texts=texts,
         layout=r.choice([*LAYOUTS][: 3 if data in READY else None]),
@@ -144,7 +142,7 @@ def draw(seed: int, *, coupling: bool = False) -> Recipe:
         schedule=r.choice([None, "one cycle", "step"]),
         clip=r.choice([None, None, 0.5]) if optimizer != "sparse" else None,
         windows=windows,
-        by_size=windows.tokens > 0 or (can_sort and r.random() < 0.5),
+        by_size=can_sort and r.random() < 0.5,
         verify=coupling or r.random() < 0.4,
         measures=r.random() < 0.5,
         transfers=r.random() < 0.2,
@@ -152,11 +150,14 @@ def draw(seed: int, *, coupling: bool = False) -> Recipe:
     )
 
 
-def draw_windows(r: random.Random, batch: int, factor: int, data: str, *, tokens: bool) -> Windows:
-    """Windows of the recipe, of a number of samples, by a schedule, of tokens, or of a number of micro-batches."""
-    is_whole = data in WHOLE_BATCHES
+def draw_windows(r: random.Random, batch: int, factor: int, data: str) -> Windows:
+    """Windows of the recipe, of a number of samples, by a schedule, or of a number of micro-batches.
+
+    Batches that are cut in the step make whole windows.
+    """
+    is_whole = data not in MAPPED
     a, b = (batch * r.randint(1, 3) if is_whole else r.randint(2, 20) for _ in range(2))
-    f, g, step, samples, held = r.randint(1, 3), r.randint(1, 3), r.randint(1, 5), r.randint(5, 60), r.randint(24, 120)
+    f, g, step, samples = r.randint(1, 3), r.randint(1, 3), r.randint(1, 5), r.randint(5, 60)
 
     def of(kind: str, asked: Any, count: Callable[[int, int, int], int]) -> Windows:
         return Windows(kind, {"effective_batch_size": asked}, count)
@@ -169,21 +170,16 @@ def draw_windows(r: random.Random, batch: int, factor: int, data: str, *, tokens
         times("factor", f, lambda e, k, n: f),
         times("factor by epoch", {0: f, 1: g}, lambda e, k, n: g if e else f),
         times("factor by step", by_step({0: f, step: g}), lambda e, k, n: f if k < step else g),
+        *[of("number", a, lambda e, k, n: a)] * 2,
+        of("by epoch", {0: a, 1: b}, lambda e, k, n: b if e else a),
+        of("by a function", lambda epoch: a if epoch else b, lambda e, k, n: a if e else b),
+        of("by step", by_step({0: a, step: b}), lambda e, k, n: a if k < step else b),
+        of("by samples", by_samples({0: a, samples: b}), lambda e, k, n: a if n < samples else b),
+        of("geometric", geometric(a, 4 * a, steps=6), lambda e, k, n: min(4 * a, a * 2 ** (k // 3))),
     ]
-    if data not in ("iterable", "sized iterable"):  # how many samples such a batch holds is not known
-        found += [
-            *[of("number", a, lambda e, k, n: a)] * 2,
-            of("by epoch", {0: a, 1: b}, lambda e, k, n: b if e else a),
-            of("by a function", lambda epoch: a if epoch else b, lambda e, k, n: a if e else b),
-            of("by step", by_step({0: a, step: b}), lambda e, k, n: a if k < step else b),
-            of("by samples", by_samples({0: a, samples: b}), lambda e, k, n: a if n < samples else b),
-            of("geometric", geometric(a, 4 * a, steps=6), lambda e, k, n: min(4 * a, a * 2 ** (k // 3))),
-        ]
     if not is_whole:
         ramp = linear(a, b, steps=step)
         found += [of("linear", ramp, lambda e, k, n: int(a + (b - a) * min(k, step) / step + 0.5))]
-    if tokens:
-        found += [Windows("tokens", {"effective_batch_size": f"{held} tokens"}, tokens=held)] * 2
     return r.choice(found)
 
 
@@ -197,15 +193,11 @@ def covering(count: int, seeds: range, *, usable: Callable[[Recipe], bool]) -> l
     for _ in range(count):
         best = max(left, key=lambda seed: len(left[seed] - seen))
         chosen, seen = [*chosen, best], seen | left.pop(best)
-    lasting = {kind for seed in chosen if (kind := kind_over_epochs(draw(seed)))}
-    for seed in left:
-        if (kind := kind_over_epochs(draw(seed))) and kind not in lasting:
-            chosen, lasting = [*chosen, seed], lasting | {kind}
+    for seed, pairs in left.items():
+        lasting = {pair for pair in pairs if ("epochs", True) in pair and pair[0][0] == "windows"}
+        if lasting - seen:
+            chosen, seen = [*chosen, seed], seen | lasting
     return sorted(chosen)
-
-
-def kind_over_epochs(recipe: Recipe) -> str | None:
-    return recipe.windows.kind if recipe.epochs > 1 else None
 
 
 def traits(recipe: Recipe) -> list[tuple[str, Any]]:
@@ -218,24 +210,32 @@ def traits(recipe: Recipe) -> list[tuple[str, Any]]:
 def draw_courses(recipe: Recipe, ends: list[int]) -> dict[str, Course]:
     """The courses that a recipe takes on one rank, by the steps after which its epochs end."""
     r = random.Random(f"courses of {recipe.seed}")
+    lives = [replace(draw_life(r, recipe), fails=r.choice([(), draw_fails(r, recipe)])) for _ in range(2)]
     places = [each for each in ends[:-1] if each]
-    if recipe.data in MAPPED:  # others are read from the start again, as by stock Lightning
-        places = [*range(1, ends[-1])]
+    if all(life.mode == "loader" for life in lives) and recipe.data in MAPPED:
+        places = [*range(1, ends[-1])]  # other loaders are read from their start again, as by stock Lightning
     whole = recipe.batch if "accumulate" in recipe.windows.arguments else WHOLE
     courses = {
-        "whole": Course(micro=whole, fits=r.choice([2, WHOLE])),
+        "whole": Course(r.choice(modes_of(recipe)), whole, fits=r.choice([2, WHOLE])),
         "cut": draw_life(r, recipe),
         "out of memory": replace(draw_life(r, recipe), fails=draw_fails(r, recipe), fits=r.choice([1, 3])),
     }
     if places:
-        lives = [replace(draw_life(r, recipe), fails=r.choice([(), draw_fails(r, recipe)])) for _ in range(2)]
         courses["resumed"] = replace(lives[0], stops=r.choice(places), then=lives[1])
     return courses
 
 
+def modes_of(recipe: Recipe) -> list[str]:
+    """Where batches of a recipe may be cut with the same windows: in the step they are those of the loader."""
+    is_in_turn = recipe.data in ("in order", "own class") or (recipe.data == "own sampler" and not recipe.workers)
+    is_in_turn &= not recipe.drop_last and not recipe.by_size
+    in_step = recipe.data not in MAPPED or (is_in_turn and recipe.windows.by_batches)
+    return ["loader", "step"] if in_step else ["loader"]
+
+
 def draw_life(r: random.Random, recipe: Recipe, ranks: int = 1) -> Course:
     """Where a life cuts its batches; a factor counts micro-batches, which are the recipe's batches then."""
-    mode = "loader" if recipe.windows.tokens else r.choice(["loader", "step"])
+    mode = r.choice(modes_of(recipe))
     if "accumulate" in recipe.windows.arguments:
         return Course(mode, recipe.batch, ranks=ranks)
     return Course(mode, r.choice([1, 2, 3, 4, 5, 8, WHOLE]), ranks=ranks)
@@ -262,8 +262,8 @@ def is_shared(recipe: Recipe) -> bool:
 def draw_course_on_ranks(recipe: Recipe, steps: int) -> Course:
     """One life on two ranks or three, and another on as many or, where that changes no window, another number."""
     r = random.Random(f"ranks of {recipe.seed}")
-    count = recipe.windows.count if not recipe.windows.by_batches else None
-    least = min(count(e, k, n) for e in (0, 1) for k in (0, 9) for n in (0, 99)) if count else 3
+    count = recipe.windows.count
+    least = 3 if recipe.windows.by_batches else min(count(e, k, n) for e in range(3) for k in (0, 9) for n in (0, 99))
     first = r.choice([2, 2, min(3, least)])  # each rank needs a sample of every window
     ranks = (first, first if recipe.windows.by_batches else r.choice([1, 2, min(3, least)]))
     lives = [replace(draw_life(r, recipe, n), fails=r.choice([(), draw_fails(r, recipe)])) for n in ranks]
@@ -385,9 +385,8 @@ def windows_by_epoch(recipe: Recipe, ranks: int = 1) -> list[list[list[int]]]:
         sizes = [len(batch) for batch in full] if recipe.data in WHOLE_BATCHES and not recipe.windows.arguments else []
         found: list[list[int]] = []
         while left:
-            count = sum(sizes[len(found) * recipe.factor :][: recipe.factor]) or count_of(
-                recipe, left, epoch, step, seen, ranks
-            )
+            ours = recipe.windows.count(epoch, step, seen) * (ranks if recipe.windows.by_batches else 1)
+            count = sum(sizes[len(found) * recipe.factor :][: recipe.factor]) or ours
             if drops and len(left) < count:
                 break
             found.append(left[:count])
@@ -396,22 +395,14 @@ def windows_by_epoch(recipe: Recipe, ranks: int = 1) -> list[list[list[int]]]:
     return epochs
 
 
-def count_of(recipe: Recipe, left: list[int], epoch: int, step: int, seen: int, ranks: int) -> int:
-    """The samples of the next window, if there are so many."""
-    if recipe.windows.count is not None:
-        return recipe.windows.count(epoch, step, seen) * (ranks if recipe.windows.by_batches else 1)
-    lengths = Texts(recipe.samples).lengths
-    count, held = 1, lengths[left[0]]
-    while count < len(left) and held + lengths[left[count]] <= recipe.windows.tokens:
-        count, held = count + 1, held + lengths[left[count]]
-    return count
-
-
 def is_trained(recipe: Recipe) -> bool:
     """Whether each epoch has a window, of unequal samples if sizes count: what would be refused is not drawn."""
     epochs, lengths = windows_by_epoch(recipe), Texts(recipe.samples).lengths
     trained = {lengths[index] for windows in epochs for window in windows for index in window}
     is_read = recipe.data not in READY or recipe.sizes[:2] != (1, 1)  # where samples lie, in a batch of several
+    asked = recipe.data in WHOLE_BATCHES and "effective_batch_size" in recipe.windows.arguments
+    is_read &= not asked or recipe.samples >= recipe.batch  # the first batch says how many samples one has
+    is_read &= not asked or recipe.schedule != "one cycle"  # how many steps there are is known only then
     return all(epochs) and is_read and not (recipe.by_size and len(trained) == 1)
 
 
@@ -494,9 +485,9 @@ def loss_of(recipe: Recipe, net: Net, batch: Any) -> Tensor:
 
 
 def weight_of(recipe: Recipe, batch: Any) -> int:
-    """What the mean of a batch counts as in a mean over the epoch; not so many words as a batch has samples."""
+    """What the mean of a batch counts as in a mean over the epoch; it differs in batches of unequal sizes."""
     inputs, targets, numbers = parts_of(recipe, batch)
-    return 1000 * int((targets != -100).sum()) if recipe.mean == "words" else len(numbers)
+    return 10**7 * int((targets != -100).sum()) + len(numbers) if recipe.mean == "words" else len(numbers)
 
 
 def optimizer_of(recipe: Recipe, net: nn.Module) -> Optimizer:
@@ -640,19 +631,18 @@ def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) ->
     settings: dict[str, Any] = {"max_epochs": recipe.epochs, "gradient_clip_val": recipe.clip}
     settings |= {"accumulate_grad_batches": recipe.factor, "limit_train_batches": recipe.limit}
     if course.ranks > 1:
-        settings |= {"devices": course.ranks, "strategy": DDPStrategy(process_group_backend="gloo")}
+        settings |= ddp()
     pl.seed_everything(99 if resumes else SEED, verbose=False)
     Machine.in_use = machine
     try:
         with (
             warnings.catch_warnings(record=True) as caught,
+            pytest.raises(StoppedError) if course.stops else nullcontext(),
             machine.operations if machine.operations.at else nullcontext(),
         ):
             warnings.simplefilter("always")
             trainer = quiet_trainer(*callbacks, **settings)
             trainer.fit(module, loader(recipe), ckpt_path=path if resumes else None)
-    except StoppedError:
-        pass
     finally:
         Machine.in_use = None
     steps = range(min(machine.windows, default=0), max(machine.windows, default=-1) + 1)
@@ -693,17 +683,12 @@ def train_on_ranks(recipe: Recipe, course: Course, folder: Path) -> list[Outcome
 
 
 def live_on_ranks(recipe: Recipe, course: Course, folder: Path, *, resumes: bool) -> list[Outcome]:
-    place = folder / ("then" if resumes else "first")
-    place.mkdir()
-    path = folder / "stopped.ckpt"
-    ended = forked(in_ranks, course.ranks, live, recipe.seed, course, path, resumes, place, folder=place)
-    assert ended.code == 0, ended.output[-6000:]
-    outcomes = [torch.load(place / f"{rank}.pt", weights_only=False) for rank in range(course.ranks)]
+    place, path = folder / ("then" if resumes else "first"), folder / "stopped.ckpt"
+    outcomes = on_ranks(live, place, recipe.seed, course, path, resumes, ranks=course.ranks)
     windows = [sorted({*chain.from_iterable(parts)}) for parts in zip(*(each.windows for each in outcomes))]
     return [replace(each, windows=windows, logged=[]) for each in outcomes]
 
 
-def live(seed: int, course: Course, path: Path, resumes: bool, folder: Path) -> int:
-    """One life on this rank; its exit code."""
-    torch.save(fit(draw_on_ranks(seed), course, path, resumes=resumes), folder / f"{os.environ['RANK']}.pt")
-    return 0
+def live(seed: int, course: Course, path: Path, resumes: bool) -> Outcome:
+    """One life on this rank."""
+    return fit(draw_on_ranks(seed), course, path, resumes=resumes)

@@ -185,3 +185,9 @@ def quiet_trainer(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
         "num_sanity_val_steps": 0,
     }
     return pl.Trainer(callbacks=list(callbacks), **{**quiet, **settings})
+
+
+def fp16_on_the_cpu(scale: float = 256.0, interval: int = 2) -> Any:
+    """Lightning turns 16-mixed into bf16 on the CPU; a plugin with a scaler of its own does fp16."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
+    return pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)

@@ -1,1 +1,1 @@
-"""The check of exactness: passes over a batch and over its parts, their gradients compared, and what training shows."""
+"""One measurement of whether micro-batches give the gradient of the whole batch: to read it, begin with ``measure``."""

@@ -1,35 +1,51 @@
-"""Compare the gradient of a batch in micro-batches with that of one pass, and name the cause of a difference.
+"""Compare the gradient of a batch with those of its two parts, and name the cause of a difference.
 
-For a loss that is a mean over independent samples the weighted parts add up to the whole, up to
-rounding. Otherwise the cause follows from the difference and from the state that the step changed.
+For a loss that is a mean over independent samples, the weighted parts add up to the whole, up to rounding.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.exactness import Cause
+
+Gradient = Sequence[Tensor]  # one tensor for each parameter, on the host
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Differences between the gradients of two parts of a batch and that of the whole."""
+    """Differences between the gradients of two parts of a batch and that of the whole, relative to the whole."""
 
-    error: float  # ‖weighted sum of the parts − whole‖ ÷ ‖whole‖
-    summed: float  # ‖sum of the parts − whole‖ ÷ ‖whole‖
+    error: float  # of the weighted sum of the parts
+    summed: float  # of the sum of the parts
     best_weight: float  # of the first part, of two weights that add up to one, with the smallest error
     best_error: float  # with that weight
 
+    def cause(self, tolerance: float) -> Cause:
+        """Name what kind of loss makes such differences.
 
-Gradient = Sequence[torch.Tensor]  # one tensor per parameter
+        Examples:
+            >>> Differences(error=0.3, summed=0.9, best_weight=0.2, best_error=1e-7).cause(1e-4)
+            'weighted'
+        """
+        if self.error <= tolerance:
+            return "exact"
+        least = min(self.best_weight, 1 - self.best_weight)
+        is_mean = least >= -tolerance and self.best_error <= tolerance
+        if self.summed <= tolerance and not (is_mean and least <= tolerance):  # or a part has no weight
+            return "sum"
+        return "weighted" if is_mean else "coupled"
 
 
-@uncounted()
-def compare(whole: Gradient, first: Gradient, second: Gradient, *, weight: float) -> Differences:
+@torch.no_grad()
+def compare(whole: Gradient, first: Gradient, second: Gradient, *, weight: float, enough: float = 0.0) -> Differences:
     """Compare the gradients of two parts of a batch with that of the whole; ``weight`` is that of the first part.
+
+    If the error is at most ``enough``, nothing else is computed. Rounding grows with the gradients of the parts, which
+    may cancel each other; then the error is relative to the parts, not to the whole.
 
     Examples:
         >>> one, three, two = ([torch.tensor([value])] for value in (1.0, 3.0, 2.0))
@@ -38,70 +54,39 @@ def compare(whole: Gradient, first: Gradient, second: Gradient, *, weight: float
         >>> compare([torch.tensor([4.0])], one, three, weight=0.5).summed
         0.0
     """
-    error = summed = along = apart = 0.0
-    for w, a, b in _in_double(whole, first, second):
-        error, summed = error + _square(weight * a + (1 - weight) * b - w), summed + _square(a + b - w)
+    size = max(norm(whole), weight * norm(first), (1 - weight) * norm(second)) or math.inf
+
+    def error(share: float, other: float) -> float:
+        squares = (_square(share * a + other * b - w) for w, a, b in _alike(whole, first, second))
+        return math.sqrt(sum(squares)) / size
+
+    if (found := error(weight, 1 - weight)) <= enough:
+        return Differences(found, math.inf, weight, found)
+    along = apart = 0.0
+    for w, a, b in _alike(whole, first, second):
         along, apart = along + float(((w - b) * (a - b)).sum()), apart + _square(a - b)
     best = along / apart if apart else weight
-    least = sum(_square(best * a + (1 - best) * b - w) for w, a, b in _in_double(whole, first, second))
-    size = norm(whole) or math.inf  # without a gradient there is no difference
-    return Differences(math.sqrt(error) / size, math.sqrt(summed) / size, best, math.sqrt(least) / size)
+    return Differences(found, error(1, 1), best, error(best, 1 - best))
 
 
-@uncounted()
 def norm(gradient: Gradient) -> float:
     """Return ‖gradient‖."""
-    return math.sqrt(sum(_square(tensor) for (tensor,) in _in_double(gradient)))
+    return math.sqrt(sum(map(_square, gradient)))
 
 
-@uncounted()
+@torch.no_grad()
 def distance(one: Gradient, other: Gradient) -> float:
-    """Return ‖one − other‖ ÷ ‖one‖; infinity if only the other is there."""
-    size = difference = 0.0
-    for a, b in _in_double(one, other):
-        size, difference = size + _square(a), difference + _square(a - b)
-    return math.sqrt(difference / size) if size else math.inf if difference else 0.0
+    """Return ‖one − other‖ ÷ ‖one‖; infinity if only ``one`` is zero."""
+    difference = math.sqrt(sum(_square(a - b) for a, b in _alike(one, other)))
+    return difference / size if (size := norm(one)) else math.inf if difference else 0.0
 
 
-def _in_double(*gradients: Gradient) -> Iterable[tuple[torch.Tensor, ...]]:
-    """Yield one parameter at a time in double precision, to save memory; of sparse gradients, the rows."""
-    for tensors in zip(*gradients):
-        doubles = [tensor.to("cpu", torch.float64) for tensor in tensors]
-        if any(double.is_sparse for double in doubles):
-            doubles = _same_rows(doubles)
-        yield tuple(doubles)
+def _alike(*gradients: Gradient) -> Iterable[tuple[Tensor, ...]]:
+    """Yield one parameter at a time, half precision in single and complex numbers as pairs."""
+    for tensors in zip(*gradients, strict=True):
+        real = (torch.view_as_real(each) if each.is_complex() else each for each in tensors)
+        yield tuple(each.float() if each.element_size() < 4 else each for each in real)
 
 
-def _same_rows(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    coalesced = [(gradient if gradient.is_sparse else gradient.to_sparse()).coalesce() for gradient in gradients]
-    zeros = sum((0.0 * gradient for gradient in coalesced[1:]), start=0.0 * coalesced[0]).coalesce()
-    return [(gradient + zeros).coalesce().values() for gradient in coalesced]
-
-
-def _square(tensor: torch.Tensor) -> float:
-    return float(tensor.pow(2).sum())
-
-
-def judge(measured: Exactness, alone: Differences | None, *, noise: float) -> Exactness:
-    """Name the cause of a measured difference, and of state that changes.
-
-    ``alone`` are the differences of gradients that are not accumulated; they are needed if the measured one is above
-    the tolerance. ``noise`` is the relative distance of passes over the same batch with other random numbers.
-    """
-    unknown, error, tolerance = replace(measured, relative_error=None), measured.relative_error, measured.tolerance
-    layers = measured.layers
-    if measured.tensors:
-        return replace(unknown if noise > tolerance else measured, cause="stateful")
-    if noise > tolerance:
-        return replace(unknown, cause="batch_norm" if layers else "random")
-    if error is None or math.isnan(error):  # a part has no gradient by itself, and the whole has one
-        return replace(unknown, cause="batch_norm" if layers else "coupled")
-    if error <= tolerance or alone is None:
-        return replace(measured, cause="exact", layers=())
-    least_weight = min(alone.best_weight, 1 - alone.best_weight)
-    between = least_weight >= -tolerance and alone.best_error <= tolerance
-    if alone.summed <= tolerance and not (between and least_weight <= tolerance):  # or a part counts for nothing
-        return replace(measured, cause="sum", layers=())
-    if layers:
-        return replace(measured, cause="batch_norm")
-    return replace(measured, cause="weighted" if between else "coupled")
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.float() if tensor.element_size() < 4 else tensor)) ** 2

@@ -1,366 +1,314 @@
-"""Measure exactness in a Trainer: on which samples, how precisely, and on how many of them if memory is short."""
+"""Measure whether micro-batches give the gradient of the whole batch: one experiment, before training and within it.
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+A batch of the user's own data runs through the code that trains: as a whole; in two unequal parts, one right after the
+other; and, if the gradients differ, as a whole again with other random numbers. The gradients give the verdict. It
+cannot show effects that come between measurements, rare samples, what callbacks do, and state outside of the module.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from lightning_ga.batch.layout import LayoutError, elements
-from lightning_ga.batch.pytree import open_container
+from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced
 from lightning_ga.errors import UserError
-from lightning_ga.fit.chunks import ChunkedModules, Chunks, installed
-from lightning_ga.fit.exactness.check import MULTIPLES, Count, ExactnessCheck, batch_norm_layers, is_users_error
-from lightning_ga.fit.exactness.differences import Gradient, distance, norm
-from lightning_ga.fit.exactness.halves import SampleBatch
-from lightning_ga.fit.exactness.passes import (
-    PassRunner,
-    changed_names,
-    numbers_of,
-    rounding,
-    state_sums,
-    traceless_passes,
+from lightning_ga.fit.exactness.differences import Differences, Gradient, compare, distance, norm
+from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics, passes_of, rounding
+from lightning_ga.loading.trials import CutBatch, Move, TrialBatches
+from lightning_ga.memory.oom import Outcome, attempt, is_out_of_memory
+from lightning_ga.plan.exactness import NO_GRADIENT, Cause, Exactness
+from lightning_ga.plan.weights import AttentionMaskTokens, TargetTokens, count_items
+from lightning_ga.snapshot.isolation import refuse_lazy
+from lightning_ga.snapshot.random_numbers import reseed
+
+if TYPE_CHECKING:
+    from lightning_ga.chunks import ChunkedModules
+
+SAMPLES = 7  # in parts of four and three: BatchNorm refuses one sample, and unequal parts show wrong weights
+_MORE = 4  # times as many samples if the gradient is zero: a loss over pairs may find no pair among a few
+_SMALL = 2**28  # bytes of parameters of a model that may run a few samples more than its limit, and without autocast
+_ALWAYS_ALLOWED = 20  # measurements of any training
+_SHARE = 2e-3  # of training's passes: the bound of all measurements beyond these
+_COST = 4  # passes of a measurement, approximately
+_NOISE = 3.0  # by how much a difference has to exceed that of other random numbers
+_SHARDED = "each rank holds a part of the model, and cannot run a step by itself"
+_UNSEEDED = "two passes over one batch differ though they draw the same random numbers, so nothing can be measured"
+_RANDOM = (
+    "the step, or what makes its batch, draws random numbers: two passes over one batch differ by {:.1g} of its "
+    "gradient, so that no smaller error can be seen; each micro-batch draws its own"
 )
-from lightning_ga.loading.reader import BatchReader
-from lightning_ga.loading.samples import FirstSamples
-from lightning_ga.loading.training_source import TrainingSource
-from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.plan.accumulation import ChunkSize
-from lightning_ga.plan.exactness import NO_GRADIENT, PER_CHUNK, RANDOM_CHUNKS, Exactness, Verdicts, both, unmeasured
-from lightning_ga.snapshot.plain import shared_containers
-from lightning_ga.snapshot.state import refuse_lazy
-
-MOST = 32  # submodules that are tried
-
-
-@dataclass(frozen=True, slots=True)
-class Independent:
-    """Submodules that treat samples by themselves."""
-
-    names: tuple[str, ...] = ()
-    bytes_per_sample: int = 0  # of their outputs, which a loss on the whole batch needs
+PER_CHUNK = (
+    "BatchNorm layers in the submodules of whole= normalize by the statistics of each chunk, not of the whole batch; "
+    "GroupNorm (lightning_ga.models.to_group_norm) makes it exact"
+)
+RANDOM_CHUNKS = (
+    "the submodules of whole= draw random numbers, and chunks draw others than the whole: whether they treat samples "
+    "by themselves was not measured"
+)
+ELSEWHERE = "something outside of the module, or the number of its batch (batch_idx),"
 
 
-def _fixed_statistics() -> AbstractContextManager[None]:
-    """Return a context in which BatchNorm normalizes by its running statistics, so that samples do not meet in it.
+class Moments:
+    """The moments of training at which its exactness is measured again: after 1, 2, 4, 8, … optimizer steps."""
 
-    No ``TorchFunctionMode``, which is off in a backward pass, where chunks are computed again.
+    def __init__(self) -> None:
+        self._next, self._made = 1, 0
+
+    def due(self, steps: int, passes: int) -> bool:
+        """Return whether to measure after so many optimizer steps and passes; if so, one more counts as made.
+
+        Beyond the first twenty, measurements take at most 0.2 % of training's passes.
+
+        Examples:
+            >>> moments = Moments()
+            >>> [steps for steps in range(20) if moments.due(steps, passes=steps)]
+            [1, 2, 4, 8, 16]
+        """
+        if steps < self._next:
+            return False
+        while self._next <= steps:
+            self._next *= 2
+        is_due = self._made < _ALWAYS_ALLOWED or (self._made + 1) * _COST <= _SHARE * passes
+        self._made += is_due
+        return is_due
+
+
+def measure(trainer: Any, batch: CutBatch, *, normalize: Any, begins: bool, in_step: bool = False) -> Exactness:
+    """Measure on a batch that is on the device, and leave no trace.
+
+    If ``normalize`` is no function, samples are counted. If training ``begins``, the module's start hooks run first.
+    If the step cuts batches (``in_step``), the parts are pieces of one batch of the loop.
+
+    Raises:
+        UserError: If ``normalize`` or the step raises it. All other errors make the verdict ``"unmeasured"``.
     """
-    normalize = nn.functional.batch_norm
-
-    def fixed(values: Tensor, mean: Tensor | None, variance: Tensor | None, *rest: Any, **settings: Any) -> Tensor:
-        if mean is not None:
-            rest, settings = rest[:2], {**settings, "training": False}
-        return normalize(values, mean, variance, *rest, **settings)
-
-    return replaced(nn.functional, batch_norm=fixed)
-
-
-def _gradient(passes: PassRunner, batch: SampleBatch, size: ChunkSize, *, whole: bool = False) -> Gradient:
-    """Return the gradient of a pass in which the submodules of this size run in two chunks, or ``whole``."""
-    with replaced(size, samples=None if whole else (batch.size + 1) // 2, window=batch.size):
-        return passes.run(batch.whole).gradients[0]
+    if ranks.is_sharded(trainer):
+        return _unmeasured(trainer, _SHARDED)
+    for plain in dict.fromkeys((_is_small(trainer), False)):  # autocast takes less memory
+        run = partial(_measured, trainer, lambda *_: batch, normalize, plain=plain, begins=begins, in_step=in_step)
+        if (verdict := _verdict_of(attempt(run, _is_no_users_error), rounding(trainer, plain=plain))) is not None:
+            return verdict
+    return _unmeasured(trainer, f"memory ran out in the measurement, on {sum(batch.sizes)} samples")
 
 
-def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch, tolerance: float) -> Verdicts:
-    """Compare a pass over a batch whose submodules run in two chunks with one in which they run whole.
-
-    Submodules that do not treat samples by themselves are refused, but for BatchNorm.
-    """
-    with replaced(chunked.size, samples=None, window=batch.size):
-        whole = passes.run(batch.whole)
-    return replace(both(_judge(passes, chunked, batch, tolerance, whole.gradients[0])), changing=whole.changed)
-
-
-def _judge(
-    passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch, tolerance: float, whole: Gradient
-) -> Exactness:
-    before = _state_of(chunked)
-    if missing := [name for name, chunks in chunked.forwards.items() if chunks.bytes is None]:
-        raise _refused(
-            chunked,
-            f"training_step, as training begins, does not call {missing[0]} (perhaps a method of it, such as "
-            "forward_features): name submodules that are called.",
-        )
-    if not 0 < norm(whole) < float("inf"):
-        return unmeasured(tolerance, NO_GRADIENT)
-    error = _error_in_chunks(passes, chunked, batch, tolerance, whole)
-    if changed := changed_names(before, _state_of(chunked)):
-        raise _refused(
-            chunked,
-            f"{changed[0]} changes in the forward pass, which runs for each chunk: change it outside, as in "
-            "on_train_batch_end, or leave this submodule out.",
-        )
-    if error <= tolerance:
-        return Exactness(error, tolerance, "exact", micro_steps=passes.steps)
-    layers = tuple(layer for chunks in chunked.forwards.values() for layer in batch_norm_layers(chunks.module))
-    if any(chunks.draws for chunks in chunked.forwards.values()):
-        if layers:
-            return Exactness(None, tolerance, "batch_norm", layers, PER_CHUNK, passes.steps)
-        return Exactness(None, tolerance, "random", reason=RANDOM_CHUNKS, micro_steps=passes.steps)
-    with _fixed_statistics():
-        whole = _gradient(passes, batch, chunked.size, whole=True)
-        if not distance(whole, _gradient(passes, batch, chunked.size)) <= tolerance:
-            raise _refused(
-                chunked,
-                f"run in chunks, {', '.join(chunked.names)} made a gradient that is off by {error:.1g} of it, so what "
-                "it computes of a sample depends on the others: name submodules that treat samples by themselves (the "
-                'encoder below the loss), or let whole="auto" find them.',
-            )
-    return Exactness(error, tolerance, "batch_norm", layers, PER_CHUNK, passes.steps)
-
-
-def _error_in_chunks(
-    passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch, tolerance: float, whole: Gradient
-) -> float:
-    """Return how far the gradient in chunks is off; an argument may be as long as the batch by chance."""
-    in_chunks = attempt(partial(_gradient, passes, batch, chunked.size), is_users_error)
-    if in_chunks.failure is not None or not distance(whole, in_chunks.result) <= tolerance:
-        with replaced(chunked.size, samples=None):  # batches of other sizes show what belongs to no sample
-            attempt(lambda: passes.run(batch.loaded().parts), is_users_error)
-        in_chunks = attempt(partial(_gradient, passes, batch, chunked.size), is_users_error)
-    if in_chunks.failure is not None and not isinstance(in_chunks.failure, UserError):
-        raise _refused(
-            chunked,
-            f"run in chunks of a few samples, the step ended in {type(in_chunks.failure).__name__}: "
-            f"{str(in_chunks.failure).rstrip('.')}. Name submodules of which every argument and every output has one "
-            'entry for each sample, of the same shape in all chunks, or let whole="auto" find them.',
-        ) from in_chunks.failure
-    if in_chunks.failure is not None:
-        raise in_chunks.failure
-    return distance(whole, in_chunks.result)
-
-
-def _state_of(chunked: ChunkedModules) -> dict[str, Any]:
-    """Return what the submodules keep: numbers, and sums over tensors."""
-    kept = {name: {**numbers_of(each.module), **state_sums(each.module)} for name, each in chunked.forwards.items()}
-    return {f"{name}.{key}": value for name, state in kept.items() for key, value in state.items()}
-
-
-def _refused(chunked: ChunkedModules, reason: str) -> UserError:
-    return UserError(f"whole={chunked.names!r}: {reason}")
-
-
-class Submodules:
-    """The trained submodules of a model, of which each can be let run in chunks; made before passes without a trace."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._chunked = {
-            part: Chunks(part, ChunkSize())
-            for part in module.modules()
-            if part is not module and any(p.requires_grad for p in part.parameters())
-        }
-
-    def installed(self) -> AbstractContextManager[None]:
-        """Return a context in which their forward passes are seen."""
-        return installed(self._chunked.values())
-
-    def independent(self, passes: PassRunner, batch: SampleBatch, tolerance: float) -> Independent:
-        """Find the largest submodules whose outputs lead with the sample axis and that treat samples by themselves."""
-        with _fixed_statistics():
-            whole = _gradient(passes, batch, ChunkSize(), whole=True)
-            if not 0 < norm(whole) < float("inf"):
-                return Independent()
-            bytes_of = {part: chunks.bytes for part, chunks in self._chunked.items() if chunks.bytes}
-            candidates = list(bytes_of)[:MOST]
-
-            def treats_samples_alone(part: nn.Module) -> bool:
-                run = attempt(lambda: _gradient(passes, batch, self._chunked[part].size), is_users_error)
-                return run.failure is None and distance(whole, run.result) <= tolerance
-
-            found = dict(_largest(self._module, "", lambda part: part in candidates and treats_samples_alone(part)))
-        return Independent(tuple(found), sum(bytes_of[part] for part in found.values()) // batch.size)
-
-
-def _largest(parent: nn.Module, prefix: str, fits: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules that fit, with their names, and none that lie inside of one."""
-    for name, child in parent.named_children():
-        if fits(child):
-            yield f"{prefix}{name}", child
-        else:
-            yield from _largest(child, f"{prefix}{name}.", fits)
-
-
-SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
-CONSIDERED = 24  # samples to choose from
-_MOMENT = 0.3  # seconds to read them
-_UNKNOWN = 600  # micro-batches of a stream
-_LOWERED = 4  # by how much errors may lower the limit
-_SMALL = 2**28  # bytes of parameters
-
-
-def measure_exactness(
+def measure_at_start(
     trainer: Any,
-    source: TrainingSource,
-    reader: BatchReader,
-    count: Count | None,
+    batches: TrialBatches,
+    move: Move,
+    normalize: Any,
     *,
-    epoch: int,
     limit: int,
-    chunked: ChunkedModules | None = None,
-) -> Verdicts:
-    """Run the check in passes of at most ``limit`` samples, for a small model of more, and restore all state.
+    in_step: bool = False,
+    chunked: "ChunkedModules | None" = None,
+) -> Exactness:
+    """Measure before training on samples of its data, as many as memory allows, in passes of at most ``limit`` samples.
 
-    With submodules that run in chunks, these are compared with the whole, as windows are one batch.
+    A small model may run a few samples more than that. ``move`` moves a batch to the device, with its hooks.
+
+    Raises:
+        UserError: If ``normalize`` or the step raises it. All other errors make the verdict ``"unmeasured"``.
     """
     refuse_lazy(trainer.lightning_module.parameters())
-    all_samples, considered = source.scan_order(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
-    micro_batches = _most_micro_batches(source, epoch, limit)
-    steps = range(trainer.global_step, int(min(trainer.estimated_stepping_batches, MULTIPLES[-1])))
-    shared = shared_containers(trainer.lightning_module, getattr(source.recipe.loader, "dataset", None))
-
-    def check(size: int, plain: bool, tolerance: float, available: FirstSamples = all_samples) -> Verdicts:
-        with traceless_passes(trainer, plain=plain) as passes:
-            samples = telling_samples(available.read(size, most=max(size, considered), seconds=_MOMENT), size)
-            if len(samples) < 2:
-                return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
-            if chunked is not None:
-                batch = SampleBatch(samples, source.user_loader, reader, passes)
-                return judge_chunks(passes, chunked, batch, tolerance)
-            passes.shared = shared
-            checking = ExactnessCheck(source, reader, passes, count, tolerance)
-            fetched = available.as_fetched(samples)
-            verdicts = checking.run(fetched, micro_batches=micro_batches)
-            if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
-                verdicts = verdicts.unless(checking.run(fetched[-4:], micro_batches=micro_batches))
-            if verdicts.training.cause == "exact":
-                for at_step in checking.run_at_steps(fetched, micro_batches=micro_batches, steps=steps):
-                    verdicts = verdicts.unless(at_step)
-            changing, tables = tuple(checking.changing), tuple(checking.tables)
-            return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
-
-    def within_batches(size: int) -> Verdicts | None:
-        """Return the verdict on single batches if all are exact: samples of several may belong to several tasks."""
-        verdicts = None
-        for batch in source.some_batches(limit):
-            verdicts = _measured(trainer, partial(check, available=batch), min(size, len(batch)), plain=is_small)
-            if verdicts is None or not verdicts.training.cause == verdicts.splitting.cause == "exact":
-                return None
-        return verdicts
-
-    # A small model may run a few samples above the limit, and in the precision of its weights.
-    is_small = sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL
-    most = min(SAMPLES, len(all_samples))
-    sizes = dict.fromkeys([most, min(most, limit)] if is_small else [min(most, limit)])
-    for size in sizes:
-        verdicts = _measured(trainer, check, size, plain=is_small or size <= limit // 2)
-        while verdicts is not None and verdicts.training.reason == NO_GRADIENT and size < min(limit, len(all_samples)):
-            size = min(2 * size, limit, len(all_samples))  # a loss of pairs may find none among a few samples
-            verdicts = _measured(trainer, check, size, plain=is_small or size <= limit // 2)
-        if verdicts is not None and chunked is None and verdicts.training.cause in ("coupled", "unmeasured"):
-            verdicts = attempt(within_batches, lambda _: True, size).result or verdicts
-        if verdicts is not None:
-            return verdicts
-    return both(unmeasured(rounding(trainer), f"memory ran out in the check, on {min(sizes)} samples"))
+    if ranks.is_sharded(trainer):
+        return _unmeasured(trainer, _SHARDED)
+    plain, most = _is_small(trainer), min(limit, batches.most)
+    size = min(SAMPLES, batches.most if plain else most)
+    verdict = _unmeasured(trainer, "a micro-batch of one sample has no parts")
+    while size >= 2:
+        make = partial(_made, batches, move, size)
+        run = partial(_measured, trainer, make, normalize, plain=plain, begins=True, in_step=in_step, chunked=chunked)
+        found = _verdict_of(attempt(run, _is_no_users_error), rounding(trainer, plain=plain))
+        verdict = found or _unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
+        if found is None:
+            size = most = size // 2
+        elif found.reason == NO_GRADIENT and size < most:
+            size = min(_MORE * size, most)
+        else:
+            break
+    return verdict
 
 
-def depends_on_ranks(trainer: Any, source: TrainingSource, reader: BatchReader, *, epoch: int, limit: int) -> bool:
-    """Return whether, on any rank, the gradient of a batch follows what the step gets from others; all ranks ask.
+def _made(batches: TrialBatches, move: Move, size: int, passes: Passes, seed: int) -> CutBatch | None:
+    """Make and move a batch, with random numbers of this seed."""
 
-    Each takes other samples, as many as each other. A difference is no matter if a step draws random numbers.
-    """
+    def moved(batch: Any) -> Any:
+        reseed(seed)
+        return move(batch)
 
-    def differs() -> bool:
-        samples = source.scan_order(epoch).some.read(SAMPLES, most=CONSIDERED, seconds=_MOMENT)
-        first = trainer.global_rank % max(1, len(samples) - 1)
-        with traceless_passes(trainer, plain=True) as passes:
-            make = partial(SampleBatch, samples[first : first + min(2, limit)], source.user_loader, reader, passes)
-            made = attempt(lambda: (batch := make().whole, passes.run(batch).gradients[0]), lambda _: True)
-            with ranks.together():
-                if ranks.largest_over_ranks(trainer, made.failure is not None):
-                    return False  # those that go on would wait
-                batch, gradient = made.result
-                return distance(gradient, passes.run(batch).gradients[0]) > rounding(trainer)
-
-    return ranks.largest_over_ranks(trainer, differs()) > 0
+    passes.begin(seed)
+    return batches.telling(size, moved, seed)
 
 
-def find_independent(trainer: Any, source: TrainingSource, reader: BatchReader, *, epoch: int) -> Independent:
-    """Find the submodules that treat samples by themselves: none if memory runs out, and the same on all ranks."""
-    submodules = Submodules(trainer.lightning_module)
-
-    def find() -> Independent:
-        with submodules.installed(), traceless_passes(trainer, plain=True) as passes:
-            samples = telling_samples(
-                source.scan_order(epoch).some.read(SAMPLES, most=CONSIDERED, seconds=_MOMENT), SAMPLES
-            )
-            batch = SampleBatch(samples, source.user_loader, reader, passes)
-            return submodules.independent(passes, batch, rounding(trainer)) if batch.size > 1 else Independent()
-
-    found: Independent = attempt(find, lambda _: True).result or Independent()
-    return Independent(*ranks.of_all_ranks(trainer, (found.names, found.bytes_per_sample))[0])
+def _is_small(trainer: Any) -> bool:
+    return bool(sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL)
 
 
-def _most_micro_batches(source: TrainingSource, epoch: int, limit: int) -> int:
-    """Return how many micro-batches one rank may train in an epoch, if errors lower the limit, too."""
-    samples = source.recipe.total(epoch)
-    if samples is None:
-        return _UNKNOWN
-    size = min(limit, source.recipe.largest_batch(epoch))
-    return samples // (source.world_size * max(1, size // _LOWERED))
+def _is_no_users_error(error: Exception) -> bool:
+    """Return whether training may continue after an error of the measurement: it is not a user's mistake."""
+    return isinstance(error, LayoutError) or not isinstance(error, UserError)
+
+
+def _unmeasured(trainer: Any, reason: str) -> Exactness:
+    return Exactness(None, rounding(trainer), "unmeasured", reason=reason)
+
+
+def _verdict_of(outcome: Outcome, tolerance: float) -> Exactness | None:
+    """Return the verdict of a measurement that may have failed; ``None`` if memory ran out."""
+    error, verdict = outcome.failure, outcome.result
+    if error is None or is_out_of_memory(error):
+        return verdict if error is None else None
+    if isinstance(error, LayoutError):
+        return Exactness(None, tolerance, "uncuttable", reason=str(error))
+    reason = f"a step on some samples ended in {type(error).__name__}: {str(error).rstrip('.')}"
+    return Exactness(None, tolerance, "unmeasured", reason=reason)
 
 
 def _measured(
-    trainer: Any, check: Callable[[int, bool, float], Verdicts], size: int, *, plain: bool
-) -> Verdicts | None:
-    """Run the check on so many samples, if these have parts; ``None`` if memory runs out."""
+    trainer: Any,
+    make: Callable[[Passes, int], CutBatch | None],
+    normalize: Any,
+    *,
+    plain: bool,
+    begins: bool,
+    in_step: bool,
+    chunked: "ChunkedModules | None" = None,
+) -> Exactness:
+    """Make a batch, run it and its parts, and judge the gradients; ``make`` gets the passes and a seed."""
     tolerance = rounding(trainer, plain=plain)
-    if size < 2:
-        return both(unmeasured(tolerance, "a micro-batch of one sample has no parts"))
-    layers = batch_norm_layers(trainer.lightning_module)
-    if layers and size < 4:  # BatchNorm refuses one sample
-        return both(Exactness(None, tolerance, "batch_norm", layers=layers))
-    outcome = attempt(lambda: check(size, plain, tolerance), lambda _: True)  # the check must never cost a run
-    verdicts: Verdicts | None = outcome.result
-    failure = outcome.failure
-    if failure is None or is_out_of_memory(failure):
-        return verdicts
-    if isinstance(failure, UserError) and not isinstance(failure, LayoutError):  # training would end in it
-        raise failure
-    reason = (
-        f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {str(failure).rstrip('.')}"
-    )
-    return both(unmeasured(tolerance, reason))
+    with passes_of(trainer, plain=plain, begins=begins, in_step=in_step) as passes:
+        batch = make(passes, 0)
+        if batch is None:
+            return _unmeasured(trainer, "the training data have no two samples that stay in one batch")
+        if chunked is not None:
+            return _judge_chunks(passes, chunked, batch, tolerance)
+        if min(batch.sizes) < 2 and (layers := batch_norm_layers(passes.module)):  # they refuse one sample
+            return Exactness(None, tolerance, "batch_norm", layers)
+        verdict = _Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
+    return replace(verdict, micro_steps=passes.count)
 
 
-def telling_samples(samples: list[Any], size: int) -> list[Any]:
-    """Choose samples that differ in labels, shapes and missing values; not those that the collate function leaves out.
+class _Judgement:
+    """Runs a batch and its parts, and names the cause of what differs."""
 
-    The largest come first, so that padding, if any, gives the two parts of a batch different lengths.
-    """
-    samples = [sample for sample in samples if sample is not None]
-    traits = [set(_traits("", sample)) for sample in samples]
-    sizes = [elements(sample) for sample in samples]
-    chosen = [sizes.index(max(sizes)), sizes.index(min(sizes))] if sizes and min(sizes) < max(sizes) else []
-    while len(chosen) < min(size, len(samples)):
-        known = set().union(*(traits[number] for number in chosen))
-        rest = [number for number in range(len(samples)) if number not in chosen]
-        chosen.append(max(rest, key=lambda number: (len(traits[number] - known), -number)))
-    return [samples[number] for number in sorted(chosen, key=lambda number: -sizes[number])]
+    def __init__(
+        self, passes: Passes, batch: CutBatch, remake: Callable[[], CutBatch], normalize: Any, tolerance: float
+    ) -> None:
+        self._passes, self._batch, self._remake, self._tolerance = passes, batch, remake, tolerance
+        counts = [count_items(normalize, part) for part in batch.parts] if callable(normalize) else batch.sizes
+        self._counts = (float(counts[0]), float(counts[1]))
+        # Two passes that differ by less are the same.
+        self._repeated = tolerance / (100 if passes.is_on_host and tolerance <= 1e-4 else 1)
+
+    def verdict(self) -> Exactness:
+        """Return the verdict."""
+        passes, layers = self._passes, batch_norm_layers(self._passes.module)
+        if not (min(self._counts) >= 0 and 0 < sum(self._counts) < math.inf):
+            return self._verdict("unmeasured", reason=f"normalize counts {self._counts} in the parts of a batch")
+        (whole,) = passes.run(self._batch.whole, watched=True)
+        changed, size = passes.changed, norm(whole)
+        if not 0 < size < math.inf:
+            return self._verdict("unmeasured", reason=f"the norm of its gradient is {size}" if size else NO_GRADIENT)
+        catches = lambda error: _is_no_users_error(error) and not is_out_of_memory(error)  # noqa: E731
+        run = attempt(passes.run, catches, *self._batch.parts)
+        found = None if run.failure else self._compare(whole, *run.result)
+        of_state = replace(self._verdict("exact", found), tensors=changed)
+        if found is not None and found.error <= self._tolerance and not changed:
+            return of_state
+        second = run.result[1] if found is not None else None
+        if (depends := self._depends_on_first(second)) is None:
+            return self._verdict("random", reason=_UNSEEDED)
+        if depends:
+            return replace(of_state, cause="stateful", tensors=changed or (ELSEWHERE,), layers=layers)
+        assert found is not None, "the second part fails only after the first"
+        if found.error <= self._tolerance:
+            return of_state
+        return replace(self._named(whole, found, layers), tensors=changed)
+
+    def _depends_on_first(self, second: Gradient | None) -> bool | None:
+        """Return whether the second part has another gradient after the first; ``None`` if it always has another.
+
+        If the second failed after the first, and each runs alone, the second depends on what the first has left.
+        """
+        one, other = self._batch.parts
+        if second is None:
+            self._passes.run(one)
+            self._passes.run(other)
+            return True
+        (alone,) = self._passes.run(other)
+        if not distance(alone, second) > self._repeated:  # nor if it is no number
+            return False
+        return None if distance(alone, *self._passes.run(other)) > self._repeated else True
+
+    def _named(self, whole: Gradient, found: Differences, layers: tuple[str, ...]) -> Exactness:
+        """Name the cause of a difference that is not due to state."""
+        (other,) = self._passes.run(self._remake().whole, seed=1)
+        noise, level = distance(whole, other), self._tolerance
+        if noise > self._tolerance:
+            level = _NOISE * noise
+            if found.error <= level:
+                reason = "" if layers else _RANDOM.format(noise)
+                return self._verdict("batch_norm" if layers else "random", layers=layers, reason=reason)
+        if layers:
+            with fixed_statistics():
+                (fixed,) = self._passes.run(self._batch.whole)
+                of_loss = self._compare(fixed, *self._passes.run(*self._batch.parts))
+            if of_loss.error <= level:
+                return self._verdict("batch_norm", found, layers=layers)
+            found = replace(of_loss, error=found.error)
+        cause = found.cause(level)
+        counter = _fitting_counter(self._batch.parts, found.best_weight) if cause == "weighted" else ""
+        return self._verdict(cause, found, layers=layers, counter=counter)
+
+    def _compare(self, whole: Gradient, first: Gradient, second: Gradient) -> Differences:
+        return compare(whole, first, second, weight=self._counts[0] / sum(self._counts), enough=self._tolerance)
+
+    def _verdict(self, cause: Cause, found: Differences | None = None, **more: Any) -> Exactness:
+        return Exactness(None if found is None else found.error, self._tolerance, cause, **more)
 
 
-def _traits(path: str, node: Any) -> Iterator[tuple[str, str]]:
-    """Yield the traits by which samples differ: small values, shapes, ignored targets, missing numbers."""
-    if isinstance(node, float):
-        yield path, str(node)
-    elif isinstance(node, (bool, int, str, np.generic)) or node is None:
-        yield path, str(node)[:40]
-    elif isinstance(node, torch.Tensor) and not node.is_nested and node.layout is torch.strided:
-        yield path, str(tuple(node.shape))
-        if node.is_floating_point() and node.numel() == 1:
-            yield path, str(float(node))
-        elif node.is_floating_point():
-            yield path, str(bool(node.isnan().any()))
-        elif node.numel() and not node.is_complex():
-            yield path, f"{int(node.min())} {int(node.max())}"
-            yield path, f"{bool((node == -100).any())}"
-    else:
-        for name, child in open_container(node) or ():
-            yield from _traits(path + name, child)
+def _fitting_counter(parts: tuple[Any, Any], weight: float) -> str:
+    """Return the ``normalize=`` that gives the first of two parts this weight; none if no known one does."""
+    one, other = parts
+    for key in one if isinstance(one, Mapping) else range(len(one)) if isinstance(one, (list, tuple)) else ():
+        counters = [TargetTokens(key, ignored, shift) for ignored in (-100, 0) for shift in (False, True)]
+        for counter in (*counters, AttentionMaskTokens(key)):
+            run = attempt(lambda of: [count_items(of, part) for part in (one, other)], lambda _: True, counter)
+            if run.failure is None and abs(run.result[0] - weight * sum(run.result)) < 1e-3 * sum(run.result):
+                return f"normalize={counter!r}"
+    return ""
+
+
+def _judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tolerance: float) -> Exactness:
+    """Compare a pass whose submodules of ``whole=`` run in two chunks with a pass in which they run whole."""
+    samples = sum(batch.sizes)
+
+    def gradient(size: int | None) -> Gradient:
+        with replaced(chunked.size, samples=size, window=samples):
+            return passes.run(batch.whole)[0]
+
+    def refused(reason: str) -> UserError:
+        return UserError(f"whole={chunked.names!r}: {reason}")
+
+    whole, in_two = gradient(None), (samples + 1) // 2
+    if missing := [name for name, chunks in chunked.forwards.items() if not chunks.is_called]:
+        raise refused(f"training_step does not call {missing[0]} itself: name submodules that are called.")
+    if not 0 < norm(whole) < math.inf:
+        return _unmeasured(passes.trainer, NO_GRADIENT)
+    with replaced(chunked.size, samples=None, window=samples):  # shows arguments that were as long by chance
+        passes.run(batch.parts[1])
+    error = distance(whole, gradient(in_two))
+    if error <= tolerance:
+        return Exactness(error, tolerance, "exact", micro_steps=passes.count)
+    if any(chunks.draws for chunks in chunked.forwards.values()):
+        return Exactness(None, tolerance, "random", reason=RANDOM_CHUNKS, micro_steps=passes.count)
+    with fixed_statistics():
+        if distance(gradient(None), gradient(in_two)) > tolerance:
+            raise refused(
+                f"run in chunks, {', '.join(chunked.names)} made a gradient that is off by {error:.1g} of it, so what "
+                "it computes of a sample depends on the others: name submodules that treat samples by themselves."
+            )
+    layers = tuple(layer for chunks in chunked.forwards.values() for layer in batch_norm_layers(chunks.module))
+    return Exactness(error, tolerance, "batch_norm", layers, PER_CHUNK, passes.count)

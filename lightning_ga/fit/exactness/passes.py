@@ -1,99 +1,188 @@
-"""Run micro-batches one after the other as training would, and keep their gradients and what they changed.
+"""Run passes as training would, each from the same state or one after the other, and see what they change.
 
-The check runs them without dropout, and as precise as memory allows. Evaluation mode would switch off more than that:
-code that reads ``self.training`` then runs another model, as detectors do that return losses in training alone.
+They run without dropout, and as precisely as memory allows. Evaluation mode would switch off more: detectors, for
+example, return losses in training mode only.
 """
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial
+from io import BytesIO
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
 from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from lightning_ga.compat import gradient_dtype, patching, ranks, trial_steps
-from lightning_ga.compat.dataloaders import BatchTransfer
-from lightning_ga.compat.trial_steps import PassPlace, run_pass, without_logs
+from lightning_ga.compat import ranks
+from lightning_ga.compat.patching import replaced, shadowed
+from lightning_ga.compat.steps import PassPlace, isolated, run_pass
 from lightning_ga.fit.exactness.differences import Gradient
-from lightning_ga.loading.samples import copied_if_possible
-from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.probe.training import isolated
-from lightning_ga.snapshot.copies import checksums, differ, is_writable
-from lightning_ga.snapshot.plain import hidden_copies, summaries
-from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
+from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
+from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.snapshot.copies import checksums, is_writable
+from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, reseed
 
-_DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")
-_OF_DROPS = ("p", "prob", "rate", "drop_prob")
-_RATES = (
-    *("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "activation_dropout"),
-    *("attention_probs_dropout_prob", "hidden_dropout_prob", "layerdrop"),
-)
-_FUNCTIONS = (
-    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
-    *("alpha_dropout", "feature_alpha_dropout", "feature_dropout"),
-)  # of torch and torch.nn.functional; those that work in place end in an underscore
-_ATTENTION = functional.scaled_dot_product_attention
+MOVED = 1e-2  # how far weights are moved: even a teacher of momentum 0.9999 then changes by more than rounding
+_LONGEST = 1000  # longer containers are data: only their length is compared
+_DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")  # in names of layers and of rates
+_RATES = ("p", "prob", "rate", "drop_prob")  # names of rates in such layers
+_FUNCTIONS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+_LIGHTNINGS_OWN = {*vars(LightningModule()), "_hparams", "forward"}  # attributes that Lightning keeps in a module
+_OPAQUE = (Dataset, DataLoader, torch.optim.Optimizer, FunctionType, MethodType, BuiltinFunctionType, *GENERATORS)
 
 
 @contextmanager
-def without_dropout() -> Iterator[None]:
-    """Return a context without functional dropout, that of attention included: it returns its input.
+def passes_of(trainer: Any, *, plain: bool, begins: bool, in_step: bool = False) -> Iterator["Passes"]:
+    """Return a context in which passes run without a trace; with ``plain``, in the precision of the weights."""
+    with ExitStack() as stack:
+        restore = stack.enter_context(isolated(trainer, begins=begins))
+        # A few samples make no graphs to keep.
+        contexts = compiled_run_eagerly(), _exact(trainer, plain=plain), _without_dropout()
+        for context in (*contexts, ranks.alone()):
+            stack.enter_context(context)
+        yield Passes(trainer, restore, in_step=in_step)
 
-    Functions of torch that a step calls by themselves also need :class:`_CallsWithoutDropout` around it.
+
+class Passes:
+    """Runs passes from the state that ``restore`` puts back.
+
+    The trained weights are moved a little first, as by an optimizer step. Otherwise a teacher that is still a copy of
+    its student would not change, and nothing would be seen.
     """
-    called = functional._VF  # type: ignore[attr-defined]  # by the functions of torch.nn.functional
-    names = [name for base in _FUNCTIONS for name in (base, f"{base}_") if hasattr(called, name)]
-    dropless, attends = {name: _dropless(getattr(called, name)) for name in names}, _dropless(_ATTENTION)
-    with patching.replaced(called, **dropless), patching.replaced(functional, scaled_dot_product_attention=attends):
-        yield
+
+    def __init__(self, trainer: Any, restore: Callable[[], None], *, in_step: bool) -> None:
+        self.trainer, self._restore, self._in_step = trainer, restore, in_step
+        self.module: Module = trainer.lightning_module
+        self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.is_on_host = trainer.strategy.root_device.type == "cpu"
+        self.count = 0  # of passes so far
+        self.changed: tuple[str, ...] = ()
+
+    def begin(self, seed: int = 0) -> None:
+        """Put everything back, move the weights, and seed all random numbers."""
+        self._restore()
+        Module.zero_grad(self.module)
+        _stop_dropping(self.module)
+        _move(self._trained)
+        reseed(seed, generators_of(self.module))
+
+    def run(self, *batches: Any, seed: int = 0, watched: bool = False) -> list[Gradient]:
+        """Return the gradients of batches that run one after the other; nothing is put back in between.
+
+        Each pass begins with the same random numbers. If the step cuts batches, these are pieces of one batch. If it is
+        ``watched``, the names of all that has changed are in ``changed``.
+        """
+        self.begin(seed)
+        before, gradients = self._state() if watched else {}, list[Gradient]()
+        for number, batch in enumerate(batches):
+            reseed(seed, generators_of(self.module))
+            begins, ends = not self._in_step or number == 0, not self._in_step or number == len(batches) - 1
+            Module.zero_grad(self.module)
+            run_pass(self.trainer, _copied(batch), PassPlace(begins=begins, ends=ends))
+            self.count += 1
+            with uncounted():
+                gradients.append([_gradient(parameter) for parameter in self._trained])
+        if watched:
+            self.changed = tuple(name for name, mark in self._state().items() if mark != before.get(name))
+        return gradients
+
+    def _state(self) -> dict[str, Any]:
+        """Return marks of all that a pass should not change, by name: weights, buffers, attributes that pickle.
+
+        Statistics of BatchNorm and states of metrics are left out: no gradient depends on them.
+        """
+        parts = {path: part for path, part in self.module.named_modules() if not isinstance(part, Metric)}
+        tensors = {f".{name}": parameter for name, parameter in self.module.named_parameters()}
+        for path, part in parts.items():
+            buffers = {} if isinstance(part, _BatchNorm) else part._buffers
+            tensors |= {f"{path}.{name}": buffer for name, buffer in buffers.items() if buffer is not None}
+        marks: dict[str, Any] = dict(zip(tensors, checksums([*tensors.values()])))
+        known = {id(each) for each in (self.trainer, *self.module.modules())}
+        for path, part in parts.items():
+            own = vars(part).items()
+            marks |= {f"{path}.{name}": _mark(value, known) for name, value in own if name not in _LIGHTNINGS_OWN}
+        return {name.lstrip("."): mark for name, mark in marks.items()}
 
 
-class _CallsWithoutDropout(TorchFunctionMode):
-    """A context in which calls of torch's functions drop nothing: around steps alone, as it slows each call down.
+def _mark(value: Any, known: set[int]) -> Any:
+    """Return a mark that changes with the value; ``None`` if there is none."""
+    if isinstance(value, (int, float, str)):
+        return value
+    try:
+        if not isinstance(value, Tensor) and hasattr(value, "__len__") and len(value) > _LONGEST:
+            return len(value)
+        file = BytesIO()
+        _Marks(file, known).dump(value)
+        return file.getvalue()
+    except Exception:  # a module may contain anything: locks, files
+        return None
 
-    It is off in a backward pass: what activation checkpointing computes again there is not covered.
+
+class _Marks(pickle.Pickler):
+    """Writes sums of bits in place of tensors, and nothing in place of known objects and data."""
+
+    def __init__(self, file: BytesIO, known: set[int]) -> None:
+        super().__init__(file)
+        self._known = known
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return str, (f"{tuple(value.shape)} {checksums([value])[0]}",)
+        return (str, ("",)) if id(value) in self._known or isinstance(value, _OPAQUE) else NotImplemented
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Return a copy of the gradient on the host, zeros if there is none."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, device="cpu").detach()
+    return (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).to("cpu", copy=True)
+
+
+def _copied(batch: Any) -> Any:
+    """Return a copy of a batch, because steps may remove labels from it; the batch itself if it cannot be copied."""
+    copied = attempt(copy.deepcopy, lambda error: not is_out_of_memory(error), batch)
+    return batch if copied.failure else copied.result
+
+
+@torch.no_grad()
+def _move(tensors: Sequence[Tensor]) -> None:
+    """Change tensors a little, in the same way each time; add noise to small ones."""
+    for number, tensor in enumerate(tensors):
+        if is_writable(tensor):
+            tensor.mul_(1.0 + MOVED)
+            if tensor.is_floating_point() and tensor.numel() <= 2**16:
+                generator = torch.Generator(tensor.device).manual_seed(number)
+                noise = torch.empty(tensor.shape, device=tensor.device).normal_(generator=generator)
+                tensor.add_(noise.to(tensor.dtype), alpha=MOVED)
+
+
+def batch_norm_layers(module: Module) -> tuple[str, ...]:
+    """Return the names of BatchNorm layers in training mode, which normalize by the samples of a micro-batch."""
+    layers = (name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training)
+    return tuple(layers)
+
+
+def fixed_statistics() -> AbstractContextManager[None]:
+    """Return a context in which BatchNorm normalizes by its running statistics, so that samples are independent.
+
+    No ``TorchFunctionMode``, which is off in a backward pass, in which activations may be recomputed.
     """
+    normalize = functional.batch_norm
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _undropped(func, *args, **(kwargs or {}))
+    def fixed(values: Tensor, mean: Tensor | None, variance: Tensor | None, *rest: Any, **settings: Any) -> Tensor:
+        if mean is not None:
+            rest, settings = rest[:2], {**settings, "training": False}
+        return normalize(values, mean, variance, *rest, **settings)
 
-
-def _dropless(function: Any) -> Any:
-    return wraps(function)(lambda *args, **kwargs: _undropped(function, *args, **kwargs))
-
-
-def _undropped(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch so that it drops nothing."""
-    if getattr(func, "__name__", "").removesuffix("_") in _FUNCTIONS:
-        return args[0] if args else kwargs["input"]
-    if func is _ATTENTION:
-        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-    return func(*args, **kwargs)
-
-
-def eager() -> AbstractContextManager[None]:
-    """Return a context in which compiled functions run as they were written: a few samples make no graphs to keep."""
-    stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
-    return nullcontext() if stance is None else stance("force_eager")
-
-
-def stop_dropping(module: Module) -> None:
-    """Set the rates of all layers that drop values to zero: dropout, stochastic depth, attention, RNNs.
-
-    The rates are plain attributes; a snapshot of the module's attributes restores them.
-    """
-    for part in module.modules():
-        drops = any(name in type(part).__name__.lower() for name in _DROPS)
-        for name, value in list(vars(part).items()):
-            if isinstance(value, float) and 0 < value <= 1 and (name in _RATES or (drops and name in _OF_DROPS)):
-                vars(part)[name] = 0.0
+    return replaced(functional, batch_norm=fixed)
 
 
 def rounding(trainer: Any, *, plain: bool = True) -> float:
@@ -107,293 +196,48 @@ def rounding(trainer: Any, *, plain: bool = True) -> float:
 
 
 @contextmanager
-def exact_arithmetic(trainer: Any, *, plain: bool) -> Iterator[None]:
-    """Return a context without TF32; with ``plain``, steps compute in the precision of the weights.
-
-    Autocast would hide differences.
-    """
-    plugin = trainer.precision_plugin
-    cudnn, matmul = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.allow_tf32 = False
+def _exact(trainer: Any, *, plain: bool) -> Iterator[None]:
+    """Return a context without TF32; with ``plain``, also without autocast, which would hide differences."""
+    plugin, precision = trainer.precision_plugin, torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     casts = plain and hasattr(plugin, "autocast_context_manager")
     try:
-        with patching.shadowed(plugin, "forward_context", nullcontext) if casts else nullcontext():
+        with (
+            replaced(torch.backends.cudnn, allow_tf32=False),
+            shadowed(plugin, "forward_context", nullcontext) if casts else nullcontext(),
+        ):
             yield
     finally:
-        torch.backends.cudnn.allow_tf32 = cudnn
-        torch.set_float32_matmul_precision(matmul)
+        torch.set_float32_matmul_precision(precision)
 
 
-MOVED = 1e-2  # how far weights are moved: a teacher of momentum 0.9999 follows by more than rounding
-_FIRST = PassPlace()
-LATER = 2  # the number of a batch after others, however many they were
+def _stop_dropping(module: Module) -> None:
+    """Set the rates of all layers that drop values to zero: dropout, stochastic depth, attention, RNNs.
 
-Sums = dict[str, int | None]  # of the bits of tensors, and lengths of containers, by name
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatches:
-    """Micro-batches that run one after the other, and how a batch was cut into them."""
-
-    batches: Sequence[Any]
-    as_pieces: bool = False  # of one batch of the loop, whose hooks run once
-    on_device: bool = False  # whether they are there, where hooks of the transfer have run
-    weights: Sequence[float] = ()  # by which gradients are accumulated; without them each pass begins with none
-    whole: "MicroBatches | None" = None  # the batch that these are pieces of, which hooks of batches get
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """The results of micro-batches run one after the other."""
-
-    gradients: list[Gradient]  # after each micro-batch
-    changed: tuple[str, ...]  # names of the state that they changed besides gradients
-    changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
-    draws: bool  # whether random numbers were drawn
-    ends: Sums  # of the state after them
-    kept: list[list[torch.Tensor]]  # the tensors that were asked for: before the passes, and after each micro-batch
-
-    @property
-    def moves(self) -> list[torch.Tensor]:
-        """How far these tensors have moved."""
-        return [after - before for before, after in zip(self.kept[0], self.kept[-1])]
+    The rates are plain attributes, which the isolation puts back.
+    """
+    for part in module.modules():
+        drops = any(name in type(part).__name__.lower() for name in _DROPS)
+        for name, value in list(vars(part).items()):
+            is_rate = name in _RATES if drops else any(each in name for each in ("dropout", "layerdrop"))
+            if is_rate and isinstance(value, float) and 0 < value <= 1:
+                vars(part)[name] = 0.0
 
 
 @contextmanager
-def traceless_passes(trainer: Any, *, plain: bool, begins: bool = True) -> Iterator["PassRunner"]:
-    """Return a context in which passes run without dropout, and with exact arithmetic; all state is restored."""
-    with ExitStack() as stack:
-        restore = stack.enter_context(isolated(trainer, begins=begins))
-        for context in (eager(), exact_arithmetic(trainer, plain=plain), without_dropout(), ranks.alone()):
-            stack.enter_context(context)
-        yield PassRunner(trainer, restore, begins=begins)
+def _without_dropout() -> Iterator[None]:
+    """Return a context in which the functions of ``torch.nn.functional`` drop nothing, also in a backward pass."""
+    called = functional._VF  # type: ignore[attr-defined]  # by these functions
+    names = [name for base in _FUNCTIONS for name in (base, f"{base}_")]
+    attend = partial(_attend, functional.scaled_dot_product_attention)
+    with (
+        replaced(called, **dict.fromkeys(names, lambda values, *_: values)),
+        replaced(functional, scaled_dot_product_attention=attend),
+    ):
+        yield
 
 
-class PassRunner:
-    """Runs micro-batches, each time from the state that ``restore`` puts back.
-
-    Between the micro-batches of a run no state is restored: state that the step keeps (a queue, a teacher that follows
-    its student) changes as in training. If training ``begins``, the trained weights are moved a little beforehand, as a
-    first step would move them: so a teacher that starts as a copy of its student is seen to follow it.
-    """
-
-    def __init__(self, trainer: Any, restore: Callable[[], None], *, begins: bool) -> None:
-        self.trainer, self._restore, self._begins = trainer, restore, begins
-        self.transfer = BatchTransfer(trainer)
-        parameters = trainer.lightning_module.named_parameters()
-        self.trained = {name: p for name, p in parameters if p.requires_grad}  # hooks of steps may freeze some
-        self.steps = 0  # micro-batches so far
-        self.after: int | None = None  # optimizer steps that count as taken before them, if others than in truth
-        self.shared: frozenset[str] = frozenset()  # paths of containers that the data hold, too
-
-    def on_device(self, batch: Any) -> Any:
-        """Return a batch as its transfer to the device leaves it."""
-        self._begin(seed=1)
-        with _CallsWithoutDropout():
-            return self.transfer.moved(copied_if_possible(batch))
-
-    def run(
-        self,
-        micro_batches: MicroBatches,
-        *,
-        seed: int = 0,
-        keep: Collection[str] = (),
-        altered: Mapping[str, float | None] | None = None,
-        place: PassPlace = _FIRST,
-    ) -> Passes:
-        """Run micro-batches one after the other, the first at this place.
-
-        The tensors that are named in ``keep`` are returned. Before the passes, the named state is ``altered``: a number
-        is set to its value, and a tensor (``None``) is moved a little.
-        """
-        module = self.trainer.lightning_module
-        self._begin(seed)
-        if place.amid:
-            trial_steps.begin_amid(self.trainer, place.amid)
-        _alter(module, altered or {})
-        kept, sums, random_state = [_kept(module, keep)], self._sums(), RandomState()
-        generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
-        states: list[Sums] = []
-        gradients: list[Gradient] = []
-        for gradient in self._window(micro_batches, place, observe=lambda: states.append(self._sums())):
-            gradients.append(gradient)
-            kept.append(_kept(module, keep))
-        if place.steps:  # what the step, and what follows it, make of learning rates counts as a tensor, too
-            trial_steps.step_schedules(self.trainer, place)
-            settings = torch.tensor([*settings_of(self.trainer.optimizers).values()])
-            kept = [[*kept[0], torch.zeros_like(settings)], [*kept[-1], settings]]
-        in_step = [name for pair in zip(states[::2], states[1::2]) for name in changed_names(*pair)]
-        ends = self._sums()
-        return Passes(
-            gradients,
-            changed=changed_names(sums, ends),
-            changed_in_step=tuple(dict.fromkeys(in_step)),
-            ends=ends,
-            draws=not random_state.is_current() or have_moved(generators),
-            kept=kept,
-        )
-
-    def run_after(self, steps: int, micro_batches: MicroBatches) -> Passes:
-        """Run micro-batches as if so many optimizer steps had been taken before them."""
-        with patching.replaced(self, after=steps):
-            return self.run(micro_batches)
-
-    def _sums(self) -> Sums:
-        module = self.trainer.lightning_module
-        return {**state_sums(module), **summaries(module, self.shared)}
-
-    def run_windows(self, window: MicroBatches, *, moves: bool) -> list[Gradient]:
-        """Run a window three times, with all hooks of the module; the second and third meet what the first has left.
-
-        An epoch ends after the first and after the second, because some losses are weighed by what the last two epochs
-        have gathered. With ``moves``, weights move between the windows, as in training. Return what the optimizer is
-        given in each window, and the numbers of its parameter groups.
-        """
-        module, gathers, batches = self.trainer.lightning_module, set[str](), None
-        given: list[Any] = []
-        self._begin(seed=1)
-        place = PassPlace(batches=1 if window.as_pieces else len(window.batches))
-        for ahead in (0, LATER, LATER):
-            if given:
-                _move(p for p in module.parameters() if p.requires_grad and moves)
-                batches = trial_steps.end_epoch_of(self.trainer, gathers, batches)
-            before = gathered(module)
-            given.append(self._given_by(window, replace(place, ahead=ahead)))
-            gathers = {name for name, value in gathered(module).items() if value != before.get(name)}
-        settings = settings_of(self.trainer.optimizers).values()
-        # Beside each number whether it is zero, so that it differs by much from one that is not.
-        return [*given, *([torch.tensor([number, not number])] for number in settings)]
-
-    def _given_by(self, window: MicroBatches, place: PassPlace) -> Gradient:
-        """Run a window, and return the gradient that the optimizer is given."""
-        list(self._window(window, place))
-        trial_steps.call_before_step(self.trainer)
-        return _gradients(self.trained.values())
-
-    def _window(
-        self, run: MicroBatches, first: PassPlace, observe: Callable[[], object] = lambda: None
-    ) -> Iterator[Gradient]:
-        """Run micro-batches from the place of the ``first`` on, and yield the gradient after each."""
-        count, whole = len(run.batches), None
-        self.steps += count
-        if run.whole is not None:
-            whole = self._there(run.whole.batches[0], run.whole)
-        for index, batch in enumerate(run.batches):
-            if index > 0 and not run.weights:
-                Module.zero_grad(self.trainer.lightning_module)
-            is_last = index == count - 1
-            place = replace(
-                first,
-                index=index,
-                begins=not run.as_pieces or index == 0,
-                ends=not run.as_pieces or is_last,
-                continues=run.as_pieces and bool(run.weights) and not is_last,
-                batches=first.batches if run.as_pieces else max(first.batches, count),
-                weight=run.weights[index] if run.weights else 1.0,
-            )
-            with _CallsWithoutDropout(), without_logs(self.trainer) if run.as_pieces else nullcontext():
-                run_pass(self.trainer, self._there(batch, run), place, whole=whole, observe=observe)
-            if run.weights:
-                gradient_dtype.widen(list(self.trainer.lightning_module.parameters()))
-            yield _gradients(self.trained.values())
-
-    def _there(self, batch: Any, run: MicroBatches) -> Any:
-        batch = copied_if_possible(batch)
-        return batch if run.on_device else self.transfer.moved(batch)
-
-    def _begin(self, seed: int) -> None:
-        self._restore()
-        if self.after is not None:
-            trial_steps.count_as_taken(self.trainer, self.after)
-        Module.zero_grad(self.trainer.lightning_module)
-        stop_dropping(self.trainer.lightning_module)
-        if self._begins:  # copies of a weight (averages) move apart from it
-            _move(p for p in self.trainer.lightning_module.parameters() if p.requires_grad)
-        reseed(seed, generators_of(self.trainer.lightning_module))
-
-
-def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, float]:
-    """Return the numbers that parameter groups hold, by name: learning rates, weight decay, momentum."""
-    groups = enumerate(group for optimizer in optimizers for group in optimizer.param_groups)
-    named = [("the learning rate" if key == "lr" else key, n, group[key]) for n, group in groups for key in group]
-    singles = [(f"{key} of group {n}", each) for key, n, each in named if getattr(each, "numel", lambda: 1)() == 1]
-    return {name: float(each) for name, each in singles if isinstance(each, (int, float, torch.Tensor))}
-
-
-def numbers_of(module: torch.nn.Module) -> dict[str, float]:
-    """Return the plain numbers among the attributes of a module and its parts, but for metrics, by name."""
-    parts = ((path, part) for path, part in module.named_modules() if not isinstance(part, Metric))
-    named = ((path, name, value) for path, part in parts for name, value in vars(part).items())
-    return {f"{path}.{name}".lstrip("."): value for path, name, value in named if isinstance(value, (int, float))}
-
-
-def gathered(module: torch.nn.Module) -> dict[str, float]:
-    """Return the numbers among the attributes of a module, and the lengths of what it gathers in others."""
-    held = {name: len(value) for name, value in vars(module).items() if isinstance(value, (list, dict, deque))}
-    return {**held, **numbers_of(module)}
-
-
-def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state that a step should not change: weights, and buffers but for those of BatchNorm and metrics.
-
-    Copies of weights are among it, also in plain attributes.
-    """
-    parts = (part for part in module.modules() if isinstance(part, (_BatchNorm, Metric)))
-    passed_by = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
-    named = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in passed_by}
-    return named | dict(module.named_parameters()) | hidden_copies(module)
-
-
-def _kept(module: torch.nn.Module, names: Collection[str]) -> list[torch.Tensor]:
-    """Return copies of the tensors of these names."""
-    named = named_state(module) if names else {}
-    return _copies(named[name] for name in names)
-
-
-def _alter(module: torch.nn.Module, altered: Mapping[str, float | None]) -> None:
-    """Set the named numbers, and move the named tensors a little."""
-    named = named_state(module)
-    _move(named[name] for name, number in altered.items() if number is None)
-    for name, number in altered.items():
-        if number is not None:
-            path, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(path), attribute, number)
-
-
-def state_sums(module: torch.nn.Module) -> Sums:
-    """Return sums over the named state."""
-    named = named_state(module)
-    return dict(zip(named, checksums(named.values())))
-
-
-def changed_names(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> tuple[str, ...]:
-    """Return the names of numbers, or of sums over tensors, that have changed."""
-    return tuple(name for name in after if differ(before.get(name), after[name]))
-
-
-@torch.no_grad()
-def _move(tensors: Iterable[torch.Tensor]) -> None:
-    """Move tensors a little, the same way each time; whole numbers by one."""
-    for number, tensor in enumerate(tensors):
-        if not is_writable(tensor):
-            continue
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.mul_(1.0 + MOVED)
-        elif tensor.dtype != torch.bool:
-            tensor.add_(1)
-        if tensor.is_floating_point() and tensor.numel() <= 2**16:
-            generator = torch.Generator(tensor.device).manual_seed(number)
-            noise = torch.empty(tensor.shape, device=tensor.device).normal_(generator=generator)
-            tensor.add_(noise.to(tensor.dtype), alpha=MOVED)
-
-
-def _gradients(parameters: Iterable[torch.nn.Parameter]) -> Gradient:
-    """Return copies of the gradients on the host, zeros if there is none."""
-    gradients = (torch.zeros_like(p, device="cpu") if p.grad is None else p.grad for p in parameters)
-    with uncounted():
-        return _copies(g.coalesce() if g.is_sparse else g for g in gradients)
-
-
-def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+def _attend(attention: Any, *given: Any, **named: Any) -> Any:
+    """Call the attention of torch so that it drops nothing: the rate comes after query, key, value and mask."""
+    named = {**named, "dropout_p": 0.0} if "dropout_p" in named else named
+    return attention(*given[:4], *([0.0] if len(given) > 4 else []), *given[5:], **named)

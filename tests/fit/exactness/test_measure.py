@@ -1,55 +1,364 @@
-"""Which samples the check takes, and in which state it cuts them."""
+"""Each verdict, by the path that trains: tiny modules in a real Trainer, whole batches and parts of them."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
+import pytest
 import torch
-from reference import Regression, Samples, fit
+import torchmetrics
+from lightning.pytorch.plugins import MixedPrecision
+from reference import quiet_trainer
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate
-from lightning_ga.fit.exactness.measure import SAMPLES, telling_samples
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.chunks import ChunkedModules
+from lightning_ga.errors import UserError
+from lightning_ga.fit.exactness.measure import SAMPLES, Moments, measure, measure_at_start
+from lightning_ga.loading.trials import CutBatch
+from lightning_ga.plan.exactness import Exactness
+
+SIZES = (4, 3)
 
 
-class Noting(Regression):
-    """Notes the size of every batch in a file, as what the code keeps in memory is put back."""
+def batch_of(samples: int = sum(SIZES), dtype: torch.dtype = torch.float64, **more: Tensor) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 5, generator=generator, dtype=dtype)
+    targets = torch.arange(samples) % 3
+    return {"inputs": inputs, "targets": targets, "values": inputs.sum(1, keepdim=True).sin(), **more}
 
-    def __init__(self, path: Path) -> None:
+
+def cut(batch: dict[str, Tensor], first: int = SIZES[0]) -> CutBatch:
+    """The batch whole, and its two parts as slices."""
+    samples = len(batch["inputs"])
+    parts = [{name: tensor[place] for name, tensor in batch.items()} for place in (slice(first), slice(first, None))]
+    return CutBatch(batch, (parts[0], parts[1]), (first, samples - first))
+
+
+class Module(pl.LightningModule):
+    """Trains whatever a loss says."""
+
+    def __init__(self, loss: Callable[[Any, dict[str, Tensor]], Tensor], *layers: nn.Module, **named: Any) -> None:
         super().__init__()
-        self.path = path
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(5, 6), *layers, nn.Tanh(), nn.Linear(6, 3)).double()
+        self.loss = loss
+        for name, value in named.items():
+            setattr(self, name, value)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        with self.path.open("a") as file:
-            file.write(f"{len(batch[0])}\n")
-        return super().training_step(batch, batch_idx)
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(self, batch)
 
-
-def test_the_check_takes_as_many_samples_as_its_description_says(tmp_path: Path) -> None:
-    module, loader = Noting(tmp_path / "sizes"), DataLoader(Samples(32), batch_size=16)
-    fit(loader, AutoAccumulate(micro_batch_size=16), module=module, max_epochs=1)
-    assert {int(size) for size in module.path.read_text().split()} == {16, SAMPLES, 3, 2, 4}
-    assert SAMPLES == 5
-    assert "on up to five samples" in " ".join(AutoAccumulate.__doc__.split())
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
 
 
-def test_samples_that_differ_are_chosen() -> None:
-    labels = [torch.tensor(label) for label in (0, 0, 0, -100, 1, 0)]
-    samples = [(torch.zeros(3), label) for label in labels] + [(torch.zeros(7), labels[0])]
-    chosen = telling_samples(samples, 4)
-    assert [(len(inputs), int(label)) for inputs, label in chosen] == [(7, 0), (3, 0), (3, -100), (3, 1)]
-    assert telling_samples(samples[:2], 4) == samples[:2]
+class Measuring(pl.Callback):
+    """Calls a function as training starts, when everything is set up, and ends training."""
+
+    def __init__(self, run: Callable[[Any], Any]) -> None:
+        self.run, self.found = run, None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        before = everything(trainer, pl_module)
+        self.found = self.run(trainer)
+        assert same(everything(trainer, pl_module), before), "it leaves no trace"
+        trainer.fit_loop.epoch_loop.max_steps = 0
 
 
-class Prepared(Regression):
-    """A hook of the transfer that uses a weight of the model."""
+def everything(trainer: Any, module: Any) -> list[Any]:
+    tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    versions = [parameter._version for parameter in module.parameters()]
+    attributes = {name: str(value) for name, value in vars(module).items()}
+    counters = str(trainer.fit_loop.epoch_loop.batch_progress), str(trainer.callback_metrics), trainer.global_step
+    return [tensors, versions, attributes, counters, torch.get_rng_state(), trainer.optimizers[0].state_dict()["state"]]
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        weight = next(self.parameters()).detach().mean()
-        return batch[0] * (1 + weight), *batch[1:]
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, dict)):
+        keys = one.keys() if isinstance(one, dict) else range(len(one))
+        return len(one) == len(other) and all(same(one[key], other[key]) for key in keys)
+    return bool(one == other)
 
 
-def test_batches_are_moved_with_the_weights_that_they_are_compared_with() -> None:
-    callback = AutoAccumulate(micro_batch_size=4, micro_batching="step")
-    fit(DataLoader(Samples(24), batch_size=12), callback, module=Prepared(), max_epochs=1)
-    assert callback.exactness.cause == "exact"
-    assert callback.exactness.relative_error <= 1e-12
+def in_training(module: Any, run: Callable[[Any], Any], **settings: Any) -> Any:
+    callback = Measuring(run)
+    loader = DataLoader([batch_of(1)] * 2, batch_size=None)
+    quiet_trainer(callback, max_steps=1, **settings).fit(module, loader)
+    return callback.found
+
+
+def verdict_on(
+    module: Any, batch: CutBatch | None = None, *, normalize: Any = None, in_step: bool = False, **settings: Any
+) -> Exactness:
+    found = cut(batch_of()) if batch is None else batch
+    run = lambda trainer: measure(trainer, found, normalize=normalize, begins=True, in_step=in_step)  # noqa: E731
+    return in_training(module, run, **settings)
+
+
+def cross_entropy(module: Any, batch: dict[str, Tensor], **settings: Any) -> Tensor:
+    return functional.cross_entropy(module.net(batch["inputs"]), batch["targets"], **settings)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "dtype", "most"),
+    [
+        ("64-true", torch.float64, 1e-12),
+        ("32-true", torch.float32, 1e-5),
+        ("bf16-mixed", torch.float32, 1e-5),
+        ("16-mixed", torch.float32, 1e-5),
+        ("bf16-true", torch.bfloat16, 5e-2),
+    ],
+)
+def test_every_precision_is_exact_up_to_its_rounding(
+    precision: Any, dtype: torch.dtype, most: float, in_step: bool
+) -> None:
+    """A small model runs without autocast; weights of half precision have a tolerance of their own.
+
+    A weight without a gradient has none in all passes.
+    """
+    scaled = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+    settings = {"plugins": scaled} if precision == "16-mixed" else {"precision": precision}
+    verdict = verdict_on(
+        Module(cross_entropy, unused=nn.Linear(1, 1)).to(dtype), cut(batch_of(dtype=dtype)), in_step=in_step, **settings
+    )
+    assert verdict.cause == "exact"
+    assert verdict.relative_error <= most
+    assert "gave the gradient of the whole batch" in str(verdict)
+
+
+def test_a_sum_is_told_under_autocast() -> None:
+    module = Module(lambda m, b: cross_entropy(m, b, reduction="sum")).float()
+    verdict = verdict_on(module, cut(batch_of(dtype=torch.float32)), precision="bf16-mixed")
+    assert (verdict.cause, verdict.relative_error > 0.3) == ("sum", True)
+
+
+def contrastive(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    outputs = functional.normalize(module.net(batch["inputs"]), dim=1)
+    views = functional.normalize(module.net(batch["inputs"] + 0.1), dim=1)
+    return functional.cross_entropy(outputs @ views.T / 0.1, torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "cause"),
+    [
+        (contrastive, "coupled"),
+        (lambda m, b: 7 * cross_entropy(m, b, reduction="sum"), "sum"),
+    ],
+)
+def test_batch_norm_is_told_and_does_not_hide_the_loss(loss: Any, cause: str) -> None:
+    verdict = verdict_on(Module(loss, nn.BatchNorm1d(6)))
+    assert verdict.cause == cause
+    assert verdict.layers == ("net.1",)
+    assert "BatchNorm layers (net.1)" in str(verdict)
+
+
+def test_frozen_batch_norm_is_exact() -> None:
+    class Frozen(Module):
+        def on_train_epoch_start(self) -> None:
+            self.net[1].eval()
+
+    assert verdict_on(Frozen(cross_entropy, nn.BatchNorm1d(6))).cause == "exact"
+
+
+@pytest.mark.parametrize("samples", [6, 7])
+def test_the_state_of_an_lstm_is_stateful(samples: int) -> None:
+    """Parts of unlike sizes cannot follow each other at all, though each of them runs."""
+
+    def loss(module: Any, batch: dict[str, Tensor]) -> Tensor:
+        outputs, state = module.lstm(batch["inputs"][:, None], module.state)
+        module.state = tuple(each.detach() for each in state)
+        return outputs.square().mean()
+
+    module = Module(loss, lstm=nn.LSTM(5, 4, batch_first=True).double(), state=None)
+    verdict = verdict_on(module, cut(batch_of(samples), first=(samples + 1) // 2))
+    assert (verdict.cause, verdict.tensors) == ("stateful", ("state",))
+
+
+def test_state_that_no_gradient_depends_on_is_a_note() -> None:
+    def loss(module: Any, batch: dict[str, Tensor]) -> Tensor:
+        module.seen += len(batch["inputs"])
+        module.history.append(batch["inputs"].mean())
+        module.accuracy.update(batch["inputs"][:, 0], batch["inputs"][:, 1])
+        return cross_entropy(module, batch)
+
+    module = Module(loss, seen=0, history=[], accuracy=torchmetrics.MeanSquaredError())
+    verdict = verdict_on(module)
+    assert (verdict.cause, sorted(verdict.tensors)) == ("exact", ["history", "seen"])
+    assert "seen" not in str(verdict)
+
+
+def test_a_step_that_follows_the_number_of_its_batch_is_stateful() -> None:
+    class Alternating(Module):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            loss = cross_entropy(self, batch)
+            return loss * 2 if batch_idx % 2 else loss
+
+    verdict = verdict_on(Alternating(cross_entropy))
+    assert verdict.cause == "stateful"
+    assert "batch_idx" in str(verdict)
+    assert verdict_on(Alternating(cross_entropy), in_step=True).cause == "exact"
+
+
+def attention(outputs: Tensor) -> Tensor:
+    states = outputs[:, None, :, None]
+    return functional.scaled_dot_product_attention(states, states, states, dropout_p=0.5)[:, 0, :, 0]
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.5), lambda outputs: functional.dropout(outputs, 0.5), attention])
+@pytest.mark.parametrize(("reduction", "cause"), [("mean", "exact"), ("sum", "sum")])
+def test_dropout_does_not_hide_the_verdict(drop: Callable[[Tensor], Tensor], reduction: str, cause: str) -> None:
+    """As a layer, as a function, and in attention."""
+
+    def loss(module: Any, batch: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(drop(module.net(batch["inputs"])), batch["targets"], reduction=reduction)
+
+    assert verdict_on(Module(loss, drop=drop)).cause == cause
+
+
+def noisy(scale: float, **settings: Any) -> Callable[[Any, dict[str, Tensor]], Tensor]:
+    def loss(module: Any, batch: dict[str, Tensor]) -> Tensor:
+        inputs = batch["inputs"] + scale * torch.randn(batch["inputs"].shape)
+        return cross_entropy(module, {**batch, "inputs": inputs}, **settings)
+
+    return loss
+
+
+GENERATOR = torch.Generator()  # which no seed reaches
+
+
+@pytest.mark.parametrize(
+    ("loss", "cause", "words"),
+    [
+        (noisy(0.5), "random", "differ by"),
+        (noisy(0.01, reduction="sum"), "sum", "relative error"),
+        (lambda m, b: (1 + torch.rand((), generator=GENERATOR)) * cross_entropy(m, b), "random", "though they draw"),
+    ],
+)
+def test_random_numbers_are_told_unless_a_difference_stands_out(loss: Any, cause: str, words: str) -> None:
+    verdict = verdict_on(Module(loss))
+    assert verdict.cause == cause
+    assert (verdict.relative_error is None) == (cause == "random")
+    assert words in str(verdict)
+
+
+def of_few(value: float | Exception) -> Callable[[Any, dict[str, Tensor]], Tensor]:
+    """A loss that a factor makes odd, or that is refused, where there are less than four samples."""
+
+    def loss(module: Any, batch: dict[str, Tensor]) -> Tensor:
+        if len(batch["inputs"]) >= 4:
+            return cross_entropy(module, batch)
+        if isinstance(value, Exception):
+            raise value
+        return value * cross_entropy(module, batch)
+
+    return loss
+
+
+def out_of_memory(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    raise torch.OutOfMemoryError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("loss", "cause", "words"),
+    [
+        (lambda m, b: 0 * cross_entropy(m, b), "unmeasured", "its gradient is zero"),
+        (lambda m, b: torch.nan * cross_entropy(m, b), "unmeasured", "its gradient is nan"),
+        (of_few(torch.nan), "coupled", "relative error nan"),  # of pairs, say, that few samples do not hold
+        (of_few(ValueError("too few")), "unmeasured", "ended in ValueError: too few"),
+        (out_of_memory, "unmeasured", "memory ran out in the measurement, on 7 samples"),
+    ],
+)
+def test_what_has_no_gradient_costs_no_run(loss: Any, cause: str, words: str) -> None:
+    verdict = verdict_on(Module(loss))
+    assert verdict.cause == cause
+    assert words in str(verdict)
+
+
+def test_an_error_of_the_users_ends_the_run() -> None:
+    with pytest.raises(UserError, match="normalize returned a str"):
+        verdict_on(Module(cross_entropy), normalize=lambda _: "many")
+
+
+class Trials:
+    """Batches of so many samples; memory runs out above a size."""
+
+    def __init__(self, most: int, *, fits: int = 1000, refuses: bool = False) -> None:
+        self.most, self.fits, self.refuses = most, fits, refuses
+        self.seen, self.total, self.complete, self.empty = most, most, True, most == 0
+        self.asked: list[int] = []
+
+    def make(self, samples: int, move: Callable[[Any], Any]) -> tuple[Any, Any]:
+        return move(batch_of(samples)), None
+
+    def telling(self, samples: int, move: Callable[[Any], Any], seed: int = 0) -> CutBatch | None:
+        self.asked.append(samples)
+        if self.refuses:
+            raise LayoutError("samples cannot be told apart")
+        if samples > self.fits:
+            raise torch.OutOfMemoryError("out of memory")
+        found = cut(batch_of(samples), first=(samples + 1) // 2)
+        return CutBatch(move(found.whole), (move(found.parts[0]), move(found.parts[1])), found.sizes)
+
+
+def at_start(module: Any, batches: Trials, move: Any = lambda batch: batch, *, limit: int = 100) -> Exactness:
+    return in_training(module, lambda trainer: measure_at_start(trainer, batches, move, None, limit=limit))
+
+
+def of_many(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A loss of pairs, say, which finds none among a few samples."""
+    return cross_entropy(module, batch) * (len(batch["inputs"]) >= 12)
+
+
+@pytest.mark.parametrize(
+    ("batches", "loss", "asked", "cause", "words"),
+    [
+        (Trials(100), cross_entropy, [SAMPLES], "exact", ""),
+        (Trials(100, fits=3), cross_entropy, [7, 3], "exact", ""),
+        (Trials(100, fits=1), cross_entropy, [7, 3], "unmeasured", "memory ran out"),
+        (Trials(100), of_many, [7, 28], "exact", ""),
+        (Trials(10), of_many, [7, 10], "unmeasured", "its gradient is zero"),
+        (Trials(0), cross_entropy, [], "unmeasured", ""),
+        (Trials(1), cross_entropy, [], "unmeasured", "one sample has no parts"),
+        (Trials(100, refuses=True), cross_entropy, [7], "uncuttable", "samples cannot be told apart"),
+    ],
+)
+def test_a_few_samples_are_measured_at_the_start(batches: Any, loss: Any, asked: Any, cause: str, words: str) -> None:
+    """More if their gradient is zero, and fewer if memory runs out, which ends no run."""
+    verdict = at_start(Module(loss), batches)
+    assert (batches.asked, verdict.cause) == (asked, cause)
+    assert words in str(verdict)
+
+
+class Draws(nn.Linear):
+    """Draws random numbers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + torch.randn(len(inputs), self.out_features)
+
+
+def test_submodules_in_chunks_that_draw_random_numbers_are_told() -> None:
+    """All other verdicts of theirs are in ``integration/test_whole.py``."""
+    module = Module(contrastive)
+    module.net = Draws(5, 6).double()
+
+    def run(trainer: Any) -> Exactness:
+        chunked = ChunkedModules(trainer, ["net"])
+        with chunked.installed():
+            return measure_at_start(trainer, Trials(100), lambda batch: batch, None, limit=100, chunked=chunked)
+
+    assert in_training(module, run).cause == "random"
+
+
+def test_moments_are_rare() -> None:
+    moments = Moments()
+    places = sorted({2**power + more for power in range(21) for more in (-1, 0, 1)})
+    made = [steps for steps in places if moments.due(steps, passes=0)]
+    assert made == [2**power for power in range(20)]
+    assert moments.due(2**21, passes=50_000)

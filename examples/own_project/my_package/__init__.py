@@ -1,0 +1,1 @@
+"""A package of your own: one LightningModule, one LightningDataModule."""

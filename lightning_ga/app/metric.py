@@ -1,0 +1,138 @@
+"""The optimized metric: which one it is, in which direction it is better, and which callbacks watch it."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torchmetrics import Metric
+
+from lightning_ga.app.checkpoints import AtomicCheckpointIO, read_safely
+from lightning_ga.app.settings import direction_of
+from lightning_ga.app.terminal import log, warn
+from lightning_ga.errors import UserError
+
+PLACEHOLDER = "optimized_metric"  # what callbacks of a configuration monitor in place of a metric's name
+OF_TRAINING = "train"  # beginning of metrics that are known after an epoch only
+
+
+class OptimizedMetric(Callback):
+    """Finds the metric that decides which checkpoint is the best, and sets it in the callbacks that watch it.
+
+    Without a name it is ``val/loss``, or the first that validation logs; without a direction, that of the logged object
+    of torchmetrics, else of the name. A monitor that validation does not log costs a warning, and ends nothing.
+    """
+
+    def __init__(self, name: str | None = None, direction: str | None = None) -> None:
+        self.name, self.direction = name, direction
+        self._of_objects: dict[str, str] = {}
+        self._before: set[str] | None = None  # names that were logged before the first validation
+        self._reported: set[str] = set()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at what the first validation logs; Lightning's sanity check of several loaders shows nothing of it."""
+        is_hidden = trainer.sanity_checking and len(trainer.num_sanity_val_batches) > 1
+        if self._before is not None or trainer.state.fn != "fit" or is_hidden:
+            return
+        self._before = {*trainer.callback_metrics}
+        record = pl_module.log
+
+        def look(name: str, value: Any, *arguments: Any, **settings: Any) -> None:
+            if isinstance(value, Metric) and value.higher_is_better is not None:
+                self._of_objects[name] = "max" if value.higher_is_better else "min"
+            record(name, value, *arguments, **settings)
+
+        vars(pl_module)["log"] = look
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose the metric after the first validation, by default that of Lightning's sanity check."""
+        if vars(pl_module).pop("log", None) is None:
+            return
+        logged = [name for name in trainer.callback_metrics if name not in (self._before or ())]
+        self.name = self.name or ("val/loss" if "val/loss" in logged else next(iter(logged), None))
+        if self._choose(trainer, logged, "validation") and trainer.sanity_checking:
+            self._before = None  # a model may log nothing in the sanity check: look once more
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose a metric of training: the only kind if there is no validation."""
+        is_alone = self._before is None and not any(trainer.num_val_batches)
+        if self.name is not None and (is_alone or self.name.startswith(OF_TRAINING)):
+            self._choose(trainer, [*trainer.callback_metrics], "training")
+
+    def _choose(self, trainer: Trainer, logged: Sequence[str], source: str) -> set[str]:
+        """Find the direction, tell the callbacks and the user, and return what is watched but not logged."""
+        if self.name is not None and self.direction is None:
+            self.direction = self._of_objects.get(self.name.partition("/dataloader_idx_")[0], direction_of(self.name))
+        self._set_watchers(trainer)
+        names = {name for name in (self.name, *(one.monitor for one in watchers(trainer))) if name is not None}
+        if any(trainer.num_val_batches):  # else all of them are known after an epoch
+            names = {name for name in names if name.startswith(OF_TRAINING) == (source == "training")}
+        missing = names - trainer.callback_metrics.keys()
+        if trainer.sanity_checking and not logged:
+            return missing
+        for callback in () if trainer.sanity_checking else watchers(trainer):
+            if callback.monitor in missing and isinstance(callback, EarlyStopping):
+                callback.strict = False
+            elif callback.monitor in missing:  # still saves the last checkpoint, if it does that too
+                callback.monitor, callback.save_top_k = (None, 1) if callback.save_last else (callback.monitor, 0)
+        for name in sorted(names - self._reported) if trainer.is_global_zero else ():
+            if name in missing:
+                listed = ", ".join(logged) or "nothing"
+                warn(f"{name} is not logged by {source}, which logs {listed}: no checkpoint is the best by it.")
+            elif name == self.name:
+                log.info(f"Optimized metric: {name} ({'larg' if self.direction == 'max' else 'small'}er is better)")
+        self._reported |= missing | (names & {self.name})
+        return missing
+
+    def _set_watchers(self, trainer: Trainer) -> None:
+        """Let callbacks watch the metric, as if they had been made with its name and direction."""
+        sign = 1 if self.direction == "max" else -1
+        worst = torch.tensor(-sign * torch.inf)
+        for callback in watchers(trainer):
+            if callback.monitor == PLACEHOLDER and self.name and self.direction:
+                callback.monitor, callback.mode = self.name, self.direction
+                if isinstance(callback, EarlyStopping):
+                    callback.min_delta, callback.best_score = sign * abs(callback.min_delta), worst
+                    callback.strict = False  # a metric of training may come after validation
+                else:
+                    callback.kth_value = worst
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found, for a resumed run."""
+        return {"name": self.name, "direction": self.direction}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Restore the metric of before; callbacks find their own state by its name and direction."""
+        saved = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        self.name = self.name or saved.get("name")
+        if saved.get("name") == self.name:
+            self.direction = self.direction or saved.get("direction")
+        self._set_watchers(trainer)
+        for callback in watchers(trainer):
+            if isinstance(callback, ModelCheckpoint):
+                bring_best(trainer, callback, checkpoint["callbacks"].get(callback.state_key) or {})
+
+
+def watchers(trainer: Trainer) -> list[Any]:
+    """The callbacks that watch a metric."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [one for one in callbacks if isinstance(one, ModelCheckpoint | EarlyStopping) and one.monitor is not None]
+
+
+def bring_best(trainer: Trainer, callback: ModelCheckpoint, state: dict[str, Any]) -> None:
+    """Copy the best checkpoint of a run that continues in another folder, where Lightning forgets it and its score."""
+    name, score, folder = Path(state.get("best_model_path") or "").name, state.get("best_model_score"), callback.dirpath
+    if folder is None or not name or state["dirpath"] == folder:
+        return
+    changes: dict[str, Any] = {}
+    with suppress(UserError, LookupError):  # there is none, or one of a later epoch
+        content = read_safely(Path(str(trainer.ckpt_path)).with_name(name)) if trainer.is_global_zero else {}
+        if content["callbacks"][callback.state_key]["best_model_score"] == score:
+            new = str(Path(folder, name))
+            AtomicCheckpointIO().save_checkpoint(content, new)
+            changes = {"dirpath": folder, "best_model_path": new, "kth_best_model_path": new, "last_model_path": ""}
+            changes |= {"best_k_models": {new: score}, "kth_value": score}
+    state.update(trainer.strategy.broadcast(changes))

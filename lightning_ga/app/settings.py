@@ -1,0 +1,102 @@
+"""The package's own keys of a configuration, how they are read and shown. Nothing here imports torch."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_ga.errors import UserError
+
+Config = dict[str, Any]
+Task = Enum("Task", ["fit", "validate", "test", "predict"])
+Progress = Enum("Progress", ["auto", "bar", "plain", "none"])
+Direction = Enum("Direction", ["min", "max"])
+LARGER_IS_BETTER = re.compile(  # words of metrics, without their digits: f is that of f1, r that of r2
+    "acc|accuracy|top|auroc|auc|auprc|ap|map|ar|mar|f|fbeta|precision|recall|sensitivity|specificity|m?iou|giou|jaccard|"
+    "dice|kappa|mcc|matthews|r|psnr|ssim|snr|sdr|bleu|rouge|meteor|chrf|pearson|spearman|kendall|ndcg|mrr|pq|score|reward"
+)
+SMALLER_IS_BETTER = re.compile("loss|error|err")  # they win over one of the others, as in dice_loss
+GROUPS_OF_MODELS = ("optimizer", "lr_scheduler")  # that are read by models which ask for them
+
+
+@dataclass
+class Settings:
+    """The keys at the top of ``train.yaml``; a configuration without one of them has its default."""
+
+    task: Task = Task.fit
+    seed: int | None = 0
+    ckpt_path: str | None = None
+    dry_run: bool = False
+    test: bool = True
+    optimized_metric: str | None = None
+    optimized_direction: Direction | None = None
+    progress: Progress = Progress.auto
+
+
+def read_settings(cfg: DictConfig) -> Settings:
+    """Read the package's own keys; refuse those that contradict each other, and a run that lacks a class."""
+    given = {key.name: cfg[key.name] for key in fields(Settings) if key.name in cfg}
+    settings: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), given))
+    result: Settings = settings
+    if result.dry_run and result.task is not Task.fit:
+        raise UserError(f"dry_run=true shows the plan of a training, and task={result.task.name} has none: drop one.")
+    if {"callbacks", "logger"} & {*(cfg.get("trainer") or ())}:
+        raise UserError(
+            "trainer.callbacks and trainer.logger are read by nothing: write callbacks.NAME._target_=CLASS."
+        )
+    for name in ("model", "data", "trainer"):
+        if "_target_" not in [*(cfg.get(name) or ())]:
+            raise UserError(f"{name}._target_ is missing: choose {name}=OPTION.")
+    return result
+
+
+def unread_groups(cfg: DictConfig, arguments: Sequence[str] = ()) -> set[str]:
+    """The groups for models that no class reads; a typed key of one, such as ``optimizer.lr``, is refused."""
+    texts = {str(key): str(value) for key, value in OmegaConf.to_container(cfg).items()}  # type: ignore[union-attr]
+    unread = {*GROUPS_OF_MODELS}
+    for _ in GROUPS_OF_MODELS:  # a schedule may read the optimizer's rate
+        readers = "".join(text for key, text in texts.items() if key not in unread)
+        unread -= {name for name in unread if re.search(rf"[{{:]{name}\b", readers)}
+    typed = next((one for one in arguments if re.split(r"[.=]", one)[0] in unread), None)
+    if typed is not None:
+        raise UserError(
+            f"{typed} is read by nothing, as {cfg.model.get('_target_')} makes its own: set a key of model, or write "
+            "optimizer: ${optimizer} in the file of your model, as conf/model/mlp.yaml does."
+        )
+    return unread
+
+
+def shown(cfg: DictConfig) -> Config:
+    """The configuration for others to read: ``${oc.env:NAME}`` stays as it is written, unread groups are left out."""
+    content: Any = OmegaConf.to_container(cfg)
+    unread = unread_groups(cfg)
+    return {str(key): value for key, value in content.items() if key not in unread}
+
+
+def walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by their full keys; a list is one value."""
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from walk(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def direction_of(metric: str | None) -> str:
+    """Whether a metric of this name is to be small or large; ``min`` for names that are not known."""
+    last = str(metric).rpartition("/")[2]
+    name = re.sub(r"([a-z0-9])([A-Z])|([A-Z])([A-Z][a-z])", r"\1\3 \2\4", last)
+    words = re.findall(r"[a-z]+", f"{name} {last}".lower())
+    is_error = any(map(SMALLER_IS_BETTER.fullmatch, words))
+    return "max" if any(map(LARGER_IS_BETTER.fullmatch, words)) and not is_error else "min"
+
+
+def named(name: Any) -> str:
+    """The end of a folder's name."""
+    return "" if name is None else "-" + re.sub(r"[^\w.+-]+", "_", str(name))
+
+
+OmegaConf.register_new_resolver("named", named, replace=True)

@@ -1,0 +1,100 @@
+"""Wrap the fit loop's ``advance``, see the batches that it fetches, and give batches back to its fetcher.
+
+Lightning's ``loops/training_epoch_loop.py`` (``advance``) and ``loops/fetchers.py``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+from lightning_ga.compat import patching
+from lightning_ga.snapshot.random_numbers import RandomState
+
+
+@contextmanager
+def guarded_advance(
+    trainer: Any, run: Callable[[Callable[[], None]], None], window: Callable[[], Any]
+) -> Iterator[None]:
+    """Return a context in which the loop calls ``run(advance)`` for each of its micro-batches.
+
+    In Lightning 2.6 ranks ask each other for a SIGTERM in every ``advance``. Here they ask once in every ``window()``,
+    because a rank that runs a window again runs more micro-batches than the others.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    stock, asks, asked = type(loop).advance, getattr(type(loop), "_broadcast_sigterm_tensor", None), None
+
+    def advance(fetcher: Any) -> None:
+        nonlocal asked
+        if asks is not None and trainer.world_size > 1 and asked != (asked := window()):
+            asks(loop)
+        run(lambda: stock(loop, fetcher))
+
+    with ExitStack() as stack:
+        stack.enter_context(patching.shadowed(loop, "advance", advance))
+        if asks is not None:
+            stack.enter_context(patching.shadowed(loop, "_broadcast_sigterm_tensor", lambda: None))
+        yield
+
+
+@contextmanager
+def seen_batches(trainer: Any, see: Callable[[Any], None]) -> Iterator[None]:
+    """Return a context in which ``see(batch)`` is called with each batch on the host, before anything changes it.
+
+    The precision plugin's ``convert_input`` is the first to get what the loop has fetched.
+    """
+    plugin = trainer.precision_plugin
+    convert = plugin.convert_input
+
+    def convert_input(batch: Any) -> Any:
+        if trainer.training:
+            see(batch)
+        return convert(batch)
+
+    with patching.shadowed(plugin, "convert_input", convert_input):
+        yield
+
+
+def first_batch(trainer: Any) -> Any:
+    """Return the first batch of training, on the host; training still gets it. ``None`` if there is none.
+
+    The fetcher yields it again, reads no further ahead than before, and draws the random numbers of data as before.
+    """
+    loop = trainer.fit_loop
+    set_epoch = patching.sibling(trainer, "loops.fit_loop")._set_sampler_epoch
+    fetcher = loop._data_fetcher
+    if not fetcher.batches:  # a loader of known length is not read ahead
+        for part in loop._combined_loader.flattened:
+            set_epoch(part, loop.epoch_progress.current.processed)
+        before = RandomState()
+        try:
+            fetched = next(fetcher)
+        except StopIteration:
+            return None
+        fetcher.iterator = _as_if_read_now(fetched, before, RandomState(), fetcher.iterator)
+        fetcher.fetched, fetcher.done = 0, False
+        before.restore()
+        return fetched[0]
+    return fetcher.batches[0][0]
+
+
+def _as_if_read_now(fetched: Any, before: RandomState, after: RandomState, others: Iterator[Any]) -> Iterator[Any]:
+    """Yield what was read ahead, then others, and advance random numbers as if it were read now."""
+    if before.is_current():
+        after.restore()
+    yield from _then([fetched], others)
+
+
+def unread(trainer: Any, batches: Sequence[Any]) -> None:
+    """Give batches back to the fetcher, which yields them first; it reads as far ahead as before."""
+    fetcher = trainer.fit_loop._data_fetcher
+    waiting = [*((batch, 0, 0) for batch in batches), *fetcher.batches]
+    ahead = 0 if fetcher.length is not None else fetcher.prefetch_batches
+    fetcher.batches, fetcher.iterator = waiting[:ahead], _then(waiting[ahead:], fetcher.iterator)
+
+
+def _then(first: Sequence[Any], others: Iterator[Any]) -> Iterator[Any]:
+    """Yield some batches, then the others; ``chain`` would call ``iter``, which restarts a combined loader."""
+    yield from first
+    with suppress(StopIteration):
+        while True:
+            yield next(others)

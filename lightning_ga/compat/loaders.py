@@ -1,0 +1,136 @@
+"""Intercept how the fit loop and evaluation loops get their loaders, and how batches reach the device.
+
+Lightning's ``loops/fit_loop.py``, ``trainer/connectors/data_connector.py`` and ``utilities/combined_loader.py``.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.utils._pytree import tree_unflatten
+
+from lightning_ga.compat import patching
+
+
+@contextmanager
+def intercepted_loaders(
+    trainer: Any, cut: Callable[[Any], Any], around: Callable[[Callable[[], None]], None]
+) -> Iterator[None]:
+    """Return a context in which the fit loop reads ``cut(loader)`` and calls ``around(setup_data)`` to set data up.
+
+    ``setup_data`` asks ``_data_source`` for the loader, wherever it comes from (``loops/fit_loop.py:238``).
+    """
+    loop = trainer.fit_loop
+    source, request, set_up = loop._data_source, type(loop._data_source).dataloader, type(loop).setup_data
+    with (
+        patching.shadowed(source, "dataloader", lambda: cut(request(source))),
+        patching.shadowed(loop, "setup_data", lambda: around(lambda: set_up(loop))),
+    ):
+        yield
+
+
+def set_up_again(trainer: Any) -> None:
+    """Let the fit loop set its data up anew."""
+    trainer.fit_loop._combined_loader = None
+    trainer.fit_loop.setup_data()
+
+
+def shards(trainer: Any) -> bool:
+    """Return whether the Trainer may share one order among its ranks: ``Trainer(use_distributed_sampler=…)``."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def shares_shuffled(trainer: Any) -> bool:
+    """Return whether the Trainer shares one order among its ranks, and so shuffles it, also on one rank.
+
+    Lightning 2.6, ``_DataConnector._requires_distributed_sampler``.
+    """
+    return shards(trainer) and bool(trainer._accelerator_connector.is_distributed)
+
+
+@contextmanager
+def micro_batch_units(trainer: Any) -> Iterator[None]:
+    """Return a context in which ``setup_data`` neither shards data, nor cuts epochs, nor checks ``val_check_interval``.
+
+    The source of the training data does all three, in batches of the recipe.
+    """
+    units = {} if trainer.limit_train_batches == 0 else {"limit_train_batches": 1.0}
+    if getattr(trainer, "val_check_interval", None) is not None:  # not set if it is a time
+        units["val_check_interval"] = 1.0
+    connector = trainer._accelerator_connector
+    with patching.replaced(connector, use_distributed_sampler=False), patching.replaced(trainer, **units):
+        yield
+
+
+def show_loaders(trainer: Any, loader: Any) -> None:
+    """Let ``trainer.train_dataloader`` return the user's loader.
+
+    The property reads ``_iterables``; the loop reads ``flattened`` (``utilities/combined_loader.py``).
+    """
+    trainer.fit_loop._combined_loader._iterables = loader
+
+
+def training_loaders(trainer: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the loaders that the fit loop reads, and a function that combines one batch of each."""
+    return _parts(trainer.fit_loop._combined_loader)
+
+
+def evaluation_loaders(trainer: Any, loader: int) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the loaders of the running evaluation's batches, and a function that combines one batch of each."""
+    combined = trainer._active_loop._combined_loader
+    if combined._mode == "sequential":
+        return [combined.flattened[loader]], lambda batches: batches[0]
+    return _parts(combined)
+
+
+def batches_begun(trainer: Any) -> int:
+    """Return how many batches of its loader the running evaluation has begun (``loops/evaluation_loop.py:418``)."""
+    return int(trainer._active_loop.batch_progress.current.ready)
+
+
+def _parts(combined: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    return combined.flattened, partial(tree_unflatten, treespec=combined._spec)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTransfer:
+    """Moves the batches of one loader from the host to the step (``loops/training_epoch_loop.py:320``)."""
+
+    trainer: Any
+    loader: int = 0  # among those of its stage
+
+    @property
+    def split_batch(self) -> Any:
+        """The module's own ``split_batch``; ``None`` if it has none."""
+        return getattr(self.trainer.lightning_module, "split_batch", None)
+
+    def to_device(self, batch: Any) -> Any:
+        """Run the hooks of a transfer and the transfer."""
+        plugin = self.trainer.precision_plugin
+        batch = type(plugin).convert_input(plugin, batch)  # ``advance.seen_batches`` sees those of training alone
+        batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=self.loader)
+        call = patching.sibling(self.trainer, "trainer.call")
+        return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=self.loader)
+
+
+@contextmanager
+def intercepted_evaluation(trainer: Any, around: Callable[..., Any], move: Callable[..., Any]) -> Iterator[None]:
+    """Return a context in which steps of evaluation go through ``around``, and transfers of batches through ``move``.
+
+    They are called as ``around(name, step, *arguments)`` and ``move(to_device, batch, dataloader_idx)``.
+    """
+    strategy = trainer.strategy
+    to_device = type(strategy).batch_to_device
+
+    def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        moved = partial(to_device, strategy, device=device, dataloader_idx=dataloader_idx)
+        return move(moved, batch, dataloader_idx)
+
+    with ExitStack() as held:
+        held.enter_context(patching.shadowed(strategy, "batch_to_device", batch_to_device))
+        for name in ("validation_step", "test_step", "predict_step"):
+            step = partial(getattr(type(strategy), name), strategy)
+            held.enter_context(patching.shadowed(strategy, name, partial(around, name, step)))
+        yield

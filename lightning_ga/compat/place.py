@@ -1,0 +1,226 @@
+"""The place of the fit loop in its data: ``window × factor`` micro-batches. Nothing else writes Lightning's counters.
+
+Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py``, ``loops/progress.py`` and ``loops/fetchers.py``.
+"""
+
+import warnings
+from math import inf
+from typing import Any
+
+_COUNTS = ("ready", "started", "processed", "completed")
+_REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"  # ``training_epoch_loop.py:215``
+
+
+class LoopReader:
+    """Reads the loop's place: windows of an epoch, each of as many micro-batches as the factor says."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._fit_loop, self._loop = trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self.shifted = 0  # batches by which ``shift`` has moved the epoch's end
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the loop sets on samplers (``fit_loop.py:445``)."""
+        return int(self._fit_loop.epoch_progress.current.processed)
+
+    @property
+    def ready(self) -> int:
+        """Micro-batches of the epoch that have reached the device, including the running one."""
+        return int(self._loop.batch_progress.current.ready)
+
+    @property
+    def begins_window(self) -> bool:
+        """Whether the micro-batch that the loop fetches next is the first of a window."""
+        return bool(self.ready % self._trainer.accumulate_grad_batches == 0)
+
+    @property
+    def next_window(self) -> int:
+        """The window of the micro-batch that the loop fetches next."""
+        return self.ready // int(self._trainer.accumulate_grad_batches)
+
+    @property
+    def position(self) -> int:
+        """The place of the running micro-batch in its window."""
+        return (self.ready - 1) % int(self._trainer.accumulate_grad_batches)
+
+    @property
+    def window_is_over(self) -> bool:
+        """Whether the optimizer steps on the micro-batch that runs (``training_epoch_loop.py:447``)."""
+        return not self._loop._should_accumulate()
+
+    @property
+    def skips_backward(self) -> bool:
+        """Whether batches run forward alone, as in the last pass of ``StochasticWeightAveraging`` for BatchNorm."""
+        return bool(self._loop.automatic_optimization._skip_backward)
+
+    @property
+    def epochs(self) -> range:
+        """The epochs that training is known to run, from the current one on."""
+        last = self._trainer.max_epochs
+        return range(self.epoch, max(self.epoch + 1, last or 0))
+
+    @property
+    def batches_of_epoch(self) -> int | None:
+        """Batches of an epoch that the loop has set up; ``None`` if that is not known."""
+        known = self._fit_loop.max_batches
+        return None if known == inf else int(known) - self.shifted
+
+
+class LoopPlace(LoopReader):
+    """Moves the loop's place."""
+
+    def size_epoch(self, length: int | None) -> None:
+        """Set the number of micro-batches of an epoch that the loop begins; ``None`` if it is not known."""
+        self._fit_loop._combined_loader.limits = [inf if length is None else length]
+        self._fit_loop.max_batches = inf if length is None else length
+
+    def relocate(self, window: int, factor: int, *, end: int | None) -> None:
+        """Let the loop continue with the first micro-batch of a window; its epoch has ``end`` micro-batches.
+
+        Totals over all epochs are corrected by the same amount.
+        """
+        self._trainer.accumulate_grad_batches = factor
+        fetcher, at = self._fit_loop._data_fetcher, window * factor
+        self._set(at)
+        self._loop.batch_progress.is_last_batch = False
+        fetcher.fetched, fetcher.length, fetcher.done = at, end, False
+        self._fit_loop.max_batches = inf if end is None else end
+        counts = self._loop.automatic_optimization.optim_progress.optimizer
+        for counter in (counts.step, counts.zero_grad):  # of a failed step
+            for each in (counter.current, counter.total):
+                vars(each).update(dict.fromkeys(set(vars(each)), each.completed))
+
+    def shift(self, window: int, factor: int) -> None:
+        """Let the loop continue with the first batch of a window of so many of the loader's own batches.
+
+        The loop's counters are as if all earlier windows had that factor, so the end of the epoch moves.
+        """
+        moved, end = window * (factor - int(self._trainer.accumulate_grad_batches)), self._fit_loop.max_batches
+        self.shifted += moved
+        self.relocate(window, factor, end=None if end == inf else int(end) + moved)
+
+    def begin_epoch_in_step(self) -> None:
+        """Undo the shifts of the epoch before."""
+        self._fit_loop.max_batches -= self.shifted
+        self.shifted = 0
+
+    def batches_of_window(self, window: int) -> tuple[int, int]:
+        """Return how many of the loader's own batches of the epoch come before a window's end, and before its start."""
+        factor, end = int(self._trainer.accumulate_grad_batches), self._fit_loop.max_batches
+        return int(min((window + 1) * factor, end)) - self.shifted, window * factor - self.shifted
+
+    def count_batches(self, checkpoint: dict[str, Any]) -> None:
+        """Write the number of the loader's own batches into a checkpoint, without shifts."""
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+        for counts in (progress.get("current", {}), progress.get("total", {})):
+            counts.update({name: count - self.shifted for name, count in counts.items()})
+
+    def begin_at(self, window: int, *, same_epoch: bool) -> None:
+        """Let a restored loop begin with a window of the epoch, in this run's micro-batches."""
+        loop, factor = self._loop, int(self._trainer.accumulate_grad_batches)
+        pending = loop.restarted_on_train_batch_end  # which 2.5 reads off the counts
+        if not same_epoch:
+            self._begin_next_epoch()
+        loop.batch_progress.is_last_batch = same_epoch and loop.batch_progress.is_last_batch
+        self._set(window * factor, pending=pending, total=same_epoch)
+        self._align_logger_steps()
+
+    def begin_epoch_after_last_batch(self) -> None:
+        """Let a restored loop count from zero after a checkpoint of its epoch's last batch, whoever counted these."""
+        progress = self._loop.batch_progress  # Lightning itself moves on from the number of batches that it knows
+        if self.restarts and progress.is_last_batch and progress.current.ready != self._fit_loop.max_batches:
+            self.begin_at(0, same_epoch=False)
+
+    def iterate_again(self) -> None:
+        """Start the epoch's iterator anew, as ``training_epoch_loop.py`` does from the second epoch on."""
+        iter(self._fit_loop._data_fetcher)
+
+    def _set(self, at: int, *, pending: bool = False, total: bool = True) -> None:
+        progress = self._loop.batch_progress
+        before = progress.total.ready - progress.current.ready
+        for name in _COUNTS:
+            count = at - int(pending and name == "completed")
+            setattr(progress.current, name, count)
+            if total:
+                setattr(progress.total, name, before + count)
+
+    # --- restarts ------------------------------------------------------------------------------
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the loops were restored from a checkpoint and continue with its counters."""
+        return bool(self._loop.restarting)
+
+    def batches_done(self) -> int:
+        """Return the batches that a restored loop has trained on in its epoch; none if that is over."""
+        epochs = self._fit_loop.epoch_progress.current
+        return int(self._loop.batch_progress.current.processed) if epochs.started > epochs.processed else 0
+
+    def reopen_epoch(self) -> None:
+        """Let a restored loop continue in an epoch that ``max_steps`` ended early, as stock Lightning does.
+
+        A checkpoint of ``on_train_epoch_end`` counts that epoch as processed (``fit_loop.py``: ``on_run_start``).
+        """
+        progress = self._fit_loop.epoch_progress
+        if progress.current.completed < progress.current.processed and not self._loop.batch_progress.is_last_batch:
+            progress.current.processed -= 1
+            progress.total.processed -= 1
+
+    def _begin_next_epoch(self) -> None:
+        """Let a restored loop begin its next epoch as any other, if the epoch of the checkpoint was over.
+
+        Otherwise it acts as if it were in the middle of that epoch (``fit_loop.py:398``, ``:447``).
+        """
+        progress = self._fit_loop.epoch_progress.current
+        if progress.ready != progress.processed:
+            return
+        if progress.completed < progress.processed:  # with max_steps, a checkpoint written in on_train_epoch_end
+            self._fit_loop.epoch_progress.increment_completed()
+        if hasattr(self._fit_loop, "reset_restart_stage"):  # 2.5.0 has no stages
+            self._fit_loop.reset_restart_stage()
+
+    def _align_logger_steps(self) -> None:
+        """Give loggers the right number of optimizer steps: checkpoints are written before it rises.
+
+        The loop adds one, on its reset (``training_epoch_loop.py:190``) or by ending the micro-batch once more (:277).
+        """
+        loop = self._loop
+        on_reset = loop.restarted_on_train_batch_end or not loop.restarted_on_last
+        rises = on_reset or loop._should_check_val_fx(self._fit_loop._data_fetcher)
+        loop._batches_that_stepped = loop.global_step - int(rises)
+
+
+def expect_positions_to_be_kept() -> None:
+    """Silence Lightning's warning that a resume in mid-epoch repeats samples, which it does not here."""
+    warnings.filterwarnings("ignore", message=_REPEATS)
+
+
+def expect_nothing_of_positions() -> None:
+    """Undo ``expect_positions_to_be_kept``."""
+    for entry in [entry for entry in warnings.filters if getattr(entry[1], "pattern", None) == _REPEATS]:
+        warnings.filters.remove(entry)  # type: ignore[attr-defined]
+
+
+def leave_factor(trainer: Any, recipe: int) -> None:
+    """Store the user's factor on the trainer, beside the factor that a fit leaves there."""
+    trainer.__dict__["_recipe_factor"] = (trainer.accumulate_grad_batches, recipe)
+
+
+def take_factor_back(trainer: Any) -> None:
+    """Restore the user's factor on the trainer, unless it was set anew meanwhile."""
+    left, recipe = trainer.__dict__.pop("_recipe_factor", (None, None))
+    if trainer.accumulate_grad_batches == left:
+        trainer.accumulate_grad_batches = recipe
+
+
+def move_callback(trainer: Any, callback: Any, place: int) -> int | None:
+    """Move a callback to a position among the others, as Lightning moves its tuners; return where it was.
+
+    Do nothing if the trainer does not have it any more.
+    """
+    if callback not in trainer.callbacks:
+        return None
+    before: int = trainer.callbacks.index(callback)
+    others = [other for other in trainer.callbacks if other is not callback]
+    trainer.callbacks = [*others[:place], callback, *others[place:]]
+    return before

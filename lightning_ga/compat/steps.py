@@ -1,0 +1,159 @@
+"""Run passes outside of training, without a trace: the probe's trial steps, and the measurement of exactness.
+
+They go through Lightning's ``loops/optimization/automatic.py``, ``trainer/call.py``, ``utilities/rank_zero.py`` and
+``trainer/connectors/logger_connector/`` (2.6.6). State outside of module, optimizers and loops is not put back.
+"""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_ga.compat.patching import replaced, shadowed, sibling
+from lightning_ga.snapshot.copies import coalesce_gradients
+from lightning_ga.snapshot.isolation import ModuleState, SwappedAttributes
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlace:
+    """The place of a pass in its window, and in its batch, which may run in several pieces."""
+
+    index: int = 0  # in the window; the first pass zeroes gradients
+    steps: bool = False  # whether the optimizer steps after it
+    begins: bool = True  # whether it begins a batch of the loop, so that ``on_train_batch_start`` runs
+    ends: bool = True  # whether it ends one, so that ``on_train_batch_end`` runs
+
+
+FIRST_OF_WINDOW = PassPlace(ends=False)
+LAST_OF_WINDOW = PassPlace(index=1, steps=True)
+WHOLE_WINDOW = PassPlace(steps=True)
+
+_WARN_ONCE = (  # modules that keep what they have warned of
+    *("loops.optimization.automatic", "core.module", "utilities.data"),
+    *("trainer.connectors.logger_connector.logger_connector", "trainer.connectors.logger_connector.result"),
+)
+
+
+@contextmanager
+def isolated(
+    trainer: Any, stand_ins: Mapping[int, Any] | None = None, *, begins: bool = True
+) -> Iterator[Callable[[], None]]:
+    """Return a context for passes; the yielded function puts back all that they changed, and so does the end.
+
+    ``stand_ins`` maps the id of an object to another that attributes of modules refer to meanwhile. Unless training
+    ``begins``, no pass may let the optimizer step.
+    """
+    modules, model = [trainer.lightning_module, trainer.strategy.model], trainer.strategy.model
+    stepping = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+    shared = [trainer, trainer.strategy, trainer.datamodule]
+    state = ModuleState(modules, stepping, shared=shared, stand_ins=stand_ins, steps=begins)
+    _add_trainer(state.attributes, trainer)
+
+    def prepare() -> None:
+        state.restore()
+        state.swap_in_copies()
+        _enter(trainer, begins=begins)
+
+    with state.unwritten():
+        try:
+            prepare()
+            yield prepare
+        finally:
+            state.restore()
+    if begins and getattr(model, "find_unused_parameters", False) and not model.static_graph:
+        model.reducer._reset_state()  # passes under ``no_sync`` count, too (``c10d/reducer.cpp``)
+
+
+def run_pass(trainer: Any, batch: Any, place: PassPlace = FIRST_OF_WINDOW) -> None:
+    """Run forward and backward of a micro-batch on the device, and the optimizer's step if the place says so.
+
+    To be called within :func:`isolated`.
+    """
+    loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
+    optimization, progress = loop.automatic_optimization, loop.batch_progress
+    zeroing, finish = optimization._make_zero_grad_fn, strategy.post_backward
+    stock_closure = partial(type(optimization)._make_closure, optimization)  # training may cut batches in its own
+
+    def post_backward(loss: torch.Tensor) -> None:
+        finish(loss)
+        coalesce_gradients(trainer.lightning_module.parameters())
+
+    if place.begins:
+        progress.increment_ready()
+    batch_idx = progress.current.ready - 1
+    hook = sibling(trainer, "trainer.call")._call_lightning_module_hook  # the step may need what these hooks set up
+    # Ranks do not wait for each other: no reduction, which static_graph would begin all the same, no shared buffers.
+    flags = {"require_forward_param_sync": False, "_static_graph_delay_allreduce_enqueued": True}
+    there = {name: value for name, value in flags.items() if hasattr(strategy.model, name)}
+    with (
+        muted(trainer),
+        getattr(strategy, "block_backward_sync", nullcontext)(),
+        replaced(strategy.model, **there),
+        shadowed(loop, "_should_accumulate", lambda: not place.steps),
+        shadowed(optimization, "_make_closure", stock_closure),
+        shadowed(optimization, "_make_zero_grad_fn", lambda _, of: None if place.index else zeroing(0, of)),
+        shadowed(strategy, "post_backward", post_backward),
+    ):
+        trainer._logger_connector.on_batch_start(batch)
+        if place.begins:
+            hook(trainer, "on_train_batch_start", batch, batch_idx)
+        kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
+        outputs = optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        if place.ends:
+            hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
+        trainer._logger_connector.on_batch_end()
+
+
+def _add_trainer(attributes: SwappedAttributes, trainer: Any) -> None:
+    """Keep what a pass changes in the Trainer, its loops and connectors; passes work on copies of counters."""
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    attributes.add(trainer, "_loggers", "profiler", "should_stop", "accumulate_grad_batches", copied=False)
+    attributes.add(loop, "_results", copied=False)
+    attributes.add(loop, "batch_progress")
+    attributes.add(loop.automatic_optimization, "optim_progress")
+    attributes.add(connector, *(name for name in vars(connector) if name != "trainer"))
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        attributes.add(trainer.precision_plugin, "scaler")
+
+
+def _enter(trainer: Any, *, begins: bool) -> None:
+    """Prepare a Trainer for passes, without loggers and profilers; if training ``begins``, run start hooks."""
+    loop, hook = trainer.fit_loop.epoch_loop, sibling(trainer, "trainer.call")._call_lightning_module_hook
+    trainer._loggers = [sibling(trainer, "loggers.logger").DummyLogger() for _ in trainer._loggers]
+    trainer.profiler = sibling(trainer, "profilers").PassThroughProfiler()
+    loop._results = type(loop._results)(training=True)
+    log = loop._results.log  # ranks run different numbers of passes: what they log is not exchanged
+    vars(loop._results)["log"] = lambda *given, **settings: log(*given, **{**settings, "sync_dist": False})
+    loop.batch_progress.is_last_batch = False
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        scaler._init_scale = 1.0  # so that no step is skipped: optimizer state must exist
+        if scaler._scale is not None:
+            scaler._scale.fill_(1.0)
+    with muted(trainer):
+        for name in ("on_train_start", "on_train_epoch_start") if begins else ():
+            hook(trainer, name)
+
+
+@contextmanager
+def muted(trainer: Any) -> Iterator[None]:
+    """Return a context in which this trainer's callbacks are not called and nothing warns; in training they are.
+
+    Steps still find the callbacks in ``trainer.callbacks``; those of other trainers are called.
+    """
+    call, holders = sibling(trainer, "trainer.call"), [sibling(trainer, name) for name in _WARN_ONCE]
+    hooks = call._call_callback_hooks
+
+    def unless_muted(other: Any, *arguments: Any, **settings: Any) -> Any:
+        return None if other is trainer else hooks(other, *arguments, **settings)
+
+    with ExitStack() as stack, shadowed(call, "_call_callback_hooks", unless_muted), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for holder in (holders[0].Closure, *holders[1:]):
+            stack.enter_context(replaced(holder, warning_cache=type(holder.warning_cache)()))
+        yield

@@ -1,0 +1,123 @@
+"""The training data of a fit: the user's loader, cut in the loader or in the step, and the loop that reads it."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.compat import advance, closures, intervals, loaders
+from lightning_ga.compat.loaders import BatchTransfer
+from lightning_ga.compat.place import LoopPlace
+from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.loading.given import StepSource
+from lightning_ga.loading.rebatch import SourceSettings, is_collated
+from lightning_ga.loading.source import LoaderSource, read_source
+from lightning_ga.loading.trials import TrialBatches
+from lightning_ga.plan.config import Options
+from lightning_ga.plan.state import Position
+
+
+class TrainingData:
+    """Gives the fit loop a loader of micro-batches, or the user's own loader if batches are cut in the step."""
+
+    def __init__(self, trainer: Any, place: LoopPlace, options: Options, position: Callable[[], Position]) -> None:
+        self._trainer, self._place, self._options, self._position = trainer, place, options, position
+        self.recipe_factor: int = trainer.accumulate_grad_batches
+        self._source: LoaderSource | StepSource | None = None
+        self._shown: Any = None  # the data as the user gave them
+        self._units = ExitStack()
+        self.cutter: BatchCutter | None = None  # of batches of training, once it has been asked for
+
+    @property
+    def source(self) -> LoaderSource | StepSource:
+        """The data as they are cut."""
+        assert self._source is not None, "the training data are not set up yet"
+        return self._source
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether the loop has asked for the data."""
+        return self._source is not None
+
+    def cut(self, loader: Any) -> LoaderSource | StepSource:
+        """Decide where the user's loader is cut, and let Lightning set it up accordingly."""
+        trainer, position = self._trainer, self._position()
+        settings = SourceSettings(
+            recipe_factor=self.recipe_factor,
+            world_size=trainer.world_size,
+            rank=trainer.global_rank,
+            seed=position.seed,
+            limit_batches=trainer.limit_train_batches,
+            shard=loaders.shards(trainer),
+            shuffle=not trainer.overfit_batches,
+            shuffles=position.shuffles,
+        )
+        source = read_source(loader, settings, in_step=self._why_in_step(), size_of=self._options.size_of)
+        self._source, self._shown, self.cutter = source, loader, None
+        if isinstance(source, LoaderSource):
+            self._units.enter_context(loaders.micro_batch_units(trainer))
+        return source
+
+    def set_up(self, set_up: Callable[[], None]) -> None:
+        """Let the loop set its data up; the Trainer's limits mean batches of the recipe."""
+        known = self._source
+        with self._units:
+            set_up()
+        source = self._source
+        if source is not known and isinstance(source, LoaderSource):
+            loaders.show_loaders(self._trainer, self._shown)
+            intervals.check_validation(self._trainer, source.recipe_batches())
+            self._place.size_epoch(len(source.loader))
+
+    def look_at_optimizer(self) -> None:
+        """Cut batches in the step if the optimizer evaluates a closure several times, always on the whole batch."""
+        if self._why_in_step() and isinstance(self._source, LoaderSource):
+            loaders.set_up_again(self._trainer)
+
+    def see_first_batch(self) -> None:
+        """Show the first batch to a source whose batches come ready-made; training still gets it."""
+        source = self._source
+        if isinstance(source, StepSource) and (source.batch_size is None or not is_collated(source.loader)):
+            batch = advance.first_batch(self._trainer)
+            if batch is not None:
+                with suppress(LayoutError):  # its number of samples may not be known
+                    source.see(batch, self.cutter_of_training())
+
+    def forget_first_batch(self) -> None:
+        """Release the batch that ``see_first_batch`` has kept."""
+        if isinstance(self._source, StepSource):
+            self._source.batch = None
+
+    def cutter_of_training(self) -> BatchCutter:
+        """Return the cutter of the batches that the training step gets."""
+        if self.cutter is None:
+            transfer = BatchTransfer(self._trainer)
+            if isinstance(self._source, StepSource):
+                parts, combine = loaders.training_loaders(self._trainer)
+                self.cutter = BatchCutter(parts, combine, transfer)
+            else:
+                self.cutter = BatchCutter([self.source.loader], lambda batches: batches[0], transfer)
+        return self.cutter
+
+    def trial_batches(self, epoch: int) -> TrialBatches:
+        """Return the source of batches for probe and measurement."""
+        source = self.source
+        if isinstance(source, LoaderSource):
+            return source.trial_batches(epoch)
+        return source.trial_batches(epoch, self.cutter_of_training())
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether the collate function may drop samples of a micro-batch: it is not torch's own."""
+        return getattr(self.source.loader, "collate_fn", default_collate) is not default_collate
+
+    def _why_in_step(self) -> str:
+        """Return why batches are cut in the step whatever the loader is; empty if that depends on the loader."""
+        if self._options.whole:
+            return "whole="
+        if self._options.micro_batching == "step":
+            return 'micro_batching="step"'
+        repeating = [each for each in self._trainer.optimizers if closures.evaluates_again(each)]
+        return f"{type(repeating[0]).__name__} evaluates each batch several times" if repeating else ""

@@ -1,0 +1,166 @@
+"""The gradients of a window: what each pass weighs, and what is done to them before the optimizer's step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_ga.compat import gradient_dtype, ranks
+from lightning_ga.errors import ExactnessWarning
+from lightning_ga.plan.config import Normalize
+from lightning_ga.plan.weights import KnownWindow, LateWindow, WindowWeights, count_items
+from lightning_ga.plan.windows import Window
+from lightning_ga.snapshot.copies import coalesce_gradients, sparse_parameters
+
+LEFT_OUT = (
+    "training_step returned None for some micro-batches of a window and a loss for others: the gradient is the mean "
+    "over those with a loss. Return a loss for every micro-batch to train on all of them."
+)
+
+
+class Gradients:
+    """Weighs backward passes so that a window's gradient is that of its samples in one pass.
+
+    Passes are weighted by their samples (``normalize="samples"``), by what a callable counts in them, or, with
+    ``None``, by Lightning's division by the factor.
+    """
+
+    def __init__(self, trainer: Any, normalize: Normalize) -> None:
+        self._trainer, self.normalize = trainer, normalize
+        self._counts: Callable[[Any], Any] | None = normalize if callable(normalize) else None
+        self.weights = WindowWeights()  # of the window so far
+        self._late = LateWindow(trainer.world_size, sum_over_ranks=partial(ranks.sum_over_ranks, trainer))
+        self._zeroing: list[Any] = []  # hooks during a pass of weight 0
+        self._sparse: list[torch.nn.Parameter] | None = None
+        self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
+        self._is_rounded = False  # whether torch cannot do that, and no warning has said so
+        self._passes = self._losses = 0  # of the window, and those of them that returned a loss
+        self._warned = False
+
+    @contextmanager
+    def summed_in_float32(self) -> Iterator[None]:
+        """Return a context in which half-precision gradients are summed in float32, and rounded before each step."""
+        module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
+        half = gradient_dtype.half_parameters(module) if ranks.gradients_are_ours(self._trainer) else []
+        self._is_rounded = bool(half) and not gradient_dtype.has_grad_dtype()
+        self._half = [] if self._is_rounded else half
+        gradient_dtype.begin(self._half)
+        handles = [gradient_dtype.narrow_before_steps(each, self._half) for each in optimizers if self._half]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            gradient_dtype.end(self._half)
+            self._half = []
+
+    def begin_window(self) -> None:
+        """Begin a window, or begin it again after an error."""
+        self._stop_zeroing()
+        self._passes = self._losses = 0
+
+    def weigh_micro_batch(self, batch: Any, window: Window, position: int, *, samples: int | None = None) -> None:
+        """Weigh the next pass, a micro-batch of a window that is planned.
+
+        ``samples`` is their number if a collate function may have dropped some.
+        """
+        if self.normalize is None:
+            return
+        factor, planned = int(self._trainer.accumulate_grad_batches), window.sizes[position]
+        if self._counts is not None:
+            self._weigh_late(count_items(self._counts, batch) if planned else 0, factor)
+            return
+        known = self.weights if isinstance(self.weights, KnownWindow) else KnownWindow(self._trainer.world_size)
+        self.weights = known.weigh(
+            (planned if samples is None else samples) if planned else 0,
+            planned=planned,
+            window=window.samples,
+            factor=factor,
+            first=position == 0,
+        )
+        self._passes += 1
+
+    def weigh_piece(self, piece: Any, batch: Any, *, samples: int, of: int) -> float:
+        """Weigh the next pass, a piece of ``samples`` of a batch ``of`` so many samples that is cut in the step.
+
+        Return its weight in a mean over the batch.
+        """
+        factor, is_first = int(self._trainer.accumulate_grad_batches), self._passes == 0
+        count, total = float(samples), float(of)
+        if self._counts is not None:
+            count = count_items(self._counts, piece)
+            total = count if piece is batch else count_items(self._counts, batch)
+        if self.normalize is not None and (factor * self._trainer.world_size > 1 or not total):
+            self._weigh_late(count, factor)
+            return count / total if total else 0.0
+        # The batch is a window of its own, or Lightning's division by the factor weighs it.
+        known = self.weights if isinstance(self.weights, KnownWindow) else KnownWindow(1)
+        self.weights = known.weigh(count, planned=count, window=total or 1.0, factor=1, first=is_first)
+        self._passes += 1
+        return count / total if total else 0.0
+
+    def _weigh_late(self, count: float, factor: int) -> None:
+        self._late = self._late.weigh(count, factor=factor, first=self._passes == 0)
+        self.weights = self._late
+        self._passes += 1
+
+    def apply_weight(self, loss: torch.Tensor) -> None:
+        """Multiply the backward pass that begins by its weight; at weight 0, make its gradients zero."""
+        weight = self.weights.weight
+        self._losses += 1
+        self._note(self.weights.trained())
+        if weight != 1.0:
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+        if weight == 0.0:
+            # A mean over nothing is NaN, and 0 × NaN too: gradients are made zero as they come, before ranks reduce.
+            trained = [each for each in self._trainer.lightning_module.parameters() if each.requires_grad]
+            self._zeroing = [parameter.register_hook(torch.zeros_like) for parameter in trained]
+
+    def settle(self) -> None:
+        """After a backward pass, coalesce sparse gradients and widen half-precision ones."""
+        self._stop_zeroing()
+        if self._sparse is None:
+            self._sparse = sparse_parameters(self._trainer.lightning_module)
+        coalesce_gradients(self._sparse)
+        is_sum = self._trainer.accumulate_grad_batches > 1 or self._passes > 1 or self.weights.weight != 1.0
+        if is_sum and self._half:
+            gradient_dtype.widen(self._half)
+        if is_sum and self._is_rounded:
+            self._is_rounded = False
+            rank_zero_warn(gradient_dtype.SUMS_ARE_ROUNDED, category=ExactnessWarning)
+
+    def close_window(self, optimizer: torch.optim.Optimizer) -> None:
+        """Scale the gradients to the mean over the window, after the GradScaler's unscaling and before clipping."""
+        scale, weights = self.weights.close(int(self._trainer.accumulate_grad_batches))
+        self._note(weights)
+        if scale != 1.0:
+            scale_gradients(optimizer, scale)
+        if 0 < self._losses < self._passes and not self._warned:
+            self._warned = True
+            rank_zero_warn(LEFT_OUT, category=ExactnessWarning)
+        self._passes = self._losses = 0  # LBFGS and SAM evaluate the window again
+
+    def begin_epoch(self) -> None:
+        """Search for sparse gradients again after the next backward pass."""
+        self._sparse = None
+
+    def _note(self, weights: WindowWeights) -> None:
+        self.weights = weights
+        if isinstance(weights, LateWindow):
+            self._late = weights
+
+    def _stop_zeroing(self) -> None:
+        while self._zeroing:
+            self._zeroing.pop().remove()
+
+
+@torch.no_grad()
+def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Scale all gradients in place; sparse ones stay sparse and coalesced."""
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    found = [each._values() if each.is_sparse else each for each in gradients if each is not None]
+    if found:
+        torch._foreach_mul_(found, scale)

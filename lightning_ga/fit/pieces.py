@@ -1,0 +1,174 @@
+"""Run one batch in pieces, and merge what they log and return as if the whole batch had run at once.
+
+Torchmetrics accumulate by themselves: each sees the pieces as batches.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_ga.batch.pytree import contents_of, is_constant, open_container, rebuild, same_values
+from lightning_ga.compat.logs import Entry, collected, mean, plain
+
+
+@dataclass(slots=True)
+class _Piece:
+    samples: int
+    weight: float  # in means
+    entries: list[Entry] = field(default_factory=list)  # what it has logged
+    output: Any = None
+
+
+class Pieces:
+    """Keeps what the pieces of one batch log and return until all have run."""
+
+    def __init__(self, results: Any) -> None:
+        self._results = results  # of the loop that runs; ``None`` in prediction
+        self._pieces: list[_Piece] = []
+
+    @contextmanager
+    def piece(self, *, samples: int, weight: float) -> Iterator[None]:
+        """Return a context for the pass over the next piece, whose logged values are kept; an error discards all."""
+        if self._pieces:  # free the graph of the piece before
+            self._pieces[-1].output = _plain(self._pieces[-1].output)
+        piece = _Piece(samples, weight)
+        self._pieces.append(piece)
+        try:
+            with collected(self._results, piece.entries.append):
+                yield
+        except BaseException:
+            self._pieces = []
+            raise
+
+    def add(self, output: Any) -> None:
+        """Keep what the step has returned for the piece."""
+        self._pieces[-1].output = output
+
+    def finish(self) -> Any:
+        """Log each value once, as that of the whole batch, and return the output of the whole batch."""
+        pieces, self._pieces = self._pieces, []
+        for entry in _merged_log(pieces):
+            entry.log(self._results)
+        if len(pieces) == 1:
+            return pieces[0].output
+        return merge(*zip(*[(piece.output, piece.samples, piece.weight) for piece in pieces]))
+
+
+def copied(batch: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Return a batch with the same tensors in containers of its own, as a step may pop its labels from the batch."""
+    if id(batch) in inside:  # an object may contain itself
+        return batch
+    children, inside = open_container(batch), (*inside, id(batch))
+    if children is not None:
+        return rebuild(batch, [copied(child, inside) for _, child in children])
+    if not hasattr(batch, "__dict__") or isinstance(batch, Tensor) or is_constant(batch):
+        return batch
+    clone = copy.copy(batch)
+    own = contents_of(clone).items()  # its copy may have made copies of other mappings, with references of their own
+    vars(clone).update({name: copied(value, inside) for name, value in own if isinstance(value, (dict, list))})
+    return clone
+
+
+def merge(outputs: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
+    """Merge what a step returned for the pieces of a batch; graphs and subclasses of tensors are left behind.
+
+    - Tensors, arrays and lists as long as their piece are joined.
+    - Numbers and tensors of one element are averaged by weight, unless all are equal; pieces of no weight have means
+      over nothing. Numbers that count the samples of their piece are added up.
+    - Containers are merged field by field. ``None`` in some pieces is skipped.
+    - Anything else is the value if all are equal, otherwise the list of the values.
+
+    Examples:
+        >>> parts = [
+        ...     {"loss": torch.tensor(1.0), "logits": torch.zeros(3, 10)},
+        ...     {"loss": torch.tensor(5.0), "logits": torch.ones(1, 10)},
+        ... ]
+        >>> whole = merge(parts, samples=[3, 1], weights=[3, 1])
+        >>> whole["loss"], whole["logits"].shape
+        (tensor(2.), torch.Size([4, 10]))
+    """
+    there = [part for part in zip(outputs, samples, weights) if part[0] is not None]
+    if not there:
+        return None
+    values, sizes, shares = map(list, zip(*there))
+    first = values[0]
+    if all(isinstance(value, Tensor) for value in values):
+        return _merged_tensors([_plain(value) for value in values], sizes, shares)
+    if all(isinstance(value, Real) and not isinstance(value, bool) for value in values):
+        if values == sizes and max(sizes) > 1:  # in pieces of one sample any number may be one
+            return sum(sizes)
+        numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
+        return first if _are_equal(values) else mean(numbers, shares).item()
+    if any(type(value) is not type(first) for value in values) or isinstance(first, PackedSequence):
+        return _same(values)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values) if _are_by_sample(values, sizes) else _same(values)
+    if isinstance(first, list):
+        lengths = [len(value) for value in values]
+        if lengths == sizes or len(set(lengths)) > 1:
+            return rebuild(first, [_plain(item) for value in values for item in value])
+    return _same(values) if open_container(first) is None else _merged_fields(values, sizes, shares)
+
+
+def _merged_fields(values: list[Any], samples: list[int], weights: list[float]) -> Any:
+    """Merge containers of one type field by field; keys of a dictionary may be missing in some."""
+    children = [dict(open_container(value) or ()) for value in values]
+    whole, names = values[0], dict.fromkeys(name for child in children for name in child)
+    if isinstance(whole, dict) and len(names) > len(children[0]):
+        whole = dict.fromkeys(key for value in values for key in value)
+    elif len(names) > len(children[0]):
+        return _same(values)
+    return rebuild(whole, [merge([child.get(name) for child in children], samples, weights) for name in names])
+
+
+def _merged_tensors(tensors: list[Tensor], samples: list[int], weights: list[float]) -> Any:
+    if any(tensor.is_nested for tensor in tensors):
+        return tensors
+    if _are_by_sample(tensors, samples):
+        return torch.cat(tensors)
+    are_numbers = all(tensor.numel() == 1 and tensor.dtype != torch.bool for tensor in tensors)
+    if are_numbers and (tensors[0].is_floating_point() or not _are_equal(tensors)):  # a comparison waits for the device
+        return mean(tensors, weights)
+    return _same(tensors)
+
+
+def _are_by_sample(values: Sequence[Any], samples: Sequence[int]) -> bool:
+    """Return whether tensors or arrays lead with the samples of their pieces, and can be joined."""
+    shapes = [tuple(value.shape) for value in values]
+    leads = all(shape and shape[0] == size for shape, size in zip(shapes, samples))
+    return leads and len({shape[1:] for shape in shapes}) == 1
+
+
+def _are_equal(values: Sequence[Any]) -> bool:
+    return all(same_values(values[0], value) for value in values[1:])
+
+
+def _same(values: list[Any]) -> Any:
+    return _plain(values[0]) if _are_equal(values) else [_plain(value) for value in values]
+
+
+def _plain(node: Any) -> Any:
+    children = open_container(node)
+    return plain(node) if children is None else rebuild(node, [_plain(child) for _, child in children])
+
+
+def _merged_log(pieces: list[_Piece]) -> Iterator[Entry]:
+    """Yield one entry for each value that was logged: the first of a name in each piece, then the second, and so on."""
+    groups: dict[tuple[str, str, int], list[tuple[Entry, int, float]]] = {}
+    for piece in pieces:
+        times: Counter[tuple[str, str]] = Counter()
+        for entry in piece.entries:
+            times[entry.fx, entry.name] += 1
+            place = entry.fx, entry.name, times[entry.fx, entry.name]
+            groups.setdefault(place, []).append((entry, piece.samples, piece.weight))
+    for group in groups.values():
+        yield group[0][0] if len(pieces) == 1 else group[0][0].merged(*zip(*group))

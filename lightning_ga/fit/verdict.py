@@ -1,0 +1,84 @@
+"""The verdict on the exactness of a training: measured at its start, at later moments, and after an error."""
+
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.chunks import ChunkedModules
+from lightning_ga.compat import ranks
+from lightning_ga.compat.loaders import BatchTransfer
+from lightning_ga.errors import ExactnessWarning
+from lightning_ga.fit.exactness.measure import Moments, measure, measure_at_start
+from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.loading.trials import TrialBatches
+from lightning_ga.plan.config import Options
+from lightning_ga.plan.exactness import Exactness, combined, is_inexact, warning
+
+
+class Verdict:
+    """Keeps the verdict, and warns once if micro-batches do not give the gradient of the whole batch."""
+
+    def __init__(self, trainer: Any, options: Options) -> None:
+        self._trainer, self._options = trainer, options
+        self.exactness: Exactness | None = None  # none without ``verify``, and before it is measured
+        self._moments = Moments()
+        self._warned = False
+        self._passes = 0
+
+    def measure_at_start(
+        self, batches: TrialBatches, *, limit: int, in_step: bool, chunked: ChunkedModules | None
+    ) -> None:
+        """Measure before training, in passes of at most ``limit`` samples, if ``verify`` says so; all ranks call it."""
+        if not self._options.verify:
+            return
+        transfer = BatchTransfer(self._trainer)
+        try:
+            found = measure_at_start(
+                self._trainer,
+                batches,
+                transfer.to_device,
+                self._options.normalize,
+                limit=limit,
+                in_step=in_step,
+                chunked=chunked,
+            )
+        except LayoutError as why:
+            found = Exactness(None, 0.0, "uncuttable", reason=str(why))
+        self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
+
+    def is_due(self, *, after_error: bool) -> bool:
+        """Return whether the micro-batch that begins a window is to be measured; called as each window begins."""
+        self._passes += int(self._trainer.accumulate_grad_batches)
+        wanted = self._options.verify and self.exactness is not None and not self._options.whole
+        if not wanted or is_inexact(self.exactness):
+            return False
+        return self._moments.due(int(self._trainer.global_step), self._passes) or after_error
+
+    def look(self, batch: Any, cutter: BatchCutter, *, limit: int, in_step: bool, several_passes: bool) -> None:
+        """Measure on a batch of training, and warn if the gradient is inexact and was not known to be."""
+        try:
+            samples = cutter.count(batch)
+            part = batch if samples <= limit else cutter.cut(batch, 0, limit)
+            if min(samples, limit) < 2:
+                return
+            halves, normalize = cutter.halves(part), self._options.normalize
+            found = measure(self._trainer, halves, normalize=normalize, begins=False, in_step=in_step)
+        except LayoutError:
+            return
+        known = self.exactness
+        if is_inexact(found) or (known is not None and known.cause == "unmeasured"):
+            self.exactness = found
+            self.warn(several_passes=several_passes)
+
+    def agree(self) -> None:
+        """Combine the verdicts of all ranks, which call this together as an epoch begins."""
+        if self.exactness is not None:
+            self.exactness = combined(ranks.of_all_ranks(self._trainer, self.exactness))
+
+    def warn(self, *, several_passes: bool) -> None:
+        """Warn once that accumulation is not exact, or not known to be, if windows take several passes."""
+        accepted = self._options.batch_norm
+        if several_passes and not self._warned and (sentence := warning(self.exactness, batch_norm=accepted)):
+            self._warned = True
+            rank_zero_warn(sentence, category=ExactnessWarning)

@@ -1,0 +1,239 @@
+"""The windows of the running epoch: how they are cut, and the loop's place, factor and intervals in each of them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lightning_ga.compat.intervals import Intervals
+from lightning_ga.compat.place import expect_nothing_of_positions
+from lightning_ga.fit.data import TrainingData
+from lightning_ga.fit.limit import NO_LIMIT, Limit
+from lightning_ga.fit.progress import Progress
+from lightning_ga.fit.rates import WindowRates
+from lightning_ga.fit.wanted import Wanted
+from lightning_ga.fit.window import WindowPasses
+from lightning_ga.loading.source import LoaderSource
+from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of, plan_accumulation, plan_in_step
+from lightning_ga.plan.config import Request
+from lightning_ga.plan.schedule import Growth
+from lightning_ga.plan.windows import Window
+
+
+@dataclass(slots=True)
+class Epoch:
+    """The inputs of an epoch's plan: planned again with these, the epoch has the same windows."""
+
+    number: int
+    effective: int | Growth
+    samples_done: int  # before its first window
+    windows_done: int
+    source: Any = None  # the data that the loop was set up with; ``None`` before the epoch begins
+
+
+class Windows:
+    """Owns the plan, and the window that the loop is in."""
+
+    def __init__(
+        self, request: Request, data: TrainingData, progress: Progress, limit: Limit, rates: WindowRates | None
+    ) -> None:
+        self.request, self._data, self._progress, self._limit, self.rates = request, data, progress, limit, rates
+        self.passes: WindowPasses | None = None  # none if the loop runs micro-batches by itself
+        self.window: Window | None = None  # the one that runs, if the loader cuts it
+        self.intervals: Intervals | None = None  # none while windows and micro-batches are the recipe's
+        self._plan: AccumulationPlan | None = None  # none before the data are set up
+        self._epoch: Epoch | None = None
+
+    @cached_property
+    def _trainer(self) -> Any:
+        return self._progress.trainer
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the user asked for, on these data."""
+        return Wanted(self.request, self._data.source, int(self._trainer.world_size), self._limit.base)
+
+    @property
+    def plan(self) -> AccumulationPlan | None:
+        """How a full window is cut; ``None`` before the data are set up."""
+        names, most = self._limit.chunked_names, self._limit.samples
+        return self._plan if self._plan is None or not names or most is None else in_chunks_of(self._plan, most, names)
+
+    @property
+    def several_passes(self) -> bool:
+        """Whether a window runs in several passes, or its pass in several chunks."""
+        plan, in_pieces = self.plan, self.passes is not None and self.passes.in_pieces
+        if plan is None or plan.chunk_size is None:
+            return in_pieces or (plan is not None and plan.factor > 1)
+        return plan.chunk_size < plan.micro_batch_size
+
+    # --- epochs --------------------------------------------------------------------------------
+
+    def arrange(self, epoch: int, *, enabled: bool) -> None:
+        """Plan an epoch; the loader yields nothing until that is ``enabled``."""
+        position = self._progress.position_in(epoch)
+        asked = self.wanted.of_epoch(epoch, steps=position.steps_before, samples=position.samples_before)
+        self._epoch = Epoch(epoch, asked, position.samples_done, position.windows_done)
+        self._cut(self._epoch, enabled=enabled)
+
+    def _cut(self, epoch: Epoch, *, enabled: bool = True, start: int | None = None) -> None:
+        """Cut the windows of an epoch by the limit; the loader begins with the window ``start``."""
+        source, limit, world_size = self._data.source, self._limit.micro_batch, int(self._trainer.world_size)
+        if not isinstance(source, LoaderSource):
+            names, seen = self._limit.chunked_names, self._progress.samples_seen
+            factor = self.wanted.batches(epoch.number, step=self._trainer.global_step, samples=seen, whole=names)
+            size, limit = source.batch_size or 1, self._limit.of_pieces
+            self._plan = plan_in_step(size, batches=factor, micro_batch=limit or size, world_size=world_size)
+            self._trainer.accumulate_grad_batches = factor
+            return
+        largest = epoch.effective.largest if isinstance(epoch.effective, Growth) else epoch.effective
+        self._plan = source.arrange(
+            epoch.number,
+            epoch.effective,
+            limit or -(-largest // world_size),  # steps are counted in whole windows while it is unknown
+            samples_done=epoch.samples_done,
+            windows_done=epoch.windows_done,
+            start=start,
+            enabled=enabled,
+        )
+        self._trainer.accumulate_grad_batches = source.plan.factor
+
+    def begin_epoch(self, number: int) -> None:
+        """Cut an epoch for training and set the loop up for it, once."""
+        source, place = self._data.source, self._progress.place
+        if self._epoch is not None and (self._epoch.source, self._epoch.number) == (source, number):
+            return
+        self._progress.enter(number)
+        if not isinstance(source, LoaderSource):
+            place.begin_epoch_in_step()
+            if self.request.by_window is not None and self.intervals is None:
+                self.intervals = Intervals(self._trainer, recipe_factor=1)
+        self.arrange(number, enabled=True)
+        assert self._epoch is not None
+        self._epoch.source = source
+        if isinstance(source, LoaderSource):
+            place.size_epoch(source.plan.length)
+            if self.intervals is not None or not self._is_recipe(source):
+                self._use_intervals(source)
+
+    def _is_recipe(self, source: LoaderSource) -> bool:
+        """Return whether windows and micro-batches are those of the recipe."""
+        plan, recipe = self._plan, (source.recipe_effective(), source.batch_size, source.settings.recipe_factor)
+        assert plan is not None
+        same = (plan.effective_batch_size, plan.micro_batch_size, plan.factor) == recipe
+        return same and self.request.by_window is None and source.plan.length == source.recipe_batches()
+
+    def _use_intervals(self, source: LoaderSource) -> None:
+        """Let validation and schedules be due in windows from here on."""
+        self._give_intervals_back()
+        assert self._plan is not None
+        asked = (self.request.effective(self._progress.place.epoch), self.request.factor(self._progress.place.epoch))
+        batches = self._plan.effective_batch_size / (source.batch_size * int(self._trainer.world_size))
+        factor = source.settings.recipe_factor if asked == (None, None) else 1
+        windows = source.plan.count
+        self.intervals = Intervals(self._trainer, recipe_factor=factor, recipe_batches=batches, windows=windows)
+
+    # --- windows -------------------------------------------------------------------------------
+
+    def begin_window(self) -> None:
+        """Set factor, intervals and learning rate for the window that the loop has come to."""
+        place = self._progress.place
+        window, source, plan = place.next_window, self._data.source, self._plan
+        if place.skips_backward or plan is None:
+            return
+        if self.passes is not None:
+            self.passes.begin_window()
+        batch = plan.effective_batch_size
+        if isinstance(source, LoaderSource) and window < source.plan.count:
+            batch = self._begin_planned(source, window)
+        elif self.intervals is not None and not isinstance(source, LoaderSource):
+            batch = self._begin_in_step(window, self.intervals)
+        if self.rates is not None:
+            self.rates.begin_window(batch, self.wanted.recipe_effective)
+
+    def _begin_planned(self, source: LoaderSource, number: int) -> int:
+        """Begin a window that the loader cuts; return the samples of a full window there."""
+        assert self._epoch is not None
+        batch, window = self._epoch.effective, source.window(number)
+        if isinstance(batch, Growth):
+            batch = batch.at(number, window.start)
+            factor = len(window.sizes)
+            if factor != self._trainer.accumulate_grad_batches:
+                self._progress.place.relocate(number, factor, end=source.plan.count * factor)
+            world_size, most = int(self._trainer.world_size), self._limit.micro_batch or batch
+            self._plan = plan_accumulation(batch, micro_batch=most, world_size=world_size)
+        self.window = window
+        if self.intervals is not None:
+            end = number * int(self._trainer.accumulate_grad_batches) + len(window.sizes)
+            validates = self.intervals.validates(number, before=self._progress.position.windows_before)
+            self.intervals.begin_window(number, end=end, validates=validates)
+        return batch
+
+    def _begin_in_step(self, number: int, intervals: Intervals) -> int:
+        """Begin a window of the number of batches that a schedule by window gives; return its samples."""
+        place, epoch, factor = self._progress.place, self._epoch, int(self._trainer.accumulate_grad_batches)
+        assert epoch is not None
+        wanted, seen = self.wanted, self._progress.samples_seen
+        asked = wanted.batches(epoch.number, step=self._trainer.global_step, samples=seen)
+        if asked != factor:
+            place.shift(number, asked)
+            self._cut(epoch)
+        end, start = place.batches_of_window(number)
+        intervals.begin_window(number, end=end + place.shifted, validates=intervals.validates_between(start, end))
+        return asked * (self._data.source.batch_size or 1) * int(self._trainer.world_size)
+
+    def resume_at(self, window: int) -> None:
+        """Set what is due after the window that a restored loop begins with, before the loop looks at it."""
+        if self.intervals is not None:
+            end = (window + 1) * int(self._trainer.accumulate_grad_batches)
+            validates = self.intervals.validates(window, before=self._progress.position.windows_before)
+            self.intervals.begin_window(window, end=end, validates=validates)
+
+    def end_window(self) -> None:
+        """Note that a window is done."""
+        if self.window is not None:
+            self._progress.end_window(self.window.end)
+        elif self.passes is not None:
+            samples = self.passes.samples * int(self._trainer.world_size)
+            self._progress.end_window(self._progress.position.samples_done + samples)
+
+    @property
+    def unit(self) -> str:
+        """What the limit bounds: ``"micro-batches"`` or ``"chunks"``."""
+        return "chunks" if self._limit.chunked_names else "micro-batches"
+
+    def shrink(self) -> tuple[int, int] | None:
+        """Lower the limit; return the samples of the failed pass and of later ones, ``None`` if one sample failed."""
+        source, failed = self._data.source, self._limit.samples
+        if failed in (None, NO_LIMIT):
+            failed = max(self.passes.sizes, default=0) if self.passes is not None else 0
+            failed = failed or source.batch_size or 1
+        if self.window is not None and isinstance(source, LoaderSource) and source.sizes is None:
+            failed = min(failed, max(self.window.sizes))
+        fits = self._limit.fall(failed)
+        return None if fits is None else (failed, fits)
+
+    def begin_window_again(self, number: int) -> None:
+        """Plan the same windows with smaller micro-batches, and move the loop to the start of the window ``number``."""
+        source, place, epoch = self._data.source, self._progress.place, self._epoch
+        assert epoch is not None
+        if not isinstance(source, LoaderSource):
+            place.shift(number, int(self._trainer.accumulate_grad_batches))
+            self._cut(epoch)
+            return
+        self._cut(epoch, start=number)
+        self._use_intervals(source)
+        place.iterate_again()
+        growing = isinstance(epoch.effective, Growth)
+        factor = source.plan.factor_of(number) if growing else source.plan.factor
+        place.relocate(number, factor, end=source.plan.count * factor if growing else source.plan.length)
+
+    def give_back(self) -> None:
+        """Restore the user's intervals and learning rates."""
+        self._give_intervals_back()
+        if self.rates is not None:
+            self.rates.give_back()
+        expect_nothing_of_positions()
+
+    def _give_intervals_back(self) -> None:
+        if self.intervals is not None:
+            self.intervals.give_back()

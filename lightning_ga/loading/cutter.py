@@ -1,0 +1,126 @@
+"""Count and cut the batches that the step gets of one loader: by their layout, or by the module's ``split_batch``."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ga.batch.layout import Layout, cut_batch, cut_by_hook, leaves, length_of_first
+from lightning_ga.batch.pytree import REMEDY, LayoutError
+from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
+from lightning_ga.loading.rebatch import collates, length_of
+from lightning_ga.loading.samples import SAMPLES_PER_READ, collate_samples, collect_samples, spread
+from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.snapshot.random_numbers import RandomState
+
+_KINDS = 3  # samples that are collated, of different shapes if there are any
+
+
+@dataclass(frozen=True, slots=True)
+class CutBatch:
+    """A batch, and two parts of it as training would get them; all on the device."""
+
+    whole: Any
+    parts: tuple[Any, Any]
+    sizes: tuple[int, int]  # samples of the parts
+
+
+class BatchCutter:
+    """Counts and cuts the batches that ``combine`` makes of one batch of each loader, on the device.
+
+    The layout is read once, from a few samples. If no samples can be read, each batch is read by itself.
+    """
+
+    def __init__(self, loaders: Sequence[Any], combine: Callable[[list[Any]], Any], transfer: Any) -> None:
+        self._loaders, self._combine, self._transfer = loaders, combine, transfer
+
+    def count(self, batch: Any) -> int:
+        """Return the samples of a batch; raise ``LayoutError`` if they cannot be separated."""
+        if self._transfer.split_batch is not None:
+            return length_of_first(batch)
+        return self._layout(batch).samples(batch)
+
+    def weight(self, batch: Any, samples: int) -> int:
+        """Return by how many samples a batch weighs: of several loaders, those of the one that gives the most."""
+        several = len(self._loaders) > 1 and self._transfer.split_batch is None
+        return max(self._layout(batch).sizes(batch).values()) if several else samples
+
+    def cut(self, batch: Any, start: int, stop: int) -> Any:
+        """Return the samples ``start`` to ``stop - 1`` of a batch, as views of it if possible."""
+        hook = self._transfer.split_batch
+        if hook is not None:
+            return cut_by_hook(hook, batch, self.count(batch), start, stop)
+        return cut_batch(batch, start, stop, layout=self._layout(batch))
+
+    def halves(self, batch: Any) -> CutBatch:
+        """Cut a batch in two."""
+        samples = self.count(batch)
+        if samples < 2:
+            raise LayoutError(f"A batch of {samples} samples cannot be cut in two.")
+        middle = (samples + 1) // 2
+        parts = self.cut(batch, 0, middle), self.cut(batch, middle, samples)
+        return CutBatch(batch, parts, (middle, samples - middle))
+
+    def _layout(self, batch: Any) -> Layout:
+        collated = self._collated
+        if isinstance(collated, str):
+            raise LayoutError(collated)
+        return collated or read_ready_made(batch)
+
+    @cached_property
+    def _collated(self) -> Layout | str | None:
+        """The layout of collated batches, or why there is none; ``None`` if no samples can be read."""
+        if not all(map(collates, self._loaders)):
+            return None
+        try:
+            found = [[each for each in _samples_of(loader) if each is not None] for loader in self._loaders]
+            kinds = [_various(samples) for samples in found if samples]  # a collate function drops those that are None
+            if len(kinds) < len(self._loaders):
+                return None
+            state = RandomState()  # hooks of the transfer may draw
+            try:
+                return read_layout(Samples(lambda *args: self._batch(kinds, *args), len(kinds), max(map(len, kinds))))
+            finally:
+                state.restore()
+        except LayoutError as error:
+            return str(error)  # the error itself would keep batches alive
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return (
+                f"The batch cannot be cut into samples, as collating a few of them apart ended in "
+                f"{type(error).__name__}: {error}: {REMEDY}."
+            )
+
+    def _batch(self, found: list[list[Any]], counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
+        batches = [
+            collate_samples(loader, [samples[kind % len(samples)] for kind in kinds], count, seed=seed)
+            for loader, samples, count in zip(self._loaders, found, counts)
+        ]
+        return self._transfer.to_device(self._combine(batches))
+
+
+def _samples_of(loader: "DataLoader[Any]") -> list[Any]:
+    """Return a few samples from all over a loader's dataset; none of a stream that cannot be copied."""
+    if isinstance(loader.dataset, IterableDataset):
+        try:
+            return collect_samples(loader, [None] * SAMPLES_PER_READ)
+        except Exception as error:  # a stream may raise anything
+            if is_out_of_memory(error):
+                raise
+            return []
+    size = length_of(loader.dataset)
+    if size is None:
+        return collect_samples(loader, list(next(iter(loader.batch_sampler or ()), ()))[:SAMPLES_PER_READ])
+    return collect_samples(loader, list(islice(spread(size), SAMPLES_PER_READ)))
+
+
+def _various(samples: list[Any]) -> list[Any]:
+    """Return a few samples, of different shapes if there are any."""
+    shapes = [str(list(leaves(sample))) for sample in samples]
+    first = [position for position, shape in enumerate(shapes) if shape not in shapes[:position]]
+    rest = [position for position in range(len(samples)) if position not in first]
+    return [samples[position] for position in (*first, *rest)[:_KINDS]]

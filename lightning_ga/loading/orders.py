@@ -1,0 +1,158 @@
+"""The order of an epoch's samples, the same on every rank: a function of a seed and the epoch alone.
+
+So window k of epoch e has the same samples for every micro-batch and number of ranks, also after a resume.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, RandomSampler, WeightedRandomSampler
+
+from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.snapshot import random_numbers
+
+_SEEDS = 2**63  # seeds of torch.Generator have 64 bits
+
+
+class Sequential:
+    """As the dataset lies."""
+
+    draws_seed = False  # whether torch's ``RandomSampler`` would draw a seed for it
+
+    def __init__(self, size: int) -> None:
+        self._size = self.dataset_size = size
+
+    def size(self, epoch: int, seed: int) -> int:
+        """Return the samples of an epoch."""
+        return self._size
+
+    def draw(self, epoch: int, seed: int) -> Any:
+        """Return the indices of one epoch, of which slices are read."""
+        return range(self._size)
+
+    def begin(self, epoch: int, seed: int) -> Any:
+        """Return the order that training begins an epoch with."""
+        return self.draw(epoch, seed)
+
+    def pool(self, epoch: int, seed: int) -> Sequence[Any]:
+        """Return the indices that training may meet."""
+        return range(self.dataset_size)
+
+
+class Shuffled(Sequential):
+    """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``.
+
+    It is drawn over the whole dataset (``dataset_size``); an epoch may leave some samples out.
+    """
+
+    def __init__(self, size: int, seed: int | None = None, *, dataset_size: int | None = None) -> None:
+        super().__init__(size)
+        self.seed, self.dataset_size = seed, size if dataset_size is None else dataset_size
+        self.draws_seed = seed is None  # it has no generator of its own
+
+    def draw(self, epoch: int, seed: int) -> torch.Tensor:
+        """Return the permutation of one epoch, four bytes a sample of up to 2³¹."""
+        seed = ((seed if self.seed is None else self.seed) + epoch) % _SEEDS
+        dtype = torch.int32 if self.dataset_size < 2**31 else torch.int64
+        with uncounted():  # it lies on the host
+            return torch.randperm(self.dataset_size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class FromSampler:
+    """The indices that a sampler of the user's own yields, shuffled if Lightning ``shuffles`` them; at most ``len()``.
+
+    The length is rounded up to a multiple of ``batch``, because stock Lightning counts batches. Random numbers depend
+    on seed + epoch. To plan an epoch, a copy of the sampler is read. When training begins the epoch, the sampler itself
+    is read, because hooks may have changed it meanwhile.
+    """
+
+    draws_seed = False
+
+    def __init__(self, sampler: Any, dataset: Any = None, *, batch: int = 1, shuffles: bool = False) -> None:
+        self._sampler, self._dataset, self._batch, self._shuffles = sampler, dataset, batch, shuffles
+        self._drawn_for: tuple[int, int] | None = None  # epoch and seed of ``_drawn``
+        self._begun_for: tuple[int, int] | None = None  # the same, once training has begun with it
+        self._drawn: list[Any] = []
+
+    def size(self, epoch: int, seed: int) -> int:
+        """Return the samples of an epoch: those that the sampler yields."""
+        return len(self.draw(epoch, seed))
+
+    def draw(self, epoch: int, seed: int) -> list[Any]:
+        """Return the sampler's own order for one epoch."""
+        if self._drawn_for != (epoch, seed):
+            with borrowed(self._sampler, self._dataset) as sampler:
+                self._drawn = self._read(sampler, epoch, seed)
+            self._drawn_for = epoch, seed
+        return self._drawn
+
+    def begin(self, epoch: int, seed: int) -> list[Any]:
+        """Return the order that training begins an epoch with; once it has begun, the same."""
+        if self._begun_for != (epoch, seed):
+            self._drawn = self._read(self._sampler, epoch, seed)
+            self._drawn_for = self._begun_for = epoch, seed
+        return self._drawn
+
+    def pool(self, epoch: int, seed: int) -> Sequence[Any]:
+        """Return the indices that a sampler of torch draws from, or those of the epoch."""
+        if type(self._sampler) is RandomSampler:
+            return range(len(self._sampler.data_source))
+        if type(self._sampler) is WeightedRandomSampler:
+            weighted: list[int] = self._sampler.weights.nonzero().flatten().tolist()
+            return weighted
+        return self.draw(epoch, seed)
+
+    def _read(self, sampler: Any, epoch: int, seed: int) -> list[Any]:
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
+        with seeded(seed + epoch, sampler, epoch=epoch):
+            iterator = iter(sampler)
+            found = list(islice(iterator, -(-len(sampler) // self._batch) * self._batch))
+            next(iterator, None)  # it may change once it has ended
+        if self._shuffles and found:
+            return [found[int(place)] for place in Shuffled(len(found)).draw(epoch, seed)[:]]
+        return found
+
+
+Order = Sequential | FromSampler
+
+
+@contextmanager
+def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
+    """Yield a deep copy that shares datasets and modules with ``thing``; without one, itself, put back afterwards."""
+    own = getattr(thing, "__dict__", {})
+    held = [each for each in own.values() if isinstance(each, (Dataset, torch.nn.Module)) or hasattr(each, "trainer")]
+    try:
+        lent = copy.deepcopy(thing, {id(each): each for each in (*held, *shared)})
+    except Exception:  # it may contain anything: open files, generators
+        lent = thing
+    before = dict(own)
+    try:
+        yield lent
+    finally:
+        if lent is thing:
+            own.clear()
+            own.update(before)
+
+
+@contextmanager
+def seeded(seed: int, *holders: object, epoch: int = 0) -> Iterator[None]:
+    """Return a context in which random numbers depend on the seed alone; afterwards every generator is as it was.
+
+    This includes generators that are attributes of ``holders``; torch's are seeded with their initial seed + epoch.
+    """
+    held = {id(value): value for holder in holders for value in getattr(holder, "__dict__", {}).values()}
+    own: list[Any] = [generator for generator in held.values() if isinstance(generator, random_numbers.GENERATORS)]
+    before = random_numbers.RandomState(own)
+    try:
+        for generator in own:
+            is_torch = isinstance(generator, torch.Generator)
+            random_numbers.seed_generator(generator, generator.initial_seed() + epoch if is_torch else seed)
+        random_numbers.reseed(seed)
+        yield
+    finally:
+        before.restore()

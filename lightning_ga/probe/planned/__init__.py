@@ -1,1 +1,0 @@
-"""Estimate the limit of a device that is not here."""

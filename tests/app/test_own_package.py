@@ -1,0 +1,247 @@
+"""A package of the user's own, outside of the repository: it is trained as the package's own models are."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROJECT = Path(__file__).parents[2] / "examples" / "own_project"
+OWN = ("--config-dir", "conf", "model=regression", "data=diabetes")
+BARE = (
+    *("model=own", "model._target_=more.Worsens", "data=own", "data._target_=more.Numbers"),
+    *("accumulate.verify=false", "trainer.accelerator=cpu"),
+)
+pytestmark = pytest.mark.filterwarnings("default:Checkpoints leave out the hyperparameters")
+QUICK = ("accumulate.verify=false", "trainer.accelerator=cpu", "trainer.max_epochs=2")
+
+MORE = '''
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+
+class Line(LightningModule):
+    """Its own optimizer."""
+
+    def __init__(self, lr=0.0):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch["x"]).square().mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("val/mse", self.current_epoch + 1.0, batch_size=4)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test/epoch", float(self.trainer.current_epoch), batch_size=4)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.hparams.lr)
+
+
+class Worsens(Line):
+    """Its error grows from epoch to epoch."""
+
+
+class Silent(Line):
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            super().validation_step(batch, batch_idx)
+
+
+class Quality(MeanMetric):
+    higher_is_better = True
+
+
+class Told(Line):
+    """A metric of a name that nobody knows, of which the object knows its direction."""
+
+    def __init__(self):
+        super().__init__()
+        self.quality = Quality()
+
+    def validation_step(self, batch, batch_idx):
+        self.quality.update(self.current_epoch + 1.0)
+        self.log("val/strange", self.quality, batch_size=4)
+
+
+class Numbers(LightningDataModule):
+    def __init__(self, batch_size=4):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return DataLoader([{"x": torch.ones(2) * number} for number in range(8)], batch_size=self.batch_size)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Sets(Numbers):
+    def val_dataloader(self):
+        return [self.train_dataloader(), self.train_dataloader()]
+'''
+
+
+@pytest.fixture
+def typed(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Type a command line in a folder that holds the example's package, its ``conf``, and a module ``more``."""
+    shutil.copytree(PROJECT, ".", dirs_exist_ok=True)
+    Path("more.py").write_text(MORE)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(Path.cwd()))])
+
+    def type_line(*arguments: str, folder: str = "run") -> Any:
+        place = [] if {"-m", "--cfg"} & {*arguments} else [f"hydra.run.dir=outputs/{folder}"]
+        return command(*arguments, *place, folder=folder)
+
+    yield type_line
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("my_package", "more")]:
+        del sys.modules[name]
+
+
+def result(run: Any) -> dict[str, Any]:
+    assert run.code == 0, run.err
+    return json.loads((run.folder / "result.json").read_text())
+
+
+def own_file(path: str, text: str) -> None:
+    Path("conf", path).parent.mkdir(parents=True, exist_ok=True)
+    Path("conf", path).write_text(text)
+
+
+def best_epoch(run: Any) -> int:
+    return torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)["epoch"]
+
+
+def test_an_error_is_made_small(typed):
+    """The best epoch is kept, tested and reported; early stopping stops what becomes worse."""
+    run = typed(
+        *BARE, "trainer.max_epochs=4", "callbacks=[default,early_stopping]", "callbacks.early_stopping.patience=1"
+    )
+    found = result(run)
+    assert (found["val/mse"], found["optimized_metric"], found["optimized_direction"]) == (1.0, "val/mse", "min")
+    assert "val/mse (smaller is better)" in run.out
+    assert best_epoch(run) == 0
+    assert "Epoch 2/4" in run.out
+    assert "Epoch 3/4" not in run.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "best", "said"),
+    [
+        (["model._target_=more.Told"], 1, "val/strange (larger is better)"),
+        (["model._target_=more.Told", "optimized_direction=min"], 0, "val/strange (smaller is better)"),
+        (["model._target_=more.Silent"], 0, "val/mse (smaller is better)"),
+        (["data._target_=more.Sets"], 0, "val/mse/dataloader_idx_0 (smaller is better)"),
+    ],
+)
+def test_the_direction_is_typed_or_the_metrics_own(typed, arguments, best, said):
+    """Also of a metric that the sanity check does not show."""
+    run = typed(*BARE, "trainer.max_epochs=2", *arguments)
+    assert run.code == 0, run.err
+    assert said in run.out
+    assert best_epoch(run) == best
+
+
+@pytest.mark.parametrize("folder", ["run", "other"])
+def test_a_resumed_run_keeps_its_best(typed, folder):
+    """A worse epoch after a resume is not called the best, in whichever folder it goes on."""
+    first = typed(*BARE, "trainer.max_epochs=2")
+    resumed = typed(*BARE, "trainer.max_epochs=4", f"ckpt_path={first.folder}", folder=folder)
+    assert result(resumed)["val/mse"] == 1.0
+    assert best_epoch(resumed) == 0
+
+
+def test_own_files_win(typed):
+    """Over the package's of the same name, of which the others stay."""
+    own_file("model/mlp.yaml", "_target_: more.Line\nlr: 0.5\n")
+    own_file("trainer/default.yaml", "_target_: lightning.pytorch.Trainer\nmax_epochs: 77\naccelerator: cpu\n")
+    shown = typed("--config-dir", "conf", "--cfg", "job", "model=mlp", "trainer=cpu", "optimizer=sgd")
+    assert shown.code == 0, shown.err
+    for part in ("more.Line", "max_epochs: 77", "torch.optim.SGD"):
+        assert part in shown.out
+    assert "MLPClassifier" not in shown.out
+    run = typed("--config-dir", "conf", "model=mlp", "data=own", "data._target_=more.Numbers", "trainer.max_epochs=1")
+    assert result(run)["val/mse"] == 1.0
+
+
+def test_keys_that_the_model_does_not_read_are_refused(typed):
+    """``optimizer.lr`` of a model that makes its own."""
+    for words in (["optimizer.lr=0.5"], ["optimizer=sgd"], ["lr_scheduler=none"]):
+        assert f"{words[0]} is read by nothing" in typed(*BARE, "+model.lr=0.1", *words).mistake
+
+
+def test_a_standard_module_of_the_template_trains_and_goes_on(typed):
+    """Its hyperparameters hold partials, which no checkpoint keeps; nothing has to be allowed.
+
+    The page shows its own results.
+    """
+    run = typed(*OWN, *QUICK)
+    assert run.code == 0, run.err
+    assert run.err.count("optimizer, scheduler") == 1
+    saved = torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)
+    assert saved["hyper_parameters"] == {"features": 10, "hidden": 32}
+    page = (run.folder / "report.html").read_text()
+    assert [name for name in ("test/mse", "test/r2", "val/mse") if f"<span>{name}</span>" not in page] == []
+    assert "385 parameters" in run.out
+    resumed = typed(*OWN, *QUICK, "trainer.max_epochs=3", "ckpt_path=last", folder="resumed")
+    assert resumed.code == 0, resumed.err
+    assert "Epoch 3/3" in resumed.out
+    assert "Epoch 2/3" not in resumed.out
+
+
+@pytest.mark.parametrize("said", ["val/msee is not logged by validation", "train/msee is not logged by training"])
+def test_a_metric_that_is_not_logged_ends_nothing(typed, said):
+    """A warning with those that are, as soon as they are known; no checkpoint is called the best."""
+    run = typed(
+        *BARE, "trainer.max_epochs=2", f"optimized_metric={said.split()[0]}", "callbacks=[default,early_stopping]"
+    )
+    assert run.code == 0, run.err
+    assert run.err.count(f"{said}, which logs val/mse") == 1
+    assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"last.ckpt"}
+    assert "Epoch 2/2" in run.out
+
+
+def test_classes_are_named_on_the_line(typed):
+    run = typed(*BARE, "trainer.max_epochs=1", "+model.lr=0.5", "+data.batch_size=2")
+    assert run.code == 0, run.err
+    last = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert (last["hyper_parameters"]["lr"], last["global_step"]) == (0.5, 4)
+    data = ("data=own", "data._target_=more.Numbers", "accumulate.verify=false")
+    for model in ("resnet34d", "own"):  # the keys of the first stay
+        merged = typed(f"model={model}", "model._target_=more.Line", *data, "+model.nope=1", folder=f"merged_{model}")
+        assert ("add model=own" in merged.mistake) is (model != "own")
+
+
+def test_null_leaves_a_part_out(typed):
+    null = (f"{name}=null" for name in ("logger", "callbacks", "optimized_metric", "accumulate"))
+    assert result(typed(*BARE[:4], "trainer.accelerator=cpu", "trainer.max_epochs=1", *null))["val/mse"] == 1.0
+
+
+def test_own_keys_are_the_users_business_and_reach_the_loggers(typed):
+    """With the number of parameters; values of the environment do not."""
+    own_file("experiment/mine.yaml", "# @package _global_\ntags: [a, b]\ntask_name: x\nextras: {print: true}\n")
+    run = typed("--config-dir", "conf", "experiment=mine", *BARE, "trainer.max_epochs=1", "+mine=${oc.env:HOME}")
+    assert run.code == 0, run.err
+    assert "a, b" in (run.folder / "report.html").read_text()
+    kept = (run.folder / "csv" / "hparams.yaml").read_text()
+    assert "more.Worsens" in kept
+    assert "parameters: 3" in kept
+    assert str(Path.home()) not in kept
+
+
+@pytest.mark.slow
+def test_the_readme_of_the_example_runs(typed):
+    lines = [line for line in Path("README.md").read_text().splitlines() if line.startswith("lightning-ga ")]
+    assert len(lines) == 5
+    for number, line in enumerate(lines):
+        quick = "trainer.max_epochs=2" if number == 0 else "accumulate.verify=false"
+        run = typed(*line.split()[1:], quick, folder=str(number))
+        assert run.code == 0, f"{line}: {run.err}"

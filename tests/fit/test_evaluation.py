@@ -1,0 +1,203 @@
+"""Memory runs out in evaluation: the batch runs again in pieces. The oracle is the same evaluation without an error."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from reference import FEATURES, network, quiet_trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.testing import out_of_memory_at
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:Trying to infer the `batch_size`:UserWarning"
+    ),  # names of rows have lengths, too
+]
+BATCH, ALL = 8, 10**9
+
+
+class Rows(Dataset):
+    """A batch is a dictionary of rows, their labels and names."""
+
+    def __init__(self, size: int = 20) -> None:
+        generator = torch.Generator().manual_seed(size)
+        self.inputs = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"inputs": self.inputs[index], "labels": self.inputs[index].sum(0, keepdim=True), "name": f"row {index}"}
+
+
+class Evaluated(pl.LightningModule):
+    """Memory runs out at the end of the steps of more samples than fit, or where these are moved to the device."""
+
+    def __init__(self, *, fits: int = ALL, moves: int = ALL) -> None:
+        super().__init__()
+        self.net, self.fits, self.moves = network(), fits, moves
+        self.register_buffer("samples", torch.zeros(()))
+        self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
+        self.gathered: list[Tensor] = []
+        self.returned: list[Any] = []
+        self.sizes: list[int] = []
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.check(batch, self.moves)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    @staticmethod
+    def check(batch: Any, most: int) -> None:
+        if len(batch["inputs"]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        labels, names = batch.pop("labels"), batch["name"]
+        predicted = self.net(batch["inputs"])
+        self.samples += len(predicted)
+        self.error(predicted, labels)
+        self.gathered.append(predicted)
+        loss = torch.nn.functional.mse_loss(predicted, labels)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("most", predicted.max(), reduce_fx="max")
+        self.log("sized", loss, batch_size=len(predicted))
+        self.log("error", self.error)
+        self.sizes.append(len(predicted))
+        self.check(batch, self.fits)
+        return {"loss": loss, "predicted": predicted, "names": names, "count": len(predicted)}
+
+    test_step = predict_step = validation_step
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.returned.append(outputs)
+
+    on_test_batch_end = on_validation_batch_end
+
+
+class PredictsOnly(Evaluated):
+    """Prediction logs nothing."""
+
+    def predict_step(self, batch: Any, *_: Any) -> dict[str, Any]:
+        self.check(batch, self.fits)
+        return {"predicted": self.net(batch["inputs"]), "names": batch.pop("name")}
+
+
+def loader(size: int = 20, **settings: Any) -> DataLoader:
+    return DataLoader(Rows(size), batch_size=BATCH, **settings)
+
+
+def evaluated(module: Evaluated, stage: str, data: Any, *callbacks: Any, **settings: Any) -> list[Any]:
+    """Everything that an evaluation leaves behind."""
+    logged = getattr(quiet_trainer(*callbacks, **settings), stage)(module, data, verbose=False)
+    returned = [
+        {**each, "names": [int(name.removeprefix("row ")) for name in each["names"]]} for each in module.returned
+    ]
+    return [logged, returned, torch.cat(module.gathered), module.samples]
+
+
+def close(ours: Any, expected: Any) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-12)  # Lightning logs in single precision
+
+
+@pytest.mark.parametrize("fits", [{"fits": 3}, {"moves": 2}, {"fits": 3, "moves": 5}], ids=str)
+@pytest.mark.parametrize(("stage", "inference_mode"), [("validate", True), ("test", False)])
+def test_an_evaluation_in_pieces_is_that_of_whole_batches(stage: str, inference_mode: bool, fits: Any) -> None:
+    """What is logged and returned, metrics, buffers and lists: each sample counts once."""
+    ours, module = AutoAccumulate(), Evaluated(**fits)
+    settings = {"inference_mode": inference_mode}
+    close(evaluated(module, stage, loader(), ours, **settings), evaluated(Evaluated(), stage, loader(), **settings))
+    if fits == {"fits": 3}:
+        assert module.sizes == 10 * [2]  # those of failed attempts are taken back
+        assert ours.oom_events == 1
+        assert "loss" in module.returned[0]
+
+
+def test_predictions_in_pieces_are_those_of_whole_batches() -> None:
+    found = [
+        quiet_trainer(AutoAccumulate()).predict(module, [loader(), loader(9)])
+        for module in (PredictsOnly(fits=3), PredictsOnly())
+    ]
+    close(*[[[batch["predicted"] for batch in batches] for batches in each] for each in found])
+    assert found[0][0][2]["names"] == [f"row {index}" for index in range(16, 20)]
+
+
+def test_several_loaders_and_data_workers() -> None:
+    """Each loader has a limit of its own; what is logged keeps them apart."""
+    found = [
+        evaluated(module, "validate", [loader(12, num_workers=1, persistent_workers=True), loader(5)], *callbacks)
+        for module, callbacks in ((Evaluated(fits=4), [AutoAccumulate()]), (Evaluated(), []))
+    ]
+    close(*found)
+
+
+def test_a_fit_is_validated_in_pieces() -> None:
+    """Whatever validation survives, training is not cut."""
+
+    class Trained(Evaluated):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return torch.nn.functional.mse_loss(self.net(batch["inputs"]), batch["labels"])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    left = []
+    for module, callbacks in ((Trained(fits=3), [AutoAccumulate(verify=False)]), (Trained(), [])):
+        trainer = quiet_trainer(*callbacks, num_sanity_val_steps=1)
+        trainer.fit(module, loader(), loader(12))
+        metrics = {name: value for name, value in trainer.callback_metrics.items() if "chunk" not in name}
+        left.append([*module.net.parameters(), metrics, module.samples])
+        assert not callbacks or callbacks[0].plan.factor == 1
+    close(*left)
+
+
+def test_memory_runs_out_at_any_operation() -> None:
+    """Of the step, and of what puts together what pieces have logged and returned."""
+    expected, survived = evaluated(Evaluated(), "validate", loader(8)), 0
+    for operation in range(1, 4000, 79):
+        counter, ours = out_of_memory_at(operation), AutoAccumulate()
+
+        class Counting(Evaluated):
+            def on_validation_batch_start(self, *_: Any) -> None:
+                counter.__enter__()  # noqa: B023
+
+            def on_validation_batch_end(self, *arguments: Any) -> None:
+                counter.__exit__(None, None, None)  # noqa: B023
+                super().on_validation_batch_end(*arguments)
+
+        close(evaluated(Counting(fits=4), "validate", loader(8), ours), expected)
+        survived += ours.oom_events
+        if counter.operations < operation:
+            break
+    assert survived > 3
+    assert counter.operations < operation
+
+
+def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
+    """And if that is asked for, the first error ends the run."""
+    with pytest.raises(UserError, match="Memory ran out in validation with one sample alone .* nothing left to split"):
+        evaluated(Evaluated(fits=0), "validate", loader(), AutoAccumulate())
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluated(Evaluated(fits=3), "validate", loader(), AutoAccumulate(on_oom="raise"))
+
+
+def test_it_is_told_once_what_was_survived() -> None:
+    with pytest.warns(UserWarning, match="Memory ran out in test with 4 samples .* at most 2 samples") as told:
+        evaluated(Evaluated(fits=3), "test", loader(), AutoAccumulate())
+    assert sum("put together by samples" in str(each.message) for each in told) == 1
+
+
+def test_weights_that_a_step_moves_are_named() -> None:
+    class Moves(Evaluated):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                self.net[0].weight.mul_(2)
+            return super().validation_step(batch, batch_idx)
+
+    with pytest.raises(UserError, match="the step had changed net.0.weight"):
+        evaluated(Moves(fits=3), "validate", loader(), AutoAccumulate())

@@ -1,0 +1,125 @@
+"""Batches of the step are counted and cut by their layout, or by the module's hook; the user's batches are kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from reference import StreamOf
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.errors import UserError
+from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.loading.rebatch import SourceSettings
+from lightning_ga.loading.source import read_source
+
+SIZE = 24
+ROWS: Any = [(torch.full((3,), float(index)), index) for index in range(SIZE)]
+
+
+class Move:
+    """The way of a batch to the step; ``split_batch`` as the module defines it."""
+
+    def __init__(self, split_batch: Any = None) -> None:
+        self.split_batch, self.moved = split_batch, 0
+
+    def to_device(self, batch: Any) -> Any:
+        self.moved += 1
+        return batch
+
+
+def cutter(*loaders: Any, hook: Any = None, combine: Any = None) -> BatchCutter:
+    return BatchCutter(loaders, combine or (lambda batches: batches[0]), Move(hook))
+
+
+def time_first(batch: list[Any]) -> Any:
+    return torch.stack([row for row, _ in batch], dim=1)
+
+
+def packed(batch: list[Any]) -> dict[str, Any]:
+    """Rows of all samples and where they end."""
+    rows = [torch.full((index % 3 + 1, 2), float(index)) for _, index in batch]
+    return {"rows": torch.cat(rows), "ends": torch.tensor([len(each) for each in rows]).cumsum(0)}
+
+
+def test_a_batch_is_cut_in_two_halves() -> None:
+    """Along whichever axis collating puts samples."""
+    loader = DataLoader(ROWS, 8, collate_fn=time_first)
+    batch, cut = next(iter(loader)), cutter(loader)
+    halves = cut.halves(batch[:, :5])
+    assert (halves.sizes, [each.shape[1] for each in halves.parts]) == ((3, 2), [3, 2])
+    with pytest.raises(LayoutError, match="A batch of 1 samples cannot be cut in two"):
+        cut.halves(batch[:, :1])
+
+
+def test_batches_of_several_loaders_out_of_proportion_are_refused() -> None:
+    one, three = DataLoader(ROWS, 2), DataLoader(ROWS, 6)
+    cut = cutter(one, three, combine=lambda batches: dict(zip("ab", batches)))
+    odd = {"a": [each[:1] for each in next(iter(one))], "b": [each[:4] for each in next(iter(three))]}
+    with pytest.raises(LayoutError, match="its loaders give 1 and 4 of them"):
+        cut.cut(odd, 0, 1)
+
+
+def test_what_cannot_be_read_is_refused_or_cut_by_the_hook() -> None:
+    loader = DataLoader(ROWS, 8, collate_fn=packed)
+    batch, cut = next(iter(loader)), cutter(loader)
+    for _ in range(2):
+        with pytest.raises(LayoutError, match="depends on where in the batch a sample is: define"):
+            cut.count(batch)
+    by_hook = cutter(loader, hook=lambda batch, sizes: [f"{size} samples" for size in sizes])
+    batch["rows"] = batch["rows"][:8]
+    assert (by_hook.count(batch), by_hook.cut(batch, 2, 5)) == (8, "3 samples")
+
+    def broken(batch: list[Any]) -> Any:
+        raise KeyError("image")
+
+    with pytest.raises(LayoutError, match=r"collating a few of them apart ended in KeyError: 'image'.*split_batch"):
+        cutter(DataLoader(ROWS, 8, collate_fn=broken)).count(None)
+
+    def full(batch: list[Any]) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        cutter(DataLoader(ROWS, 8, collate_fn=full)).count(None)
+
+
+class Once(IterableDataset[int]):
+    """A stream that cannot be copied, and loses what is read of it."""
+
+    def __init__(self) -> None:
+        self.source = (number for number in range(SIZE))
+
+    def __iter__(self) -> Any:
+        return self.source
+
+
+def test_a_stream_loses_nothing() -> None:
+    """It is read in a copy; if there is none, its batches are read as ready-made ones, as those of no loader are."""
+    for dataset in (StreamOf(range(SIZE)), Once()):
+        loader = DataLoader(dataset, 4)
+        cut, batches = cutter(loader), iter(loader)
+        assert cut.cut(torch.arange(6), 1, 3).tolist() == [1, 2]
+        assert next(batches).tolist() == [0, 1, 2, 3]
+    assert cutter([torch.zeros(8, 3)]).count([torch.zeros(8, 3), torch.zeros(8)]) == 8
+    assert cutter(DataLoader(TensorDataset(torch.zeros(0, 3)), 4)).count([torch.zeros(5, 3)]) == 5
+
+
+def settings_of(world_size: int = 1) -> SourceSettings:
+    return SourceSettings(2, world_size, 0, 7)
+
+
+def test_windows_of_batches_that_are_kept() -> None:
+    """A whole number of them; if a loader does not tell how many samples they hold, the first one does."""
+    known = read_source(DataLoader(StreamOf(range(SIZE)), 4), settings_of(2))
+    assert (known.cut_in_step, known.batch_size, known.recipe_effective()) == (True, 4, 16)
+    assert known.factor_for(24, 2) == 3
+    with pytest.raises(UserError, match=r"=12 is no whole number of batches: with an iterable dataset, .* of 8"):
+        known.factor_for(12, 2)
+    unknown = read_source([torch.zeros(6, 2), torch.zeros(6, 2)], settings_of())
+    assert (unknown.batch_size, unknown.recipe_effective()) == (None, None)
+    unknown.see(torch.zeros(6, 2), cutter([torch.zeros(6, 2)]))
+    assert (unknown.batch_size, unknown.recipe_effective(), unknown.factor_for(18, 1)) == (6, 12, 3)
+    turned = DataLoader(ROWS, batch_sampler=[range(6)], collate_fn=time_first)
+    own = read_source(turned, settings_of())
+    own.see(next(iter(turned)), cutter(turned))
+    assert own.batch_size == 6

@@ -1,0 +1,148 @@
+"""Orders are functions of seed and epoch alone, and the window batch sampler cuts them."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from lightning_ga.loading.orders import FromSampler, Order, Sequential, Shuffled, borrowed
+
+SIZE = 24
+GLOBAL = (torch.get_rng_state, lambda: np.random.get_state()[1], random.getstate)
+
+
+class NumpySampler:
+    """A sampler of the user's own that draws from NumPy and Python."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.permutation(SIZE).tolist()
+        random.shuffle(order)
+        return iter(order)
+
+
+class ByEpoch(NumpySampler):
+    """One that wants to be told the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(place + self.epoch) % SIZE for place in range(SIZE)])
+
+
+class Changing:
+    """One that counts its epochs as they end, yields another number than its len() says, and holds a generator."""
+
+    def __init__(self, size: int, yields: int, *, copies: bool) -> None:
+        self.size, self.yields, self.ended, self.log = size, yields, 0, [0]
+        self.generator = np.random.default_rng(3)
+        self.source = None if copies else (number for number in range(3))  # which cannot be copied
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        self.log = [*self.log, self.ended]
+        yield from (self.generator.permutation(100) + 100 * self.ended).tolist()[: self.yields]
+        self.ended += 1
+
+
+def weighted(generator: torch.Generator | None = None) -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0 + i for i in range(SIZE)], SIZE, generator=generator)
+
+
+ORDERS: dict[str, Callable[[], Order]] = {
+    "sequential": lambda: Sequential(SIZE),
+    "shuffled": lambda: Shuffled(SIZE),
+    "weighted": lambda: FromSampler(weighted(), SIZE),
+    "weighted, own generator": lambda: FromSampler(weighted(torch.Generator().manual_seed(5)), SIZE),
+    "subset": lambda: FromSampler(SubsetRandomSampler(range(0, SIZE, 2)), SIZE // 2),
+    "replacement": lambda: FromSampler(RandomSampler(range(SIZE), replacement=True), SIZE),
+    "numpy": lambda: FromSampler(NumpySampler(), SIZE),
+    "by epoch": lambda: FromSampler(ByEpoch(), SIZE),
+}
+
+
+def spoil_random_numbers(by: int) -> None:
+    torch.manual_seed(by)
+    np.random.seed(by)
+    random.seed(by)
+
+
+@pytest.mark.parametrize("way", ORDERS)
+def test_an_order_depends_on_seed_and_epoch_alone(way: str) -> None:
+    """Not on the random numbers used up, on other epochs drawn before, nor on the object that is asked; any seed.
+
+    None are used up, either.
+    """
+    spoil_random_numbers(1)
+    before = [state() for state in GLOBAL]
+    first = list(ORDERS[way]().draw(3, seed=7)[0:SIZE])
+    for state, kept in zip(GLOBAL, before):
+        assert np.array_equal(np.asarray(state(), dtype=object), np.asarray(kept, dtype=object))
+    spoil_random_numbers(2)
+    other = ORDERS[way]()
+    other.draw(0, seed=7)
+    assert list(other.draw(3, seed=7)[0:SIZE]) == first
+    if way != "sequential":
+        assert list(other.draw(4, seed=7)[0:SIZE]) != first
+    for seed in (0, 2**63 - 1, 2**64 - 1):
+        assert len(list(other.draw(2, seed=seed)[0:5])) == 5
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_looking_at_an_epoch_leaves_a_sampler_as_it_was(copies: bool) -> None:
+    """In a copy, or put back where there is none; training draws from the sampler itself, which then moves on."""
+    sampler = Changing(20, 20, copies=copies)
+    order, drawn = FromSampler(sampler), sampler.generator.bit_generator.state
+    first = order.draw(0, 7)
+    assert (sampler.ended, sampler.log) == (0, [0])
+    assert order.begin(0, 7) == first
+    assert sampler.ended == 1
+    assert order.begin(0, 7) == order.draw(0, 7) == first  # also when the epoch goes on after an error
+    assert sampler.ended == 1
+    assert [number // 100 for number in order.begin(1, 7)] == [1] * 20
+    assert (sampler.ended, sampler.log) == (2, [0, 0, 1])
+    assert sampler.generator.bit_generator.state == drawn
+
+
+@pytest.mark.parametrize(
+    ("size", "yields", "batch", "samples"), [(20, 17, 1, 17), (20, 24, 1, 20), (20, 30, 8, 24), (20, 22, 8, 22)]
+)
+def test_a_sampler_that_yields_another_number_than_its_length(size: int, yields: int, batch: int, samples: int) -> None:
+    """As in stock Lightning, which counts batches by the length: what is there is trained on, up to that many."""
+    order = FromSampler(Changing(size, yields, copies=True), batch=batch)
+    assert order.size(0, 7) == len(order.draw(0, 7)) == samples
+
+
+def test_datasets_that_a_sampler_holds_are_not_copied() -> None:
+    class Data(Dataset[int]):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise MemoryError
+
+    class OfData(NumpySampler):
+        def __init__(self) -> None:
+            self.data, self.rows = Data(), listed
+
+    listed = [Data()]
+    sampler = OfData()
+    with borrowed(sampler, listed) as lent:
+        assert lent is not sampler
+        assert lent.data is sampler.data
+        assert lent.rows is listed
+
+
+def test_samplers_of_torch_say_what_they_draw_from() -> None:
+    """Without drawing: with replacement an epoch meets some of these only."""
+    assert FromSampler(RandomSampler(range(9), replacement=True, num_samples=4), 4).pool(0, 0) == range(9)
+    assert FromSampler(WeightedRandomSampler([0.0, 1.0, 2.0], 8), 8).pool(0, 0) == [1, 2]

@@ -1,0 +1,160 @@
+"""What every rank is fed with, against the recipe's own loaders and a plain walk over the order."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import StreamOf
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_ga.errors import UserError
+from lightning_ga.loading.given import StepSource
+from lightning_ga.loading.rebatch import SourceSettings
+from lightning_ga.loading.source import LoaderSource, read_source
+from lightning_ga.plan.accumulation import plan_accumulation
+from lightning_ga.plan.lengths import SizeLimits
+
+SEED = 11
+TOTALS = st.integers(1, 80)
+BATCHES = st.integers(1, 12)
+WORLD_SIZES = st.integers(1, 4)
+LIMITS = st.integers(1, 9)
+TRAINER_LIMITS = st.just(1.0) | st.integers(1, 20) | st.sampled_from([0.25, 0.5, 0.9])
+
+
+def feeds(
+    make: Callable[[int], DataLoader[Any]], world_size: int, factor: int = 1, *, size_of: Any = None, **given: Any
+) -> list[LoaderSource]:
+    """One source per rank, each with a loader of its own."""
+    found = []
+    for rank in range(world_size):
+        source = read_source(make(rank), SourceSettings(factor, world_size, rank, SEED, **given), size_of=size_of)
+        assert isinstance(source, LoaderSource)
+        found.append(source)
+    return found
+
+
+def trained_on(ranks: list[LoaderSource]) -> list[list[int]]:
+    """Samples behind each optimizer step: what the loaders really yield, stand-ins of weight 0 left out."""
+    windows: dict[int, list[int]] = {}
+    for feed in ranks:
+        batches = iter(feed.loader)
+        for index in range(feed.plan.done, feed.plan.count):
+            for size in feed.window(index).sizes:
+                batch = next(batches)
+                assert len(batch) == max(1, size)
+                windows.setdefault(index, []).extend(batch.tolist() if size else [])
+        assert next(batches, None) is None
+        assert len(feed.loader) == feed.plan.length == ranks[0].plan.length
+    return [sorted(samples) for _, samples in sorted(windows.items())]
+
+
+def cut(order: list[int], size: int, *, drop_last: bool = False) -> list[list[int]]:
+    windows = [sorted(order[start : start + size]) for start in range(0, len(order), size)]
+    return windows[:-1] if drop_last and windows and len(windows[-1]) < size else windows
+
+
+def recipe_length(size: int, batch: int, world_size: int, limit: int | float, *, drop_last: bool = False) -> int:
+    """Batches that stock Lightning trains on, on one rank: torch's own loader and sampler asked for their length."""
+    dataset = range(size)
+    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=0)  # type: ignore[arg-type]
+    length = len(DataLoader(dataset, batch, sampler=sampler, drop_last=drop_last))  # type: ignore[arg-type]
+    return min(length, limit) if isinstance(limit, int) else int(length * limit)
+
+
+@given(TOTALS, BATCHES, WORLD_SIZES, LIMITS, TRAINER_LIMITS, st.integers(4, 60), st.booleans())
+def test_the_trainers_limit_counts_batches_of_the_recipe(
+    total: int, batch: int, world_size: int, limit: int, trainer_limit: int | float, effective: int, drop_last: bool
+) -> None:
+    """Training uses the samples that stock Lightning's batches would hold, whatever they are cut into."""
+    batches = recipe_length(total, batch, world_size, trainer_limit, drop_last=drop_last)
+    unlimited = recipe_length(total, batch, world_size, 1.0, drop_last=drop_last)
+    ranks = feeds(
+        lambda rank: DataLoader(range(total), batch, drop_last=drop_last),  # type: ignore[arg-type]
+        world_size,
+        limit_batches=trainer_limit,
+    )
+    whole = batches == unlimited
+    used = total if whole else min(total, batches * batch * world_size)
+    if not batches and unlimited:
+        with pytest.raises(UserError, match=f"limit_train_batches={trainer_limit} of {unlimited} batches leaves none"):
+            ranks[0].total(0)
+        return
+    assert (ranks[0].total(0), ranks[0].recipe_batches(0)) == (used, batches)
+    if batches and drop_last and whole and used < effective:
+        with pytest.raises(UserError, match="drop_last"):
+            ranks[0].arrange(0, effective, limit)
+        return
+    expected = cut(list(range(used)), effective, drop_last=drop_last and whole)
+    for feed in ranks:
+        plan = feed.arrange(0, effective, limit)
+        assert plan == plan_accumulation(effective, micro_batch=limit, world_size=world_size)
+        assert plan.factor == feed.plan.factor
+        assert feed.steps_of(0, effective) == (len(expected), sum(map(len, expected)))
+    assert trained_on(ranks) == expected
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_distributed_sampler_is_never_sharded_twice(world_size: int, shard: bool) -> None:
+    """Its ranks share its one order, whether or not the Trainer may add a sampler of its own."""
+
+    def make(rank: int) -> DataLoader[int]:
+        dataset: Any = range(23)
+        sampler: DistributedSampler[int] = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=3)
+        return DataLoader(dataset, 2, sampler=sampler)
+
+    ranks = feeds(make, world_size, 2, shard=shard)
+    assert ranks[0].recipe_effective() == 4 * world_size
+    for feed in ranks:
+        feed.arrange(4, feed.recipe_effective(), 2)
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(3 + 4)).tolist()
+    assert trained_on(ranks) == cut(order, 4 * world_size)
+
+
+def test_data_that_cannot_be_cut_in_the_loader_are_left_alone() -> None:
+    """Each with its reason; with ``size_of`` they are refused."""
+    stream, own = DataLoader(StreamOf(range(9)), 3), DataLoader(range(9), 3)  # type: ignore[arg-type]
+    settings_ = SourceSettings(1, 2, 0, SEED, shard=False)
+    for loader, why in ((stream, "an iterable dataset"), (own, "an order of samples of its own on each rank")):
+        source = read_source(loader, settings_)
+        assert isinstance(source, StepSource)
+        assert (source.loader, source.why) == (loader, why)
+        with pytest.raises(UserError, match=f"size_of= decides by index .* the training data are {why}: leave"):
+            read_source(loader, settings_, size_of="auto")
+    chosen = read_source(own, SourceSettings(1, 1, 0, SEED), in_step="LBFGS")
+    assert chosen.why == "LBFGS"
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=40), st.integers(2, 12), WORLD_SIZES, st.booleans())
+def test_windows_are_cut_by_the_sizes_of_samples(sizes, window, world_size, shuffle):
+    """Once the limits are known: the same samples in each window, none above the limits but alone."""
+    limits, effective = SizeLimits(budget=60, samples=4), max(window, world_size)
+    ranks = feeds(
+        lambda rank: DataLoader(range(len(sizes)), 2, shuffle=shuffle),  # type: ignore[arg-type]
+        world_size,
+        size_of=lambda dataset, index: sizes[index],
+    )
+    for feed in ranks:
+        plain = feed.arrange(0, effective, 2)
+        assert plain.size_budget is None
+        assert feed.sizes is not None
+        assert feed.sizes.longest == max(sizes)
+        feed.sizes.limits = 2, limits
+        plan = feed.arrange(0, effective, 2)
+        assert plan.size_budget == limits.budget
+    order = list(range(len(sizes)))
+    if shuffle:
+        order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(SEED)).tolist()
+    assert trained_on(ranks) == cut(order, effective)
+    for feed in ranks:
+        batches = iter(feed.loader)
+        for each in map(feed.window, range(feed.plan.count)):
+            for size in each.sizes:
+                held = [sizes[index] for index in next(batches).tolist()]
+                assert size <= 1 or (size <= limits.samples and size * max(held) <= limits.budget)

@@ -1,0 +1,149 @@
+"""Batches for trials and measurements: of the heaviest samples, of unlike ones, and without a trace."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import StreamOf
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.loading.rebatch import SourceSettings
+from lightning_ga.loading.source import read_source
+
+SIZE = 40
+
+
+class Counting(Dataset[tuple[torch.Tensor, int]]):
+    """Sequences of unequal lengths, augmented at random; counts what it reads and keeps some."""
+
+    def __init__(self) -> None:
+        self.reads, self.cache = 0, dict[int, int]()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.reads += 1
+        self.cache[index] = self.reads
+        noise = torch.rand(()) + torch.rand((), generator=self.generator) + random.random() + np.random.rand()
+        return torch.full((1 + index % 9,), float(noise)), index % 3
+
+
+class Collate:
+    """Pads, and counts its batches."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.batches += 1
+        return pad_sequence([x for x, _ in samples], batch_first=True), torch.tensor([y for _, y in samples])
+
+
+def states() -> list[Any]:
+    return [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]  # type: ignore[index, call-overload]
+
+
+@pytest.mark.parametrize(("in_step", "workers"), [("", 1), ("LBFGS", 0)])
+def test_batches_of_the_heaviest_samples_leave_no_trace(in_step: str, workers: int) -> None:
+    data, collate = Counting(), Collate()
+    generator = data.generator.get_state()
+    loader = DataLoader(Subset(data, range(SIZE)), 6, collate_fn=collate, num_workers=workers)
+    source, before, moved = read_source(loader, SourceSettings(1, 1, 0, 7), in_step=in_step), states(), list[Any]()
+
+    def move(batch: Any) -> Any:
+        moved.append(batch)
+        return batch
+
+    if in_step:
+        cutter = BatchCutter([loader], lambda batches: batches[0], Plain())
+        trials: Any = source.trial_batches(0, cutter)  # type: ignore[call-arg]
+    else:
+        trials = source.trial_batches(0)  # type: ignore[call-arg]
+    assert not trials.empty
+    batch, whole = trials.make(4, move)
+    assert batch[0].shape == (4, 9)
+    assert trials.most == (6 if in_step else SIZE)
+    assert (trials.seen, trials.total, trials.complete) == (SIZE, SIZE, True)
+    if in_step:
+        assert whole[0].shape == (6, 9)
+        assert batch[0].untyped_storage().data_ptr() == whole[0].untyped_storage().data_ptr()
+    else:
+        assert whole is None
+    telling = trials.telling(5, move)
+    assert telling.sizes == (3, 2)
+    assert len(telling.whole[1]) == 5
+    assert [len(part[1]) for part in telling.parts] == [3, 2]
+    widths = [part[0].shape[1] for part in telling.parts]
+    assert (widths[0] == widths[1]) == bool(in_step)  # apart, each is padded by itself
+    assert sum((part[1].tolist() for part in telling.parts), []) == telling.whole[1].tolist()
+    assert len(moved) == (2 if in_step else 4)
+    assert states() == before
+    assert (data.reads, data.cache, collate.batches) == (0, {}, 0)
+    assert torch.equal(data.generator.get_state(), generator)
+
+
+class Plain:
+    """Moves nothing."""
+
+    split_batch = None
+
+    def to_device(self, batch: Any) -> Any:
+        return batch
+
+
+def test_a_batch_that_training_will_see_is_cut() -> None:
+    """It is left as it is; without one there is nothing to try."""
+    loader = DataLoader(StreamOf(range(12)), 5)
+    source = read_source(loader, SourceSettings(1, 1, 0, 7))
+    cutter = BatchCutter([loader], lambda batches: batches[0], Plain())
+    assert source.trial_batches(0, cutter).empty  # type: ignore[call-arg]
+    first = next(iter(loader))
+    source.see(first, cutter)  # type: ignore[union-attr]
+    trials = source.trial_batches(0, cutter)  # type: ignore[call-arg]
+    assert (trials.empty, trials.most) == (False, 5)
+    part, whole = trials.make(3, lambda batch: batch.mul_(1))
+    assert (part.tolist(), whole.tolist()) == ([0, 1, 2], [0, 1, 2, 3, 4])
+    assert whole is not first
+    telling = trials.telling(4, lambda batch: batch.neg_())
+    assert telling is not None
+    assert [part.tolist() for part in telling.parts] == [[0, -1], [-2, -3]]
+    assert first.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_samples_that_tell_differ_in_what_losses_ignore_and_in_labels() -> None:
+    """The halves differ most: one holds the targets that are ignored."""
+    rows = [{"x": torch.zeros(4), "y": torch.full((4,), -100 if n % 2 else n)} for n in range(0, SIZE)]
+    source = read_source(DataLoader(rows, 4), SourceSettings(1, 1, 0, 7))  # type: ignore[arg-type]
+    telling = source.trial_batches(0).telling(6, lambda batch: batch)  # type: ignore[call-arg]
+    assert telling is not None
+    ignored = [int((part["y"] < 0).sum()) for part in telling.parts]
+    assert ignored == [0, 12]
+    labels = [(torch.zeros(3), n % 5) for n in range(SIZE)]
+    source = read_source(DataLoader(labels, 4), SourceSettings(1, 1, 0, 7))  # type: ignore[arg-type]
+    telling = source.trial_batches(0).telling(5, lambda batch: batch)  # type: ignore[call-arg]
+    assert telling is not None
+    assert telling.whole[1].tolist() == [0, 1, 2, 3, 4]
+    single = read_source(DataLoader(labels[:1], 4), SourceSettings(1, 1, 0, 7))  # type: ignore[arg-type]
+    assert single.trial_batches(0).telling(5, lambda batch: batch) is None  # type: ignore[call-arg]
+
+
+class Doubled(DataLoader[Any]):
+    """Yields each batch twice over."""
+
+    def __iter__(self) -> Any:
+        return (batch.repeat(2) for batch in super().__iter__())
+
+
+def test_a_loader_that_makes_its_batches_itself_is_tried_with_one_of_them() -> None:
+    loader = Doubled(range(12), 4)  # type: ignore[arg-type]
+    source = read_source(loader, SourceSettings(1, 1, 0, 7))
+    cutter = BatchCutter([loader], lambda batches: batches[0], Plain())
+    source.see(next(iter(loader)), cutter)  # type: ignore[union-attr]
+    trials = source.trial_batches(0, cutter)  # type: ignore[call-arg]
+    assert trials.make(8, lambda batch: batch)[0].tolist() == [0, 1, 2, 3] * 2
