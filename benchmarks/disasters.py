@@ -1,13 +1,11 @@
-"""What befalls the runs of ``benchmarks.chaos``: drawn by a seed, in processes that may be killed."""
+"""The trainings of ``benchmarks.chaos``: memory runs out, and processes are killed, at operations that a seed draws."""
 
 import io
 import json
 import os
-import random
 import signal
 from collections import Counter
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,112 +22,80 @@ from lightning_ga import AtomicCheckpointIO, AutoAccumulate
 from lightning_ga.testing import OperationCounter
 
 EFFECTIVE, SAMPLES, EPOCHS = 64, 200, 3
-MODELS, MODES, RANKS = ("transformer", "convolutional"), ("loader", "step"), (1, 2)
-
-FORWARD, LOSS, FIRST, LATER = "forward", "loss", "backward, first of a window", "backward, later"
+CLASSES, TOKENS, LENGTH = 5, 16, 6
+FORWARD, FIRST, LATER = "forward", "backward, first of a window", "backward, later"
 TRANSFER, VALIDATION, UPDATE = "batch transfer", "validation", "optimizer step"
-PLACES = (FORWARD, LOSS, FIRST, LATER, TRANSFER, VALIDATION)  # not the update: it is not run again
 BETWEEN, WRITE, WRITTEN = "between micro-batches", "writing a checkpoint", "after a checkpoint"
-MOMENTS = (BETWEEN, FORWARD, FIRST, LATER, VALIDATION, UPDATE, WRITE, WRITTEN)
+PLACES = (FORWARD, FIRST, LATER, TRANSFER, VALIDATION)  # of errors; the update is not run again
+MOMENTS = (BETWEEN, FORWARD, FIRST, LATER, VALIDATION, UPDATE, WRITE, WRITTEN)  # of kills
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:  # memory runs out, or the process is killed
+class Disaster:  # an out-of-memory error or a kill, at the first visit to a place from this one on
     place: str
     rank: int
     visit: int
-    operation: float
+    operation: float  # as a share of the place's operations
 
 
 @dataclass(frozen=True, slots=True)
-class Life:  # one process, or one on each rank
+class Process:  # on each rank
     micro_batch: int
-    budget: str
     save_every: int
-    faults: tuple[Blow, ...]
-    end: Blow | None
+    errors: tuple[Disaster, ...]
+    kill: Disaster | None
 
 
 @dataclass(frozen=True, slots=True)
-class Story:  # one training, of several lives where it is killed
+class Scenario:  # one training, resumed by the next process after each kill
     model: str
     mode: str
     ranks: int
-    lives: tuple[Life, ...]
+    processes: tuple[Process, ...]
 
 
-CELLS = tuple(product(MODELS, MODES, RANKS))
+class Injector(OperationCounter):
+    """Raises an error or kills the process at an operation of a place, and writes a diary of its rank."""
 
-
-def undisturbed(model: str) -> Story:
-    """The training that all others of a model have to equal: one rank, large micro-batches, no fault."""
-    return Story(model, "loader", 1, (Life(EFFECTIVE, "8GiB", 100, (), None),))
-
-
-def draw(rng: random.Random, number: int) -> Story:
-    """A story; all combinations of model, mode and ranks take turns."""
-    model, mode, ranks = CELLS[number % len(CELLS)]
-    kills = rng.randint(1, 3)
-    lives = tuple(_life(rng, ranks, killed=life < kills) for life in range(kills + 1))
-    return Story(model, mode, ranks, lives)
-
-
-def _life(rng: random.Random, ranks: int, *, killed: bool) -> Life:
-    places = [*rng.sample([FORWARD] * 2 + [LOSS] * 2 + [FIRST] * 2 + [LATER] * 2, 5), TRANSFER, VALIDATION, VALIDATION]
-    faults = tuple(_blow(rng, place, ranks, latest=4 if place == VALIDATION else 6) for place in places)
-    end = _blow(rng, rng.choice(MOMENTS), ranks, latest=6) if killed else None
-    if end is not None and end.place in (WRITE, WRITTEN):
-        end = Blow(end.place, 0, min(end.visit, 3), end.operation)  # rank 0 writes
-    micro_batch = rng.choice((64, 48, 32, 24)) // ranks
-    return Life(micro_batch, rng.choice(("8GiB", "8GiB", "9GiB")), rng.randint(1, 3), faults, end)
-
-
-def _blow(rng: random.Random, place: str, ranks: int, *, latest: int) -> Blow:
-    return Blow(place, rng.randrange(ranks), rng.randint(1, latest), rng.random())
-
-
-CLASSES, TOKENS, LENGTH = 5, 16, 6
-
-
-class Fate(OperationCounter):
-    """Lets memory run out, or kills the process, at an operation of a place; keeps a diary of one rank."""
-
-    def __init__(self, life: Life, number: int, folder: Path) -> None:
+    def __init__(self, process: Process, number: int, folder: Path) -> None:
         super().__init__(0)
-        self.life, self.number, self.folder = life, number, folder
+        self.process, self.number, self.folder = process, number, folder
         self.visits: Counter[str] = Counter()
         self.lengths: dict[str, int] = {}  # operations of each place, as last counted
-        self.place: str | None = None
+        self.place = ""
         self.kills = False
+        self.size = 1  # of the latest pass: a batch whose pieces are single samples gets no error either
 
     def begin(self, rank: int) -> None:
-        self.faults = [fault for fault in self.life.faults if fault.rank == rank]
-        self.ends = [end for end in (self.life.end,) if end is not None and end.rank == rank]
+        kill = self.process.kill
+        self.errors = [error for error in self.process.errors if error.rank == rank]
+        self.ends = [kill] if kill is not None and kill.rank == rank else []
         self.diary = (self.folder / f"rank{rank}.jsonl").open("a")
 
     def note(self, kind: str, **record: Any) -> None:
-        self.diary.write(json.dumps({"life": self.number, "kind": kind, **record}) + "\n")
+        self.diary.write(json.dumps({"process": self.number, "kind": kind, **record}) + "\n")
         self.diary.flush()
 
-    def come_to(self, place: str, samples: int) -> None:
-        """What is computed from here on belongs to this place; one sample alone is spared an error."""
+    def enter(self, place: str, samples: int) -> None:
+        """Count operations as those of this place from here on; a pass of a single sample gets no error."""
         self.leave()
         self.place, self.operations = place, 0
         self.visits[place] += 1
         visit, length = self.visits[place], self.lengths.get(place, 1)
-        due = [fault for fault in self.faults if fault.place == place and fault.visit <= visit]
+        errors = [error for error in self.errors if error.place == place and error.visit <= visit and samples > 1]
         ends = [end for end in self.ends if end.place == place and end.visit <= visit]
         self.kills = bool(ends)
-        if ends or (due and samples > 1):
-            self.fails_at = 1 + int([*ends, *due][0].operation * length)
+        if ends or errors:
+            self.fails_at = 1 + int([*ends, *errors][0].operation * length)
 
     def leave(self) -> None:
-        if self.place is not None and not self.fails_at:
+        if self.place and not self.fails_at:
             self.lengths[self.place] = self.operations
-        self.place, self.fails_at = None, 0
+        self.place, self.fails_at = "", 0
 
-    def pass_by(self, place: str, samples: int) -> None:
-        self.come_to(place, samples)
+    def visit(self, place: str, samples: int) -> None:
+        """Enter and leave a place that has no operations."""
+        self.enter(place, samples)
         if self.fails_at:
             self.strike("there")
         self.leave()
@@ -140,118 +106,106 @@ class Fate(OperationCounter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def strike(self, where: str) -> None:
-        place, self.fails_at, self.place = self.place, 0, None
+        place, self.fails_at, self.place, self.size = self.place, 0, "", 1
         if self.kills:
             self.note("kill", place=place, where=where)
             os.kill(os.getpid(), signal.SIGKILL)
-        self.faults.remove(next(fault for fault in self.faults if fault.place == place))
-        self.note("fault", place=place, where=where)
+        self.errors.remove(next(error for error in self.errors if error.place == place))
+        self.note("error", place=place, where=where)
         raise torch.OutOfMemoryError(f"Injected: out of memory in {place}, {where}.")
 
-    def cut_writes_off(self) -> None:
-        """Let a checkpoint be half written when it is time."""
+    def interrupt_writing(self) -> None:
+        """Let ``torch.save`` write half a checkpoint if the process is to be killed there."""
         save = torch.save
 
-        def cut_off(checkpoint: Any, file: Any) -> None:
-            if isinstance(file, Path):  # what is kept of the end is no checkpoint
+        def interrupted(checkpoint: Any, file: Any) -> None:
+            if isinstance(file, Path):  # the result of the training, not a checkpoint
                 save(checkpoint, file)
                 return
-            self.come_to(WRITE, 1)
+            self.enter(WRITE, 1)
             if self.fails_at:
-                whole = io.BytesIO()
-                save(checkpoint, whole)
-                file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+                buffer = io.BytesIO()
+                save(checkpoint, buffer)
+                file.write(buffer.getvalue()[: len(buffer.getvalue()) // 2])
                 file.flush()
                 self.strike("half written")
             save(checkpoint, file)
             self.leave()
 
-        torch.save = cut_off
+        torch.save = interrupted
 
 
-class Watch(pl.Callback):
-    """Brings a fate into a process, takes it out, and keeps what the training has come to."""
+class Classifier(pl.LightningModule):
+    """A network that notes the samples of every optimizer step, and keeps the result of the training."""
 
-    def __init__(self, fate: Fate) -> None:
-        self.fate = fate
-
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        self.fate.begin(trainer.global_rank)
-        self.fate.cut_writes_off()
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.fate.__enter__()
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.fate.__exit__(None, None, None)
-        loss = trainer.callback_metrics.get("val_loss")  # none if a resume was left with nothing to do
-        end: dict[str, Any] = {
-            "weights": flat(module.parameters()),
-            "steps": trainer.global_step,
-            "loss": None if loss is None else float(loss),
-        }
-        torch.save(end, self.fate.folder / f"end{trainer.global_rank}.pt")
-
-
-class Victim(pl.LightningModule):
-    """Notes the samples of every optimizer step."""
-
-    def __init__(self, model: str, fate: Fate) -> None:
+    def __init__(self, model: str, injector: Injector) -> None:
         super().__init__()
         self.kind = model
         self.net = transformer() if model == "transformer" else convolutional()
-        self.fate = fate
-        self.passing: list[int] = []  # samples of a pass
-        self.passed: list[int] = []  # those of one that went through its backward pass, and may be undone yet
+        self.injector = injector
+        self.current: list[int] = []  # samples of this pass
+        self.finished: list[int] = []  # samples of a backward pass that a retry may still undo
         self.used: list[int] = []  # samples of the window so far
 
+    def setup(self, stage: str) -> None:
+        self.injector.begin(self.global_rank)
+        self.injector.interrupt_writing()
+
+    def on_train_start(self) -> None:
+        self.injector.__enter__()
+
+    def on_train_end(self) -> None:
+        self.injector.__exit__(None, None, None)
+        loss = self.trainer.callback_metrics.get("val_loss")  # missing if a resumed process had nothing left to do
+        end = {"weights": flat(self.parameters()), "loss": None if loss is None else float(loss)}
+        torch.save({**end, "steps": self.global_step}, self.injector.folder / f"end{self.global_rank}.pt")
+
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        self.fate.pass_by(TRANSFER, len(batch[0]))
+        self.injector.visit(TRANSFER, min(len(batch[0]), self.injector.size))
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets, indices = batch
-        self.passing = indices.tolist()
-        if not set(self.passing) <= set(self.passed):  # else it is undone, and this is a part of it
-            self.used += self.passed
-        self.passed = []
-        self.fate.come_to(FORWARD, len(inputs))
-        logits = self.net(inputs)
-        self.fate.come_to(LOSS, len(inputs))
-        loss = nn.functional.cross_entropy(logits, targets)
-        self.fate.come_to(LATER if self.used else FIRST, len(inputs))
+        self.current = indices.tolist()
+        if not set(self.current) <= set(self.finished):  # else these samples run again
+            self.used += self.finished
+        self.finished = []
+        self.injector.size = len(inputs)
+        self.injector.enter(FORWARD, len(inputs))
+        loss = nn.functional.cross_entropy(self.net(inputs), targets)
+        self.injector.enter(LATER if self.used else FIRST, len(inputs))
         return loss
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
-        self.used, self.passed = [], []
+        self.used, self.finished = [], []
 
     def backward(self, loss: Tensor, *arguments: Any, **settings: Any) -> None:
         super().backward(loss, *arguments, **settings)
-        self.passed = self.passing
+        self.finished = self.current
 
     def on_after_backward(self) -> None:
-        self.fate.leave()
-        self.used += self.passed
-        self.passed = []
+        self.injector.leave()
+        self.used += self.finished
+        self.finished = []
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         rate = optimizer.param_groups[0]["lr"]
-        self.fate.note("step", step=self.global_step + 1, epoch=self.current_epoch, rate=rate, used=self.used)
+        self.injector.note("step", step=self.global_step + 1, epoch=self.current_epoch, rate=rate, used=self.used)
         self.used = []
-        self.fate.come_to(UPDATE, 2)
+        self.injector.enter(UPDATE, 2)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.fate.leave()
+        self.injector.leave()
         if self.used:
-            self.fate.pass_by(BETWEEN, 1)
-        elif self.global_step % self.fate.life.save_every == 0:
-            self.fate.pass_by(WRITTEN, 1)
+            self.injector.visit(BETWEEN, 1)
+        elif self.global_step % self.injector.process.save_every == 0:
+            self.injector.visit(WRITTEN, 1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.fate.come_to(VALIDATION, len(batch[0]))
+        self.injector.enter(VALIDATION, len(batch[0]))
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.fate.leave()
+        self.injector.leave()
         self.log("val_loss", loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
@@ -276,7 +230,7 @@ def convolutional() -> nn.Module:
 
 
 def samples(model: str, size: int, seed: int) -> TensorDataset:
-    """Inputs for a model; a sample knows its index."""
+    """Return inputs for a model, classes, and the index of every sample."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(TOKENS, (size, LENGTH), generator=generator)
     images = torch.randn(size, 1, 6, 6, generator=generator)
@@ -284,20 +238,32 @@ def samples(model: str, size: int, seed: int) -> TensorDataset:
     return TensorDataset(tokens if model == "transformer" else images, targets, torch.arange(size))
 
 
-def live(story: Story, number: int, folder: Path) -> None:
-    """Train from the last checkpoint that there is, until it is over one way or the other."""
-    life = story.lives[number]
-    fate = Fate(life, number, folder)
+class Saver(ModelCheckpoint):
+    """Saves the last checkpoint, but not once more, in mid-window, after the first pass of a resumed process."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.first = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *given: Any) -> None:
+        if trainer.global_step > self.first:
+            super().on_train_batch_end(trainer, *given)
+
+
+def train(scenario: Scenario, number: int, folder: Path) -> None:
+    """Train in one process of a scenario, from the last checkpoint if there is one."""
+    process = scenario.processes[number]
+    injector = Injector(process, number, folder)
     pl.seed_everything(0, verbose=False)
-    module = Victim(story.model, fate)
-    strategy: Any = DDPStrategy(start_method="fork", process_group_backend="gloo") if story.ranks > 1 else "auto"
-    settings: dict[str, Any] = {"micro_batching": story.mode, "memory_budget": life.budget}
-    callback = AutoAccumulate(micro_batch_size=life.micro_batch, verify=False, cache=False, **settings)
-    saver = ModelCheckpoint(folder, "last", every_n_train_steps=life.save_every, enable_version_counter=False)
+    strategy: Any = DDPStrategy(start_method="fork", process_group_backend="gloo") if scenario.ranks > 1 else "auto"
+    settings: dict[str, Any] = {"micro_batching": scenario.mode, "verify": False, "cache": False}
+    accumulate = AutoAccumulate(micro_batch_size=process.micro_batch, **settings)
+    in_step = scenario.mode == "step"  # a resume within an epoch reads the loader from its start, as stock Lightning
+    every = {"every_n_epochs": 1} if in_step else {"every_n_train_steps": process.save_every}
+    saver = Saver(folder, "last", **every, save_on_train_epoch_end=in_step, enable_version_counter=False)
     trainer = quiet_trainer(
-        devices=story.ranks,
+        devices=scenario.ranks,
         strategy=strategy,
-        callbacks=[callback, Watch(fate), saver],
+        callbacks=[accumulate, saver],
         plugins=[AtomicCheckpointIO()],
         accumulate_grad_batches=2,
         max_epochs=EPOCHS,
@@ -305,5 +271,6 @@ def live(story: Story, number: int, folder: Path) -> None:
         enable_checkpointing=True,
         default_root_dir=folder,
     )
-    train = DataLoader(samples(story.model, SAMPLES, 1), 32 // story.ranks, shuffle=True)
-    trainer.fit(module, train, DataLoader(samples(story.model, 48, 2), 24 // story.ranks), ckpt_path="last")
+    loader = DataLoader(samples(scenario.model, SAMPLES, 1), EFFECTIVE // 2 // scenario.ranks, shuffle=not in_step)
+    validation = DataLoader(samples(scenario.model, 48, 2), 24 // scenario.ranks)
+    trainer.fit(Classifier(scenario.model, injector), loader, validation, ckpt_path="last")

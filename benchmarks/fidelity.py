@@ -122,7 +122,7 @@ def measure(draws: int = 10) -> dict[str, Any]:
     return {"draws": draws, "rows": rows, "missed": missed}
 
 
-main = benchmark("fidelity", __doc__, measure, text)
+main = benchmark("fidelity", __doc__, measure, text, quick={"draws": 1})
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -2,15 +2,12 @@
 
 Stages, each with a file of its own, ``benchmarks/results/<device>-<stage>.json``; no cell begins after ``--minutes``:
 
-- ``sanity``: what our meters say of one step, beside PyTorch's own statistics;
 - ``throughput``: the found micro-batch under ``AutoAccumulate`` beside a plain PyTorch loop;
-- ``fp16``, ``cudnn``: probe and training with a gradient scaler, and with ``torch.backends.cudnn.benchmark``;
+- ``fp16``: probe and training with a gradient scaler;
 - ``cells``: the cells of ``benchmarks.probe`` in real memory, with the caching allocator held to a budget, and how far
-  the peak that was predicted from small steps lies from ``max_memory_allocated``;
-- ``soak``, only where it is named: training at the limit for ``--soak`` minutes, on sentences whose lengths vary.
+  the peak that was predicted from small steps lies from ``max_memory_allocated``.
 """
 
-import random
 import re
 import statistics
 import sys
@@ -23,118 +20,60 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from benchmarks.output import Record, Target, at_least, at_most, judged, lacks_cuda, parsed, plain, shown, write_json
-from benchmarks.probe import against_binsearch, details, peers, prepare, run, summary, targets
-from benchmarks.probing.cells import ADAM, FACTOR, SMALL, Cell, Pool, cells
+from benchmarks.probe import against_binsearch, peers, prepare, run, summary, targets
+from benchmarks.probing.cells import ADAM, FACTOR, SMALL, Cell, Pool, cells, retries
 from benchmarks.probing.devices import CUDA, GIB, capped_cuda, finish, memory
 from benchmarks.probing.programs import HIGH
-from benchmarks.probing.training import LENGTH, MODELS, POOL, WORDS, Model, Samples, Training
+from benchmarks.probing.training import MODELS, POOL, Model, Samples, Training
 from benchmarks.trainers import Module, cross_entropy, quiet, quiet_trainer
 from benchmarks.turns import Stopwatch, fit, take_turns
 from lightning_ga import AutoAccumulate, find_micro_batch
-from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.segments import replay_segments
 
-SOAK = "soak"
-STAGES = ("sanity", "throughput", "fp16", "cudnn", "cells")
-FOUND, ERROR, SPEED, RESERVED, SHARE = 0.98, 0.016, 0.98, 0.01, 0.95
+STAGES = ("throughput", "fp16", "cells")
+FOUND, ERROR, SPEED = 0.98, 0.016, 0.98
 MOST_STEPS = 6  # of a search; the median is 4
 HALF, CONVOLUTIONS = "GPT, SDPA", "resnet34d 224"
-RECORDED = (16, 64)  # samples of the steps whose memory is recorded
 HEADROOM = 0.9  # share of the device that the largest budget may be: other processes, and CUDA itself
 ENDLESS = 10**9  # samples: the watch ends training
-SHORTEST = LENGTH // 4  # of sentences of varied length
 ROOM = 2  # times the budget: the step that is measured may take more than was predicted
 WARM_UP, TIMED_WINDOWS = 2, 12  # windows that are not counted, and that are
 
 
 class Watch(pl.Callback):
-    """Ends training after some windows or seconds; counts what the allocator did after the first window."""
+    """Ends training after some windows, and keeps the allocator's errors and retries at the end of the first one."""
 
-    def __init__(self, windows: int | None = None, seconds: float = float("inf")) -> None:
-        self.windows, self.seconds = windows, seconds
-        self.troubles, self.trained = (0, 0), 0
-        self._first: tuple[float, tuple[int, int]] | None = None
+    def __init__(self, windows: int) -> None:
+        self.windows, self.before = windows, (0, 0)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Read the counters at the end of a window; the first one is warming up."""
-        if trainer.global_step == self.trained:
-            return
-        self.trained = trainer.global_step
-        now = AllocatorMeter(pl_module.device).troubles()
-        begun, before = self._first = self._first or (time.monotonic(), now)
-        self.troubles = (now[0] - before[0], now[1] - before[1])
-        trainer.should_stop = self.trained == self.windows or time.monotonic() - begun > self.seconds
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step <= 1:
+            self.before = retries()
+        trainer.should_stop = trainer.global_step == self.windows
 
 
-class Sentences(Dataset[Tensor]):
-    """Words of lengths that vary from sample to sample."""
-
-    def __len__(self) -> int:
-        return ENDLESS
-
-    def __getitem__(self, index: int) -> Tensor:
-        choices = random.Random(index)
-        generator = torch.Generator().manual_seed(index)
-        return torch.randint(1, WORDS, (choices.randint(SHORTEST, LENGTH) + 1,), generator=generator)
-
-
-def padded(sentences: list[Tensor]) -> Samples:
-    words = torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True)
-    return words[:, :-1], words[:, 1:]
-
-
-def fit_at_limit(
-    model: str, gib: float, watch: Watch, *, precision: Any = "32-true", varied: bool = False, tries: bool = False
-) -> dict[str, Any]:
-    """Probe and train in a budget, if ``tries`` while cuDNN tries its algorithms; tell what was found, what failed."""
-    cudnn, settings = torch.backends.cudnn, {"verify": False, "batch_norm": "ignore", "cache": False}
-    with capped_cuda(int(gib * GIB)), cudnn.flags(enabled=cudnn.enabled, benchmark=tries):
-        callback = AutoAccumulate(accumulate=FACTOR, memory_budget=int(gib * GIB), **settings)
-        trainer = quiet_trainer(max_epochs=1, accelerator="gpu", precision=precision, callbacks=[callback, watch])
-        data: Any = Sentences() if varied else Pool(MODELS[model], ENDLESS)
-        loader = DataLoader(data, batch_size=POOL, collate_fn=padded if varied else None)
-        trainer.fit(Module(MODELS[model].build(), ADAM), loader)
-        found, plan = callback.probe, callback.plan
-        assert found is not None
-        assert plan is not None
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+def fit_at_limit(model: str, gib: float, windows: int) -> dict[str, Any]:
+    """Probe and train in a budget, with a gradient scaler."""
+    settings = {"verify": False, "batch_norm": "ignore", "cache": False}
+    with capped_cuda(int(gib * GIB)):
+        callback, watch = AutoAccumulate(accumulate=FACTOR, memory_budget=int(gib * GIB), **settings), Watch(windows)
+        trainer = quiet_trainer(max_epochs=1, accelerator="gpu", precision="16-mixed", callbacks=[callback, watch])
+        trainer.fit(Module(MODELS[model].build(), ADAM), DataLoader(Pool(MODELS[model], ENDLESS), batch_size=POOL))
+        found, (errors, freed) = callback.probe, (now - then for now, then in zip(retries(), watch.before))
+        assert found is not None, "a budget was given"
         return {
             "model": model,
             "gib": gib,
-            "precision": precision,
             "limit": found.limit,
-            "micro_batch": plan.micro_batch_size,
             "steps": found.steps,
             "failed": sum(not trial.fits for trial in found.trials),
-            "windows": watch.trained,
+            "windows": trainer.global_step,
             "ooms": callback.oom_events,
-            "errors_and_retries": watch.troubles,
-            "scale": None if scaler is None else scaler.get_scale(),
+            "errors": errors,
+            "retries": freed,
         }
-
-
-def meters(model: str, samples: int) -> dict[str, Any]:
-    """One recorded step: what the meter and the replay of its trace say, beside PyTorch's own statistics."""
-    training = Training(MODELS[model], "cuda")
-    for _ in range(2):
-        training.step(SMALL)
-    meter = AllocatorMeter(training.samples[0].device)
-    meter.start(record=True)
-    training.step(samples)
-    peak, _ = meter.finish()
-    trace = meter.trace(samples)
-    return {
-        "model": model,
-        "samples": samples,
-        "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
-        "metered": peak,
-        "replayed": None if trace is None else tuple(replay_segments(trace.sizes, trace)),
-    }
 
 
 def prediction(cell: Cell) -> dict[str, Any]:
@@ -211,16 +150,6 @@ def throughput(name: str, gib: float) -> dict[str, Any]:
     }
 
 
-def file_name(device: str) -> str:
-    """Name of the results of a device.
-
-    Examples:
-        >>> file_name("NVIDIA H200"), file_name("NVIDIA GeForce RTX 4090")
-        ('nvidia-h200', 'nvidia-geforce-rtx-4090')
-    """
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-
-
 def gpu_targets(records: Sequence[Record]) -> list[Target]:
     errors = [abs(cell["prediction"]["error"]) for cell in records if cell.get("prediction")]
     found = targets(records, found=FOUND, most_steps=MOST_STEPS, errors=1)  # an allocator does not repeat itself
@@ -254,47 +183,21 @@ def cells_text(records: Sequence[Record]) -> str:
         "Memory is capped by set_per_process_memory_fraction. The peak is predicted from small steps alone, and "
         "measured by max_memory_allocated in a training of its own.",
     )
-    return "\n".join([details(records), summary(records), against_binsearch(records), predictions])
-
-
-def sanity_targets(records: Sequence[Record]) -> list[Target]:
-    """Meter and replay to the byte; reserved memory, which holes decide, nearly.
-
-    Examples:
-        >>> seen = {"allocated": 5, "metered": 5, "replayed": (5, 20), "reserved": 20}
-        >>> [target.met for target in sanity_targets([seen])]
-        [True, True]
-    """
-    known = [record for record in records if record["replayed"] is not None]
-    wrong = sum(not record["allocated"] == record["metered"] == record["replayed"][0] for record in known)
-    apart = max((abs(record["replayed"][1] / record["reserved"] - 1) for record in known), default=1.0)
-    return [
-        at_most("steps metered or replayed wrongly", wrong, 0),
-        at_most("reserved memory, largest error", apart, RESERVED),
-    ]
+    return "\n".join([summary(records), against_binsearch(records), predictions])
 
 
 def fit_targets(records: Sequence[Record]) -> list[Target]:
-    """A limit at which training has no trouble."""
-    ooms = sum(record["ooms"] + record["errors_and_retries"][0] for record in records)
-    retries = sum(record["errors_and_retries"][1] for record in records)
-    return [
-        at_most("out-of-memory errors in training", ooms, 0),
-        at_most("retries of the allocator in training", retries, 0),
-        at_most("failed trials of a probe, most", max((record["failed"] for record in records), default=0), 1),
-    ]
-
-
-def soak_targets(records: Sequence[Record]) -> list[Target]:
-    """No trouble, as near the limit as can be.
+    """Return the targets of trainings at the limit.
 
     Examples:
-        >>> calm = {"ooms": 0, "errors_and_retries": (0, 0), "micro_batch": 96, "limit": 100, "failed": 0}
-        >>> all(target.met for target in soak_targets([calm]))
+        >>> all(target.met for target in fit_targets([{"ooms": 0, "errors": 0, "retries": 0, "failed": 1}]))
         True
     """
-    shares = [record["micro_batch"] / record["limit"] for record in records]
-    return [*fit_targets(records), at_least("micro-batch ÷ limit", min(shares), SHARE)]
+    return [
+        at_most("out-of-memory errors in training", sum(one["ooms"] + one["errors"] for one in records), 0),
+        at_most("retries of the allocator in training", sum(one["retries"] for one in records), 0),
+        at_most("failed trials of a probe, most", max((one["failed"] for one in records), default=0), 1),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,31 +207,25 @@ class Stage:
     text: Callable[[Sequence[Record]], str] = lambda records: "\n".join(map(str, records))
 
 
-def all_stages(models: Sequence[str], gibs: Sequence[float], windows: int, soak: float) -> dict[str, Stage]:
-    """All stages, for these models and budgets; those with one budget take the largest up to 8 GiB."""
+def all_stages(models: Sequence[str], gibs: Sequence[float], windows: int) -> dict[str, Stage]:
+    """Return all stages for these models and budgets; those with one budget take the largest up to 8 GiB."""
     one = max([gib for gib in gibs if gib <= 8], default=min(gibs))
-    at_limit = {HALF: partial(fit_at_limit, HALF, one), CONVOLUTIONS: partial(fit_at_limit, CONVOLUTIONS, one)}
-    fits = {model: fit for model, fit in at_limit.items() if model in models}
-    halves = [partial(fit, Watch(windows), precision="16-mixed") for fit in fits.values()]
-    tried = [partial(fit, Watch(windows), tries=True) for model, fit in fits.items() if model == CONVOLUTIONS]
-    lasting = partial(at_limit[HALF], Watch(seconds=60 * soak), precision="bf16-mixed", varied=True)
-    # Small budgets of all models first: if time is short, it is large ones that are left out.
+    halves = [partial(fit_at_limit, model, one, windows) for model in (HALF, CONVOLUTIONS) if model in models]
+    # Small budgets of all models come first: if time is short, the large ones are left out.
     chosen = sorted(cells(models, gibs, CUDA), key=lambda cell: cell.gib)
     timed = [partial(throughput, model, one) for model in models if model in (CONVOLUTIONS, "MLP")]
     return {
-        "sanity": Stage([partial(meters, m, n) for m in models for n in RECORDED], sanity_targets),
         "throughput": Stage(
             timed, lambda runs: [at_least("images/s ÷ plain loop", min(x["ratio"] for x in runs), SPEED)]
         ),
         "fp16": Stage(halves, fit_targets),
-        "cudnn": Stage(tried, fit_targets),
         "cells": Stage([partial(extend, cell) for cell in chosen], gpu_targets, cells_text),
-        SOAK: Stage([lasting], soak_targets),
     }
 
 
 def measure(name: str, stage: Stage, device: str, until: float) -> int:
-    """The pieces of a stage, written down after each: whatever comes next, this is kept; 1 if a target is missed."""
+    """Measure the pieces of a stage, and write the results after each piece; return 1 if a target is missed."""
+    file = f"{re.sub(r'[^a-z0-9]+', '-', device.lower())}-{name}"
     records: list[dict[str, Any]] = []
     errors: list[str] = []
     targets: list[dict[str, Any]] = []
@@ -341,7 +238,7 @@ def measure(name: str, stage: Stage, device: str, until: float) -> int:
         except Exception:
             errors.append(traceback.format_exc())
         record = {"device": device, "cuda": torch.version.cuda, "peers": peers(), "targets": targets}
-        write_json(f"{file_name(device)}-{name}", {**record, "cells": records, "errors": errors})
+        write_json(file, {**record, "cells": records, "errors": errors})
     print(stage.text(records) if records else "", *errors, sep="\n")
     late = len(stage.pieces) - len(records) - len(errors)
     print(f"{name}: {len(records)} measured, {late} left out for want of time", flush=True)
@@ -354,7 +251,6 @@ def measure_all(
     budgets: Sequence[float] = (2.0, 8.0, 24.0, 80.0, 120.0),
     windows: int = 20,
     minutes: float = 25.0,
-    soak: float = 60.0,
 ) -> int:
     """Measure stage by stage, in the budgets that the device has; 1 if a target is missed."""
     if lacks_cuda("gpu"):
@@ -366,7 +262,7 @@ def measure_all(
     if not gibs:
         print(f"{device} is smaller than the smallest budget: give --budgets.", file=sys.stderr)
         return 2
-    known = all_stages(models, gibs, windows, soak)
+    known = all_stages(models, gibs, windows)
     return max(measure(name, known[name], device, until) for name in stages)
 
 

@@ -1,4 +1,4 @@
-"""How a benchmark runs and is shown: options, a table of 80 columns, targets, and JSON with every number."""
+"""What every benchmark has: options, a table of 80 columns, targets, and JSON with every number."""
 
 import argparse
 import io
@@ -30,10 +30,19 @@ Measure, Text = Callable[..., dict[str, Any]], Callable[[Record], str]
 Main = Callable[[Sequence[str] | None], int]
 
 
-def parsed(name: str, doc: str | None, function: Callable[..., Any], given: Sequence[str] | None) -> dict[str, Any]:
-    """Options of ``python -m benchmarks.NAME``: the parameters of a function, each with a default."""
+def parsed(
+    name: str,
+    doc: str | None,
+    function: Callable[..., Any],
+    arguments: Sequence[str] | None,
+    quick: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read the options of ``python -m benchmarks.NAME``: the parameters of a function, and ``--quick``."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc, formatter_class=raw)
+    if quick:
+        small = ", ".join(f"{parameter}={value}" for parameter, value in quick.items())
+        parser.add_argument("--quick", action="store_true", help=f"{small}; writes no results")
     for parameter, default in ((each.name, each.default) for each in signature(function).parameters.values()):
         kind: dict[str, Any] = {"type": type(default)}
         if isinstance(default, tuple):
@@ -41,22 +50,21 @@ def parsed(name: str, doc: str | None, function: Callable[..., Any], given: Sequ
         if default is False:
             kind = {"action": "store_true"}
         parser.add_argument(f"--{parameter.replace('_', '-')}", default=default, help=f"default: {default}", **kind)
-    return vars(parser.parse_args(given))
+    return vars(parser.parse_args(arguments))
 
 
-def benchmark(name: str, doc: str | None, measure: Measure, text: Text, *, needs_cuda: bool = False) -> Main:
-    """The ``main`` of a benchmark: it measures, shows, writes, and returns 1 if a target is missed; 2 without CUDA."""
+def benchmark(name: str, doc: str | None, measure: Measure, text: Text, quick: Mapping[str, Any]) -> Main:
+    """Make the ``main`` of a benchmark: it measures, prints, writes JSON, and returns 1 if a target is missed."""
 
     def main(arguments: Sequence[str] | None = None) -> int:
-        chosen = parsed(name, doc, measure, arguments)
-        if needs_cuda and lacks_cuda(name):
-            return 2
+        options = parsed(name, doc, measure, arguments, quick)
+        is_quick = options.pop("quick")
         quiet()
         start = time.perf_counter()
-        record = measure(**chosen)
+        record = measure(**{**options, **(quick if is_quick else {})})
         record |= {"load_average": os.getloadavg()[1], "seconds": round(time.perf_counter() - start, 1)}
         print(f"\r{text(record)}\n{record['seconds']} s")
-        if not record.get("partial"):
+        if not is_quick:
             print(write_json(name, record).name)
         missed = record.get("missed", ())
         print(*(f"MISSED {each}\n" for each in missed), sep="", end="")
@@ -74,7 +82,7 @@ class Target:  # what must hold of ours
 
 
 def at_most(what: str, value: float, limit: float) -> Target:
-    """A target that NaN misses, too."""
+    """Return a target that NaN misses, too."""
     return Target(what, value, value <= limit, f"at most {limit:.3g}" if limit else "none")
 
 
@@ -83,12 +91,12 @@ def at_least(what: str, value: float, limit: float) -> Target:
 
 
 def plain(targets: Iterable[Target]) -> list[dict[str, Any]]:
-    """Targets as a record holds them."""
+    """Return targets as they are written to JSON."""
     return [asdict(target) for target in targets]
 
 
 def judged(targets: Iterable[Record]) -> int:
-    """Print targets, each in a line, and return 1 if one is missed."""
+    """Print each target in a line, and return 1 if one is missed."""
     met = []
     for target in targets:
         met.append(target["met"])
@@ -97,7 +105,7 @@ def judged(targets: Iterable[Record]) -> int:
 
 
 def lacks_cuda(name: str) -> bool:
-    """Say so where a benchmark needs a CUDA device and there is none."""
+    """Tell whether there is no CUDA device, and print it."""
     if torch.cuda.is_available():
         return False
     print(f"benchmarks.{name} needs a CUDA device, and PyTorch sees none.", file=sys.stderr)
@@ -105,7 +113,7 @@ def lacks_cuda(name: str) -> bool:
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers depend on: versions, processor, threads."""
+    """Return what the numbers depend on: versions, processor, threads."""
     return {
         "python": platform.python_version(),
         **{name: installed(name) for name in ("torch", "lightning", "accelerate", "timm")},
@@ -115,7 +123,7 @@ def environment() -> dict[str, Any]:
 
 
 def installed(package: str) -> str | None:
-    """Version of a package, ``None`` where there is none."""
+    """Return the version of a package, ``None`` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -135,14 +143,8 @@ def read_json(name: str, folder: Path | None = None) -> dict[str, Any]:
     return record
 
 
-def beside_last(name: str, key: str, parts: Record) -> dict[str, Any]:
-    """Parts that were measured, beside those of the last record that were not."""
-    last = read_json(name)[key] if (RESULTS / f"{name}.json").exists() else {}
-    return {**last, **parts}
-
-
 def shown(texts: Iterable[str], numbers: Iterable[str], rows: Iterable[Iterable[str]], caption: str = "") -> str:
-    """A table with columns of text, then of numbers, and what is to be said below it."""
+    """Return a table with columns of text, then of numbers, and a caption below."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for titles, side in ((texts, "left"), (numbers, "right")):
         for title in titles:
@@ -161,7 +163,7 @@ def as_text(table: Table, caption: str = "") -> str:
 
 
 def error(value: float | None) -> str:
-    """A relative error in a few characters: a percentage where it is no rounding.
+    """Return a relative error in a few characters: a percentage if it is larger than rounding.
 
     Examples:
         >>> error(0.5), error(0.0097), error(1.234e-16), error(None)

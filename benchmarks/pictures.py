@@ -1,7 +1,7 @@
 """Draw the pictures of the documentation: ``python -m benchmarks.pictures``.
 
-``curve`` and ``survival`` show measurements, which are kept in ``benchmarks/results/pictures.json``; ``window`` and
-``plan`` show what ``plan_accumulation`` returns. ``--drawn-only`` draws the measurements that are there.
+``curve`` and ``survival`` show measurements, which lie in ``benchmarks/results/pictures.json``; ``window`` and ``plan``
+show what ``plan_accumulation`` returns. ``--drawn-only`` draws the last measurements.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.output import parsed, read_json, write_json
 from benchmarks.trainers import Module, mean_square, quiet, quiet_trainer
 from lightning_ga import AutoAccumulate, find_micro_batch, plan_accumulation
-from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.plan.accumulation import cut_window
-from lightning_ga.plan.weights import KnownWindow
 from lightning_ga.testing import limit_memory
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
@@ -54,69 +51,60 @@ def measured_curve() -> dict[str, Any]:
 
 
 class Observer(TorchDispatchMode):  # type: ignore[misc]
-    """Keeps the live bytes after each operation, and where memory ran out."""
+    """Keeps the live bytes after each operation of each pass, until memory runs out in it."""
 
-    def __init__(self, memory: LiveTensorMeter) -> None:
+    def __init__(self, memory: Any) -> None:
         super().__init__()
         self.memory = memory
-        self.live: list[int] = []
-        self.attempts: list[tuple[int, int]] = []
-        self.failed: list[int] = []
+        self.attempts: list[dict[str, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attempt = self.attempts[-1] if self.attempts else {"failed": True, "live": []}  # before the first pass: dropped
         try:
             return func(*args, **(kwargs or {}))
         except torch.OutOfMemoryError:
-            self.failed.append(len(self.live))
+            attempt["failed"] = True
             raise
         finally:
-            self.live.append(self.memory.live_bytes)
-
-    def parts(self) -> list[dict[str, Any]]:
-        parts = []
-        for (start, samples), end in zip(self.attempts, [*(at for at, _ in self.attempts[1:]), len(self.live)]):
-            failed = [at for at in self.failed if start <= at < end]
-            parts.append({"samples": samples, "failed": bool(failed), "live": self.live[start : min([*failed, end])]})
-        return parts
+            if not attempt["failed"]:
+                attempt["live"].append(self.memory.live_bytes)
 
 
 def measured_survival() -> dict[str, Any]:
-    """Train one batch of 4,096 where 4,096 do not fit."""
+    """Train one batch of 4,096 samples within a budget that they do not fit in."""
     quiet()
     layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
     data = TensorDataset(torch.randn(4096, 256))
     with limit_memory("30MiB") as memory, Observer(memory) as observer:
 
         def noted(net: nn.Module, samples: Tensor) -> Tensor:
-            observer.attempts.append((len(observer.live), len(samples)))
+            observer.attempts.append({"samples": len(samples), "failed": False, "live": []})
             return mean_square(net, samples)
 
         module = Module(nn.Sequential(*layers, nn.Linear(256, 1)), partial(torch.optim.SGD, lr=0.01), noted)
         accumulate = AutoAccumulate(micro_batch_size=4096, verify=False)
         quiet_trainer(max_epochs=1, callbacks=[accumulate]).fit(module, DataLoader(data, batch_size=4096))
-    return {"budget": memory.budget, "attempts": observer.parts(), "oom_events": accumulate.oom_events}
+    return {"budget": memory.budget, "attempts": observer.attempts, "oom_events": accumulate.oom_events}
 
 
 def window(axes: Axes, _record: Mapping[str, Any], ink: str) -> None:
-    """An epoch of 22 samples, windows of 8, two ranks, micro-batches of at most 2."""
+    """Show an epoch of 22 samples, windows of 8, two ranks, micro-batches of at most 2."""
     left = 0.0
     for number, size in enumerate((8, 8, 6)):
-        cut = cut_window(size, micro_batch=2, world_size=2)
-        width = max(sum(rank) for rank in cut) + 0.3 * (len(cut[0]) - 1)
-        for rank, chunks in enumerate(cut):
+        planned = plan_accumulation(size, micro_batch=2, world_size=2)
+        width = max(sum(rank) for rank in planned.chunks) + 0.3 * (planned.factor - 1)
+        for rank, chunks in enumerate(planned.chunks):
             at = left
             for chunk in chunks:
                 for sample in range(chunk):
                     axes.add_patch(Rectangle((at + sample, 1.4 - 1.3 * rank), 0.9, 0.9, color=RANKS[rank]))
+                if rank == 0:
+                    weight = planned.factor * planned.world_size * chunk / size
+                    axes.text(at + chunk / 2, -0.45, f"×{weight:.2f}" if weight != 1 else "×1", ha="center", color=ink)
                 at += chunk + 0.3
         axes.plot([left, left, left + width, left + width], [2.55, 2.7, 2.7, 2.55], color=ink, linewidth=1)
         name = f"window {number + 1}" + (", ragged" if size < 8 else "")
         axes.text(left + width / 2, 2.85, f"{name}:\n{size} samples", ha="center", color=ink)
-        at = left
-        for chunk in cut[0]:
-            weight = KnownWindow(world_size=2).weigh(chunk, window=size, factor=len(cut[0]), first=True).weight
-            axes.text(at + chunk / 2, -0.45, f"×{weight:.2f}" if weight != 1 else "×1", ha="center", color=ink)
-            at += chunk + 0.3
         left += width + 1.6
     for rank, color in enumerate(RANKS):
         axes.text(-0.4, 1.85 - 1.3 * rank, f"rank {rank}", ha="right", va="center", color=color)
@@ -126,7 +114,7 @@ def window(axes: Axes, _record: Mapping[str, Any], ink: str) -> None:
 
 
 def plan(axes: Axes, _record: Mapping[str, Any], ink: str) -> None:
-    """An effective batch in full chunks and a remainder, and as it is cut here."""
+    """Show an effective batch in full chunks and a remainder, and in near-equal chunks."""
     full = [LIMIT] * (EFFECTIVE // LIMIT) + [EFFECTIVE % LIMIT]
     even = plan_accumulation(EFFECTIVE, micro_batch=LIMIT).chunks[0]
     groups = ((full, RANKS[1], "as many as fit, then the rest"), (even, RANKS[0], "near-equal, as planned here"))
@@ -141,7 +129,7 @@ def plan(axes: Axes, _record: Mapping[str, Any], ink: str) -> None:
 
 
 def curve(axes: Axes, record: Mapping[str, Any], ink: str) -> None:
-    """Predicted peak by micro-batch, and the steps that ran."""
+    """Show the predicted peak by micro-batch, and the steps that ran."""
     found = record["curve"]
     budget, limit = found["budget"] / MIB, found["limit"]
     points = [(samples, peak / MIB) for samples, peak in found["curve"] if peak / MIB < 1.15 * budget]
@@ -158,7 +146,7 @@ def curve(axes: Axes, record: Mapping[str, Any], ink: str) -> None:
 
 
 def survival(axes: Axes, record: Mapping[str, Any], ink: str) -> None:
-    """Live memory by operation: an attempt that fails, and its halves."""
+    """Show live memory by operation: an attempt that fails, and its halves."""
     seen = record["survival"]
     budget, at = seen["budget"] / MIB, 0
     for part in seen["attempts"]:
@@ -187,7 +175,7 @@ PICTURES: Mapping[str, tuple[Callable[[Axes, Mapping[str, Any], str], None], flo
 
 @contextmanager
 def inked(ink: str) -> Iterator[None]:
-    """Lines and text in one colour on no background, and files that are the same on every run."""
+    """Draw lines and text in one colour without a background, and write the same files on every run."""
     keys = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
     plain = {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "lightning_ga", "font.size": 9.5}
     with rc_context({**dict.fromkeys(keys, ink), **plain, "savefig.transparent": True, "axes.titlesize": 10}):

@@ -2,7 +2,7 @@
 
 Six models in several budgets; in each cell ours, Lightning's tuner (power and binsearch), Accelerate's
 ``find_executable_batch_size`` and torch-max-mem run the same training step and look for the largest micro-batch. The
-true limit comes from steps too: it passes, and one sample more fails. ``--quick``: one small budget, writes nothing.
+true limit comes from steps too: it passes, and one sample more fails.
 """
 
 import gc
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.output import Record, Target, at_least, at_most, benchmark, installed, plain, shown
-from benchmarks.probing.cells import Cell, chosen, emulation_cost, measured
+from benchmarks.probing.cells import Cell, chosen, measured
 from benchmarks.probing.devices import TRAINER
 from benchmarks.probing.programs import BINSEARCH, NEEDS, OURS, PEERS
 
@@ -41,26 +41,14 @@ def targets(cells: Cells, *, found: float = 1.0, most_steps: int = MOST_STEPS, e
 
 
 def times(cells: Cells, program: str, quantity: str) -> float:
-    """How many times as much a program took as ours, median over cells; NaN where none compares."""
+    """Return how many times as much a program took as ours, median over cells; NaN if no cell compares."""
     pairs = [(cell["programs"].get(program, {}).get(quantity), cell["programs"][OURS][quantity]) for cell in cells]
     ratios = [theirs / mine for theirs, mine in pairs if theirs is not None and mine]
     return statistics.median(ratios) if ratios else float("nan")
 
 
-def details(cells: Cells) -> str:
-    rows: list[Sequence[str]] = []
-    for cell in cells:
-        limit = f"{cell['limit'] or 0:,}", "limit" if cell["limit"] else "NONE"
-        rows.append((f"{_name(cell)}, {cell['gib']:g} GiB", *([""] * 5), *limit))
-        for name, one in cell["programs"].items():
-            counts = (str(one[key]) for key in ("method", "trials", "steps", "ooms"))
-            found = _seconds(one["seconds"]), f"{one['found']:,}", _share(one, cell)
-            rows.append((f"  {NAMES.get(name, name)}", *counts, *found))
-    return shown(("",), ("method", "trials", "steps", "OOMs", "s", "found", "÷ limit"), rows)
-
-
 def against_binsearch(cells: Cells, caption: str = "") -> str:
-    """A row a cell: ours beside the peer that looks for the limit itself."""
+    """Return a table with a row for each cell: ours beside the peer that looks for the limit itself."""
     rows: list[Sequence[str]] = []
     for cell in cells:
         mine, theirs = cell["programs"].get(OURS), cell["programs"].get(BINSEARCH)
@@ -109,7 +97,7 @@ THREADS = 2
 
 
 def prepare() -> None:
-    """As many threads as the targets are about; quick collections for all."""
+    """Set the threads that the targets are for, and let collections of garbage skip what is loaded."""
     torch.set_num_threads(THREADS)
     gc.collect()
     gc.freeze()
@@ -129,7 +117,7 @@ def run(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def text(record: Record) -> str:
-    cells, cost = record["cells"], record["emulation"]
+    cells = record["cells"]
     peers = ", ".join(f"{name} {version or 'n/a'}" for name, version in record["peers"].items())
     above = summary(
         cells,
@@ -139,23 +127,19 @@ def text(record: Record) -> str:
     below = against_binsearch(
         cells,
         "From 16 GiB on tensors have no values and ours runs on them. There, and where steps take seconds, peers "
-        "are told what fits: steps are counted, not timed.\n"
-        "*: AutoAccumulate in a Trainer, which holds no peer's search.\n"
-        f"limit_memory costs {cost['limit_us']:.0f} µs an operation, a trace {cost['trace_us']:.0f} µs "
-        f"({cost['model']}: {cost['operations']} operations).",
+        "learn from an oracle what fits: their steps are counted, not timed.\n"
+        "*: AutoAccumulate in a Trainer, in which no peer can search.",
     )
     return f"{above}\n\n{below}"
 
 
-def measure(quick: bool = False) -> dict[str, Any]:
+def measure(one_budget: bool = False) -> dict[str, Any]:
     prepare()
-    cells = run(chosen(cuda=torch.cuda.is_available(), quick=quick))
-    print(details(cells))
-    record = {"partial": quick, "peers": peers(), "emulation": emulation_cost()}
-    return {**record, "targets": plain(targets(cells)), "cells": cells}
+    cells = run(chosen(cuda=torch.cuda.is_available(), quick=one_budget))
+    return {"peers": peers(), "targets": plain(targets(cells)), "cells": cells}
 
 
-main = benchmark("probe", __doc__, measure, text)
+main = benchmark("probe", __doc__, measure, text, quick={"one_budget": True})
 
 if __name__ == "__main__":
     raise SystemExit(main())

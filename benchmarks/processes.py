@@ -1,4 +1,4 @@
-"""Processes of the benchmarks: forks of this one, and functions that run in new processes."""
+"""Processes of the benchmarks: forks of this one, and functions that run on ranks."""
 
 import json
 import multiprocessing
@@ -20,7 +20,7 @@ from benchmarks.trainers import quiet
 
 
 def forked(function: Callable[[], object], output: Path, *, hangs_after: float = 600) -> tuple[int | None, float]:
-    """Exit code of a fork, ``None`` if it hung, and its processor seconds; output goes to a file, its group ends."""
+    """Return a fork's exit code, ``None`` if it hung, and its processor seconds; its output goes to a file."""
     child = multiprocessing.get_context("fork").Process(target=_lead, args=(function, output))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)[:2]  # user and system
     child.start()
@@ -41,33 +41,30 @@ def _lead(function: Callable[[], object], output: Path) -> None:
     function()
 
 
-def apart(function: Callable[..., Any], *arguments: Any, ranks: int = 0, env: Mapping[str, str] | None = None) -> Any:
-    """Call a function of a benchmark in a new process, or on ranks that ``torchrun`` starts: what the first returns.
+def apart(function: Callable[..., Any], *arguments: Any, ranks: int, env: Mapping[str, str] | None = None) -> Any:
+    """Call a function of a benchmark on ranks that ``torchrun`` starts, and return the first rank's result.
 
-    The process is started as this one was, on a simulated device too. What goes in and comes out is told by JSON.
+    Arguments and result travel as JSON.
     """
-    module = function.__globals__["__spec__"].name
-    start = sys.orig_argv[: sys.orig_argv.index(module)] if module in sys.orig_argv else [sys.executable, "-m"]
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks else []
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / "result.json"
-        call = ["benchmarks.processes", module, function.__name__, json.dumps(arguments), str(written)]
+        result = Path(folder) / "result.json"
+        name = function.__globals__["__spec__"].name
+        call = ["benchmarks.processes", name, function.__name__, json.dumps(arguments), str(result)]
         environment = {**os.environ, **(env or {})}
-        done = subprocess.run([*start, *torchrun, *call], capture_output=True, text=True, check=False, env=environment)
-        if not written.exists():
-            raise RuntimeError(f"{call}: exit code {done.returncode}. {done.stdout[-1000:]}{done.stderr[-3000:]}")
-        return json.loads(written.read_text())
+        ended = subprocess.run([*torchrun, *call], capture_output=True, text=True, check=False, env=environment)
+        if not result.exists():
+            raise RuntimeError(f"{call}: exit code {ended.returncode}. {ended.stdout[-1000:]}{ended.stderr[-3000:]}")
+        return json.loads(result.read_text())
 
 
 if __name__ == "__main__":
     module, function, arguments, written = sys.argv[1:]
     quiet()
     result = getattr(import_module(module), function)(*json.loads(arguments))
-    ranks = torch.distributed.is_initialized()
-    if not ranks or torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == 0:
         Path(written).write_text(json.dumps(result))
-    if ranks:
-        torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # else a thread of autograd that lets go of its last task meanwhile aborts the process
+    os._exit(0)  # else a thread of autograd that releases its last task meanwhile aborts the process

@@ -200,17 +200,18 @@ class Module(trainers.Module):
 
 def stock_lightning(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
     """``DataLoader(batch_size=micro)`` and ``Trainer(accumulate_grad_batches=factor)``."""
-    return _fit(case, seed, dtype, accumulate_grad_batches=case.factor)
+    return _fit(case, seed, dtype, case.micro, accumulate_grad_batches=case.factor)
 
 
 def ours(case: Case, seed: int, dtype: torch.dtype) -> Tensor:
     """The recipe of the whole batch, and ``AutoAccumulate`` with a limit on the micro-batch."""
     settings = {"normalize": TASKS[case.task].normalize, "batch_norm": "ignore"}
-    return _fit(case, seed, dtype, callbacks=[AutoAccumulate(case.effective, micro_batch_size=case.micro, **settings)])
+    callback = AutoAccumulate(case.effective, micro_batch_size=case.micro, **settings)
+    return _fit(case, seed, dtype, case.effective, callbacks=[callback])
 
 
-def _fit(case: Case, seed: int, dtype: torch.dtype, **settings: Any) -> Tensor:
-    loader = DataLoader(TASKS[case.task].rows(case.samples, seed, dtype), batch_size=case.micro)
+def _fit(case: Case, seed: int, dtype: torch.dtype, batch_size: int, **settings: Any) -> Tensor:
+    loader = DataLoader(TASKS[case.task].rows(case.samples, seed, dtype), batch_size=batch_size)
     if case.precision == "16-mixed":  # Lightning turns "16-mixed" on the CPU into bf16
         scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE)
         settings["plugins"] = MixedPrecision("16-mixed", "cpu", scaler)

@@ -1,7 +1,7 @@
-"""Trainers that take turns, a window each, so that each is timed beside the others.
+"""Trainers that take turns, a window each, so that each window is timed beside the others' windows of the same round.
 
-On a busy machine two runs a minute apart differ by more than what is to be measured. Here every trainer has a thread
-of its own and only the one whose turn it is computes: windows that are compared are a second apart.
+On a busy machine two runs a minute apart differ by more than a callback costs. Here every Trainer has a thread of its
+own, and only one thread computes at a time, so the windows that are compared are less than a second apart.
 """
 
 import os
@@ -20,22 +20,23 @@ from torch.utils.data import DataLoader
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 
+STOCK, AGAIN = "stock Lightning", "stock Lightning again"  # the second shows the error of the measurement
 Clocks = Mapping[str, Sequence[float]]  # seconds of windows, by "wall" and "cpu"
 Fit = Callable[[Any], object]
 
 
 class Stopwatch(pl.Callback):
-    """Times every window, from the end of the last one to its own end, and lets others go in between."""
+    """Times every window, and lets the other Trainers run at its end."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.turn, self.over = threading.Semaphore(0), threading.Semaphore(0)
-        self.ended: BaseException | bool = False  # or the error that ended it
+        self.ended: BaseException | bool = False  # or the error that ended the fit
         self.since = (0.0, 0.0)
 
     def play(self, fit: Fit) -> None:
-        """Run a fit, which is given this stopwatch and must have it as its last callback."""
+        """Run a fit, which gets this stopwatch and must have it as its last callback."""
         self.turn.acquire()
         try:
             fit(self)
@@ -45,7 +46,7 @@ class Stopwatch(pl.Callback):
         self.over.release()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Let others go at the end of a window of as many micro-batches as are planned."""
+        """End the turn at the end of a window."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.end_of_window()
 
@@ -64,7 +65,7 @@ class Stopwatch(pl.Callback):
 
 
 class RanksStopwatch(Stopwatch):
-    """Times windows from the moment that all ranks begin to the moment that all are done."""
+    """Times windows from the moment that all ranks begin to the moment that all have finished."""
 
     def start(self) -> None:
         torch.distributed.barrier()
@@ -77,7 +78,7 @@ class RanksStopwatch(Stopwatch):
 
 
 def take_turns(fits: Iterable[Fit], *, watch: type[Stopwatch] = Stopwatch, seed: int | None = None) -> list[Any]:
-    """Run fits side by side, in rounds; a seed decides the order of each."""
+    """Run fits side by side, in rounds; a seed decides the order of each round."""
     watches, rng = [], random.Random(seed)
     for fit in fits:
         watches.append(watch())
@@ -94,29 +95,28 @@ def take_turns(fits: Iterable[Fit], *, watch: type[Stopwatch] = Stopwatch, seed:
 
 
 def fit(watch: Stopwatch, module: Any, data: Any, micro: int, factor: int, ours: Any = None, **settings: Any) -> None:
-    """Train in windows on this rank of all, by stock Lightning or, given its settings, by ``AutoAccumulate``."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    """Train on this rank of all, by stock Lightning or, if ``ours`` has its settings, by ``AutoAccumulate``."""
+    ranks, callbacks = int(os.environ.get("WORLD_SIZE", "1")), []
     if ranks > 1:
         settings |= {"devices": ranks, "strategy": DDPStrategy(process_group_backend="gloo")}
-    callbacks, batch = settings.pop("callbacks", []), micro
     if ours is None:
         settings["accumulate_grad_batches"] = factor
     else:
         callbacks = [AutoAccumulate(micro * factor * ranks, micro_batch_size=micro, **ours)]
-        batch *= factor if ours.get("micro_batching") == "step" else 1
+    batch = micro * factor if ours and ours.get("micro_batching") == "step" else micro
     trainer = quiet_trainer(max_epochs=1, callbacks=[*callbacks, watch], **settings)
     trainer.fit(module, DataLoader(data, batch_size=batch, collate_fn=getattr(data, "collate", None)))
 
 
 def in_bouts(fits: Mapping[str, Fit], number: int, warm_up: int, watch: Any = Stopwatch) -> Iterator[dict[str, Clocks]]:
-    """Seconds of windows that count, in bouts of fresh fits; chance orders each round, alike on all ranks."""
+    """Yield the seconds of windows after the warm-up, in bouts of fresh fits; every rank draws the same order."""
     for seed in range(number):
         watches = zip(fits, take_turns(fits.values(), watch=watch, seed=seed))
         yield {name: {"wall": each.wall[warm_up:], "cpu": each.cpu[warm_up:]} for name, each in watches}
 
 
 def ratio(bouts: Sequence[Mapping[str, Clocks]], name: str, beside: str, clock: str, key: str) -> dict[str, Any]:
-    """Median ratio of each window of a program to the other's of the same round, with its 95 % interval.
+    """Return the median ratio of two programs' windows of the same round, with its 95 % interval.
 
     Examples:
         >>> ratio([{"stock": {"wall": [1.0, 2.0]}, "ours": {"wall": [1.5, 2.0]}}], "ours", "stock", "wall", "added")
@@ -131,3 +131,14 @@ def ratio(bouts: Sequence[Mapping[str, Clocks]], name: str, beside: str, clock: 
 
 def pooled_median(bouts: Iterable[Sequence[float]]) -> float:
     return statistics.median(value for one in bouts for value in one)
+
+
+def with_interval(record: Mapping[str, Any], key: str, most: float | None = None) -> str:
+    """Return a ratio of a record with its interval, and NO if it is above the most that is allowed.
+
+    Examples:
+        >>> with_interval({"wall": 1.05, "wall_95": (1.0, 1.1)}, "wall", most=1.02)
+        '1.050 (1.00–1.10) NO'
+    """
+    low, high = record[f"{key}_95"]
+    return f"{record[key]:.3f} ({low:.2f}–{high:.2f}){'' if most is None or record[key] <= most else ' NO'}"

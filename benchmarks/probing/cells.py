@@ -1,10 +1,8 @@
-"""One cell: a model in a budget, its true limit, and what every program finds in how many steps."""
+"""One cell: a model in a budget, its true limit, and the limit that every program finds, with its steps."""
 
-import gc
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -14,13 +12,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from benchmarks.output import installed
 from benchmarks.probing.devices import CUDA, EMULATED, FAKE, GIB, TRAINER, finish, memory, place
 from benchmarks.probing.programs import HIGH, NEEDS, OURS, PEERS, found_by, start_size
-from benchmarks.probing.training import MODELS, POOL, Model, Oracle, Samples, Training
+from benchmarks.probing.training import MODELS, POOL, Model, Oracle, Samples, Training, runs
 from benchmarks.trainers import Module, quiet_trainer
 from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.live_tensors import LiveTensorMeter, uncounted
-from lightning_ga.memory.oom import attempt
-from lightning_ga.testing import limit_memory, out_of_memory_at
+from lightning_ga.memory.live_tensors import uncounted
 
 IN_TRAINER = "GPT, SDPA"  # the model whose limit is also searched for in a Trainer
 SMALL = 2  # samples of a step that only warms up
@@ -42,7 +37,7 @@ class Cell:
 
 
 def measured(cell: Cell) -> dict[str, Any]:
-    """Ours, the true limit, and the peers; each on a device and a training of its own."""
+    """Run ours, find the true limit, and run the peers; each on a device and a training of its own."""
     if cell.kind == TRAINER:
         return measured_in_trainer(cell)
     record: dict[str, Any] = {**asdict(cell), "limit": None, "programs": {}}
@@ -63,7 +58,7 @@ def measured(cell: Cell) -> dict[str, Any]:
 
 
 def measured_in_trainer(cell: Cell) -> dict[str, Any]:
-    """The probe of a fit, as it reports on itself, and the limit of the training that follows it."""
+    """Return the record of a probe in a fit, and the limit of the training that follows it."""
     model = MODELS[cell.model]
     with memory(EMULATED, cell.budget):
         callback = AutoAccumulate(EFFECTIVE, verify=False, batch_norm="ignore", cache=False)
@@ -88,35 +83,37 @@ def run(cell: Cell, program: str, start: int) -> dict[str, Any]:
 
 
 def count(program: str, training: Training, start: int, budget: int = 0) -> dict[str, Any]:
-    """Count the steps of a program, which may run on a device whose limit is known, where nothing is computed."""
+    """Count the steps of a program, which may be told by an ``Oracle`` what fits."""
     found, method = found_by(program, training, start, budget)
     return {"found": found, "method": method, **training.counter.counts(), "seconds": None}
 
 
 def confirmed(make: Callable[[], Training], guess: int) -> int:
-    """The limit of a new training by trial: steps of this size pass and steps of one sample more fail."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    """Find the limit of a new training by steps: this size passes, and one sample more fails."""
     training = make()
     training.step(SMALL)
     return exhaustive(partial(passes, training), guess)
 
 
 def passes(training: Training, size: int) -> bool:
-    """Whether a step runs; afterwards its memory is free and every parameter has a gradient, as before."""
-    device = training.samples[0].device
-    meter = AllocatorMeter(device) if device.type == "cuda" else None
-    if meter is not None:
-        meter.start()
-    failed = attempt(lambda: training.step(size)).failure is not None
-    if not failed and (meter is None or meter.finish()[1]):
+    """Tell whether a step runs without a retry of the allocator; then every parameter has a gradient, as before."""
+    before = retries()
+    if runs(partial(training.step, size)) and retries() == before:
         return True
     training.step(SMALL)
     return False
 
 
+def retries() -> tuple[int, int]:
+    """Return how often the current CUDA device's allocator raised an error, and how often it freed its cache first."""
+    if not torch.cuda.is_initialized():
+        return 0, 0
+    seen = torch.cuda.memory_stats()
+    return seen["num_ooms"], seen["num_alloc_retries"]
+
+
 def exhaustive(passes: Callable[[int], bool], guess: int) -> int:
-    """Largest size that passes while the next one fails: two steps if the guess is right.
+    """Return the largest size that passes while the next one fails, in two steps if the guess is right.
 
     Examples:
         >>> tried = []
@@ -143,44 +140,19 @@ def cells(models: Iterable[str], budgets: Iterable[float], kind: str) -> list[Ce
 
 
 def chosen(*, cuda: bool, quick: bool = False) -> list[Cell]:
-    """Real steps in small budgets, tensors without values in large ones, a CUDA device if there is one.
+    """Return cells with real steps in small budgets, with tensors without values in large ones, and on a CUDA device.
 
-    ``quick``: one cheap budget of every model on every device.
+    ``quick`` leaves one cheap budget of every model.
 
     Examples:
         >>> [(cell.gib, cell.kind) for cell in chosen(cuda=False, quick=True) if cell.model == IN_TRAINER]
         [(0.25, 'emulated'), (16, 'fake'), (0.25, 'trainer')]
     """
+    if quick:
+        small = [Cell(name, model.quick_gib) for name, model in MODELS.items()]
+        return [*small, *cells(MODELS, [16], FAKE), Cell(IN_TRAINER, MODELS[IN_TRAINER].quick_gib, TRAINER)]
     found = [*cells(MODELS, [0.5, 1, 2], EMULATED), *cells(MODELS, [16, 80], FAKE)]
-    found += [*cells([IN_TRAINER], [0.5, 1, 2], TRAINER), *(cells(MODELS, [2], CUDA) if cuda else [])]
-    if not quick:
-        return found
-    least = {(cell.model, cell.kind): cell for cell in reversed(found)}
-    small = {key: MODELS[cell.model].quick_gib for key, cell in least.items() if cell.kind in (EMULATED, TRAINER)}
-    return [replace(cell, gib=small.get(key, cell.gib)) for key, cell in reversed(least.items())]
-
-
-def emulation_cost(rounds: int = 50) -> dict[str, Any]:
-    """What a small step takes longer than without a limit, for each operation in it: the fastest of some rounds."""
-    training, meter = Training(MODELS[IN_TRAINER]), LiveTensorMeter()
-    training.step(SMALL)
-    with out_of_memory_at(0) as counter:
-        training.step(SMALL)
-    plain, limited, recorded = [], [], []
-    for _ in range(rounds):
-        plain.append(_seconds(training, nullcontext()))
-        limited.append(_seconds(training, limit_memory("1 TiB", resident=training.resident())))
-        meter.start(record=True)
-        recorded.append(_seconds(training, meter))
-    limit_us, trace_us = (1e6 * (min(each) - min(plain)) / counter.operations for each in (limited, recorded))
-    return {"model": IN_TRAINER, "operations": counter.operations, "limit_us": limit_us, "trace_us": trace_us}
-
-
-def _seconds(training: Training, context: Any) -> float:
-    with context:
-        start = time.perf_counter()
-        training.step(SMALL)
-        return time.perf_counter() - start
+    return [*found, *cells([IN_TRAINER], [0.5, 1, 2], TRAINER), *(cells(MODELS, [2], CUDA) if cuda else [])]
 
 
 class Pool(Dataset[Samples]):
@@ -206,11 +178,11 @@ class ProbeOnly(Module):
 
 
 def trains(model: Model, budget: int, micro_batch: int) -> bool:
-    """Whether windows of two micro-batches of this size run."""
+    """Tell whether windows of two micro-batches of this size run."""
     settings: dict[str, Any] = {"verify": False, "batch_norm": "ignore", "on_oom": "raise"}
     with memory(EMULATED, budget):
         callback = AutoAccumulate(FACTOR * micro_batch, micro_batch_size=micro_batch, **settings)
-        return attempt(lambda: _fit(Module, model, callback)).failure is None
+        return runs(lambda: _fit(Module, model, callback))
 
 
 def _fit(kind: type[Module], model: Model, callback: AutoAccumulate) -> None:
@@ -221,6 +193,6 @@ def _fit(kind: type[Module], model: Model, callback: AutoAccumulate) -> None:
 
 
 def on_host(samples: list[Samples]) -> Any:
-    """A batch in the host's memory, beside the device that is emulated."""
+    """Collate a batch in the host's memory, beside the device that is emulated."""
     with uncounted():
         return default_collate(samples)

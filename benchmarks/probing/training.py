@@ -1,5 +1,6 @@
-"""The models that limits are searched for, and the training step that every program runs and that counts itself."""
+"""The models whose limits are searched for, and the training step that every program runs and that counts itself."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class GPT(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, WORDS))
 
     def forward(self, words: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.words(words) + self.positions[: words.shape[1]]))
+        logits: Tensor = self.head(self.blocks(self.words(words) + self.positions))
         return logits
 
 
@@ -47,12 +48,12 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *perceptron((3 * 128 * 128, 64, 64, CLASSES), nn.ReLU))
 
 
-def images(size: int, classes: int = CLASSES) -> Samples:
-    return torch.randn(POOL, 3, size, size), torch.arange(POOL) % classes
+def images(size: int) -> Samples:
+    return torch.randn(POOL, 3, size, size), torch.arange(POOL) % CLASSES
 
 
-def sentences(words: int = WORDS, length: int = LENGTH) -> Samples:
-    drawn = torch.randint(words, (POOL, length + 1))
+def sentences() -> Samples:
+    drawn = torch.randint(WORDS, (POOL, LENGTH + 1))
     return drawn[:, :-1], drawn[:, 1:]
 
 
@@ -74,6 +75,26 @@ MODELS = {
     "GPT, naive": Model(partial(GPT, naive=True), sentences),
     "MLP": Model(mlp, partial(images, 128)),
 }
+
+
+def runs(step: Callable[[], object]) -> bool:
+    """Tell whether something runs within the memory; if it does not, free what its error keeps alive.
+
+    Examples:
+        >>> def too_large():
+        ...     raise torch.OutOfMemoryError
+        >>> runs(list), runs(too_large)
+        (True, False)
+    """
+    try:
+        step()
+        return True
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()  # behind the block, because within it the traceback keeps activations alive
+    torch.cuda.empty_cache()
+    return False
 
 
 class Counter:
@@ -145,7 +166,7 @@ class Training:
 
 
 class Oracle(Training):
-    """Stands for a training whose limit is known: runs out of memory above it, and computes nothing."""
+    """A training whose limit is known: it raises an out-of-memory error above the limit, and computes nothing."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(Model(lambda: nn.Linear(1, 1), lambda: (torch.zeros(1), torch.zeros(1))))
