@@ -1,10 +1,11 @@
 # make train [ARGS="model=mlp data=fashion_mnist"]    set up .venv once, then train
-# make test  [ARGS="tests/test_plan.py -k ragged"]    set up .venv with the test extras, then run the tests
-# make test SLOW=1                                    the slow ones too, and more random examples, as .ci/run does
+# make test  [ARGS="tests/plan -k ragged"     ]    set up .venv with the test extras, then run the tests
+# make test SLOW=1                                    the slow ones too, and more random examples: before a release
 # make fuzz  SEEDS=300 [FIRST=1000]                    more random trainings beside a plain loop
 # make test-cuda                                      tests on a simulated CUDA device (ALL=1: more of them)
 # make test-oldest                                    tests with the oldest packages that pyproject.toml admits
 # make lint                                           ruff and mypy
+# make weight                                         lines of every room beside its aim
 # make docs                                           the documentation, as site/index.html; make docs-serve shows it while it is written
 # make clean                                          remove .venv
 
@@ -20,7 +21,7 @@ INSTALL = $(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if 
 MODEL := $(if $(filter model=% experiment=%,$(ARGS)),,model=resnet34d)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz test-oldest test-cuda lint docs docs-serve clean
+.PHONY: help train test fuzz test-oldest test-cuda lint weight docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -47,7 +48,7 @@ test-oldest:
 # What runs on a simulated CUDA device, if it can be built here.
 ON_CUDA := exactness survive survive_update traceless resume random_trainings
 MORE_ON_CUDA := features lbfgs probe recovery schedules sparse step_counts token_weights \
-	true_verdicts whole
+	true_programs whole
 
 test-cuda: $(VENV)/.installed-dev
 	@if built=$$($(VENV)/bin/python tests/simulated_cuda/build.py); then \
@@ -61,6 +62,9 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+weight: $(VENV)/.installed-dev
+	@$(VENV)/bin/python -m benchmarks.weight
 
 docs docs-serve: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/.installed-docs
