@@ -18,5 +18,6 @@ def test_a_batch_of_512_survives_a_small_address_space(tmp_path: Path) -> None:
     assert (sizes, counts) == ([[512] * 2, [512] * 2], [0, 512])
     assert events >= 1
     assert first[0] == 512
-    assert planned == min(first) == second[0] == max(second) < 512
+    assert second[0] == max(second) == min(first) < 512  # the second epoch starts with what fitted in the first
+    assert planned == min(second)  # and may shrink again: how fragmented the address space is, the kernel decides
     torch.testing.assert_close(weights, whole, rtol=1e-4, atol=1e-6)
