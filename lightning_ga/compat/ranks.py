@@ -114,7 +114,9 @@ def alone() -> Iterator[None]:
 
 def collectives_run() -> int:
     """Return how many collectives the user's code has begun; process groups number theirs (``c10d/Backend.hpp``)."""
-    groups: Any = dist.distributed_c10d._world.pg_map if dist.is_available() else ()
+    if not dist.is_available() or not dist.is_initialized():
+        return 0
+    groups: Any = dist.distributed_c10d._world.pg_map
     begun = -_ours[0]
     for group in {*groups} - {*_OWN.values()}:
         with suppress(RuntimeError):  # of a backend that does not

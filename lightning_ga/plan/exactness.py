@@ -21,8 +21,8 @@ _MEANING: dict[Cause, str] = {
     "coupled": "the loss couples the samples of a batch: it compares them with each other (contrastive losses, "
     "in-batch negatives), or depends on which of them are together (statistics or padding of the batch); let it treat "
     "samples by themselves, name the submodules below it in whole=, or train in whole batches",
-    "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give {counter}, "
-    "so that micro-batches weigh what they count",
+    "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give normalize= a "
+    "function that counts that in a batch, such as lightning_ga.weights.TargetTokens()",
     "stateful": "a pass changes {tensors}, and the gradient of the next micro-batch depends on it, but one pass over "
     "the batch would not: change it after the optimizer's step (in optimizer_step, after super().optimizer_step(…))",
     "random": "{reason}",
@@ -44,7 +44,6 @@ class Exactness:
         micro_steps: Forward and backward passes that the measurement ran.
         tensors: State that a pass changes besides gradients (buffers, untrained parameters, attributes). Unless the
             cause is ``"stateful"``, no gradient was seen to depend on it.
-        counter: The ``normalize=`` that fits a loss that is a mean over something else than samples.
     """
 
     relative_error: float | None
@@ -54,7 +53,6 @@ class Exactness:
     reason: str = ""
     micro_steps: int = 0
     tensors: tuple[str, ...] = ()
-    counter: str = ""
 
     def __str__(self) -> str:
         meaning = self.reason or _MEANING[self.cause]
@@ -62,7 +60,6 @@ class Exactness:
             meaning = _MEANING[self.cause].format(
                 layers=f"BatchNorm layers ({_some(self.layers)})",
                 tensors=_some(self.tensors),
-                counter=self.counter or "normalize= a function that counts that in a batch",
                 reason=self.reason,
             )
         if self.cause in INEXACT and self.cause != "batch_norm" and self.layers:

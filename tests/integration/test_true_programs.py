@@ -121,7 +121,7 @@ INEXACT = {
     "a sum": ("sum", Case(lambda: Task(summed)), "divide it by the number of samples"),
     "in-batch negatives": ("coupled", Case(lambda: Task(contrastive)), "couples the samples.*whole="),
     "class weights": ("weighted", Case(lambda: Task(class_weighted, outputs=3)), "normalize= a function"),
-    "tokens": ("weighted", LANGUAGE, r"normalize=TargetTokens\(.*shift=True\)"),
+    "tokens": ("weighted", LANGUAGE, r"normalize= .*TargetTokens\(\)"),
     "a queue": ("stateful", Case(queued), "changes queue"),
     "a teacher": ("stateful", Case(taught), r"changes teacher\."),
 }

@@ -6,7 +6,7 @@ cannot show effects that come between measurements, rare samples, what callbacks
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_s
 from lightning_ga.loading.trials import CutBatch, Move, TrialBatches
 from lightning_ga.memory.oom import Outcome, attempt, is_out_of_memory
 from lightning_ga.plan.exactness import NO_GRADIENT, Cause, Exactness
-from lightning_ga.plan.weights import AttentionMaskTokens, TargetTokens, count_items
+from lightning_ga.plan.weights import count_items
 from lightning_ga.snapshot.isolation import refuse_lazy
 from lightning_ga.snapshot.random_numbers import reseed
 
@@ -258,27 +258,13 @@ class _Judgement:
             if of_loss.error <= level:
                 return self._verdict("batch_norm", found, layers=layers)
             found = replace(of_loss, error=found.error)
-        cause = found.cause(level)
-        counter = _fitting_counter(self._batch.parts, found.best_weight) if cause == "weighted" else ""
-        return self._verdict(cause, found, layers=layers, counter=counter)
+        return self._verdict(found.cause(level), found, layers=layers)
 
     def _compare(self, whole: Gradient, first: Gradient, second: Gradient) -> Differences:
         return compare(whole, first, second, weight=self._counts[0] / sum(self._counts), enough=self._tolerance)
 
     def _verdict(self, cause: Cause, found: Differences | None = None, **more: Any) -> Exactness:
         return Exactness(None if found is None else found.error, self._tolerance, cause, **more)
-
-
-def _fitting_counter(parts: tuple[Any, Any], weight: float) -> str:
-    """Return the ``normalize=`` that gives the first of two parts this weight; none if no known one does."""
-    one, other = parts
-    for key in one if isinstance(one, Mapping) else range(len(one)) if isinstance(one, (list, tuple)) else ():
-        counters = [TargetTokens(key, ignored, shift) for ignored in (-100, 0) for shift in (False, True)]
-        for counter in (*counters, AttentionMaskTokens(key)):
-            run = attempt(lambda of: [count_items(of, part) for part in (one, other)], lambda _: True, counter)
-            if run.failure is None and abs(run.result[0] - weight * sum(run.result)) < 1e-3 * sum(run.result):
-                return f"normalize={counter!r}"
-    return ""
 
 
 def _judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tolerance: float) -> Exactness:
