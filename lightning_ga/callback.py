@@ -23,7 +23,7 @@ from lightning_ga.plan.state import RunState
 class AutoAccumulate(Callback):
     """Train with the effective batch you want on the memory you have, with the same gradient.
 
-    Put it in the Trainer's callbacks. Alone it keeps the recipe's effective batch (the loader's
+    Put it in the Trainer's callbacks. Without arguments it keeps the recipe's effective batch (the loader's
     ``batch_size`` × ``Trainer(accumulate_grad_batches=…)`` × ranks) and only makes it fit: it finds
     the largest micro-batch that fits in memory, and cuts every window of samples into the fewest
     near-equal micro-batches.
@@ -61,7 +61,7 @@ class AutoAccumulate(Callback):
         size_of: For map-style samples of unequal length: a callable ``(dataset, index) -> int``, the name of a column
             or attribute, or ``"auto"`` for the extent that varies. A window keeps its samples; they are sorted by size
             and cut so that samples × longest stays within ``micro_batch_size`` × the longest of all. The sizes of all
-            samples are read once, before training.
+            samples are read once, those of a sampler's later epochs as they come.
         scale_lr: Multiplies the scheduler's learning rates by effective batch ÷ the recipe's (``"linear"``), or by the
             root of that (``"sqrt"``), in every parameter group.
         verify: Whether exactness is measured at the start, and rarely on a micro-batch of training.
@@ -133,11 +133,11 @@ class AutoAccumulate(Callback):
 
     @property
     def oom_events(self) -> int:
-        """Out-of-memory errors that were survived in the last fit, including those before a resume."""
+        """Out-of-memory errors that were survived since the last fit began, including those before a resume."""
         return self._reporter.events if self._reporter else 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Intercept the loader, the steps and the errors of a fit, or the errors of an evaluation on its own."""
+        """Intercept the loader of a fit and the errors of evaluation; the rest follows as training starts."""
         if stage != "fit":
             self._reporter = self._reporter or messages.OomReporter(trainer)
             self._evaluation = Evaluation(trainer, self._reporter, self._options)
@@ -147,8 +147,8 @@ class AutoAccumulate(Callback):
         messages.check_trainer(trainer, pl_module, self._request)
         self._position = place.move_callback(trainer, self, 0)  # first, so that other callbacks see its gradients
         self._reporter = messages.OomReporter(trainer)
-        is_among = lambda: self in trainer.callbacks  # noqa: E731
-        self._fit = Fit(trainer, self._request, self._options, self._reporter, is_among)
+        is_installed = lambda: self in trainer.callbacks  # noqa: E731
+        self._fit = Fit(trainer, self._request, self._options, self._reporter, is_installed)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the limit and begin the epoch with it; a resumed run continues at its sample."""
@@ -163,7 +163,7 @@ class AutoAccumulate(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Find the weight of the micro-batch."""
         messages.check_automatic(pl_module)
-        self._started_fit.prepare(batch)
+        self._started_fit.begin_micro_batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Multiply the backward pass by the weight of the micro-batch."""
@@ -178,7 +178,7 @@ class AutoAccumulate(Callback):
         self._started_fit.close_window(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep the position."""
+        """Note the position if a window is over."""
         self._started_fit.end_micro_batch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -191,16 +191,16 @@ class AutoAccumulate(Callback):
             exception.add_note(f"AutoAccumulate steers the automatic optimization of one optimizer: {messages.BY_HAND}")
         if self._fit and self._is_fitting:
             self._fit.fail(exception)
-        self._take_back(trainer)
+        self._leave_trainer(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the patches. The factor stays until the next fit, as with Lightning's own scheduler."""
         if stage == "fit" and self._fit:
             self._fit.close()  # with max_epochs=0 Lightning calls no on_train_end
             place.leave_factor(trainer, self._fit.data.recipe_factor)
-        self._take_back(trainer)
+        self._leave_trainer(trainer)
 
-    def _take_back(self, trainer: Any) -> None:
+    def _leave_trainer(self, trainer: Any) -> None:
         for evaluation in (self._evaluation, self._fit.evaluation if self._fit else None):
             if evaluation is not None:
                 evaluation.stop()

@@ -11,9 +11,9 @@ from lightning_ga.compat import advance, closures, intervals, loaders
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.loading.cutter import BatchCutter
-from lightning_ga.loading.given import StepSource
-from lightning_ga.loading.rebatch import SourceSettings, is_collated
+from lightning_ga.loading.rebatch import SourceSettings, collates_by_index
 from lightning_ga.loading.source import LoaderSource, read_source
+from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.state import Position
@@ -26,8 +26,8 @@ class TrainingData:
         self._trainer, self._place, self._options, self._position = trainer, place, options, position
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self._source: LoaderSource | StepSource | None = None
-        self._shown: Any = None  # the data as the user gave them
-        self._units = ExitStack()
+        self._user_loader: Any = None  # the data as the user gave them
+        self._setup_patches = ExitStack()
         self.cutter: BatchCutter | None = None  # of batches of training, once it has been asked for
 
     @property
@@ -51,35 +51,35 @@ class TrainingData:
             seed=position.seed,
             limit_batches=trainer.limit_train_batches,
             shard=loaders.shards(trainer),
-            shuffle=not trainer.overfit_batches,
-            shuffles=position.shuffles,
+            may_shuffle=not trainer.overfit_batches,
+            must_shuffle=position.shuffles,
         )
         source = read_source(loader, settings, in_step=self._why_in_step(), size_of=self._options.size_of)
-        self._source, self._shown, self.cutter = source, loader, None
+        self._source, self._user_loader, self.cutter = source, loader, None
         if isinstance(source, LoaderSource):
-            self._units.enter_context(loaders.micro_batch_units(trainer))
+            self._setup_patches.enter_context(loaders.micro_batch_units(trainer))
         return source
 
     def set_up(self, set_up: Callable[[], None]) -> None:
         """Let the loop set its data up; the Trainer's limits mean batches of the recipe."""
         known = self._source
-        with self._units:
+        with self._setup_patches:
             set_up()
         source = self._source
         if source is not known and isinstance(source, LoaderSource):
-            loaders.show_loaders(self._trainer, self._shown)
+            loaders.show_loaders(self._trainer, self._user_loader)
             intervals.check_validation(self._trainer, source.recipe_batches())
             self._place.size_epoch(len(source.loader))
 
-    def look_at_optimizer(self) -> None:
-        """Cut batches in the step if the optimizer evaluates a closure several times, always on the whole batch."""
+    def cut_in_step_if_repeated(self) -> None:
+        """If the optimizer evaluates each batch several times, cut batches in the step."""
         if self._why_in_step() and isinstance(self._source, LoaderSource):
             loaders.set_up_again(self._trainer)
 
     def see_first_batch(self) -> None:
         """Show the first batch to a source whose batches come ready-made; training still gets it."""
         source = self._source
-        if isinstance(source, StepSource) and (source.batch_size is None or not is_collated(source.loader)):
+        if isinstance(source, StepSource) and (source.batch_size is None or not collates_by_index(source.loader)):
             batch = advance.first_batch(self._trainer)
             if batch is not None:
                 with suppress(LayoutError):  # its number of samples may not be known
@@ -109,7 +109,7 @@ class TrainingData:
         return source.trial_batches(epoch, self.cutter_of_training())
 
     @property
-    def may_drop(self) -> bool:
+    def may_drop_samples(self) -> bool:
         """Whether the collate function may drop samples of a micro-batch: it is not torch's own."""
         return getattr(self.source.loader, "collate_fn", default_collate) is not default_collate
 

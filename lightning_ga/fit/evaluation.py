@@ -29,7 +29,7 @@ class Evaluation:
     def __init__(self, trainer: Any, reporter: messages.OomReporter, options: Options) -> None:
         self._trainer, self._reporter = trainer, reporter
         self._retries = ranks.retry_policy(trainer, wanted=options.on_oom == "split", evaluating=True).retries
-        self._loaders: dict[tuple[str, int], _Loader] = {}  # by stage
+        self._loaders: dict[tuple[str, int], _LoaderPieces] = {}  # by stage
         self._moved: tuple[_Call, int, Exception | None] | None = None  # of the next batch: transfer, loader, error
         self._savepoint: Savepoint | None = None
         self._held = loaders.intercepted_evaluation(trainer, self._evaluate, self._move)
@@ -60,7 +60,7 @@ class Evaluation:
             self._savepoint = retry_once(find)
         retry_once(self._savepoint.take)
         stage = name.removesuffix("_step").replace("predict", "prediction")
-        known = self._loaders.setdefault((stage, loader), _Loader(trainer, stage, loader))
+        known = self._loaders.setdefault((stage, loader), _LoaderPieces(trainer, stage, loader))
         run = partial(known.run, lambda part: step(part, *others), batch, kept, None if failure is None else move)
         before, outcome = ranks.collectives_run(), Outcome(failure=failure)
         if failure is None or known.cuts(kept):
@@ -73,7 +73,7 @@ class Evaluation:
         return outcome.result
 
 
-class _Loader:
+class _LoaderPieces:
     """The batches of one loader of a stage, in pieces that fit; an error halves the pieces."""
 
     def __init__(self, trainer: Any, stage: str, loader: int) -> None:
@@ -90,7 +90,9 @@ class _Loader:
         samples, start = 0 if self._limit is None else self._cutter.count(kept), 0
         sizes = split_evenly(samples, max(1, -(-samples // (self._limit or 1))))
         in_pieces, is_held = len(sizes) > 1, len(sizes) > 1 or ranks.is_distributed(self._trainer)
-        pieces = Pieces(self._trainer._results if is_held else None)  # ranks exchange what is logged after the step
+        pieces = Pieces(
+            self._trainer._results if is_held else None
+        )  # with several ranks, values are logged after the step
         for size in sizes:
             piece = self._cutter.cut(kept, start, start + size) if in_pieces else batch
             start += size
@@ -112,7 +114,7 @@ class _Loader:
         if ranks.collectives_run() != before:
             raise self._error(messages.OTHERS_WAIT, _EXCHANGES) from failure
         if moved := retry_once(savepoint.restore):
-            raise self._error(messages.MOVED, moved) from failure
+            raise self._error(messages.CHANGED, moved) from failure
         self._limit = (failed + 1) // 2
         memory, step = describe_memory(self._trainer.strategy.root_device), self._trainer.global_step
         return messages.OomEvent(self._stage, step, failed, self._limit, memory)

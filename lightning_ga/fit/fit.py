@@ -22,7 +22,7 @@ from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.rewind import Rewinder
 from lightning_ga.fit.verdict import Verdict
 from lightning_ga.fit.window import WindowPasses
-from lightning_ga.fit.windows import Windows
+from lightning_ga.fit.windows import TrainingWindows
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
@@ -34,14 +34,14 @@ from lightning_ga.probe.trials import TrainingSetup
 
 
 class Fit:
-    """One fit, from ``setup`` to ``teardown``; the Trainer's strategy has its environment set up.
+    """One fit, from ``setup`` to ``teardown``. The strategy's environment is set up before.
 
-    Lightning's tuners remove all callbacks while they run steps of their own. Then ``is_among`` is false, and the loop
-    gets the recipe as the user wrote it.
+    Lightning's tuners remove all callbacks while they run steps of their own. Then ``is_installed`` is false, and the
+    loop gets the recipe as the user wrote it.
     """
 
     def __init__(
-        self, trainer: Any, request: Request, options: Options, reporter: OomReporter, is_among: Callable[[], bool]
+        self, trainer: Any, request: Request, options: Options, reporter: OomReporter, is_installed: Callable[[], bool]
     ) -> None:
         self.trainer, self.options, self.reporter = trainer, options, reporter
         loop = place.LoopPlace(trainer)
@@ -52,15 +52,15 @@ class Fit:
         self.gradients = Gradients(trainer, None if options.whole else options.normalize)
         self.verdict = Verdict(trainer, options)
         rates = WindowRates(trainer, options.scale_lr) if options.scale_lr != "none" or request.varies else None
-        self.windows = Windows(request, self.data, self.progress, self.limit, rates)
+        self.windows = TrainingWindows(request, self.data, self.progress, self.limit, rates)
         self.evaluation = Evaluation(trainer, reporter, options)
         self.rewinder: Rewinder | None = None  # none before training
         self._held = ExitStack()
         self._held.enter_context(
             loaders.intercepted_loaders(
                 trainer,
-                cut=lambda loader: self._cut(loader, loop.epoch) if is_among() else loader,
-                around=lambda set_up: self.data.set_up(set_up) if is_among() else set_up(),
+                cut=lambda loader: self._cut(loader, loop.epoch) if is_installed() else loader,
+                around=lambda set_up: self.data.set_up(set_up) if is_installed() else set_up(),
             )
         )
 
@@ -69,7 +69,7 @@ class Fit:
         source = self.data.cut(loader)
         if not isinstance(source, LoaderSource):
             return loader
-        self.limit.keep_sizes(source.sizes)
+        self.limit.set_size_limits(source.sizes)
         self.windows.arrange(epoch, enabled=self.limit.samples is not None)
         return source.loader
 
@@ -78,7 +78,7 @@ class Fit:
     def start(self) -> None:
         """Find the limit and begin the epoch with it; a restored run continues at its sample."""
         trainer, options, loop = self.trainer, self.options, self.progress.place
-        self.data.look_at_optimizer()
+        self.data.cut_in_step_if_repeated()
         source = self.data.source
         cut = source if isinstance(source, LoaderSource) else None
         same_epoch = self.progress.take_over(cut, self.data.recipe_factor)
@@ -108,8 +108,9 @@ class Fit:
             chunks=None if chunked is None else chunked.size,
             sizes=None if cut is None else cut.sizes,
         )
-        self.limit.begin(setup, self.progress.restored, high=high, varies=source.varies)
-        self.windows.wanted.check(loop.epochs)
+        recipe = min(high, source.batch_size or high)
+        self.limit.find(setup, self.progress.restored, high=high, recipe=recipe, varies=source.varies)
+        self.windows.wanted.check(loop.epochs)  # the limit is known now
         self.windows.begin_epoch(epoch)
         if options.verify:
             limit, in_step = min(high, self.limit.samples or high), cut is None
@@ -123,14 +124,14 @@ class Fit:
             loop.begin_epoch_after_last_batch()
 
     def _train_in_windows(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
-        """Guard and weigh the windows of the loop from here on; run batches in pieces if the step cuts them."""
+        """Guard the windows of the loop from here on; run batches in pieces if the step cuts them."""
         trainer, held = self.trainer, self._held
         if self.windows.rates is not None:
-            held.enter_context(self.windows.rates.following())
+            held.enter_context(self.windows.rates.unscaled_for_schedulers())
         held.enter_context(rewinder.guarding())
         in_step = not isinstance(self.data.source, LoaderSource)
         if in_step and rewinder.savepoint is not None:
-            held.enter_context(advance.seen_batches(trainer, rewinder.see))
+            held.enter_context(advance.seen_batches(trainer, rewinder.keep_batch))
         if in_step or exchange is not None:
             cutter, size = self.data.cutter_of_training() if in_step else None, self.data.source.batch_size or 1
             passes = WindowPasses(trainer, self.progress.place, self.gradients, self.limit, exchange, cutter, size)
@@ -141,7 +142,7 @@ class Fit:
         loop = self.progress.place
         if loop.restarts:
             place.expect_positions_to_be_kept()
-            self.windows.resume_at(source.plan.done)
+            self.windows.set_due(source.plan.done, int(self.trainer.accumulate_grad_batches))  # before the loop asks
             loop.begin_at(source.plan.done, same_epoch=same_epoch)
         with source.seeded_as_before():
             loop.iterate_again()
@@ -154,8 +155,8 @@ class Fit:
         self.windows.begin_epoch(self.progress.place.epoch)
         self.verdict.warn(several_passes=self.windows.several_passes)
 
-    def prepare(self, batch: Any) -> None:
-        """Weigh the next micro-batch; at the start of a window, measure on it if that is due."""
+    def begin_micro_batch(self, batch: Any) -> None:
+        """Weigh the next micro-batch; if it begins a window, measure on it if that is due."""
         loop = self.progress.place
         if loop.skips_backward:
             return
@@ -164,13 +165,13 @@ class Fit:
             self.gradients.begin_window()
             pending = bool(self.reporter.pending)
             if self.verdict.is_due(after_error=pending):
-                limit, in_step = self.limit.of_pieces or NO_LIMIT, self.data.source.cut_in_step
+                limit, in_step = self.limit.piece_samples or NO_LIMIT, self.data.source.cut_in_step
                 passes, cutter = self.windows.several_passes, self.data.cutter_of_training()
-                self.verdict.look(batch, cutter, limit=limit, in_step=in_step, several_passes=passes)
+                self.verdict.measure_in_training(batch, cutter, limit=limit, in_step=in_step, several_passes=passes)
             if pending:
                 self.reporter.report_pending(self.verdict.exactness)
         if window is not None:
-            samples = self._count(batch) if self.data.may_drop else None
+            samples = self._count(batch) if self.data.may_drop_samples else None
             self.gradients.weigh_micro_batch(batch, window, loop.position, samples=samples)
 
     def _count(self, batch: Any) -> int | None:
@@ -186,13 +187,13 @@ class Fit:
         factor = int(self.trainer.accumulate_grad_batches)
         if self.rewinder.is_updating and factor > 1:
             raise UserError(
-                f"{type(optimizer).__name__} evaluated its closure again, and this is the last of {factor} passes: "
-                'use micro_batching="step", and let the loader yield whole effective batches.'
+                f"{type(optimizer).__name__} evaluated its closure again, which repeats only the last of {factor} "
+                'passes: use micro_batching="step", and let the loader yield whole effective batches.'
             )
         self.rewinder.is_updating = True
         self.gradients.close_window(optimizer)
         known = self.verdict.exactness
-        if known is not None and known.cause != "exact" and self.limit.lowest is None:  # a larger batch may be cut
+        if known is not None and known.cause != "exact" and self.limit.lowest is None:  # an error would have warned
             self.verdict.warn(several_passes=self.windows.several_passes)
 
     def end_micro_batch(self) -> None:
@@ -208,7 +209,6 @@ class Fit:
 
     def fail(self, error: BaseException) -> None:
         """After an error: add what holds the memory, if memory ran out; restore the user's factor."""
-        self.reporter.report_pending(self.verdict.exactness)
         if is_out_of_memory(error) and self.limit.probe is not None and self.limit.probe.holders is not None:
             error.add_note(f"As the probe recorded it: {self.limit.probe.holders.sentence()}")
         self.trainer.accumulate_grad_batches = self.data.recipe_factor

@@ -25,7 +25,7 @@ class Gradients:
     """Weighs backward passes so that a window's gradient is that of its samples in one pass.
 
     Passes are weighted by their samples (``normalize="samples"``), by what a callable counts in them, or, with
-    ``None``, by Lightning's division by the factor.
+    ``None``, by Lightning's division by the factor (pieces of a batch by their samples).
     """
 
     def __init__(self, trainer: Any, normalize: Normalize) -> None:
@@ -36,7 +36,7 @@ class Gradients:
         self._zeroing: list[Any] = []  # hooks during a pass of weight 0
         self._sparse: list[torch.nn.Parameter] | None = None
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
-        self._is_rounded = False  # whether torch cannot do that, and no warning has said so
+        self._is_rounded = False  # whether a warning is due that torch rounds these sums
         self._passes = self._losses = 0  # of the window, and those of them that returned a loss
         self._warned = False
 
@@ -65,7 +65,7 @@ class Gradients:
     def weigh_micro_batch(self, batch: Any, window: Window, position: int, *, samples: int | None = None) -> None:
         """Weigh the next pass, a micro-batch of a window that is planned.
 
-        ``samples`` is their number if a collate function may have dropped some.
+        ``samples`` is the micro-batch's number of samples if a collate function may have dropped some.
         """
         if self.normalize is None:
             return
@@ -84,7 +84,7 @@ class Gradients:
         self._passes += 1
 
     def weigh_piece(self, piece: Any, batch: Any, *, samples: int, of: int) -> float:
-        """Weigh the next pass, a piece of ``samples`` of a batch ``of`` so many samples that is cut in the step.
+        """Weigh the next pass: a piece of ``samples`` samples, cut in the step from a batch of ``of``.
 
         Return its weight in a mean over the batch.
         """
@@ -111,7 +111,7 @@ class Gradients:
         """Multiply the backward pass that begins by its weight; at weight 0, make its gradients zero."""
         weight = self.weights.weight
         self._losses += 1
-        self._note(self.weights.trained())
+        self._set_weights(self.weights.trained())
         if weight != 1.0:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
         if weight == 0.0:
@@ -135,7 +135,7 @@ class Gradients:
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients to the mean over the window, after the GradScaler's unscaling and before clipping."""
         scale, weights = self.weights.close(int(self._trainer.accumulate_grad_batches))
-        self._note(weights)
+        self._set_weights(weights)
         if scale != 1.0:
             scale_gradients(optimizer, scale)
         if 0 < self._losses < self._passes and not self._warned:
@@ -147,7 +147,7 @@ class Gradients:
         """Search for sparse gradients again after the next backward pass."""
         self._sparse = None
 
-    def _note(self, weights: WindowWeights) -> None:
+    def _set_weights(self, weights: WindowWeights) -> None:
         self.weights = weights
         if isinstance(weights, LateWindow):
             self._late = weights

@@ -39,7 +39,7 @@ class Limit:
         return self.samples if self.samples is None or self.chunked is None else NO_LIMIT
 
     @property
-    def of_pieces(self) -> int | None:
+    def piece_samples(self) -> int | None:
         """The most samples of a piece of a batch that is cut in the step; ``None`` if whole batches run."""
         return None if self.chunked is not None or self.samples == NO_LIMIT else self.samples
 
@@ -52,8 +52,11 @@ class Limit:
         """Describe the hardware; a limit found on other hardware is not used."""
         return hardware(self._trainer, self._options.budget)
 
-    def begin(self, setup: TrainingSetup, restored: RunState | None, *, high: int, varies: bool) -> None:
-        """Find the limit for micro-batches of at most ``high`` samples; if that ``varies``, others may be larger."""
+    def find(self, setup: TrainingSetup, restored: RunState | None, *, high: int, recipe: int, varies: bool) -> None:
+        """Find the limit for micro-batches of at most ``high`` samples; with ``varies``, later batches may be larger.
+
+        Without a result of the probe, training uses micro-batches of the ``recipe``.
+        """
         known = None
         if restored is not None:  # valid if all ranks run on the hardware of the checkpoint's first rank
             same = restored.hardware == self.hardware()
@@ -63,23 +66,23 @@ class Limit:
             self.samples = self._request.capped(asked)
         else:
             high = ranks.smallest_over_ranks(self._trainer, high) if varies else high  # first batches differ by rank
-            found = self._probe_or_recall(setup, known, high)
+            found = self._probe_or_recall(setup, known, high, recipe)
             is_whole = found == NO_LIMIT or (varies and self.chunked is None and found >= high)
             self.samples = self._request.capped(NO_LIMIT) if is_whole else min(high, found)
         self.base = self.micro_batch
         if known is not None and known.limit is not None:  # memory ran out in that run
             self.samples = self.lowest = min(self.samples, known.limit)
-        self._keep_chunks()
-        self.keep_sizes(setup.sizes)
+        self._set_chunk_size()
+        self.set_size_limits(setup.sizes)
 
-    def _probe_or_recall(self, setup: TrainingSetup, restored: RunState | None, high: int) -> int:
+    def _probe_or_recall(self, setup: TrainingSetup, restored: RunState | None, high: int, recipe: int) -> int:
         trainer = self._trainer
         known = None if restored is None else restored.probe
         if known is not None and still_holds(known, known.budget_bytes, high):
             self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
             return known.fastest or known.limit
         if closures.evaluates_again(trainer.optimizers[0]) and self._options.budget is None:
-            return high  # its history grows, which no trial of one step shows: whole batches, until an error
+            return high  # no trial of one step shows a history that grows: whole batches, until an error
         try:
             self.probe, self._kind = probe(setup, self._options, high=high) or (None, None)
         except LayoutError:
@@ -94,9 +97,9 @@ class Limit:
             said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
             rank_zero_warn(
                 f"The probe found no limit, because a trial step ended in {type(error).__name__}: {said}. Training "
-                "uses the micro-batches of the recipe; give micro_batch_size=… to choose."
+                f"uses micro-batches of the recipe, {recipe} samples; give micro_batch_size=… to choose."
             )
-            return high
+            return recipe
         return high if self.probe is None else self.probe.fastest or self.probe.limit
 
     def fall(self, samples: int) -> int | None:
@@ -106,7 +109,7 @@ class Limit:
         self.samples = self.lowest = (samples + 1) // 2
         if self._kind is not None:  # the next run probes again
             forget(self._kind)
-        self._keep_chunks()
+        self._set_chunk_size()
         return self.samples
 
     def agree(self) -> None:
@@ -115,10 +118,10 @@ class Limit:
             smallest = ranks.smallest_over_ranks(self._trainer, self.samples)
             if smallest < self.samples:
                 self.samples = self.lowest = smallest
-                self._keep_chunks()
+                self._set_chunk_size()
 
-    def keep_sizes(self, sizes: SampleSizes | None) -> None:
-        """Set the limits of samples × longest: as the probe found them, or from the limit for the longest samples."""
+    def set_size_limits(self, sizes: SampleSizes | None) -> None:
+        """Set the limits of samples × longest: the probe's, or the limit × the longest size."""
         if sizes is not None and self.samples is not None:
             most, found = self._request.most or NO_LIMIT, self.probe
             if found is None or found.sizes is None:
@@ -126,6 +129,6 @@ class Limit:
             else:
                 sizes.limits = found.limit, replace(found.sizes, samples=min(most, found.sizes.samples))
 
-    def _keep_chunks(self) -> None:
+    def _set_chunk_size(self) -> None:
         if self.chunked is not None:
             self.chunked.size.samples = self.samples

@@ -50,7 +50,7 @@ class OomReporter:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.pending: list[OomEvent] = []  # errors of training whose gradient is not measured yet
+        self.pending: list[OomEvent] = []  # errors of training that are not reported yet
         self.events = 0  # including those before a resume
 
     def report(self, event: OomEvent, result: str) -> None:
@@ -78,13 +78,13 @@ ONE_CHUNK = (
     "window, and the loss on them. Give a smaller batch_size, name larger submodules in whole=, or train in "
     "a lower precision."
 )
-MOVED = (
-    "({memory}) after the step had changed {what}, so its window cannot be run again with the same result: let the "
-    "step change a copy, or change it in a hook such as on_train_batch_end; or give a lower max_micro_batch_size or "
-    "memory_budget."
+CHANGED = (
+    "({memory}) after the step had changed {what}, so it cannot run again with the same result: let the step change a "
+    "copy, or make the change in a later hook; or give a lower max_micro_batch_size or memory_budget (in evaluation: a "
+    "smaller batch_size of its loader)."
 )
 OTHERS_WAIT = (
-    "({memory}), and this rank cannot run the window again alone, because {what}. Resume from the last "
+    "({memory}), and this rank cannot run these samples again alone, because {what}. Resume from the last "
     "checkpoint with a lower max_micro_batch_size or memory_budget (in evaluation: a smaller batch_size of its loader)."
 )
 IN_THE_UPDATE = (

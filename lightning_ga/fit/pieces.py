@@ -1,4 +1,4 @@
-"""Run one batch in pieces, and merge what they log and return as if the whole batch had run at once.
+"""Merge what the pieces of a batch log and return, as if the whole batch had run at once.
 
 Torchmetrics accumulate by themselves: each sees the pieces as batches.
 """
@@ -73,7 +73,7 @@ def copied(batch: Any, inside: tuple[int, ...] = ()) -> Any:
     if not hasattr(batch, "__dict__") or isinstance(batch, Tensor) or is_constant(batch):
         return batch
     clone = copy.copy(batch)
-    own = contents_of(clone).items()  # its copy may have made copies of other mappings, with references of their own
+    own = contents_of(clone).items()  # ``copy.copy`` may have copied inner mappings, too
     vars(clone).update({name: copied(value, inside) for name, value in own if isinstance(value, (dict, list))})
     return clone
 
@@ -81,9 +81,9 @@ def copied(batch: Any, inside: tuple[int, ...] = ()) -> Any:
 def merge(outputs: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
     """Merge what a step returned for the pieces of a batch; graphs and subclasses of tensors are left behind.
 
-    - Tensors, arrays and lists as long as their piece are joined.
-    - Numbers and tensors of one element are averaged by weight, unless all are equal; pieces of no weight have means
-      over nothing. Numbers that count the samples of their piece are added up.
+    - Tensors and arrays as long as their piece are joined, and lists, if they are not all of one other length.
+    - Numbers and tensors of one element are averaged by weight, unless all are equal; a piece of weight 0 is left
+      out. Numbers that count the samples of their piece are added up.
     - Containers are merged field by field. ``None`` in some pieces is skipped.
     - Anything else is the value if all are equal, otherwise the list of the values.
 
@@ -104,7 +104,7 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], weights: Sequence[floa
     if all(isinstance(value, Tensor) for value in values):
         return _merged_tensors([_plain(value) for value in values], sizes, shares)
     if all(isinstance(value, Real) and not isinstance(value, bool) for value in values):
-        if values == sizes and max(sizes) > 1:  # in pieces of one sample any number may be one
+        if values == sizes and max(sizes) > 1:  # among pieces of one sample, a 1 may be no count
             return sum(sizes)
         numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
         return first if _are_equal(values) else mean(numbers, shares).item()
@@ -142,7 +142,7 @@ def _merged_tensors(tensors: list[Tensor], samples: list[int], weights: list[flo
 
 
 def _are_by_sample(values: Sequence[Any], samples: Sequence[int]) -> bool:
-    """Return whether tensors or arrays lead with the samples of their pieces, and can be joined."""
+    """Return whether the first axis is that of the piece's samples, so that tensors or arrays can be joined."""
     shapes = [tuple(value.shape) for value in values]
     leads = all(shape and shape[0] == size for shape, size in zip(shapes, samples))
     return leads and len({shape[1:] for shape in shapes}) == 1

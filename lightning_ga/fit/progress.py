@@ -32,7 +32,7 @@ class Progress:
         return self.position.samples_before + self.position.samples_done
 
     def position_in(self, epoch: int) -> Position:
-        """Return the position in an epoch: at its start, if it is another than the position's."""
+        """Return the current position, or the start of another epoch."""
         if epoch == self.position.epoch:
             return self.position
         return replace(
@@ -54,7 +54,7 @@ class Progress:
         self.position = replace(self.position, samples_done=samples_done, windows_done=self.position.windows_done + 1)
 
     def take_over(self, source: LoaderSource | None, recipe_factor: int) -> bool:
-        """Adopt the position of a restored loop; return whether the epoch that continues is under way.
+        """Adopt the position of a restored loop; return whether the run continues within an epoch.
 
         A checkpoint of stock Lightning contains the loop's position only, in batches of the recipe.
         """

@@ -13,15 +13,14 @@ Values = dict[str, Any]
 class WindowRates:
     """Scales learning rates with the effective batch.
 
-    Between steps, and in checkpoints, they are as the user's scheduler has set them, so schedulers and resumes see no
-    scale. With ``"none"`` it only logs.
+    For schedulers and in checkpoints they are as the user's scheduler has set them. With ``"none"`` it only logs.
     """
 
     def __init__(self, trainer: Any, scale_lr: ScaleLr) -> None:
         self._trainer, self._scale_lr = trainer, scale_lr
         self._before: list[Any] = []  # what schedulers have set, of each parameter group
 
-    def following(self) -> AbstractContextManager[None]:
+    def unscaled_for_schedulers(self) -> AbstractContextManager[None]:
         """Return a context in which schedulers see the rates that they have set; refuse optimizers without rates."""
         if self._scale_lr == "none":
             return nullcontext()

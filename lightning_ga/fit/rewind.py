@@ -17,7 +17,7 @@ from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import copied
-from lightning_ga.fit.windows import Windows
+from lightning_ga.fit.windows import TrainingWindows
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release, retry_once
 from lightning_ga.snapshot.copies import versions
@@ -31,7 +31,7 @@ class Rewinder:
         self,
         trainer: Any,
         place: LoopPlace,
-        windows: Windows,
+        windows: TrainingWindows,
         reporter: messages.OomReporter,
         *,
         policy: ranks.RetryPolicy,
@@ -53,7 +53,7 @@ class Rewinder:
         return advance.guarded_advance(self._trainer, self.run, lambda: (epochs.processed, self._place.next_window))
 
     def run(self, stock_advance: Callable[[], None]) -> None:
-        """Run the loop's next micro-batch; if memory runs out, the window from its first one."""
+        """Run the loop's next micro-batch; if memory runs out, the window's first one, smaller."""
         while True:
             seen = -1
             try:
@@ -69,8 +69,8 @@ class Rewinder:
             release(failure)
             self._go_back(failure)
 
-    def see(self, batch: Any) -> None:
-        """Keep a batch of the window that is cut in the step as the loader made it, because steps change containers."""
+    def keep_batch(self, batch: Any) -> None:
+        """Keep a batch that the step cuts as the loader made it, because steps change containers."""
         tensors = [*tensors_in(batch)]
         self._batches.append((copied(batch), tensors, versions(tensors)))
 
@@ -91,14 +91,14 @@ class Rewinder:
         self._collectives = ranks.collectives_run()
 
     def _is_survived(self, error: Exception, seen: int) -> bool:
-        """Return whether the window can run again after an error, before which so many of its batches were seen."""
+        """Return whether the window can run again; ``seen`` batches were kept before the failed micro-batch."""
         if isinstance(error, UserError):
             return False
         if self._refusal is not None and is_out_of_memory(error):
             raise self._error(messages.OTHERS_WAIT, self._refusal) from error
         if self.savepoint is None:
             return False
-        is_read = self._windows.window is not None or len(self._batches) != seen  # by indices, or it is kept
+        is_read = self._windows.window is not None or len(self._batches) != seen  # again by indices, or it is kept
         if self.is_updating or not is_read:
             if is_out_of_memory(error):
                 sentence = messages.IN_THE_UPDATE if is_read else messages.IN_THE_LOADER
@@ -112,10 +112,10 @@ class Rewinder:
         if sizes is None:
             one = messages.ONE_CHUNK if self._windows.unit == "chunks" else messages.ONE_SAMPLE
             raise failure if is_ambiguous_out_of_memory(failure) else self._error(one) from failure
-        if why := self._why_others_wait():
+        if why := self._why_not_alone():
             raise self._error(messages.OTHERS_WAIT, why) from failure
         if moved := self._restore():
-            raise self._error(messages.MOVED, moved) from failure
+            raise self._error(messages.CHANGED, moved) from failure
         memory = describe_memory(self._trainer.strategy.root_device)
         event = messages.OomEvent("training", self._trainer.global_step, *sizes, memory, self._windows.unit)
         self._reporter.pending.append(event)
@@ -133,7 +133,7 @@ class Rewinder:
                 return "a tensor of its batch in place, and the batch cannot be read again"
         return None
 
-    def _why_others_wait(self) -> str | None:
+    def _why_not_alone(self) -> str | None:
         if ranks.collectives_run() != self._collectives:
             return "the step exchanges values with the other ranks (all_gather, all_reduce, a log with sync_dist)"
         return None if self._exchange is None else self._exchange.failed()

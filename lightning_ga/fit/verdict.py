@@ -29,22 +29,17 @@ class Verdict:
     def measure_at_start(
         self, batches: TrialBatches, *, limit: int, in_step: bool, chunked: ChunkedModules | None
     ) -> None:
-        """Measure before training, in passes of at most ``limit`` samples, if ``verify`` says so; all ranks call it."""
-        if not self._options.verify:
-            return
+        """Measure before training, in passes of at most ``limit`` samples; all ranks call it."""
         transfer = BatchTransfer(self._trainer)
-        try:
-            found = measure_at_start(
-                self._trainer,
-                batches,
-                transfer.to_device,
-                self._options.normalize,
-                limit=limit,
-                in_step=in_step,
-                chunked=chunked,
-            )
-        except LayoutError as why:
-            found = Exactness(None, 0.0, "uncuttable", reason=str(why))
+        found = measure_at_start(
+            self._trainer,
+            batches,
+            transfer.to_device,
+            self._options.normalize,
+            limit=limit,
+            in_step=in_step,
+            chunked=chunked,
+        )
         self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
 
     def is_due(self, *, after_error: bool) -> bool:
@@ -55,7 +50,9 @@ class Verdict:
             return False
         return self._moments.due(int(self._trainer.global_step), self._passes) or after_error
 
-    def look(self, batch: Any, cutter: BatchCutter, *, limit: int, in_step: bool, several_passes: bool) -> None:
+    def measure_in_training(
+        self, batch: Any, cutter: BatchCutter, *, limit: int, in_step: bool, several_passes: bool
+    ) -> None:
         """Measure on a batch of training, and warn if the gradient is inexact and was not known to be."""
         try:
             samples = cutter.count(batch)

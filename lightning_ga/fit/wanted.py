@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.given import StepSource
 from lightning_ga.loading.source import LoaderSource
+from lightning_ga.loading.step_source import StepSource
 from lightning_ga.plan.accumulation import require_effective_batch, require_few_chunks
 from lightning_ga.plan.config import Request
 from lightning_ga.plan.schedule import Growth
@@ -34,12 +34,12 @@ class Wanted:
         asked = self.request.effective_batch(epoch, self.micro_batch, self.world_size) or self.recipe_effective
         return self.source.within_epoch(asked, epoch) if isinstance(self.source, LoaderSource) else asked
 
-    def of_epoch(self, epoch: int, *, steps: int, samples: int) -> int | Growth:
+    def effective_or_growth(self, epoch: int, *, steps: int, samples: int) -> int | Growth:
         """Return the effective batch, or its growth, in an epoch that begins after so many steps and samples."""
         return self.request.growth(self.micro_batch, self.world_size, steps, samples) or self.effective(epoch)
 
-    def batches(self, epoch: int, *, step: int, samples: int, whole: tuple[str, ...] = ()) -> int:
-        """Return the loader's own batches of a window that begins after so many steps and samples."""
+    def batches_of_window(self, epoch: int, *, step: int, samples: int, whole: tuple[str, ...] = ()) -> int:
+        """Return how many of the loader's batches make a window that begins after so many steps and samples."""
         source, schedule, request = self.source, self.request.by_window, self.request
         assert isinstance(source, StepSource)
         effective, factor = request.effective(epoch), request.factor(epoch)
@@ -79,14 +79,14 @@ class Wanted:
         source, steps, samples = self.source, 0, 0
         for epoch in epochs:
             if isinstance(source, LoaderSource):
-                more, seen = source.steps_of(epoch, self.of_epoch(epoch, steps=steps, samples=samples))
+                more, seen = source.steps_of(epoch, self.effective_or_growth(epoch, steps=steps, samples=samples))
                 steps, samples = steps + more, samples + seen
                 continue
             left = batches
             if left is None or (source.batch_size is None and self.request.counts_samples):
                 return None
             while left > 0:
-                factor = self.batches(epoch, step=steps, samples=samples)
+                factor = self.batches_of_window(epoch, step=steps, samples=samples)
                 samples += min(factor, left) * (source.batch_size or 1) * self.world_size
                 steps, left = steps + 1, left - factor
         return steps if max_steps == -1 else min(steps, max_steps)

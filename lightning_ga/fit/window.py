@@ -1,4 +1,4 @@
-"""Run the batches of training that are cut in the step, each in pieces that fit; exchange gradients with the last."""
+"""Run batches of training in pieces that fit, if the step cuts them; the window's last pass exchanges gradients."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -32,7 +32,7 @@ class WindowPasses:
         self._trainer, self._place, self._gradients, self._limit = trainer, place, gradients, limit
         self._exchange, self._cutter = exchange, cutter  # no cutter: the loader cuts
         self._batch_size = batch_size  # of the loader's batches, if the step cuts them
-        self.samples = 0  # of the window's batches so far, on this rank; counted in the step alone
+        self.samples = 0  # of the window's batches so far, on this rank; 0 if the loader cuts
         self.sizes: tuple[int, ...] = ()  # of the pieces of the batch that runs
         self.in_pieces = False  # whether a batch was cut
 
@@ -57,13 +57,13 @@ class WindowPasses:
         return partial(self._run_pieces, of_piece, batch, self.sizes, weight)
 
     def _sizes(self, batch: Any) -> tuple[tuple[int, ...], int]:
-        """Return the samples of a batch's pieces, and those by which the batch weighs."""
+        """Return the samples of each piece of a batch, and the batch's weight in samples."""
         assert self._cutter is not None
-        limit, most = self._limit.of_pieces, self._limit.samples
+        limit, most = self._limit.piece_samples, self._limit.samples
         try:
             samples = self._cutter.count(batch)
             weight = self._cutter.weight(batch, samples)
-        except LayoutError:  # a batch that cannot be cut runs whole, unless it is to be smaller
+        except LayoutError:  # a batch that cannot be cut runs whole if it fits
             if limit is not None and limit < self._batch_size:
                 raise
             samples = weight = self._batch_size
@@ -72,7 +72,7 @@ class WindowPasses:
             size.window, size.samples = samples, -(-samples // -(-samples // most))
         return split_evenly(samples, 1 if limit is None else max(1, -(-samples // limit))), weight
 
-    def _run_whole(self, closure: Any, batch: Any = None, samples: int = 0, *_: Any) -> Any:
+    def _run_whole(self, closure: Any, batch: Any = None, samples: int = 0) -> Any:
         if samples:
             self._gradients.weigh_piece(batch, batch, samples=samples, of=samples)
         with self._pass(last=True):
@@ -80,9 +80,7 @@ class WindowPasses:
         self._finish_window()
         return result
 
-    def _run_pieces(
-        self, of_piece: Callable[[Any], Any], batch: Any, sizes: tuple[int, ...], samples: int, *_: Any
-    ) -> Any:
+    def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, sizes: tuple[int, ...], samples: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
         assert self._cutter is not None
         loop, each, start = self._trainer.fit_loop.epoch_loop, samples // max(1, sum(sizes)), 0

@@ -1,7 +1,6 @@
 """The windows of the running epoch: how they are cut, and the loop's place, factor and intervals in each of them."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from lightning_ga.compat.intervals import Intervals
@@ -21,7 +20,7 @@ from lightning_ga.plan.windows import Window
 
 @dataclass(slots=True)
 class Epoch:
-    """The inputs of an epoch's plan: planned again with these, the epoch has the same windows."""
+    """The inputs of an epoch's plan. If an epoch is planned again with these, its windows are the same."""
 
     number: int
     effective: int | Growth
@@ -30,7 +29,7 @@ class Epoch:
     source: Any = None  # the data that the loop was set up with; ``None`` before the epoch begins
 
 
-class Windows:
+class TrainingWindows:
     """Owns the plan, and the window that the loop is in."""
 
     def __init__(
@@ -39,13 +38,10 @@ class Windows:
         self.request, self._data, self._progress, self._limit, self.rates = request, data, progress, limit, rates
         self.passes: WindowPasses | None = None  # none if the loop runs micro-batches by itself
         self.window: Window | None = None  # the one that runs, if the loader cuts it
-        self.intervals: Intervals | None = None  # none while windows and micro-batches are the recipe's
+        self.intervals: Intervals | None = None  # none if the loop's own counts are right
         self._plan: AccumulationPlan | None = None  # none before the data are set up
         self._epoch: Epoch | None = None
-
-    @cached_property
-    def _trainer(self) -> Any:
-        return self._progress.trainer
+        self._trainer = progress.trainer
 
     @property
     def wanted(self) -> Wanted:
@@ -71,7 +67,7 @@ class Windows:
     def arrange(self, epoch: int, *, enabled: bool) -> None:
         """Plan an epoch; the loader yields nothing until that is ``enabled``."""
         position = self._progress.position_in(epoch)
-        asked = self.wanted.of_epoch(epoch, steps=position.steps_before, samples=position.samples_before)
+        asked = self.wanted.effective_or_growth(epoch, steps=position.steps_before, samples=position.samples_before)
         self._epoch = Epoch(epoch, asked, position.samples_done, position.windows_done)
         self._cut(self._epoch, enabled=enabled)
 
@@ -80,8 +76,10 @@ class Windows:
         source, limit, world_size = self._data.source, self._limit.micro_batch, int(self._trainer.world_size)
         if not isinstance(source, LoaderSource):
             names, seen = self._limit.chunked_names, self._progress.samples_seen
-            factor = self.wanted.batches(epoch.number, step=self._trainer.global_step, samples=seen, whole=names)
-            size, limit = source.batch_size or 1, self._limit.of_pieces
+            factor = self.wanted.batches_of_window(
+                epoch.number, step=self._trainer.global_step, samples=seen, whole=names
+            )
+            size, limit = source.batch_size or 1, self._limit.piece_samples
             self._plan = plan_in_step(size, batches=factor, micro_batch=limit or size, world_size=world_size)
             self._trainer.accumulate_grad_batches = factor
             return
@@ -89,7 +87,7 @@ class Windows:
         self._plan = source.arrange(
             epoch.number,
             epoch.effective,
-            limit or -(-largest // world_size),  # steps are counted in whole windows while it is unknown
+            limit or -(-largest // world_size),  # without a limit, a window is one micro-batch
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,
@@ -151,7 +149,7 @@ class Windows:
             self.rates.begin_window(batch, self.wanted.recipe_effective)
 
     def _begin_planned(self, source: LoaderSource, number: int) -> int:
-        """Begin a window that the loader cuts; return the samples of a full window there."""
+        """Begin a window that the loader cuts; return the samples of a full window at its place."""
         assert self._epoch is not None
         batch, window = self._epoch.effective, source.window(number)
         if isinstance(batch, Growth):
@@ -162,18 +160,15 @@ class Windows:
             world_size, most = int(self._trainer.world_size), self._limit.micro_batch or batch
             self._plan = plan_accumulation(batch, micro_batch=most, world_size=world_size)
         self.window = window
-        if self.intervals is not None:
-            end = number * int(self._trainer.accumulate_grad_batches) + len(window.sizes)
-            validates = self.intervals.validates(number, before=self._progress.position.windows_before)
-            self.intervals.begin_window(number, end=end, validates=validates)
+        self.set_due(number, len(window.sizes))
         return batch
 
     def _begin_in_step(self, number: int, intervals: Intervals) -> int:
-        """Begin a window of the number of batches that a schedule by window gives; return its samples."""
+        """Begin a window of as many batches as the schedule by window says; return its samples."""
         place, epoch, factor = self._progress.place, self._epoch, int(self._trainer.accumulate_grad_batches)
         assert epoch is not None
         wanted, seen = self.wanted, self._progress.samples_seen
-        asked = wanted.batches(epoch.number, step=self._trainer.global_step, samples=seen)
+        asked = wanted.batches_of_window(epoch.number, step=self._trainer.global_step, samples=seen)
         if asked != factor:
             place.shift(number, asked)
             self._cut(epoch)
@@ -181,10 +176,10 @@ class Windows:
         intervals.begin_window(number, end=end + place.shifted, validates=intervals.validates_between(start, end))
         return asked * (self._data.source.batch_size or 1) * int(self._trainer.world_size)
 
-    def resume_at(self, window: int) -> None:
-        """Set what is due after the window that a restored loop begins with, before the loop looks at it."""
+    def set_due(self, window: int, length: int) -> None:
+        """Set what is due after a window of so many micro-batches."""
         if self.intervals is not None:
-            end = (window + 1) * int(self._trainer.accumulate_grad_batches)
+            end = window * int(self._trainer.accumulate_grad_batches) + length
             validates = self.intervals.validates(window, before=self._progress.position.windows_before)
             self.intervals.begin_window(window, end=end, validates=validates)
 
@@ -202,13 +197,11 @@ class Windows:
         return "chunks" if self._limit.chunked_names else "micro-batches"
 
     def shrink(self) -> tuple[int, int] | None:
-        """Lower the limit; return the samples of the failed pass and of later ones, ``None`` if one sample failed."""
-        source, failed = self._data.source, self._limit.samples
-        if failed in (None, NO_LIMIT):
-            failed = max(self.passes.sizes, default=0) if self.passes is not None else 0
-            failed = failed or source.batch_size or 1
-        if self.window is not None and isinstance(source, LoaderSource) and source.sizes is None:
-            failed = min(failed, max(self.window.sizes))
+        """Lower the limit; return the most samples of a pass before and from here on, ``None`` if one sample failed."""
+        source, failed, passes = self._data.source, self._limit.samples or NO_LIMIT, self.passes
+        if source.sizes is None:  # else the limit is that of the longest samples
+            in_step = (source.batch_size or 1, *(() if passes is None else passes.sizes))
+            failed = min(failed, max(in_step if self.window is None else self.window.sizes))
         fits = self._limit.fall(failed)
         return None if fits is None else (failed, fits)
 

@@ -1,4 +1,4 @@
-"""Count and cut the batches that the step gets of one loader: by their layout, or by the module's ``split_batch``."""
+"""Count and cut the batches that a step gets: by their layout, or by the module's ``split_batch``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class CutBatch:
 
 
 class BatchCutter:
-    """Counts and cuts the batches that ``combine`` makes of one batch of each loader, on the device.
+    """Counts and cuts the batches that ``combine`` makes of one batch of each loader.
 
     The layout is read once, from a few samples. If no samples can be read, each batch is read by itself.
     """

@@ -24,7 +24,7 @@ _FIELDS = 32  # more fields are data, not structure: a dictionary keyed by name
 
 
 class ScanOrder:
-    """Order in which samples are scanned: from all over the data set first, then more and more between them.
+    """Order in which samples are scanned: from all over the data set first, then ever more densely.
 
     The first scan includes the first and the last sample, and so the largest of a sorted data set.
     """
@@ -66,7 +66,9 @@ class Largest:
         self._text = text  # whether text counts: it does if collating turns it into tensors
         self._shapes: dict[Field, tuple[int, ...]] | None = None
         self._most: list[tuple[int, int, Any]] = []  # elements, number (the higher, the earlier) and sample
-        self._largest: dict[Field, tuple[int, int, int, Any]] = {}  # by field and axis: extent, and the same
+        self._largest: dict[
+            Field, tuple[int, int, int, Any]
+        ] = {}  # by field and axis: extent, elements, number, sample
         self._count = 0
 
     def see(self, samples: Sequence[Any]) -> list[Any]:
@@ -112,7 +114,7 @@ class Largest:
         return [sample for _, _, sample in sorted(kept.values(), key=lambda each: each[:2], reverse=True)]
 
     def _by_field(self) -> list[Any]:
-        """Return the samples kept; first those that are the largest of most fields and axes."""
+        """Return the samples kept; first those that are largest in the most fields."""
         times = Counter(number for _, _, number, _ in self._largest.values())
         first = {found[2]: found[3] for found in self._largest.values()}
         chosen = [first[number] for number, _ in sorted(times.items(), key=lambda each: (-each[1], -each[0]))]
@@ -128,7 +130,7 @@ def _scan(kept: Largest, samples: list[Any]) -> tuple[int, list[Any]]:
 def largest_samples(loader: "DataLoader[Any]", order: ScanOrder) -> Largest:
     """Find the largest samples behind a loader: among a few if these have one size, otherwise among all."""
     started = time.monotonic()
-    text = loader.collate_fn is not default_collate  # which leaves text as it is
+    text = loader.collate_fn is not default_collate  # that leaves text as it is
     kept = Largest(text=text)
     kept.see(order.first)
     kept.seen = len(order.first)

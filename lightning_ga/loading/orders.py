@@ -1,4 +1,4 @@
-"""The order of an epoch's samples, the same on every rank: a function of a seed and the epoch alone.
+"""The order of an epoch's samples, the same on every rank: a function of seed and epoch, or a sampler's own.
 
 So window k of epoch e has the same samples for every micro-batch and number of ranks, also after a resume.
 """
@@ -19,7 +19,7 @@ _SEEDS = 2**63  # seeds of torch.Generator have 64 bits
 
 
 class Sequential:
-    """As the dataset lies."""
+    """The dataset's order."""
 
     draws_seed = False  # whether torch's ``RandomSampler`` would draw a seed for it
 
@@ -112,7 +112,7 @@ class FromSampler:
         with seeded(seed + epoch, sampler, epoch=epoch):
             iterator = iter(sampler)
             found = list(islice(iterator, -(-len(sampler) // self._batch) * self._batch))
-            next(iterator, None)  # it may change once it has ended
+            next(iterator, None)  # a sampler may change as it ends
         if self._shuffles and found:
             return [found[int(place)] for place in Shuffled(len(found)).draw(epoch, seed)[:]]
         return found
@@ -123,7 +123,7 @@ Order = Sequential | FromSampler
 
 @contextmanager
 def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
-    """Yield a deep copy that shares datasets and modules with ``thing``; without one, itself, put back afterwards."""
+    """Yield a deep copy that shares datasets and modules with ``thing``; if there is none, ``thing``, put back."""
     own = getattr(thing, "__dict__", {})
     held = [each for each in own.values() if isinstance(each, (Dataset, torch.nn.Module)) or hasattr(each, "trainer")]
     try:

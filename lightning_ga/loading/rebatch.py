@@ -27,8 +27,8 @@ class SourceSettings:
     seed: int  # of the epochs' orders, the same on every rank
     limit_batches: int | float = 1.0  # ``Trainer(limit_train_batches=…)``: of the recipe's batches
     shard: bool = True  # whether the trainer may share one order among ranks (``use_distributed_sampler``)
-    shuffle: bool = True  # false if the trainer asks for the order of the dataset (``overfit_batches``)
-    shuffles: bool = False  # whether it shuffles whatever the loader says, as it does on several ranks
+    may_shuffle: bool = True  # false if the trainer asks for the order of the dataset (``overfit_batches``)
+    must_shuffle: bool = False  # whether it shuffles whatever the loader says, as it does on several ranks
 
 
 def length_of(data: Any) -> int | None:
@@ -45,7 +45,7 @@ def collates(loader: Any) -> bool:
     return is_own and loader.batch_sampler is not None
 
 
-def is_collated(loader: Any) -> bool:
+def collates_by_index(loader: Any) -> bool:
     """Return whether a loader collates samples of a dataset that is read by index."""
     return collates(loader) and not isinstance(loader.dataset, IterableDataset)
 
@@ -77,7 +77,7 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
     """Return the order that all ranks share; ``None`` if each has one of its own."""
     batches: Any = loader.batch_sampler
     sampler, world_size = batches.sampler, settings.world_size
-    if not settings.shuffle:
+    if not settings.may_shuffle:
         return Sequential(len(loader.dataset))  # type: ignore[arg-type]
     if type(sampler) is DistributedSampler and sampler.num_replicas == world_size:
         # Its ranks read samples in turn from one order; windows of that order need no padding to equal shares.
@@ -88,11 +88,11 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
         return None
     if type(sampler) is SequentialSampler:
         size = len(sampler.data_source)
-        return Shuffled(size) if settings.shuffles else Sequential(size)
+        return Shuffled(size) if settings.must_shuffle else Sequential(size)
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         own = sampler.generator
         return Shuffled(len(sampler), None if own is None else own.initial_seed())
-    shuffles = settings.shuffles and not isinstance(sampler, DistributedSampler)
+    shuffles = settings.must_shuffle and not isinstance(sampler, DistributedSampler)
     batch = 1 if batches.drop_last else batches.batch_size
     return FromSampler(sampler, loader.dataset, batch=batch, shuffles=shuffles)
 

@@ -37,7 +37,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self.epoch = epoch
 
     def arrange(self, epoch: int, plan: EpochPlan, *, start: int, enabled: bool) -> None:
-        """Cut an epoch; the next iteration yields its micro-batches from window ``start`` on if ``enabled``."""
+        """Take an epoch's plan; the next iteration yields its micro-batches from window ``start`` on if ``enabled``."""
         self.epoch, self.plan, self.start, self.enabled = epoch, plan, start, enabled
 
     def __len__(self) -> int:

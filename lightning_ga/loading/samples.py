@@ -43,7 +43,7 @@ def fetched(
     """Return a context that yields ``read(samples)`` for each list of indices, and leaves no trace in training.
 
     If the loader has workers, separate ones read: files that a dataset opens on first use must not be open in this
-    process when training starts its workers. A stream is copied, and raises what its copy does.
+    process when training starts its workers. A stream is copied; an error of copying is raised.
     """
     dataset, settings = loader.dataset, dict[str, Any](collate_fn=read, pin_memory=False)
     if loader.num_workers:
@@ -73,7 +73,7 @@ def copied(sample: Any) -> Any:
 
 
 def copied_if_possible(batch: Any) -> Any:
-    """Return a copy of a batch, or the batch itself if it cannot be copied."""
+    """Return a copy of a batch, because steps may remove labels from it; the batch itself if it cannot be copied."""
     try:
         return copied(batch)
     except Exception as error:

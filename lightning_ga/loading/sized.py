@@ -29,7 +29,7 @@ class SampleSizes:
 
     def __init__(self, loader: "DataLoader[Any]", size_of: SizeOf, order: Order, seed: int) -> None:
         self._loader, self._size_of, self._order, self._seed = loader, size_of, order, seed
-        self.limits: tuple[int, SizeLimits] | None = None  # the limits, if so many of the longest samples fit
+        self.limits: tuple[int, SizeLimits] | None = None  # how many of the longest fit, and the limits then
 
     @cached_property
     def _sizes(self) -> dict[Any, int]:
@@ -47,7 +47,7 @@ class SampleSizes:
         return sorted(self._sizes, key=self._sizes.__getitem__, reverse=True)
 
     def some_of(self, least: int) -> tuple[int, TrialBatches]:
-        """Return the smallest size neither below the median nor ``least``, and batches of samples of that size."""
+        """Return the smallest size of at least ``least`` and the median, and batches of samples of that size."""
         sizes = [self._sizes[each] for each in self.descending]
         size = min(each for each in sizes[: len(sizes) // 2 + 1] if each >= min(least, sizes[0]))
         same = [each for each, found in zip(self.descending, sizes) if found == size][:SAMPLES_KEPT]
@@ -73,7 +73,7 @@ class SampleSizes:
             return array("q", (_size(column[each], f"names for {each!r}") for each in indices))
         measure: Callable[[Iterable[Any]], list[int]] = partial(_by_name, name=size_of)
         if size_of == "auto":  # the probe scans the same samples
-            text = self._loader.collate_fn is not default_collate  # which leaves text as it is
+            text = self._loader.collate_fn is not default_collate  # that leaves text as it is
             seen = [_extents(sample, text=text) for sample in ScanOrder(self._loader, indices).first]
             varying = {place for each in seen for place in each if len({other.get(place) for other in seen}) > 1}
             measure = partial(_by_shape, places=varying, text=text)

@@ -7,11 +7,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.given import StepSource
 from lightning_ga.loading.orders import Order, Sequential
 from lightning_ga.loading.rebatch import SourceSettings, read_order, rebatch, why_in_step
 from lightning_ga.loading.sampler import WindowBatchSampler
 from lightning_ga.loading.sized import SampleSizes, SizeOf
+from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trials import SampleTrials, TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation, require_effective_batch
 from lightning_ga.plan.schedule import Growth
@@ -38,7 +38,7 @@ def read_source(
 class LoaderSource:
     """A DataLoader cut into windows and micro-batches, an epoch at a time.
 
-    Samples are counted in the order that all ranks share.
+    Places of samples are those in the order that all ranks share.
     """
 
     cut_in_step = varies = False
@@ -55,7 +55,7 @@ class LoaderSource:
         self._sampler = WindowBatchSampler(
             order, rank=settings.rank, seed=settings.seed, generator=loader.generator, draws=draws
         )
-        self.loader = rebatch(loader, self._sampler, shuffle=settings.shuffle)  # the fit loop reads this one
+        self.loader = rebatch(loader, self._sampler, shuffle=settings.may_shuffle)  # the fit loop reads this one
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.seed)
 
     @property
@@ -82,7 +82,7 @@ class LoaderSource:
         return size if used == batches else min(size, used * self.batch_size * self.settings.world_size)
 
     def within_epoch(self, effective: int, epoch: int) -> int:
-        """Return the effective batch, at most the samples of an epoch."""
+        """Return the effective batch, at most the samples of an epoch unless ``drop_last`` would drop these."""
         total = self.total(epoch)
         return effective if self._drop_last or not total else min(effective, max(total, self.settings.world_size))
 
@@ -103,14 +103,14 @@ class LoaderSource:
     ) -> AccumulationPlan:
         """Cut one epoch, and return how its full windows are cut; if they grow, the largest.
 
-        An earlier run has trained on ``samples_done`` samples in ``windows_done`` windows. The next iteration of the
-        loader begins with the window ``start``, by default the first that is not done; it yields nothing until it is
-        ``enabled``.
+        ``samples_done``: samples that an earlier run has trained on, in ``windows_done`` windows. The next iteration of
+        the loader begins with the window ``start``, by default the first that is not done. Unless ``enabled``, the
+        loader yields nothing.
         """
         windows, total = self._windows(epoch, effective, samples_done, windows_done), self.total(epoch)
         if windows.count == 0 and self.recipe_batches(epoch):
             raise UserError(
-                f"effective_batch_size={windows.largest} is more than the {total} samples of an epoch, and "
+                f"The effective batch of {windows.largest} samples is more than the {total} of an epoch, and "
                 "drop_last=True drops the only window: use drop_last=False or a smaller effective batch."
             )
         world_size = self.settings.world_size
@@ -137,7 +137,7 @@ class LoaderSource:
 
     @contextmanager
     def seeded_as_before(self) -> Iterator[None]:
-        """Return a context in which the loop iterates the loader again with the workers' seed of before."""
+        """Return a context in which the loop iterates the loader with the workers' seed of the empty iteration."""
         own, earlier = self.loader.generator, self._sampler.take_seed_back()
         self.loader.generator = own if earlier is None else earlier
         try:

@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import leaves
 from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.loading.cutter import BatchCutter
-from lightning_ga.loading.cutter import CutBatch as CutBatch
+from lightning_ga.loading.cutter import BatchCutter, CutBatch
 from lightning_ga.loading.largest import Largest, ScanOrder, largest_samples
 from lightning_ga.loading.samples import collate_samples, copied_if_possible
 
@@ -19,7 +18,7 @@ _FEW_NUMBERS = 2**14  # of a tensor: larger ones are data
 
 
 class SampleTrials:
-    """Batches collated from the samples of a map-style dataset; in the step, cut out of whole ones of ``most``."""
+    """Batches collated from the samples of a map-style dataset; with a ``cutter``, cut out of a batch of ``most``."""
 
     def __init__(
         self, loader: "DataLoader[Any]", indices: Sequence[Any], most: int, *, cutter: BatchCutter | None = None
@@ -53,7 +52,7 @@ class SampleTrials:
         whole = move(self._largest.batch(self._loader, self.most))
         return self._cutter.cut(whole, 0, samples), whole
 
-    def telling(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
+    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
         """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
         found = unlike([each for each in self._scan.first if each is not None], samples)
         if len(found) < 2:
@@ -79,7 +78,7 @@ class SeenTrials:
         whole = move(copied_if_possible(self._batch))
         return (whole if samples >= self.most else self._cutter.cut(whole, 0, samples)), whole
 
-    def telling(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
+    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
         """Return the first samples of the batch, in two parts."""
         whole = move(copied_if_possible(self._batch))
         number = self._cutter.count(whole)

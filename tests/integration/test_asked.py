@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], type[Regression], 
     ),
     "dropped": (
         *(DataLoader(Samples(9), 4, drop_last=True), {"effective_batch_size": 12}, {}, Regression),
-        "effective_batch_size=12 is more than the 9 samples .*use drop_last=False or a smaller",
+        "The effective batch of 12 samples is more than the 9 .*use drop_last=False or a smaller",
     ),
 }
 

@@ -355,3 +355,10 @@ def test_a_batch_that_the_loader_cannot_make_is_never_left_out(mode: str) -> Non
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trained(mode)
     assert "while the loader made a batch" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("mode", BOTH)
+def test_an_error_halves_the_pass_that_failed_however_high_the_limit_was(mode: str) -> None:
+    with pytest.warns(UserWarning, match=f"with {BATCH} samples .* at most {-(-BATCH // 2)} samples"):
+        train(loader, ours := accumulate(mode, micro_batch_size=1000 * BATCH), at=(20,))
+    assert ours.oom_events == 1

@@ -109,7 +109,7 @@ def test_any_loader_is_cut_anew_and_left_alone(way: str) -> None:
 def test_what_ranks_share_is_shuffled_as_by_lightning(own: bool) -> None:
     """Its samplers of ranks take turns in one order, of the dataset or of a sampler of the user's own."""
     given = range(SIZE - 1, -1, -1) if own else SequentialSampler(range(SIZE))
-    order = read_order(DataLoader(range(SIZE), 3, sampler=given), settings_of(2, shuffles=True))  # type: ignore[arg-type]
+    order = read_order(DataLoader(range(SIZE), 3, sampler=given), settings_of(2, must_shuffle=True))  # type: ignore[arg-type]
     assert order is not None
     of_rank = partial(DistributedSamplerWrapper if own else DistributedSampler, given if own else range(SIZE))
     shares = [of_rank(num_replicas=2, rank=rank, shuffle=True, seed=7) for rank in range(2)]

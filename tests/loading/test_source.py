@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.given import StepSource
 from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import LoaderSource, read_source
+from lightning_ga.loading.step_source import StepSource
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.lengths import SizeLimits
 

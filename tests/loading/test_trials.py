@@ -75,7 +75,7 @@ def test_batches_of_the_heaviest_samples_leave_no_trace(in_step: str, workers: i
         assert batch[0].untyped_storage().data_ptr() == whole[0].untyped_storage().data_ptr()
     else:
         assert whole is None
-    telling = trials.telling(5, move)
+    telling = trials.batch_in_two_parts(5, move)
     assert telling.sizes == (3, 2)
     assert len(telling.whole[1]) == 5
     assert [len(part[1]) for part in telling.parts] == [3, 2]
@@ -110,7 +110,7 @@ def test_a_batch_that_training_will_see_is_cut() -> None:
     part, whole = trials.make(3, lambda batch: batch.mul_(1))
     assert (part.tolist(), whole.tolist()) == ([0, 1, 2], [0, 1, 2, 3, 4])
     assert whole is not first
-    telling = trials.telling(4, lambda batch: batch.neg_())
+    telling = trials.batch_in_two_parts(4, lambda batch: batch.neg_())
     assert telling is not None
     assert [part.tolist() for part in telling.parts] == [[0, -1], [-2, -3]]
     assert first.tolist() == [0, 1, 2, 3, 4]
@@ -120,17 +120,17 @@ def test_samples_that_tell_differ_in_what_losses_ignore_and_in_labels() -> None:
     """The halves differ most: one holds the targets that are ignored."""
     rows = [{"x": torch.zeros(4), "y": torch.full((4,), -100 if n % 2 else n)} for n in range(0, SIZE)]
     source = read_source(DataLoader(rows, 4), SourceSettings(1, 1, 0, 7))  # type: ignore[arg-type]
-    telling = source.trial_batches(0).telling(6, lambda batch: batch)  # type: ignore[call-arg]
+    telling = source.trial_batches(0).batch_in_two_parts(6, lambda batch: batch)  # type: ignore[call-arg]
     assert telling is not None
     ignored = [int((part["y"] < 0).sum()) for part in telling.parts]
     assert ignored == [0, 12]
     labels = [(torch.zeros(3), n % 5) for n in range(SIZE)]
     source = read_source(DataLoader(labels, 4), SourceSettings(1, 1, 0, 7))  # type: ignore[arg-type]
-    telling = source.trial_batches(0).telling(5, lambda batch: batch)  # type: ignore[call-arg]
+    telling = source.trial_batches(0).batch_in_two_parts(5, lambda batch: batch)  # type: ignore[call-arg]
     assert telling is not None
     assert telling.whole[1].tolist() == [0, 1, 2, 3, 4]
     single = read_source(DataLoader(labels[:1], 4), SourceSettings(1, 1, 0, 7))  # type: ignore[arg-type]
-    assert single.trial_batches(0).telling(5, lambda batch: batch) is None  # type: ignore[call-arg]
+    assert single.trial_batches(0).batch_in_two_parts(5, lambda batch: batch) is None  # type: ignore[call-arg]
 
 
 class Doubled(DataLoader[Any]):

@@ -17,11 +17,11 @@ Gradient = Sequence[Tensor]  # one tensor for each parameter, on the host
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Differences between the gradients of two parts of a batch and that of the whole, relative to the whole."""
+    """Differences between the gradients of a batch's two parts and of the whole, relative as ``compare`` says."""
 
     error: float  # of the weighted sum of the parts
     summed: float  # of the sum of the parts
-    best_weight: float  # of the first part, of two weights that add up to one, with the smallest error
+    best_weight: float  # the first part's weight at which the error is smallest; the second's is 1 − it
     best_error: float  # with that weight
 
     def cause(self, tolerance: float) -> Cause:
@@ -35,7 +35,7 @@ class Differences:
             return "exact"
         least = min(self.best_weight, 1 - self.best_weight)
         is_mean = least >= -tolerance and self.best_error <= tolerance
-        if self.summed <= tolerance and not (is_mean and least <= tolerance):  # or a part has no weight
+        if self.summed <= tolerance and not (is_mean and least <= tolerance):  # not if one part has no weight
             return "sum"
         return "weighted" if is_mean else "coupled"
 

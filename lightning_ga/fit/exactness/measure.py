@@ -1,6 +1,6 @@
 """Measure whether micro-batches give the gradient of the whole batch: one experiment, before training and within it.
 
-A batch of the user's own data runs through the code that trains: as a whole; in two unequal parts, one right after the
+A batch of the user's own data runs through the code that trains: as a whole; in two parts, one right after the
 other; and, if the gradients differ, as a whole again with other random numbers. The gradients give the verdict. It
 cannot show effects that come between measurements, rare samples, what callbacks do, and state outside of the module.
 """
@@ -17,7 +17,8 @@ from lightning_ga.compat.patching import replaced
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.differences import Differences, Gradient, compare, distance, norm
 from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics, passes_of, rounding
-from lightning_ga.loading.trials import CutBatch, Move, TrialBatches
+from lightning_ga.loading.cutter import CutBatch
+from lightning_ga.loading.trials import Move, TrialBatches
 from lightning_ga.memory.oom import Outcome, attempt, is_out_of_memory
 from lightning_ga.plan.exactness import NO_GRADIENT, Cause, Exactness
 from lightning_ga.plan.weights import count_items
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
 SAMPLES = 7  # in parts of four and three: BatchNorm refuses one sample, and unequal parts show wrong weights
 _MORE = 4  # times as many samples if the gradient is zero: a loss over pairs may find no pair among a few
-_SMALL = 2**28  # bytes of parameters of a model that may run a few samples more than its limit, and without autocast
+_SMALL = 2**28  # bytes of parameters: a smaller model is measured without autocast, and above its limit
 _ALWAYS_ALLOWED = 20  # measurements of any training
-_SHARE = 2e-3  # of training's passes: the bound of all measurements beyond these
+_SHARE = 2e-3  # of training's passes, for all later measurements
 _COST = 4  # passes of a measurement, approximately
 _NOISE = 3.0  # by how much a difference has to exceed that of other random numbers
 _SHARDED = "each rank holds a part of the model, and cannot run a step by itself"
@@ -48,7 +49,7 @@ RANDOM_CHUNKS = (
     "the submodules of whole= draw random numbers, and chunks draw others than the whole: whether they treat samples "
     "by themselves was not measured"
 )
-ELSEWHERE = "something outside of the module, or the number of its batch (batch_idx),"
+ELSEWHERE = "something outside of the module (or reads batch_idx)"
 
 
 class Moments:
@@ -83,13 +84,13 @@ def measure(trainer: Any, batch: CutBatch, *, normalize: Any, begins: bool, in_s
     If the step cuts batches (``in_step``), the parts are pieces of one batch of the loop.
 
     Raises:
-        UserError: If ``normalize`` or the step raises it. All other errors make the verdict ``"unmeasured"``.
+        UserError: If ``normalize`` or the step raises it. Others make the verdict ``"unmeasured"`` or ``"uncuttable"``.
     """
     if ranks.is_sharded(trainer):
         return _unmeasured(trainer, _SHARDED)
     for plain in dict.fromkeys((_is_small(trainer), False)):  # autocast takes less memory
         run = partial(_measured, trainer, lambda *_: batch, normalize, plain=plain, begins=begins, in_step=in_step)
-        if (verdict := _verdict_of(attempt(run, _is_no_users_error), rounding(trainer, plain=plain))) is not None:
+        if (verdict := _verdict_of(attempt(run, _is_survivable), rounding(trainer, plain=plain))) is not None:
             return verdict
     return _unmeasured(trainer, f"memory ran out in the measurement, on {sum(batch.sizes)} samples")
 
@@ -104,7 +105,7 @@ def measure_at_start(
     in_step: bool = False,
     chunked: "ChunkedModules | None" = None,
 ) -> Exactness:
-    """Measure before training on samples of its data, as many as memory allows, in passes of at most ``limit`` samples.
+    """Measure before training on a few samples of its data, in passes of at most ``limit`` samples.
 
     A small model may run a few samples more than that. ``move`` moves a batch to the device, with its hooks.
 
@@ -118,9 +119,9 @@ def measure_at_start(
     size = min(SAMPLES, batches.most if plain else most)
     verdict = _unmeasured(trainer, "a micro-batch of one sample has no parts")
     while size >= 2:
-        make = partial(_made, batches, move, size)
+        make = partial(_make_batch, batches, move, size)
         run = partial(_measured, trainer, make, normalize, plain=plain, begins=True, in_step=in_step, chunked=chunked)
-        found = _verdict_of(attempt(run, _is_no_users_error), rounding(trainer, plain=plain))
+        found = _verdict_of(attempt(run, _is_survivable), rounding(trainer, plain=plain))
         verdict = found or _unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
         if found is None:
             size = most = size // 2
@@ -131,7 +132,7 @@ def measure_at_start(
     return verdict
 
 
-def _made(batches: TrialBatches, move: Move, size: int, passes: Passes, seed: int) -> CutBatch | None:
+def _make_batch(batches: TrialBatches, move: Move, size: int, passes: Passes, seed: int) -> CutBatch | None:
     """Make and move a batch, with random numbers of this seed."""
 
     def moved(batch: Any) -> Any:
@@ -139,14 +140,14 @@ def _made(batches: TrialBatches, move: Move, size: int, passes: Passes, seed: in
         return move(batch)
 
     passes.begin(seed)
-    return batches.telling(size, moved, seed)
+    return batches.batch_in_two_parts(size, moved, seed)
 
 
 def _is_small(trainer: Any) -> bool:
     return bool(sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL)
 
 
-def _is_no_users_error(error: Exception) -> bool:
+def _is_survivable(error: Exception) -> bool:
     """Return whether training may continue after an error of the measurement: it is not a user's mistake."""
     return isinstance(error, LayoutError) or not isinstance(error, UserError)
 
@@ -211,7 +212,7 @@ class _Judgement:
         changed, size = passes.changed, norm(whole)
         if not 0 < size < math.inf:
             return self._verdict("unmeasured", reason=f"the norm of its gradient is {size}" if size else NO_GRADIENT)
-        catches = lambda error: _is_no_users_error(error) and not is_out_of_memory(error)  # noqa: E731
+        catches = lambda error: _is_survivable(error) and not is_out_of_memory(error)  # noqa: E731
         run = attempt(passes.run, catches, *self._batch.parts)
         found = None if run.failure else self._compare(whole, *run.result)
         of_state = replace(self._verdict("exact", found), tensors=changed)
@@ -222,13 +223,13 @@ class _Judgement:
             return self._verdict("random", reason=_UNSEEDED)
         if depends:
             return replace(of_state, cause="stateful", tensors=changed or (ELSEWHERE,), layers=layers)
-        assert found is not None, "the second part fails only after the first"
+        assert found is not None, "without gradients, the verdict is stateful"
         if found.error <= self._tolerance:
             return of_state
         return replace(self._named(whole, found, layers), tensors=changed)
 
     def _depends_on_first(self, second: Gradient | None) -> bool | None:
-        """Return whether the second part has another gradient after the first; ``None`` if it always has another.
+        """Return whether the second part has another gradient after the first; ``None`` if two runs of it alone differ.
 
         If the second failed after the first, and each runs alone, the second depends on what the first has left.
         """
@@ -238,7 +239,7 @@ class _Judgement:
             self._passes.run(other)
             return True
         (alone,) = self._passes.run(other)
-        if not distance(alone, second) > self._repeated:  # nor if it is no number
+        if not distance(alone, second) > self._repeated:  # false for NaN, too
             return False
         return None if distance(alone, *self._passes.run(other)) > self._repeated else True
 
@@ -283,7 +284,7 @@ def _judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, to
         raise refused(f"training_step does not call {missing[0]} itself: name submodules that are called.")
     if not 0 < norm(whole) < math.inf:
         return _unmeasured(passes.trainer, NO_GRADIENT)
-    with replaced(chunked.size, samples=None, window=samples):  # shows arguments that were as long by chance
+    with replaced(chunked.size, samples=None, window=samples):  # another length shows which arguments have no samples
         passes.run(batch.parts[1])
     error = distance(whole, gradient(in_two))
     if error <= tolerance:

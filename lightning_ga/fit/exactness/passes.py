@@ -4,7 +4,6 @@ They run without dropout, and as precisely as memory allows. Evaluation mode wou
 example, return losses in training mode only.
 """
 
-import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,12 +24,12 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.compat.steps import PassPlace, isolated, run_pass
 from lightning_ga.fit.exactness.differences import Gradient
+from lightning_ga.loading.samples import copied_if_possible
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
-from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.copies import checksums, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, reseed
 
-MOVED = 1e-2  # how far weights are moved: even a teacher of momentum 0.9999 then changes by more than rounding
+PERTURBATION = 1e-2  # how far weights are moved: even a teacher of momentum 0.9999 then changes by more than rounding
 _LONGEST = 1000  # longer containers are data: only their length is compared
 _DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")  # in names of layers and of rates
 _RATES = ("p", "prob", "rate", "drop_prob")  # names of rates in such layers
@@ -44,8 +43,8 @@ def passes_of(trainer: Any, *, plain: bool, begins: bool, in_step: bool = False)
     """Return a context in which passes run without a trace; with ``plain``, in the precision of the weights."""
     with ExitStack() as stack:
         restore = stack.enter_context(isolated(trainer, begins=begins))
-        # A few samples make no graphs to keep.
-        contexts = compiled_run_eagerly(), _exact(trainer, plain=plain), _without_dropout()
+        # Graphs that are compiled for a few samples are of no use.
+        contexts = compiled_run_eagerly(), _full_precision(trainer, plain=plain), _without_dropout()
         for context in (*contexts, ranks.alone()):
             stack.enter_context(context)
         yield Passes(trainer, restore, in_step=in_step)
@@ -71,14 +70,14 @@ class Passes:
         self._restore()
         Module.zero_grad(self.module)
         _stop_dropping(self.module)
-        _move(self._trained)
+        _perturb(self._trained)
         reseed(seed, generators_of(self.module))
 
     def run(self, *batches: Any, seed: int = 0, watched: bool = False) -> list[Gradient]:
         """Return the gradients of batches that run one after the other; nothing is put back in between.
 
-        Each pass begins with the same random numbers. If the step cuts batches, these are pieces of one batch. If it is
-        ``watched``, the names of all that has changed are in ``changed``.
+        Each pass begins with the same random numbers. If the step cuts batches, the given ones are pieces of one. With
+        ``watched``, ``changed`` names all that has changed.
         """
         self.begin(seed)
         before, gradients = self._state() if watched else {}, list[Gradient]()
@@ -86,7 +85,7 @@ class Passes:
             reseed(seed, generators_of(self.module))
             begins, ends = not self._in_step or number == 0, not self._in_step or number == len(batches) - 1
             Module.zero_grad(self.module)
-            run_pass(self.trainer, _copied(batch), PassPlace(begins=begins, ends=ends))
+            run_pass(self.trainer, copied_if_possible(batch), PassPlace(begins=begins, ends=ends))
             self.count += 1
             with uncounted():
                 gradients.append([_gradient(parameter) for parameter in self._trained])
@@ -146,22 +145,16 @@ def _gradient(parameter: Tensor) -> Tensor:
     return (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).to("cpu", copy=True)
 
 
-def _copied(batch: Any) -> Any:
-    """Return a copy of a batch, because steps may remove labels from it; the batch itself if it cannot be copied."""
-    copied = attempt(copy.deepcopy, lambda error: not is_out_of_memory(error), batch)
-    return batch if copied.failure else copied.result
-
-
 @torch.no_grad()
-def _move(tensors: Sequence[Tensor]) -> None:
+def _perturb(tensors: Sequence[Tensor]) -> None:
     """Change tensors a little, in the same way each time; add noise to small ones."""
     for number, tensor in enumerate(tensors):
         if is_writable(tensor):
-            tensor.mul_(1.0 + MOVED)
+            tensor.mul_(1.0 + PERTURBATION)
             if tensor.is_floating_point() and tensor.numel() <= 2**16:
                 generator = torch.Generator(tensor.device).manual_seed(number)
                 noise = torch.empty(tensor.shape, device=tensor.device).normal_(generator=generator)
-                tensor.add_(noise.to(tensor.dtype), alpha=MOVED)
+                tensor.add_(noise.to(tensor.dtype), alpha=PERTURBATION)
 
 
 def batch_norm_layers(module: Module) -> tuple[str, ...]:
@@ -173,7 +166,7 @@ def batch_norm_layers(module: Module) -> tuple[str, ...]:
 def fixed_statistics() -> AbstractContextManager[None]:
     """Return a context in which BatchNorm normalizes by its running statistics, so that samples are independent.
 
-    No ``TorchFunctionMode``, which is off in a backward pass, in which activations may be recomputed.
+    A ``TorchFunctionMode`` would be off while a backward pass recomputes activations.
     """
     normalize = functional.batch_norm
 
@@ -196,7 +189,7 @@ def rounding(trainer: Any, *, plain: bool = True) -> float:
 
 
 @contextmanager
-def _exact(trainer: Any, *, plain: bool) -> Iterator[None]:
+def _full_precision(trainer: Any, *, plain: bool) -> Iterator[None]:
     """Return a context without TF32; with ``plain``, also without autocast, which would hide differences."""
     plugin, precision = trainer.precision_plugin, torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -227,7 +220,7 @@ def _stop_dropping(module: Module) -> None:
 @contextmanager
 def _without_dropout() -> Iterator[None]:
     """Return a context in which the functions of ``torch.nn.functional`` drop nothing, also in a backward pass."""
-    called = functional._VF  # type: ignore[attr-defined]  # by these functions
+    called = functional._VF  # type: ignore[attr-defined]  # these functions call it
     names = [name for base in _FUNCTIONS for name in (base, f"{base}_")]
     attend = partial(_attend, functional.scaled_dot_product_attention)
     with (

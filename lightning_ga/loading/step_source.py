@@ -7,7 +7,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_ga.batch.layout import LayoutError, length_of_first
 from lightning_ga.errors import UserError
 from lightning_ga.loading.cutter import BatchCutter
-from lightning_ga.loading.rebatch import SourceSettings, is_collated, length_of
+from lightning_ga.loading.rebatch import SourceSettings, collates_by_index, length_of
 from lightning_ga.loading.trials import SampleTrials, SeenTrials, TrialBatches
 from lightning_ga.memory.oom import attempt
 
@@ -15,7 +15,7 @@ from lightning_ga.memory.oom import attempt
 class StepSource:
     """Batches as the user's loader yields them, a whole number of which makes up a window."""
 
-    cut_in_step = True
+    cut_in_step, sizes = True, None
 
     def __init__(self, loader: Any, why: str, settings: SourceSettings) -> None:
         self.loader, self.why, self.settings = loader, why, settings
@@ -49,7 +49,7 @@ class StepSource:
         """Return the source of batches for probe and measurement: a map-style dataset, or the batch seen."""
         loader, size = self.loader, self.batch_size or 1
         total = length_of(getattr(loader, "dataset", ()))
-        if is_collated(loader) and not self.varies and total:
+        if collates_by_index(loader) and not self.varies and total:
             return SampleTrials(loader, range(total), size, cutter=cutter)
         return SeenTrials(self.batch, cutter, size)
 
