@@ -4,8 +4,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import advance, closures, intervals, loaders
 from lightning_ga.compat.loaders import BatchTransfer
@@ -107,11 +105,6 @@ class TrainingData:
         if isinstance(source, LoaderSource):
             return source.trial_batches(epoch)
         return source.trial_batches(epoch, self.cutter_of_training())
-
-    @property
-    def may_drop_samples(self) -> bool:
-        """Whether the collate function may drop samples of a micro-batch: it is not torch's own."""
-        return getattr(self.source.loader, "collate_fn", default_collate) is not default_collate
 
     def _why_in_step(self) -> str:
         """Return why batches are cut in the step whatever the loader is; empty if that depends on the loader."""

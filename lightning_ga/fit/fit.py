@@ -160,8 +160,8 @@ class Fit:
         loop = self.progress.place
         if loop.skips_backward:
             return
-        window, first = self.windows.window, loop.position == 0
-        if first:
+        window, position = self.windows.window, loop.position
+        if position == 0:
             self.gradients.begin_window()
             pending = bool(self.reporter.pending)
             if self.verdict.is_due(after_error=pending):
@@ -171,8 +171,8 @@ class Fit:
             if pending:
                 self.reporter.report_pending(self.verdict.exactness)
         if window is not None:
-            samples = self._count(batch) if self.data.may_drop_samples else None
-            self.gradients.weigh_micro_batch(batch, window, loop.position, samples=samples)
+            samples = self._count(batch) if self.data.source.may_drop_samples else None
+            self.gradients.weigh_micro_batch(batch, window, position, samples=samples)
 
     def _count(self, batch: Any) -> int | None:
         """Count the samples of a batch whose collate function may drop some; ``None`` if they cannot be counted."""

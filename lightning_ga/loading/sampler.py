@@ -69,8 +69,8 @@ class WindowBatchSampler(Sampler[list[Any]]):
             window = plan.window(index, self.rank)
             of_window = listed(drawn[window.start : window.end])
             for position in range(len(window.sizes)):
-                places = (place - window.start for place in plan.places(window, position))
-                if found := [of_window[place] for place in places if place < len(of_window)]:
+                places, left = plan.places(window, position), window.start + len(of_window)
+                if found := [of_window[place - window.start] for place in places if place < left]:
                     yield found  # always, unless hooks have made the user's sampler shorter since the plan
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_ga.errors import UserError
 from lightning_ga.loading.orders import Order, Sequential
@@ -51,6 +51,7 @@ class LoaderSource:
         batches: Any = loader.batch_sampler
         self.batch_size: int = batches.batch_size  # of the recipe, on one rank
         self._drop_last: bool = batches.drop_last
+        self.may_drop_samples = loader.collate_fn is not default_collate  # those of a micro-batch
         draws = order.draws_seed and settings.world_size == 1
         self._sampler = WindowBatchSampler(
             order, rank=settings.rank, seed=settings.seed, generator=loader.generator, draws=draws

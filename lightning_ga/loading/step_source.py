@@ -15,7 +15,7 @@ from lightning_ga.memory.oom import attempt
 class StepSource:
     """Batches as the user's loader yields them, a whole number of which makes up a window."""
 
-    cut_in_step, sizes = True, None
+    cut_in_step, sizes, may_drop_samples = True, None, False
 
     def __init__(self, loader: Any, why: str, settings: SourceSettings) -> None:
         self.loader, self.why, self.settings = loader, why, settings

@@ -105,7 +105,7 @@ class _Attributes:
 
     def __init__(self, module: LightningModule) -> None:
         self._own, self._hook = vars(module), vars(module)["_current_fx_name"]
-        self._before = {name: value for name, value in self._own.items() if name not in _LIGHTNINGS_OWN}
+        self._before = {name: self._own[name] for name in self._own.keys() - _LIGHTNINGS_OWN}
         self._lengths: list[tuple[list[Any], int]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
