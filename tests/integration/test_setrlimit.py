@@ -11,7 +11,7 @@ from forks import forked
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="needs Linux to count and limit the address space")
 def test_a_batch_of_512_survives_a_small_address_space(tmp_path: Path) -> None:
     """Without a retry the run ends; with one it trains on in parts, to the same weights."""
-    done = forked(main, 50 * 2**20, tmp_path / "result.pt", folder=tmp_path)
+    done = forked(main, 72 * 2**20, tmp_path / "result.pt", folder=tmp_path)
     assert done.code == 0, done.output[-4000:]
     (whole, sizes, *counts), error, (weights, (first, second), events, planned) = torch.load(tmp_path / "result.pt")
     assert "DefaultCPUAllocator" in error
