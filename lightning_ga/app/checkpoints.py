@@ -9,6 +9,7 @@ import os
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointI
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_ga.app.run_files import CONFIG
 from lightning_ga.errors import UserError
 
 PART = ".part"  # suffix of a file that is being written; a search for the last checkpoint ignores it
@@ -92,21 +94,40 @@ def find_checkpoint(
 ) -> Path:
     """The file that ``ckpt_path`` means; ``last`` is that of ``own``, else the latest that fits the weights."""
     if wanted in ("last", "best"):
-        mine = own / "checkpoints" / f"{wanted}.ckpt"
-        if mine.is_file():
+        mine = next((path for path in of_run(own, wanted) if path.is_file()), None)
+        if mine is not None:
             return mine
-        files = [path for root in roots for path in root.glob(f"**/checkpoints/{wanted}.ckpt")]
+        folders = {path.parent for root in roots for path in root.glob("**/checkpoints/*.ckpt")}
+        files = [path for folder in folders if (path := in_folder(folder, wanted)).is_file()]
         latest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
         remedy = f"no run of this model below {' or '.join(repr(str(root)) for root in roots)} has left one; train it."
         found = next((path for path in latest if fits(path, weights)), None)
     else:
         path = Path(wanted).expanduser()
-        places = [place / f"{name}.ckpt" for place in (path / "checkpoints", path) for name in (kind, "last", "best")]
+        places = [file for name in (kind, "last", "best") for file in (*of_run(path, name), in_folder(path, name))]
         remedy = "neither a file nor a folder with checkpoints/last.ckpt or best.ckpt: give one of these, last or best."
         found = next((file for file in (path, *places) if file.is_file()), None)
     if found is None:
         raise UserError(f"ckpt_path={wanted}: {remedy}")
     return found
+
+
+def of_run(folder: Path, name: str) -> list[Path]:
+    """Where a run may have left a checkpoint: Lightning puts it beside the logs if a callback names no folder."""
+    beside = folder.glob("*/checkpoints") if (folder / CONFIG).is_file() else ()
+    return [in_folder(place, name) for place in (folder / "checkpoints", *beside)]
+
+
+def in_folder(folder: Path, name: str) -> Path:
+    """``NAME.ckpt``; the best one may have another name, which the last one tells."""
+    path = folder / f"{name}.ckpt"
+    with suppress(UserError, LookupError, AttributeError, ValueError):  # min of none
+        if name == "best" and not path.is_file():
+            callbacks = read_safely(folder / "last.ckpt")["callbacks"]
+            states = [one for one in callbacks.values() if one.get("monitor") and one.get("best_model_path")]
+            optimized = callbacks.get("OptimizedMetric", {}).get("name")
+            path = folder / Path(min(states, key=lambda one: one["monitor"] != optimized)["best_model_path"]).name
+    return path
 
 
 def fits(path: Path, weights: Mapping[str, Tensor]) -> bool:

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_ga.errors import UserError
 
+LONGEST = 600  # signs of a message: names of weights may be many
 
 def explain(
     error: BaseException, overrides: Sequence[str] = (), groups: Mapping[str, Sequence[str]] | None = None
@@ -99,4 +101,4 @@ def one_line(error: BaseException) -> str:
     paragraph = " ".join([re.split(r"\n\n|\n *full_key:", text)[0], *trace.splitlines()[-1:]])
     lines = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f"{line.line} ({Path(line.filename).name}, line {line.lineno})" for line in lines)
-    return " ".join(paragraph.split()) or where or type(error).__name__
+    return shorten(paragraph, LONGEST, placeholder=" …") or where or type(error).__name__

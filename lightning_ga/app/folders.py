@@ -51,7 +51,7 @@ def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[st
     if not held or any(os.environ.get(name, "0") != "0" for name in STARTED_AGAIN):
         return
     wanted, is_fit = config.get("ckpt_path"), str(config.get("task", "fit")) == "fit"
-    own = (folder / "checkpoints" / f"{wanted}.ckpt").is_file()
+    own = wanted in ("last", "best") and any(folder.glob("**/checkpoints/*.ckpt"))
     resumes = wanted and (own or Path(wanted).resolve().is_relative_to(folder.resolve()))
     if is_fit and (resumes or any(folder.glob("hpc_ckpt_*.ckpt"))):
         return

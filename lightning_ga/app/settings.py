@@ -100,3 +100,4 @@ def named(name: Any) -> str:
 
 
 OmegaConf.register_new_resolver("named", named, replace=True)
+OmegaConf.register_new_resolver("of_several", lambda k: "" if k in (0, 1) else "-{epoch}-{step}", replace=True)

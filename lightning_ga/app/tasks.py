@@ -81,12 +81,13 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     if run.settings.dry_run:
         return {}
     metrics, best = measured(run), best_checkpoint(run)
+    kept = checkpoints.read_safely(Path(best.best_model_path)) if best is not None and best.best_model_path else {}
     if best is not None and best.best_model_score is not None:
         metrics[str(best.monitor)] = float(best.best_model_score)
+    metrics |= kept.get("callbacks", {}).get(run.metric.state_key, {}).get("values", {})  # of the same epoch
     if run.settings.test and is_overridden("test_step", run.model) and is_overridden("test_dataloader", run.data):
-        if best is not None and best.best_model_path:
-            # Not by ckpt_path: there, Lightning's weight averaging loads the weights that are not averaged.
-            run.model.load_state_dict(checkpoints.read_safely(Path(best.best_model_path))["state_dict"])
+        if kept:  # not by ckpt_path: there, Lightning's weight averaging loads the weights that are not averaged
+            run.model.load_state_dict(kept["state_dict"])
         metrics |= test(run, None)
     return metrics
 

@@ -38,7 +38,7 @@ class Line(LightningModule):
         return self.net(batch["x"]).square().mean()
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.log("val/mse", self.current_epoch + 1.0, batch_size=4)
+        self.log_dict({"val/mse": self.current_epoch + 1.0, "val/epoch": float(self.current_epoch)}, batch_size=4)
 
     def test_step(self, batch, batch_idx):
         self.log("test/epoch", float(self.trainer.current_epoch), batch_size=4)
@@ -54,6 +54,12 @@ class Worsens(Line):
 class Silent(Line):
     def validation_step(self, batch, batch_idx):
         if not self.trainer.sanity_checking:
+            super().validation_step(batch, batch_idx)
+
+
+class Late(Line):
+    def validation_step(self, batch, batch_idx):
+        if self.current_epoch:
             super().validation_step(batch, batch_idx)
 
 
@@ -127,6 +133,7 @@ def test_an_error_is_made_small(typed):
     )
     found = result(run)
     assert (found["val/mse"], found["optimized_metric"], found["optimized_direction"]) == (1.0, "val/mse", "min")
+    assert found["val/epoch"] == 0  # as that of the best
     assert "val/mse (smaller is better)" in run.out
     assert best_epoch(run) == 0
     assert "Epoch 2/4" in run.out
@@ -139,6 +146,7 @@ def test_an_error_is_made_small(typed):
         (["model._target_=more.Told"], 1, "val/strange (larger is better)"),
         (["model._target_=more.Told", "optimized_direction=min"], 0, "val/strange (smaller is better)"),
         (["model._target_=more.Silent"], 0, "val/mse (smaller is better)"),
+        (["model._target_=more.Late", "trainer.max_epochs=3"], 1, "val/mse (smaller is better)"),
         (["data._target_=more.Sets"], 0, "val/mse/dataloader_idx_0 (smaller is better)"),
     ],
 )
