@@ -94,17 +94,16 @@ def find_checkpoint(
 ) -> Path:
     """The file that ``ckpt_path`` means; ``last`` is that of ``own``, else the latest that fits the weights."""
     if wanted in ("last", "best"):
-        mine = next((path for path in of_run(own, wanted) if path.is_file()), None)
-        if mine is not None:
-            return mine
-        folders = {path.parent for root in roots for path in root.glob("**/checkpoints/*.ckpt")}
+        mine = folders_of(own)
+        folders = mine or {path.parent for root in roots for path in root.glob("**/checkpoints/*.ckpt")}
         files = [path for folder in folders if (path := in_folder(folder, wanted)).is_file()]
         latest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
         remedy = f"no run of this model below {' or '.join(repr(str(root)) for root in roots)} has left one; train it."
-        found = next((path for path in latest if fits(path, weights)), None)
+        found = next((path for path in latest if mine or fits(path, weights)), None)
     else:
         path = Path(wanted).expanduser()
-        places = [file for name in (kind, "last", "best") for file in (*of_run(path, name), in_folder(path, name))]
+        folders = [*folders_of(path), path]
+        places = [in_folder(folder, name) for name in (kind, "last", "best") for folder in folders]
         remedy = "neither a file nor a folder with checkpoints/last.ckpt or best.ckpt: give one of these, last or best."
         found = next((file for file in (path, *places) if file.is_file()), None)
     if found is None:
@@ -112,10 +111,10 @@ def find_checkpoint(
     return found
 
 
-def of_run(folder: Path, name: str) -> list[Path]:
-    """Where a run may have left a checkpoint: Lightning puts it beside the logs if a callback names no folder."""
-    beside = folder.glob("*/checkpoints") if (folder / CONFIG).is_file() else ()
-    return [in_folder(place, name) for place in (folder / "checkpoints", *beside)]
+def folders_of(run: Path) -> list[Path]:
+    """Where a run has left checkpoints: Lightning puts them beside the logs if a callback names no folder."""
+    beside = run.glob("*/checkpoints") if (run / CONFIG).is_file() else ()
+    return [folder for folder in (run / "checkpoints", *beside) if any(folder.glob("*.ckpt"))]
 
 
 def in_folder(folder: Path, name: str) -> Path:

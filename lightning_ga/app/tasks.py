@@ -1,5 +1,6 @@
 """What a run does: fit, validate, test, predict, and the files that each of these writes."""
 
+import math
 import shlex
 import sys
 import time
@@ -77,9 +78,11 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     trainer = run.trainer
     trainer.fit(run.model, datamodule=run.data, ckpt_path=checkpoint)
     if not trainer.global_step and not run.settings.dry_run:
-        raise UserError("Nothing was trained: the data have no batch for it (trainer.limit_train_batches, drop_last).")
+        raise UserError("Nothing was trained: see trainer.max_epochs, trainer.limit_train_batches and drop_last.")
     if run.settings.dry_run:
         return {}
+    if trainer.should_stop and trainer.early_stopping_callbacks:
+        log.info(f"Early stopping ended the training after epoch {trainer.current_epoch}.")
     metrics, best = measured(run), best_checkpoint(run)
     kept = checkpoints.read_safely(Path(best.best_model_path)) if best is not None and best.best_model_path else {}
     if best is not None and best.best_model_score is not None:
@@ -161,8 +164,12 @@ def outcome(run: Fit) -> str:
 def summarize(run: Fit, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:
     """The result, on the screen as the last lines, in ``result.json``, and on a page."""
     survived = getattr(find_accumulate(run.trainer), "oom_events", 0)
-    values = [f"{name} {value:.4f}" for name, value in sorted(metrics.items()) if not name.startswith("train")]
+    seen = [name for name in sorted(metrics) if name == run.metric.name or not name.startswith("train")]
+    values = [f"{name} {metrics[name]:.4f}" for name in seen]
+    broken = [name for name in sorted(metrics) if not math.isfinite(metrics[name])]
     log.info(f"\nResult after {seconds:.0f} s: {', '.join(values) or run.settings.task.name + ' done'}")
+    if broken:
+        warn(f"{', '.join(broken)} is not finite: training has diverged, or the metric has nothing to measure.")
     if survived:
         log.info(f"Survived {counted(survived, 'out-of-memory error')}: see the warnings above.")
         result["oom_events"] = survived

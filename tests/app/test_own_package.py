@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ga.app.checkpoints import find_checkpoint, read_safely
+
 PROJECT = Path(__file__).parents[2] / "examples" / "own_project"
 OWN = ("--config-dir", "conf", "model=regression", "data=diabetes")
 BARE = (
@@ -123,7 +125,7 @@ def own_file(path: str, text: str) -> None:
 
 
 def best_epoch(run: Any) -> int:
-    return torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)["epoch"]
+    return read_safely(find_checkpoint("best", {}, [], own=run.folder))["epoch"]
 
 
 def test_an_error_is_made_small(typed):
@@ -138,6 +140,7 @@ def test_an_error_is_made_small(typed):
     assert best_epoch(run) == 0
     assert "Epoch 2/4" in run.out
     assert "Epoch 3/4" not in run.out
+    assert "Early stopping ended the training after epoch 2." in run.out
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,7 @@ def test_an_error_is_made_small(typed):
         (["model._target_=more.Told", "optimized_direction=min"], 0, "val/strange (smaller is better)"),
         (["model._target_=more.Silent"], 0, "val/mse (smaller is better)"),
         (["model._target_=more.Late", "trainer.max_epochs=3"], 1, "val/mse (smaller is better)"),
+        (["callbacks.best.save_top_k=2"], 0, "val/mse (smaller is better)"),
         (["data._target_=more.Sets"], 0, "val/mse/dataloader_idx_0 (smaller is better)"),
     ],
 )
