@@ -41,8 +41,7 @@ def build(cfg: DictConfig, settings: Settings, folder: Path) -> Fit:
     if settings.seed is not None:
         lightning.seed_everything(settings.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision((cfg.get("precision") or {}).get("float32_matmul", "highest"))
-    direction = settings.optimized_direction
-    metric = OptimizedMetric(settings.optimized_metric, direction.name if direction else None)
+    metric = OptimizedMetric(settings.optimized_metric, getattr(settings.optimized_direction, "name", None))
     trainer = build_trainer(cfg, settings, folder, metric)
     data = make(cfg.data)
     follow_classes(cfg, data)

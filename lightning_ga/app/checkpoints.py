@@ -1,7 +1,6 @@
 """Write checkpoints that are complete or absent, and say which one ``ckpt_path=last|best|FOLDER|PATH`` means.
 
-Lightning moves a file from the folder of temporary files, which may lie on another disk: then a process that is killed
-meanwhile leaves a torn file. Nor is anything flushed. Here a checkpoint is flushed beside its name, then renamed.
+Lightning flushes nothing, and moves a file from the folder of temporary files, which may lie on another disk.
 """
 
 import io
@@ -29,11 +28,9 @@ HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
-    """Writes checkpoints that are never torn, in the format that Lightning loads with or without it.
+    """Writes checkpoints that are never torn: to ``NAME.ckpt.part``, which is flushed and then renamed.
 
-    The file under a checkpoint's name is the previous one until the next is written, to ``NAME.ckpt.part``. Remote
-    paths (``s3://…``) are left to Lightning. Nothing is copied in memory first, which Lightning does twice.
-    Hyperparameters that would keep it from loading with ``weights_only=True`` are left out and named once.
+    Remote paths (``s3://…``) are left to Lightning. Nothing is copied in memory first, which Lightning does twice.
     """
 
     def __init__(self) -> None:
@@ -120,12 +117,12 @@ def folders_of(run: Path) -> list[Path]:
 def in_folder(folder: Path, name: str) -> Path:
     """``NAME.ckpt``; the best one may have another name, which the last one tells."""
     path = folder / f"{name}.ckpt"
-    with suppress(UserError, LookupError, AttributeError, ValueError):  # min of none
+    with suppress(UserError, LookupError, AttributeError):
         if name == "best" and not path.is_file():
             callbacks = read_safely(folder / "last.ckpt")["callbacks"]
-            states = [one for one in callbacks.values() if one.get("monitor") and one.get("best_model_path")]
-            optimized = callbacks.get("OptimizedMetric", {}).get("name")
-            path = folder / Path(min(states, key=lambda one: one["monitor"] != optimized)["best_model_path"]).name
+            found = {one["monitor"]: one["best_model_path"] for one in callbacks.values() if one.get("best_model_path")}
+            wanted = callbacks.get("OptimizedMetric", {}).get("name")
+            path = folder / Path(found.get(wanted) or next((found[one] for one in found if one), path)).name
     return path
 
 

@@ -17,6 +17,7 @@ from lightning_ga.errors import UserError
 
 LONGEST = 600  # signs of a message: names of weights may be many
 
+
 def explain(
     error: BaseException, overrides: Sequence[str] = (), groups: Mapping[str, Sequence[str]] | None = None
 ) -> str:
@@ -52,9 +53,8 @@ def of_line(
     text = str(error)
     if isinstance(error, OverrideParseException) and re.match(r"\S+=", str(error.override)):  # ckpt_path=epoch=1.ckpt
         key, _, value = str(error.override).partition("=")
-        return (
-            f"{error.override} cannot be read: a value with signs such as = or , is quoted twice: '{key}=\"{value}\"'"
-        )
+        quoted = f"'{key}=\"{value}\"'"
+        return f"{error.override} cannot be read: a value with signs such as = or , is quoted twice: {quoted}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:  # model=nope
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         options = ", ".join(error.options or groups.get(group, ())) or "none"
@@ -62,9 +62,8 @@ def of_line(
     if "Config group override must be" in text:  # precision=16
         for word in overrides:
             group, _, value = word.lstrip("+").partition("=")
-            if group in groups and not isinstance(
-                OmegaConf.from_dotlist([f"value={value}"])["value"], str | ListConfig
-            ):
+            option = OmegaConf.from_dotlist([f"value={value}"])["value"]
+            if group in groups and not isinstance(option, str | ListConfig):
                 return f"{word} names no option. There are: {', '.join(groups[group])}."
     unknown = re.match(r"Could not override '([^']+)'", text)
     return of_key(unknown[1], getattr(said, "parent_node", None), [*groups]) if unknown else None

@@ -26,8 +26,7 @@ def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
         for stage, word, style in (("train", "training", "-"), ("val", "validation", "o--")):
             of_stage = [name for name in curves if name.startswith(stage)]
             for name in [f"{stage}/loss"] if f"{stage}/loss" in of_stage else of_stage[:1]:
-                label = f"{of_run}{word}"
-                axes.plot(*zip(*curves[name]), style, markersize=4, color=f"C{number % 10}", label=label)
+                axes.plot(*zip(*curves[name]), style, markersize=4, color=f"C{number % 10}", label=of_run + word)
                 names |= {name.rpartition("/")[2]: None}
     if not axes.lines:
         return None
@@ -61,9 +60,8 @@ def probe_figure(probe: ProbeResult) -> Figure:
     place = [probe.limit], [probe.peak_bytes / scale]
     axes.scatter(*place, s=170, facecolors="none", edgecolors="black", linewidths=1.5, zorder=4, label=label)
     axes.legend(frameon=False, loc="lower right")
-    axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", ylim=(0, 1.15 * top / scale))
+    axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", xlim=(0, None), ylim=(0, 1.15 * top / scale))
     axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")
-    axes.set_xlim(left=0)
     tidy(axes)
     return figure
 

@@ -38,8 +38,7 @@ def read_run(folder: Path) -> RunFiles:
     if not (folder / CONFIG).is_file():
         raise UserError(f"{str(folder)!r} contains no config.yaml of a run: give a folder such as outputs/DATE/TIME.")
     result, plan, scores = (read_json(folder / name) for name in (RESULT, PLAN, SCORES))
-    curves = read_curves(folder / "csv" / "metrics.csv")
-    return RunFiles(folder, read_config(folder), result, plan, scores, curves)
+    return RunFiles(folder, read_config(folder), result, plan, scores, read_curves(folder / "csv" / "metrics.csv"))
 
 
 def text_of(path: Path) -> str:

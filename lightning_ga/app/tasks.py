@@ -21,7 +21,7 @@ from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build
 from lightning_ga.app.errors import one_line
 from lightning_ga.app.page import write_page
-from lightning_ga.app.plan_report import find_accumulate, parameters_of
+from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import loss_figure
 from lightning_ga.app.progress import quiet_lightning
 from lightning_ga.app.run_files import CONFIG, RESULT, SCORES, read_run, write_json, write_text
@@ -44,7 +44,7 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
         for logger in run.trainer.loggers:
-            logger.log_hyperparams({**written, "parameters": parameters_of(run.model)})
+            logger.log_hyperparams({**written, "parameters": sum(one.numel() for one in run.model.parameters())})
         with interruptions_reported(lambda: outcome(run)):
             metrics = TASKS[settings.task](run, checkpoint)
             optimized = {"optimized_metric": run.metric.name, "optimized_direction": run.metric.direction}
@@ -83,7 +83,9 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
         return {}
     if trainer.should_stop and trainer.early_stopping_callbacks:
         log.info(f"Early stopping ended the training after epoch {trainer.current_epoch}.")
-    metrics, best = measured(run), best_checkpoint(run)
+    metrics, callbacks = measured(run), trainer.checkpoint_callbacks
+    watching = [one for one in callbacks if isinstance(one, ModelCheckpoint) and one.monitor and one.save_top_k]
+    best = min(watching, key=lambda one: one.monitor != run.metric.name, default=None)
     kept = checkpoints.read_safely(Path(best.best_model_path)) if best is not None and best.best_model_path else {}
     if best is not None and best.best_model_score is not None:
         metrics[str(best.monitor)] = float(best.best_model_score)
@@ -136,19 +138,12 @@ def measured(run: Fit) -> Metrics:
     return {name: float(value) for name, value in run.trainer.callback_metrics.items()}
 
 
-def best_checkpoint(run: Fit) -> ModelCheckpoint | None:
-    """The callback that keeps the best weights by the optimized metric, else by another one, if the run has one."""
-    kept = [callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    watching = [callback for callback in kept if callback.monitor is not None and callback.save_top_k]
-    return min(watching, key=lambda callback: callback.monitor != run.metric.name, default=None)
-
-
 def outcome(run: Fit) -> str:
     """What a run that was ended early has saved, and the command that resumes it."""
     if (run.folder / RESULT).is_file() or run.settings.task is not Task.fit:
         return f"what was done is in {run.folder}."
     steps = f"{run.trainer.global_step:,} optimizer steps were done"
-    files = [run.folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best")]
+    files = [folder / f"{name}.ckpt" for name in ("last", "best") for folder in checkpoints.folders_of(run.folder)]
     path = next((path for path in files if path.is_file()), None)
     own, left_out = HydraConfig.get(), ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
     typed = [argument for argument in sys.argv[1:] if not argument.startswith(left_out)]
