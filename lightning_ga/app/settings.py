@@ -44,7 +44,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     if result.dry_run and result.task is not Task.fit:
         raise UserError(f"dry_run=true shows the plan of a training, and task={result.task.name} has none: drop one.")
     if {"callbacks", "logger"} & {*(cfg.get("trainer") or ())}:
-        raise UserError("trainer.callbacks and trainer.logger are not read: write callbacks.NAME._target_=CLASS.")
+        raise UserError("trainer.callbacks and trainer.logger are read by nothing: set callbacks.NAME._target_=…")
     for name in ("model", "data", "trainer"):
         if "_target_" not in [*(cfg.get(name) or ())]:
             raise UserError(f"{name}._target_ is missing: choose {name}=OPTION.")
