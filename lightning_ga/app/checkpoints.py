@@ -99,8 +99,7 @@ def find_checkpoint(
         found = next((path for path in latest if mine or fits(path, weights)), None)
     else:
         path = Path(wanted).expanduser()
-        folders = [*folders_of(path), path]
-        places = [in_folder(folder, name) for name in (kind, "last", "best") for folder in folders]
+        places = [in_folder(one, name) for name in (kind, "last", "best") for one in (*folders_of(path), path)]
         remedy = "neither a file nor a folder with checkpoints/last.ckpt or best.ckpt: give one of these, last or best."
         found = next((file for file in (path, *places) if file.is_file()), None)
     if found is None:

@@ -51,12 +51,12 @@ def run_page(run: RunFiles) -> str:
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Several runs side by side: a table of differing settings and results, and their curves."""
-    figure = loss_figure({run.name: run.curves for run in runs})
+    figure, tables = loss_figure({run.name: run.curves for run in runs}), [run.plan.get("table") or {} for run in runs]
     configs = [{key: str(one) for key, one in walk(run.config) if not key.endswith(FOLDERS)} for run in runs]
     return TEMPLATES.get_template("comparison.html").render(
         title=f"{len(runs)} runs side by side",
         names=[run.name for run in runs],
-        results=beside_each_other([{**facts(run), **(run.plan.get("table") or {})} for run in runs]),
+        results=[row for parts in (map(facts, runs), tables) for row in beside_each_other([*parts])],
         differing=[row for row in beside_each_other(configs) if len({*row[1:]}) > 1],
         picture=as_svg(figure, "Losses of the runs") if figure is not None else "",
     )

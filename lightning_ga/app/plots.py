@@ -25,8 +25,9 @@ def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
         of_run = f"run {run}, " if len(runs) > 1 else ""
         for stage, word, style in (("train", "training", "-"), ("val", "validation", "o--")):
             of_stage = [name for name in curves if name.startswith(stage)]
-            for name in [f"{stage}/loss"] if f"{stage}/loss" in of_stage else of_stage[:1]:
-                axes.plot(*zip(*curves[name]), style, markersize=4, color=f"C{number % 10}", label=of_run + word)
+            for name in sorted(of_stage, key=lambda name: (not name.endswith("/loss"), "loss" not in name))[:1]:
+                label, style = f"{of_run}{word}, {name}", style if len(curves[name]) > 1 else "o"
+                axes.plot(*zip(*curves[name]), style, markersize=4, color=f"C{number % 10}", label=label)
                 names |= {name.rpartition("/")[2]: None}
     if not axes.lines:
         return None

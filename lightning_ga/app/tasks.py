@@ -43,6 +43,8 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
+            for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
+                path.rename(path.with_name(f"metrics-{time.time_ns()}.csv"))
         for logger in run.trainer.loggers:
             logger.log_hyperparams({**written, "parameters": sum(one.numel() for one in run.model.parameters())})
         with interruptions_reported(lambda: outcome(run)):

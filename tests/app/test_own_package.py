@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_ga.app.checkpoints import find_checkpoint, read_safely
+from lightning_ga.app.run_files import read_run
 
 PROJECT = Path(__file__).parents[2] / "examples" / "own_project"
 OWN = ("--config-dir", "conf", "model=regression", "data=diabetes")
@@ -169,6 +170,7 @@ def test_a_resumed_run_keeps_its_best(typed, folder):
     resumed = typed(*BARE, "trainer.max_epochs=4", f"ckpt_path={first.folder}", folder=folder)
     assert result(resumed)["val/mse"] == 1.0
     assert best_epoch(resumed) == 0
+    assert len(read_run(resumed.folder).curves["val/mse"]) == (4 if folder == "run" else 2)
 
 
 def test_own_files_win(typed):
