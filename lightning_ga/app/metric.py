@@ -116,7 +116,7 @@ class OptimizedMetric(Callback):
         if saved.get("name") == self.name:
             self.direction = self.direction or saved.get("direction")
         self._set_watchers(trainer)
-        for callback in watchers(trainer):
+        for callback in watchers(trainer) if trainer.state.fn == "fit" else ():  # not into the folder of a test
             if isinstance(callback, ModelCheckpoint):
                 bring_best(trainer, callback, checkpoint["callbacks"].get(callback.state_key) or {})
 

@@ -138,6 +138,7 @@ def test_best_is_tested_validated_and_predicted_with(command, quick):
     assert validated["val/acc"] == trained["val/acc"]
     predicted = command(*SMALL, "task=predict", "ckpt_path=best", folder="predict").folder / "predictions.npz"
     assert np.load(predicted)["class_probabilities"].shape == (360, 10)
+    assert not [*Path("outputs").glob("[tvp]*/checkpoints/*")]  # a later best would be looked for there
 
 
 def as_module(*arguments: str) -> None:
