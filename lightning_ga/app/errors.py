@@ -65,6 +65,9 @@ def of_line(
             option = OmegaConf.from_dotlist([f"value={value}"])["value"]
             if group in groups and not isinstance(option, str | ListConfig):
                 return f"{word} names no option. There are: {', '.join(groups[group])}."
+    repeated = re.match(r"Multiple values for (\w+)\.", text)  # +experiment=mine
+    if repeated:
+        return f"{repeated[1]} is among the defaults already: write {repeated[1]}=OPTION, without a +."
     unknown = re.match(r"Could not override '([^']+)'", text)
     return of_key(unknown[1], getattr(said, "parent_node", None), [*groups]) if unknown else None
 

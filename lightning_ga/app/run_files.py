@@ -69,8 +69,7 @@ def read_curves(folder: Path) -> dict[str, Curve]:
             for name, value in row.items():
                 if value and name not in ("step", "epoch"):
                     with suppress(LookupError, TypeError, ValueError):  # half a row, if its run was killed
-                        step, number = int(row["step"]), float(value)
-                        curves.setdefault(name, {})[step] = number
+                        curves.setdefault(name, {})[int(row["step"])] = float(value)
     return {name: sorted(curve.items()) for name, curve in curves.items()}
 
 

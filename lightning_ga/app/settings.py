@@ -39,8 +39,7 @@ class Settings:
 def read_settings(cfg: DictConfig) -> Settings:
     """Read the package's own keys; refuse those that contradict each other, and a run that lacks a class."""
     given = {key.name: cfg[key.name] for key in fields(Settings) if key.name in cfg}
-    settings: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), given))
-    result: Settings = settings
+    result: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), given))
     if result.dry_run and result.task is not Task.fit:
         raise UserError(f"dry_run=true shows the plan of a training, and task={result.task.name} has none: drop one.")
     if {"callbacks", "logger"} & {*(cfg.get("trainer") or ())}:
@@ -48,7 +47,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     for name in ("model", "data", "trainer"):
         if "_target_" not in [*(cfg.get(name) or ())]:
             raise UserError(f"{name}._target_ is missing: choose {name}=OPTION.")
-    return result
+    return result  # type: ignore[no-any-return]
 
 
 def unread_groups(cfg: DictConfig, arguments: Sequence[str] = ()) -> set[str]:

@@ -54,12 +54,6 @@ class Worsens(Line):
     """Its error grows from epoch to epoch."""
 
 
-class Silent(Line):
-    def validation_step(self, batch, batch_idx):
-        if not self.trainer.sanity_checking:
-            super().validation_step(batch, batch_idx)
-
-
 class Late(Line):
     def validation_step(self, batch, batch_idx):
         if self.current_epoch:
@@ -149,7 +143,6 @@ def test_an_error_is_made_small(typed):
     [
         (["model._target_=more.Told"], 1, "val/strange (larger is better)"),
         (["model._target_=more.Told", "optimized_direction=min"], 0, "val/strange (smaller is better)"),
-        (["model._target_=more.Silent"], 0, "val/mse (smaller is better)"),
         (["model._target_=more.Late", "trainer.max_epochs=3"], 1, "val/mse (smaller is better)"),
         (["callbacks.best.save_top_k=2"], 0, "val/mse (smaller is better)"),
         (["data._target_=more.Sets"], 0, "val/mse/dataloader_idx_0 (smaller is better)"),
