@@ -38,11 +38,7 @@ class PackageConfig(SearchPathPlugin):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line, by default that of the process.
-
-    Raises:
-        SystemExit: With code 1 after a mistake, printed in one sentence; 130 after Ctrl-C, 143 after SIGTERM.
-    """
+    """Run the command line, by default that of the process; exit with 1 after a mistake, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--version" in arguments:  # Hydra's parser would print its own
         print(f"lightning_ga {version('lightning_ga')}")

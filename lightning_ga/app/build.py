@@ -41,8 +41,7 @@ def build(cfg: DictConfig, settings: Settings, folder: Path) -> Fit:
     if settings.seed is not None:
         lightning.seed_everything(settings.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision((cfg.get("precision") or {}).get("float32_matmul", "highest"))
-    direction = settings.optimized_direction
-    metric = OptimizedMetric(settings.optimized_metric, direction.name if direction else None)
+    metric = OptimizedMetric(settings.optimized_metric, getattr(settings.optimized_direction, "name", None))
     trainer = build_trainer(cfg, settings, folder, metric)
     data = make(cfg.data)
     follow_classes(cfg, data)
@@ -90,8 +89,7 @@ def require_one_run(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
     if launcher and not launcher.is_interactive_compatible and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise UserError("A sweep (-m) cannot start several processes per job: use one device, or start each run alone.")
     checkpoints = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-    logs = [one.log_dir for one in trainer.loggers if isinstance(one, CSVLogger)]
-    for place in [*checkpoints, *logs]:
+    for place in [*checkpoints, *(one.log_dir for one in trainer.loggers if isinstance(one, CSVLogger))]:
         if place and not Path(place).resolve().is_relative_to(folder.resolve()):
             require_free(Path(place), cfg, leaves=("*.ckpt", "metrics.csv"))
 

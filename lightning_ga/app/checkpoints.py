@@ -1,7 +1,6 @@
 """Write checkpoints that are complete or absent, and say which one ``ckpt_path=last|best|FOLDER|PATH`` means.
 
-Lightning moves a file from the folder of temporary files, which may lie on another disk: then a process that is killed
-meanwhile leaves a torn file. Nor is anything flushed. Here a checkpoint is flushed beside its name, then renamed.
+Lightning flushes nothing, and moves a file from the folder of temporary files, which may lie on another disk.
 """
 
 import io
@@ -9,6 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointI
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_ga.app.run_files import CONFIG
 from lightning_ga.errors import UserError
 
 PART = ".part"  # suffix of a file that is being written; a search for the last checkpoint ignores it
@@ -27,11 +28,9 @@ HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
-    """Writes checkpoints that are never torn, in the format that Lightning loads with or without it.
+    """Writes checkpoints that are never torn: to ``NAME.ckpt.part``, which is flushed and then renamed.
 
-    The file under a checkpoint's name is the previous one until the next is written, to ``NAME.ckpt.part``. Remote
-    paths (``s3://…``) are left to Lightning. Nothing is copied in memory first, which Lightning does twice.
-    Hyperparameters that would keep it from loading with ``weights_only=True`` are left out and named once.
+    Remote paths (``s3://…``) are left to Lightning. Nothing is copied in memory first, which Lightning does twice.
     """
 
     def __init__(self) -> None:
@@ -92,21 +91,38 @@ def find_checkpoint(
 ) -> Path:
     """The file that ``ckpt_path`` means; ``last`` is that of ``own``, else the latest that fits the weights."""
     if wanted in ("last", "best"):
-        mine = own / "checkpoints" / f"{wanted}.ckpt"
-        if mine.is_file():
-            return mine
-        files = [path for root in roots for path in root.glob(f"**/checkpoints/{wanted}.ckpt")]
+        mine = folders_of(own)
+        folders = mine or {path.parent for root in roots for path in root.glob("**/checkpoints/*.ckpt")}
+        files = [path for folder in folders if (path := in_folder(folder, wanted)).is_file()]
         latest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
         remedy = f"no run of this model below {' or '.join(repr(str(root)) for root in roots)} has left one; train it."
-        found = next((path for path in latest if fits(path, weights)), None)
+        found = next((path for path in latest if mine or fits(path, weights)), None)
     else:
         path = Path(wanted).expanduser()
-        places = [place / f"{name}.ckpt" for place in (path / "checkpoints", path) for name in (kind, "last", "best")]
+        places = [in_folder(one, name) for name in (kind, "last", "best") for one in (*folders_of(path), path)]
         remedy = "neither a file nor a folder with checkpoints/last.ckpt or best.ckpt: give one of these, last or best."
         found = next((file for file in (path, *places) if file.is_file()), None)
     if found is None:
         raise UserError(f"ckpt_path={wanted}: {remedy}")
     return found
+
+
+def folders_of(run: Path) -> list[Path]:
+    """Where a run has left checkpoints: Lightning puts them beside the logs if a callback names no folder."""
+    beside = run.glob("*/checkpoints") if (run / CONFIG).is_file() else ()
+    return [folder for folder in (run / "checkpoints", *beside) if any(folder.glob("*.ckpt"))]
+
+
+def in_folder(folder: Path, name: str) -> Path:
+    """``NAME.ckpt``; the best one may have another name, which the last one tells."""
+    path = folder / f"{name}.ckpt"
+    with suppress(UserError, LookupError, AttributeError):
+        if name == "best" and not path.is_file():
+            callbacks = read_safely(folder / "last.ckpt")["callbacks"]
+            found = {one["monitor"]: one["best_model_path"] for one in callbacks.values() if one.get("best_model_path")}
+            wanted = callbacks.get("OptimizedMetric", {}).get("name")
+            path = folder / Path(found.get(wanted) or next((found[one] for one in found if one), path)).name
+    return path
 
 
 def fits(path: Path, weights: Mapping[str, Tensor]) -> bool:

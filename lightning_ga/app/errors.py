@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
@@ -13,6 +14,8 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_ga.errors import UserError
+
+LONGEST = 600  # signs of a message: names of weights may be many
 
 
 def explain(
@@ -50,9 +53,8 @@ def of_line(
     text = str(error)
     if isinstance(error, OverrideParseException) and re.match(r"\S+=", str(error.override)):  # ckpt_path=epoch=1.ckpt
         key, _, value = str(error.override).partition("=")
-        return (
-            f"{error.override} cannot be read: a value with signs such as = or , is quoted twice: '{key}=\"{value}\"'"
-        )
+        quoted = f"'{key}=\"{value}\"'"
+        return f"{error.override} cannot be read: a value with signs such as = or , is quoted twice: {quoted}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:  # model=nope
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         options = ", ".join(error.options or groups.get(group, ())) or "none"
@@ -60,10 +62,12 @@ def of_line(
     if "Config group override must be" in text:  # precision=16
         for word in overrides:
             group, _, value = word.lstrip("+").partition("=")
-            if group in groups and not isinstance(
-                OmegaConf.from_dotlist([f"value={value}"])["value"], str | ListConfig
-            ):
+            option = OmegaConf.from_dotlist([f"value={value}"])["value"]
+            if group in groups and not isinstance(option, str | ListConfig):
                 return f"{word} names no option. There are: {', '.join(groups[group])}."
+    repeated = re.match(r"Multiple values for (\w+)\.", text)  # +experiment=mine
+    if repeated:
+        return f"{repeated[1]} is among the defaults already: write {repeated[1]}=OPTION, without a +."
     unknown = re.match(r"Could not override '([^']+)'", text)
     return of_key(unknown[1], getattr(said, "parent_node", None), [*groups]) if unknown else None
 
@@ -99,4 +103,4 @@ def one_line(error: BaseException) -> str:
     paragraph = " ".join([re.split(r"\n\n|\n *full_key:", text)[0], *trace.splitlines()[-1:]])
     lines = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f"{line.line} ({Path(line.filename).name}, line {line.lineno})" for line in lines)
-    return " ".join(paragraph.split()) or where or type(error).__name__
+    return shorten(paragraph, LONGEST, placeholder=" …") or where or type(error).__name__

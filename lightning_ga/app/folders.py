@@ -13,12 +13,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.app.errors import explain
-from lightning_ga.app.run_files import CONFIG, PLAN, RESULT, read_config, read_json
+from lightning_ga.app.run_files import PLAN, RESULT, read_config, read_json
 from lightning_ga.app.settings import Config
 from lightning_ga.app.terminal import columns, is_first_rank, report_error
 from lightning_ga.errors import UserError, printable
 
-LEAVES = (CONFIG, RESULT, PLAN, "checkpoints/*.ckpt")  # files that show that a folder contains a run
+LEAVES = (RESULT, PLAN, "checkpoints/*.ckpt", "csv/metrics.csv")  # files that show that a folder contains a run
 STARTED_AGAIN = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")  # the same run, by its scheduler
 
 
@@ -51,7 +51,8 @@ def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[st
     if not held or any(os.environ.get(name, "0") != "0" for name in STARTED_AGAIN):
         return
     wanted, is_fit = config.get("ckpt_path"), str(config.get("task", "fit")) == "fit"
-    own = (folder / "checkpoints" / f"{wanted}.ckpt").is_file()
+    names = {"last": ["last"], "best": ["best", "last"]}.get(str(wanted), [])  # the last one tells which is the best
+    own = any(path for name in names for path in folder.glob(f"**/checkpoints/{name}.ckpt"))
     resumes = wanted and (own or Path(wanted).resolve().is_relative_to(folder.resolve()))
     if is_fit and (resumes or any(folder.glob("hpc_ckpt_*.ckpt"))):
         return

@@ -17,30 +17,32 @@ from lightning_ga.errors import UserError
 
 PLACEHOLDER = "optimized_metric"  # what callbacks of a configuration monitor in place of a metric's name
 OF_TRAINING = "train"  # beginning of metrics that are known after an epoch only
+OF_LOADER = "/dataloader_idx_"  # what Lightning adds to the names of metrics of several loaders
 
 
 class OptimizedMetric(Callback):
     """Finds the metric that decides which checkpoint is the best, and sets it in the callbacks that watch it.
 
     Without a name it is ``val/loss``, or the first that validation logs; without a direction, that of the logged object
-    of torchmetrics, else of the name. A monitor that validation does not log costs a warning, and ends nothing.
+    of torchmetrics, else of the name. A monitor that validation does not log costs a warning, and is watched later on.
     """
 
     def __init__(self, name: str | None = None, direction: str | None = None) -> None:
         self.name, self.direction = name, direction
         self._of_objects: dict[str, str] = {}
-        self._before: set[str] | None = None  # names that were logged before the first validation
+        self._logged: set[str] = set()  # names, by validation
+        self._values: dict[str, float] = {}  # of the latest validation: a checkpoint keeps them
+        self._paused: dict[Any, tuple[str, int]] = {}  # callbacks without their metric: monitor and save_top_k
         self._reported: set[str] = set()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at what the first validation logs; Lightning's sanity check of several loaders shows nothing of it."""
-        is_hidden = trainer.sanity_checking and len(trainer.num_sanity_val_batches) > 1
-        if self._before is not None or trainer.state.fn != "fit" or is_hidden:
+        """Look at what validation logs; Lightning's sanity check of several loaders shows nothing of it."""
+        if trainer.state.fn != "fit" or (trainer.sanity_checking and len(trainer.num_sanity_val_batches) > 1):
             return
-        self._before = {*trainer.callback_metrics}
         record = pl_module.log
 
         def look(name: str, value: Any, *arguments: Any, **settings: Any) -> None:
+            self._logged.add(name)
             if isinstance(value, Metric) and value.higher_is_better is not None:
                 self._of_objects[name] = "max" if value.higher_is_better else "min"
             record(name, value, *arguments, **settings)
@@ -48,44 +50,47 @@ class OptimizedMetric(Callback):
         vars(pl_module)["log"] = look
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose the metric after the first validation, by default that of Lightning's sanity check."""
+        """Choose the metric after the first validation that logs one, by default that of Lightning's sanity check."""
         if vars(pl_module).pop("log", None) is None:
             return
-        logged = [name for name in trainer.callback_metrics if name not in (self._before or ())]
+        logged = [name for name in trainer.callback_metrics if name.partition(OF_LOADER)[0] in self._logged]
         self.name = self.name or ("val/loss" if "val/loss" in logged else next(iter(logged), None))
-        if self._choose(trainer, logged, "validation") and trainer.sanity_checking:
-            self._before = None  # a model may log nothing in the sanity check: look once more
+        self._values = {name: float(trainer.callback_metrics[name]) for name in logged}
+        self._choose(trainer, logged, "validation")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Choose a metric of training: the only kind if there is no validation."""
-        is_alone = self._before is None and not any(trainer.num_val_batches)
-        if self.name is not None and (is_alone or self.name.startswith(OF_TRAINING)):
+        if self.name is not None and (self.name.startswith(OF_TRAINING) or not any(trainer.num_val_batches)):
             self._choose(trainer, [*trainer.callback_metrics], "training")
 
-    def _choose(self, trainer: Trainer, logged: Sequence[str], source: str) -> set[str]:
-        """Find the direction, tell the callbacks and the user, and return what is watched but not logged."""
+    def _choose(self, trainer: Trainer, logged: Sequence[str], source: str) -> None:
+        """Find the direction, tell the callbacks and the user; pause the callbacks whose metric is not logged."""
+        for callback, (monitor, _) in [*self._paused.items()]:
+            if (self.name if monitor == PLACEHOLDER else monitor) in trainer.callback_metrics:
+                callback.monitor, callback.save_top_k = self._paused.pop(callback)
         if self.name is not None and self.direction is None:
-            self.direction = self._of_objects.get(self.name.partition("/dataloader_idx_")[0], direction_of(self.name))
+            self.direction = self._of_objects.get(self.name.partition(OF_LOADER)[0], direction_of(self.name))
         self._set_watchers(trainer)
-        names = {name for name in (self.name, *(one.monitor for one in watchers(trainer))) if name is not None}
+        watched = (self.name, *(one.monitor for one in watchers(trainer)), *(one for one, _ in self._paused.values()))
+        names = {name for name in watched if name is not None}
         if any(trainer.num_val_batches):  # else all of them are known after an epoch
             names = {name for name in names if name.startswith(OF_TRAINING) == (source == "training")}
         missing = names - trainer.callback_metrics.keys()
         if trainer.sanity_checking and not logged:
-            return missing
+            return
         for callback in () if trainer.sanity_checking else watchers(trainer):
             if callback.monitor in missing and isinstance(callback, EarlyStopping):
                 callback.strict = False
-            elif callback.monitor in missing:  # still saves the last checkpoint, if it does that too
+            elif callback.monitor in missing and callback not in self._paused:  # save_last still saves
+                self._paused[callback] = callback.monitor, callback.save_top_k
                 callback.monitor, callback.save_top_k = (None, 1) if callback.save_last else (callback.monitor, 0)
         for name in sorted(names - self._reported) if trainer.is_global_zero else ():
             if name in missing:
                 listed = ", ".join(logged) or "nothing"
-                warn(f"{name} is not logged by {source}, which logs {listed}: no checkpoint is the best by it.")
+                warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
             elif name == self.name:
                 log.info(f"Optimized metric: {name} ({'larg' if self.direction == 'max' else 'small'}er is better)")
-        self._reported |= missing | (names & {self.name})
-        return missing
+        self._reported |= names & {self.name, *missing}
 
     def _set_watchers(self, trainer: Trainer) -> None:
         """Let callbacks watch the metric, as if they had been made with its name and direction."""
@@ -101,8 +106,8 @@ class OptimizedMetric(Callback):
                     callback.kth_value = worst
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was found, for a resumed run."""
-        return {"name": self.name, "direction": self.direction}
+        """Return what was found, for a resumed run, and the values that belong to a checkpoint."""
+        return {"name": self.name, "direction": self.direction, "values": self._values}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore the metric of before; callbacks find their own state by its name and direction."""
@@ -111,7 +116,7 @@ class OptimizedMetric(Callback):
         if saved.get("name") == self.name:
             self.direction = self.direction or saved.get("direction")
         self._set_watchers(trainer)
-        for callback in watchers(trainer):
+        for callback in watchers(trainer) if trainer.state.fn == "fit" else ():  # not into the folder of a test
             if isinstance(callback, ModelCheckpoint):
                 bring_best(trainer, callback, checkpoint["callbacks"].get(callback.state_key) or {})
 

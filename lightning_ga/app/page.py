@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from omegaconf import OmegaConf
@@ -14,6 +13,7 @@ from lightning_ga.plan.records import probe_or_none
 
 PAGE = "report.html"
 FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # keys: every run has its own
+TEMPLATES = Environment(loader=PackageLoader("lightning_ga.app"), autoescape=True, trim_blocks=True)
 STAGES = ("test/", "val/", "")  # beginnings of metrics, in the order in which these are shown
 
 
@@ -23,12 +23,6 @@ def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
     page = path or (runs[0].folder / PAGE if len(folders) == 1 else Path(PAGE))
     write_text(page, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
     return page
-
-
-def render(template: str, **content: Any) -> str:
-    """Fill a template, which escapes what it is given."""
-    environment = Environment(loader=PackageLoader(__package__), autoescape=True, trim_blocks=True)
-    return environment.get_template(template).render(content)
 
 
 def run_page(run: RunFiles) -> str:
@@ -41,8 +35,7 @@ def run_page(run: RunFiles) -> str:
     model, data = run.config.get("model") or {}, run.config.get("data") or {}
     names = [str(section.get("_target_", "?")).rpartition(".")[2] for section in (model, data)]
     kinds = ("precision", "recall", "f1-score")
-    return render(
-        "run.html",
+    return TEMPLATES.get_template("run.html").render(
         title=f"{model.get('name') or names[0]} on {names[1]}: {run.name}",
         run=run,
         facts=facts(run),
@@ -58,13 +51,12 @@ def run_page(run: RunFiles) -> str:
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Several runs side by side: a table of differing settings and results, and their curves."""
-    figure = loss_figure({run.name: run.curves for run in runs})
+    figure, tables = loss_figure({run.name: run.curves for run in runs}), [run.plan.get("table") or {} for run in runs]
     configs = [{key: str(one) for key, one in walk(run.config) if not key.endswith(FOLDERS)} for run in runs]
-    return render(
-        "comparison.html",
+    return TEMPLATES.get_template("comparison.html").render(
         title=f"{len(runs)} runs side by side",
         names=[run.name for run in runs],
-        results=beside_each_other([{**facts(run), **(run.plan.get("table") or {})} for run in runs]),
+        results=[row for parts in (map(facts, runs), tables) for row in beside_each_other([*parts])],
         differing=[row for row in beside_each_other(configs) if len({*row[1:]}) > 1],
         picture=as_svg(figure, "Losses of the runs") if figure is not None else "",
     )

@@ -15,6 +15,8 @@ from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
+RECORDS = ("plan", "probe", "exactness")  # attributes of AutoAccumulate
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRecords:
@@ -56,7 +58,12 @@ class PlanReport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the plan, which AutoAccumulate has by now, as it comes first among the callbacks."""
         if trainer.is_global_zero:
-            records = read_records(trainer, pl_module)
+            found, count = find_accumulate(trainer), sum(one.numel() for one in pl_module.parameters())
+            size = f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
+            place = f"{f'{trainer.world_size} × ' if trainer.world_size > 1 else ''}{pl_module.device.type}"
+            name = pl_module.hparams.get("name", type(pl_module).__name__)
+            setting = f"{name}, {size} parameters, {trainer.precision}, on {place}"
+            records = PlanRecords(**{key: getattr(found, key, None) for key in RECORDS}, setting=setting)
             save_plan(self.folder / "plan.json", records)
             if records.probe is not None:
                 probe_figure(records.probe).savefig(self.folder / "probe.png", dpi=150)
@@ -69,21 +76,6 @@ def find_accumulate(trainer: Trainer) -> Any:
     """The callback that plans, known by what it offers: ``plan`` and ``probe``."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((one for one in callbacks if hasattr(one, "plan") and hasattr(one, "probe")), None)
-
-
-def parameters_of(module: LightningModule) -> int:
-    """How many parameters a model has."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def read_records(trainer: Trainer, module: LightningModule) -> PlanRecords:
-    """What the callback that plans has found by now, and model, parameters, precision and device in one line."""
-    found, count = find_accumulate(trainer), parameters_of(module)
-    size = f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
-    place = f"{f'{trainer.world_size} × ' if trainer.world_size > 1 else ''}{module.device.type}"
-    name = module.hparams.get("name", type(module).__name__)
-    records = {key: getattr(found, key, None) for key in ("plan", "probe", "exactness")}
-    return PlanRecords(**records, setting=f"{name}, {size} parameters, {trainer.precision}, on {place}")
 
 
 def printed_plan(records: PlanRecords) -> str:

@@ -25,8 +25,8 @@ def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
         of_run = f"run {run}, " if len(runs) > 1 else ""
         for stage, word, style in (("train", "training", "-"), ("val", "validation", "o--")):
             of_stage = [name for name in curves if name.startswith(stage)]
-            for name in [f"{stage}/loss"] if f"{stage}/loss" in of_stage else of_stage[:1]:
-                label = f"{of_run}{word}"
+            for name in sorted(of_stage, key=lambda name: (not name.endswith("/loss"), "loss" not in name))[:1]:
+                label, style = f"{of_run}{word}, {name}", style if len(curves[name]) > 1 else "o"
                 axes.plot(*zip(*curves[name]), style, markersize=4, color=f"C{number % 10}", label=label)
                 names |= {name.rpartition("/")[2]: None}
     if not axes.lines:
@@ -61,9 +61,8 @@ def probe_figure(probe: ProbeResult) -> Figure:
     place = [probe.limit], [probe.peak_bytes / scale]
     axes.scatter(*place, s=170, facecolors="none", edgecolors="black", linewidths=1.5, zorder=4, label=label)
     axes.legend(frameon=False, loc="lower right")
-    axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", ylim=(0, 1.15 * top / scale))
+    axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", xlim=(0, None), ylim=(0, 1.15 * top / scale))
     axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")
-    axes.set_xlim(left=0)
     tidy(axes)
     return figure
 

@@ -56,12 +56,7 @@ class EpochLine(Callback):
 
 
 def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:
-    """One epoch in words.
-
-    Examples:
-        >>> epoch_line(1, 4, {"val/loss": 0.41234, "train/loss": 0.5, "train/acc": 0.75}, 3.21)
-        'Epoch 1/4: train loss 0.5000, acc 0.7500; val loss 0.4123; 3.2 s'
-    """
+    """One epoch in words: ``Epoch 1/4: train loss 0.5000, acc 0.7500; val loss 0.4123; 3.2 s``."""
     stages: dict[str, list[str]] = {"train": [], "val": []}
     for name, value in metrics.items():
         stage, _, measure = name.rpartition("/")

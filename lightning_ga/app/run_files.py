@@ -38,8 +38,7 @@ def read_run(folder: Path) -> RunFiles:
     if not (folder / CONFIG).is_file():
         raise UserError(f"{str(folder)!r} contains no config.yaml of a run: give a folder such as outputs/DATE/TIME.")
     result, plan, scores = (read_json(folder / name) for name in (RESULT, PLAN, SCORES))
-    curves = read_curves(folder / "csv" / "metrics.csv")
-    return RunFiles(folder, read_config(folder), result, plan, scores, curves)
+    return RunFiles(folder, read_config(folder), result, plan, scores, read_curves(folder / "csv"))
 
 
 def text_of(path: Path) -> str:
@@ -62,16 +61,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def read_curves(path: Path) -> dict[str, Curve]:
-    """Every logged number of a ``metrics.csv`` by optimizer step: name to ``[(step, value), …]``."""
-    curves: dict[str, Curve] = {}
-    for row in csv.DictReader(text_of(path).splitlines()):
-        for name, value in row.items():
-            if value and name not in ("step", "epoch"):
-                with suppress(LookupError, TypeError, ValueError):  # half a row, if its run was killed
-                    point = int(row["step"]), float(value)
-                    curves.setdefault(name, []).append(point)
-    return curves
+def read_curves(folder: Path) -> dict[str, Curve]:
+    """Every logged number by optimizer step: name to ``[(step, value), …]``; those before a resume come first."""
+    curves: dict[str, dict[int, float]] = {}
+    for path in sorted(folder.glob("metrics*.csv")):
+        for row in csv.DictReader(text_of(path).splitlines()):
+            for name, value in row.items():
+                if value and name not in ("step", "epoch"):
+                    with suppress(LookupError, TypeError, ValueError):  # half a row, if its run was killed
+                        curves.setdefault(name, {})[int(row["step"])] = float(value)
+    return {name: sorted(curve.items()) for name, curve in curves.items()}
 
 
 def write_text(path: Path, text: str) -> None:

@@ -39,18 +39,15 @@ class Settings:
 def read_settings(cfg: DictConfig) -> Settings:
     """Read the package's own keys; refuse those that contradict each other, and a run that lacks a class."""
     given = {key.name: cfg[key.name] for key in fields(Settings) if key.name in cfg}
-    settings: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), given))
-    result: Settings = settings
+    result: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), given))
     if result.dry_run and result.task is not Task.fit:
         raise UserError(f"dry_run=true shows the plan of a training, and task={result.task.name} has none: drop one.")
     if {"callbacks", "logger"} & {*(cfg.get("trainer") or ())}:
-        raise UserError(
-            "trainer.callbacks and trainer.logger are read by nothing: write callbacks.NAME._target_=CLASS."
-        )
+        raise UserError("trainer.callbacks and trainer.logger are read by nothing: set callbacks.NAME._target_=…")
     for name in ("model", "data", "trainer"):
         if "_target_" not in [*(cfg.get(name) or ())]:
             raise UserError(f"{name}._target_ is missing: choose {name}=OPTION.")
-    return result
+    return result  # type: ignore[no-any-return]
 
 
 def unread_groups(cfg: DictConfig, arguments: Sequence[str] = ()) -> set[str]:
@@ -100,3 +97,4 @@ def named(name: Any) -> str:
 
 
 OmegaConf.register_new_resolver("named", named, replace=True)
+OmegaConf.register_new_resolver("of_several", lambda k: "" if k in (0, 1) else "-{epoch}-{step}", replace=True)

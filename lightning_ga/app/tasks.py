@@ -1,5 +1,6 @@
 """What a run does: fit, validate, test, predict, and the files that each of these writes."""
 
+import math
 import shlex
 import sys
 import time
@@ -20,7 +21,7 @@ from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build
 from lightning_ga.app.errors import one_line
 from lightning_ga.app.page import write_page
-from lightning_ga.app.plan_report import find_accumulate, parameters_of
+from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import loss_figure
 from lightning_ga.app.progress import quiet_lightning
 from lightning_ga.app.run_files import CONFIG, RESULT, SCORES, read_run, write_json, write_text
@@ -42,8 +43,10 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
+            for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
+                path.rename(path.with_name(f"metrics-{time.time_ns()}.csv"))
         for logger in run.trainer.loggers:
-            logger.log_hyperparams({**written, "parameters": parameters_of(run.model)})
+            logger.log_hyperparams({**written, "parameters": sum(one.numel() for one in run.model.parameters())})
         with interruptions_reported(lambda: outcome(run)):
             metrics = TASKS[settings.task](run, checkpoint)
             optimized = {"optimized_metric": run.metric.name, "optimized_direction": run.metric.direction}
@@ -77,16 +80,21 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     trainer = run.trainer
     trainer.fit(run.model, datamodule=run.data, ckpt_path=checkpoint)
     if not trainer.global_step and not run.settings.dry_run:
-        raise UserError("Nothing was trained: the data have no batch for it (trainer.limit_train_batches, drop_last).")
+        raise UserError("Nothing was trained: see trainer.max_epochs, trainer.limit_train_batches and drop_last.")
     if run.settings.dry_run:
         return {}
-    metrics, best = measured(run), best_checkpoint(run)
+    if trainer.should_stop and trainer.early_stopping_callbacks:
+        log.info(f"Early stopping ended the training after epoch {trainer.current_epoch}.")
+    metrics, callbacks = measured(run), trainer.checkpoint_callbacks
+    watching = [one for one in callbacks if isinstance(one, ModelCheckpoint) and one.monitor and one.save_top_k]
+    best = min(watching, key=lambda one: one.monitor != run.metric.name, default=None)
+    kept = checkpoints.read_safely(Path(best.best_model_path)) if best is not None and best.best_model_path else {}
     if best is not None and best.best_model_score is not None:
         metrics[str(best.monitor)] = float(best.best_model_score)
+    metrics |= kept.get("callbacks", {}).get(run.metric.state_key, {}).get("values", {})  # of the same epoch
     if run.settings.test and is_overridden("test_step", run.model) and is_overridden("test_dataloader", run.data):
-        if best is not None and best.best_model_path:
-            # Not by ckpt_path: there, Lightning's weight averaging loads the weights that are not averaged.
-            run.model.load_state_dict(checkpoints.read_safely(Path(best.best_model_path))["state_dict"])
+        if kept:  # not by ckpt_path: there, Lightning's weight averaging loads the weights that are not averaged
+            run.model.load_state_dict(kept["state_dict"])
         metrics |= test(run, None)
     return metrics
 
@@ -132,19 +140,12 @@ def measured(run: Fit) -> Metrics:
     return {name: float(value) for name, value in run.trainer.callback_metrics.items()}
 
 
-def best_checkpoint(run: Fit) -> ModelCheckpoint | None:
-    """The callback that keeps the best weights by the optimized metric, else by another one, if the run has one."""
-    kept = [callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    watching = [callback for callback in kept if callback.monitor is not None and callback.save_top_k]
-    return min(watching, key=lambda callback: callback.monitor != run.metric.name, default=None)
-
-
 def outcome(run: Fit) -> str:
     """What a run that was ended early has saved, and the command that resumes it."""
     if (run.folder / RESULT).is_file() or run.settings.task is not Task.fit:
         return f"what was done is in {run.folder}."
     steps = f"{run.trainer.global_step:,} optimizer steps were done"
-    files = [run.folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best")]
+    files = [folder / f"{name}.ckpt" for name in ("last", "best") for folder in checkpoints.folders_of(run.folder)]
     path = next((path for path in files if path.is_file()), None)
     own, left_out = HydraConfig.get(), ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
     typed = [argument for argument in sys.argv[1:] if not argument.startswith(left_out)]
@@ -160,8 +161,12 @@ def outcome(run: Fit) -> str:
 def summarize(run: Fit, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:
     """The result, on the screen as the last lines, in ``result.json``, and on a page."""
     survived = getattr(find_accumulate(run.trainer), "oom_events", 0)
-    values = [f"{name} {value:.4f}" for name, value in sorted(metrics.items()) if not name.startswith("train")]
+    seen = [name for name in sorted(metrics) if name == run.metric.name or not name.startswith("train")]
+    values = [f"{name} {metrics[name]:.4f}" for name in seen]
+    broken = [name for name in sorted(metrics) if not math.isfinite(metrics[name])]
     log.info(f"\nResult after {seconds:.0f} s: {', '.join(values) or run.settings.task.name + ' done'}")
+    if broken:
+        warn(f"{', '.join(broken)} is not finite: training has diverged, or the metric has nothing to measure.")
     if survived:
         log.info(f"Survived {counted(survived, 'out-of-memory error')}: see the warnings above.")
         result["oom_events"] = survived

@@ -148,5 +148,11 @@ def test_a_folder_means_the_checkpoint_of_its_run(tmp_path):
     assert find_checkpoint(str(tmp_path / "run"), {}, [], kind="best") == best
     best.unlink()
     assert find_checkpoint(str(path.parent), {}, [], kind="best") == path
+    other = path.with_name("epoch_7.ckpt")  # as a callback of the user's own names it
+    best_model = {"monitor": "val/x", "best_model_path": f"elsewhere/{other.name}"}
+    torch.save({"callbacks": {"Other": {}, "ModelCheckpoint": best_model}}, path)
+    other.write_bytes(path.read_bytes())
+    for wanted in (str(tmp_path / "run"), "best"):
+        assert find_checkpoint(wanted, {}, [], kind="best", own=tmp_path / "run") == other
     with pytest.raises(UserError, match="neither a file nor a folder"):
         find_checkpoint(str(tmp_path), {}, [])

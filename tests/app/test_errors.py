@@ -26,6 +26,8 @@ COMPOSED = [  # what the configuration alone tells
     (["task=train", "hydra.run.dir=x"], ["task: ", "'train', expected one of [fit, validate, test, predict]"]),
     (["seed=abc", "hydra.run.dir=x"], ["seed", "abc"]),
     (["dry_run=true", "task=test", "hydra.run.dir=x"], ["task=test has none"]),
+    (["+trainer.callbacks=[]", "hydra.run.dir=x"], ["trainer.callbacks and trainer.logger are read by nothing"]),
+    (["+experiment=mnist_mlp"], ["write experiment=OPTION, without a +"]),
     (["model=mlp", "hydra.run.dir="], ["hydra.run.dir is empty"]),
     (["model=gpt", "hydra.run.dir=x"], ["model.context", "data.max_length"]),
 ]

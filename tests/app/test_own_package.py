@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ga.app.checkpoints import find_checkpoint, read_safely
+from lightning_ga.app.run_files import read_run
+
 PROJECT = Path(__file__).parents[2] / "examples" / "own_project"
 OWN = ("--config-dir", "conf", "model=regression", "data=diabetes")
 BARE = (
@@ -38,7 +41,7 @@ class Line(LightningModule):
         return self.net(batch["x"]).square().mean()
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.log("val/mse", self.current_epoch + 1.0, batch_size=4)
+        self.log_dict({"val/mse": self.current_epoch + 1.0, "val/epoch": float(self.current_epoch)}, batch_size=4)
 
     def test_step(self, batch, batch_idx):
         self.log("test/epoch", float(self.trainer.current_epoch), batch_size=4)
@@ -51,9 +54,9 @@ class Worsens(Line):
     """Its error grows from epoch to epoch."""
 
 
-class Silent(Line):
+class Late(Line):
     def validation_step(self, batch, batch_idx):
-        if not self.trainer.sanity_checking:
+        if self.current_epoch:
             super().validation_step(batch, batch_idx)
 
 
@@ -117,7 +120,7 @@ def own_file(path: str, text: str) -> None:
 
 
 def best_epoch(run: Any) -> int:
-    return torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)["epoch"]
+    return read_safely(find_checkpoint("best", {}, [], own=run.folder))["epoch"]
 
 
 def test_an_error_is_made_small(typed):
@@ -127,10 +130,12 @@ def test_an_error_is_made_small(typed):
     )
     found = result(run)
     assert (found["val/mse"], found["optimized_metric"], found["optimized_direction"]) == (1.0, "val/mse", "min")
+    assert found["val/epoch"] == 0  # as that of the best
     assert "val/mse (smaller is better)" in run.out
     assert best_epoch(run) == 0
     assert "Epoch 2/4" in run.out
     assert "Epoch 3/4" not in run.out
+    assert "Early stopping ended the training after epoch 2." in run.out
 
 
 @pytest.mark.parametrize(
@@ -138,7 +143,8 @@ def test_an_error_is_made_small(typed):
     [
         (["model._target_=more.Told"], 1, "val/strange (larger is better)"),
         (["model._target_=more.Told", "optimized_direction=min"], 0, "val/strange (smaller is better)"),
-        (["model._target_=more.Silent"], 0, "val/mse (smaller is better)"),
+        (["model._target_=more.Late", "trainer.max_epochs=3"], 1, "val/mse (smaller is better)"),
+        (["callbacks.best.save_top_k=2"], 0, "val/mse (smaller is better)"),
         (["data._target_=more.Sets"], 0, "val/mse/dataloader_idx_0 (smaller is better)"),
     ],
 )
@@ -157,6 +163,7 @@ def test_a_resumed_run_keeps_its_best(typed, folder):
     resumed = typed(*BARE, "trainer.max_epochs=4", f"ckpt_path={first.folder}", folder=folder)
     assert result(resumed)["val/mse"] == 1.0
     assert best_epoch(resumed) == 0
+    assert len(read_run(resumed.folder).curves["val/mse"]) == (4 if folder == "run" else 2)
 
 
 def test_own_files_win(typed):

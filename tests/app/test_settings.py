@@ -1,14 +1,6 @@
-import pytest
 from omegaconf import OmegaConf
 
-from lightning_ga import UserError
-from lightning_ga.app.settings import direction_of, read_settings, shown, unread_groups
-
-
-def test_keys_of_the_trainer_that_are_built_elsewhere_are_refused():
-    with pytest.raises(UserError, match="trainer.callbacks and trainer.logger are read by nothing"):
-        read_settings(OmegaConf.create({"trainer": {"callbacks": []}}))
-
+from lightning_ga.app.settings import direction_of, shown, unread_groups
 
 LARGER = "val/acc val/Accuracy acc@1 val/top5 val_f1 val/F1Score val/MulticlassAUROC map_50 mIoU dice r2_score val/r2"
 SMALLER = "val/loss val/mse rmse mae perplexity wer fid val/dice_loss acc_error unknown"

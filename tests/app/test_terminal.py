@@ -16,10 +16,6 @@ from lightning_ga.errors import RankError, UserError
 from lightning_ga.models.classifier import Classifier
 
 
-def record(level: int, text: str) -> logging.LogRecord:
-    return logging.LogRecord("x", level, "file", 1, text, (), None)
-
-
 def test_a_run_goes_on_when_nobody_reads_what_it_prints(monkeypatch):
     """As of ``| head -1``; signs that a terminal lacks are question marks."""
     for open_reader in (True, False):
@@ -29,7 +25,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(monkeypatch):
         with os.fdopen(writer, "w", encoding="ascii") as stream:
             monkeypatch.setattr(sys, "stdout", stream)
             for _ in range(2):
-                Console().emit(record(logging.INFO, "8 × 4"))
+                Console().emit(logging.LogRecord("x", logging.INFO, "file", 1, "8 × 4", (), None))
         if open_reader:
             assert os.read(reader, 100) == b"8 ? 4\n8 ? 4\n"
 
@@ -68,10 +64,7 @@ def send_at(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, *, epoch: i
 
 @pytest.mark.parametrize(
     ("number", "epoch", "code", "told"),
-    [
-        (signal.SIGTERM, 1, 143, "SIGTERM: 4 optimizer steps were done; the state after the last epoch is in"),
-        (signal.SIGINT, 0, 130, "Ctrl-C: "),
-    ],
+    [(signal.SIGTERM, 1, 143, "SIGTERM: 4 optimizer steps were done; the state"), (signal.SIGINT, 0, 130, "Ctrl-C: ")],
 )
 def test_a_signal_ends_with_its_exit_code_and_what_was_saved(command, monkeypatch, number, epoch, code, told):
     """One sentence: how far it came, where the last checkpoint is, and the command that resumes it."""

@@ -97,13 +97,11 @@ def test_a_run_has_a_name_and_tags(command):
     """In the folder's name, in the configuration, which trackers are built from, and on the page."""
     run = command(*TINY, "run.name=../first", "tags=[small,tried]", "hydra.run.dir='x${named:${run.name}}'")
     assert run.code == 0, run.err
-    folder = Path("x-.._first")
-    page = (folder / "report.html").read_text()
+    page = Path("x-.._first", "report.html").read_text()
     assert "first" in page
     assert "small, tried" in page
-    trackers = command(
-        "--cfg", "job", "-p", "logger", "logger=[wandb,mlflow]", "run.name=first", "tags=[a]", "--resolve"
-    )
+    line = "--cfg job -p logger logger=[wandb,mlflow] run.name=first tags=[a] --resolve"
+    trackers = command(*line.split())
     assert all(word in trackers.out for word in ("name: first", "run_name: first", "- a"))
 
 
@@ -120,13 +118,9 @@ def test_help_shows_examples_groups_and_keys(command):
     run = command("--help")
     assert run.code == 0
     assert not Path("outputs").exists()
-    for part in (
-        "accumulate.memory_budget=",
-        "model: gpt, hashed_patches, mlp, own, resnet34d, simclr, timm",
-        "ckpt_path=last|best|FOLDER|PATH",
-        "--config-dir",
-    ):
+    for part in ("accumulate.memory_budget=", "model: gpt, hashed_patches, mlp,", "best|FOLDER|PATH", "--config-dir"):
         assert part in run.out
+    assert [line for line in run.out.splitlines() if len(line) > 80 and ": " not in line.split("  ")[0]] == []
 
 
 def test_best_is_tested_validated_and_predicted_with(command, quick):
@@ -138,6 +132,7 @@ def test_best_is_tested_validated_and_predicted_with(command, quick):
     assert validated["val/acc"] == trained["val/acc"]
     predicted = command(*SMALL, "task=predict", "ckpt_path=best", folder="predict").folder / "predictions.npz"
     assert np.load(predicted)["class_probabilities"].shape == (360, 10)
+    assert not [*Path("outputs").glob("[tvp]*/checkpoints/*")]  # a later best would be looked for there
 
 
 def as_module(*arguments: str) -> None:
