@@ -219,6 +219,7 @@ SURVIVED: dict[int, dict[str, Scenario]] = {
         "buffers-step": scenario(LATE, **BUFFERS, accumulate=STEP),
         "all": scenario(MIDDLE, **{**UNUSED, "parts": ("unused", "sparse", "buffers")}),
         "counted-step": scenario(MIDDLE, counts=True, accumulate=STEP),
+        "sparse-whole": scenario(parts=("sparse",), accumulate={**LOADER, "micro_batch_size": 12}),
         "measured-whole": scenario(MIDDLE, accumulate={**LOADER, "micro_batch_size": 12, "verify": True}),
         "half-whole": scenario(MIDDLE, accumulate={**LOADER, "micro_batch_size": 12}, **HALF),
         "half-step": scenario(MIDDLE, accumulate=STEP, **HALF),
