@@ -93,7 +93,7 @@ class Exchange:
             elif not self._is_noted:
                 stack.enter_context(ranks.ours())
             for weight in self._sparse:  # DDP divides sparse gradients in place, which share memory with others
-                stack.callback(weight.register_hook(torch.clone).remove)
+                stack.callback(weight.register_hook(torch.clone).remove)  # type: ignore[no-untyped-call]
             if self._is_due and self._plugin is not None:
                 run = partial(self._then_finish, self._plugin.backward)
                 stack.enter_context(patching.shadowed(self._plugin, "backward", run))

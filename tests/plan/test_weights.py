@@ -93,11 +93,7 @@ def test_counters_count_what_a_loss_is_a_mean_over(counter: Any, batch: Any, exp
 @pytest.mark.parametrize(
     ("counter", "batch", "message"),
     [
-        (
-            TargetTokens(),
-            {"target": LABELS, "input_ids": LABELS},
-            r"'labels' in a dict with the keys \['input_ids', 'tar",
-        ),
+        (TargetTokens(), {"target": LABELS, "input_ids": LABELS}, r"'labels' in a dict with the keys \['input_ids'"),
         (TargetTokens(key=2), (LABELS, LABELS), "looks for 2 in a tuple: give the right key"),
         (Samples(), ["a", "b"], r"normalize=Samples\(\) finds no tensor in a list: give a callable"),
     ],
