@@ -53,6 +53,8 @@ class Exchange:
         self._repeats = False  # whether the window runs again
         self._is_ordered = False  # whether an earlier window has shown in which order gradients come
         self._forgets = False  # whether the reducer, reset since, would order its buckets once more
+        tables = (part for part in module.modules() if isinstance(part, Embedding | EmbeddingBag) and part.sparse)
+        self._sparse = {table.weight for table in tables if table.weight.requires_grad}
 
     @classmethod
     def of(cls, trainer: Any) -> "Exchange | None":
@@ -90,6 +92,8 @@ class Exchange:
                 stack.enter_context(self._module.no_sync())
             elif not self._is_noted:
                 stack.enter_context(ranks.ours())
+            for weight in self._sparse:  # DDP divides sparse gradients in place, which share memory with others
+                stack.callback(weight.register_hook(torch.clone).remove)  # type: ignore[no-untyped-call]
             if self._is_due and self._plugin is not None:
                 run = partial(self._then_finish, self._plugin.backward)
                 stack.enter_context(patching.shadowed(self._plugin, "backward", run))
@@ -137,10 +141,8 @@ class Exchange:
     def _average(self) -> None:
         """Average all gradients; a gradient that no rank has stays missing."""
         module, group, kinds = self._module, self._module.process_group, defaultdict(list)
-        tables = (part for part in module.modules() if isinstance(part, Embedding | EmbeddingBag) and part.sparse)
-        sparse = {table.weight for table in tables}
         for parameter in filter(lambda p: p.requires_grad, module._module_parameters):
-            if parameter in sparse:
+            if parameter in self._sparse:
                 gradient = torch.zeros_like(parameter).to_sparse(1) if parameter.grad is None else parameter.grad
                 average = (gradient.to(dtype_of_sum(parameter)).coalesce() / group.size()).coalesce()
                 group.allreduce([average]).wait()

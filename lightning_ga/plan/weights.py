@@ -114,7 +114,7 @@ class LateWindow(WindowWeights):
         if factor == self.world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
             return count
         if self.reference is None:
-            return 2.0 * factor * self.sum_over_ranks(count) / self.world_size or None
+            return 2.0 * self.sum_over_ranks(factor * count) / self.world_size or None  # ranks may differ in A
         return max(self.reference, 2.0 * self.largest_mean) if first else self.reference
 
 

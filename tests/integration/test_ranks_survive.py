@@ -14,7 +14,6 @@ import torch
 import torchmetrics
 from ranks import ddp, on_ranks, start
 from reference import FEATURES, Samples, cut, network, permutation, quiet_trainer
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, ExactnessWarning
@@ -128,6 +127,7 @@ class Scenario:
 
 LOADER = {"effective_batch_size": 24, "micro_batch_size": 4}
 STEP = {**LOADER, "micro_batching": "step"}
+SMALL = {"effective_batch_size": 4, "micro_batch_size": 2, "on_oom": "raise", "verify": True}
 
 
 def scenario(*faults: tuple[int, Any], accumulate: Any = LOADER, **settings: Any) -> Scenario:
@@ -209,16 +209,14 @@ EARLY, MIDDLE, LATE = (1, (0, 0, "forward", 1)), (1, (0, 1, "backward", 1)), (0,
 SURVIVED: dict[int, dict[str, Scenario]] = {
     2: {
         "unused": scenario(LATE, (1, (1, 1, "late", 1)), **UNUSED),
-        "unused-raise": scenario(  # in most first micro-batches
-            accumulate={"effective_batch_size": 4, "micro_batch_size": 2, "on_oom": "raise", "verify": True}, **UNUSED
-        ),
+        "unused-raise": scenario(accumulate=SMALL, **UNUSED),  # in most first micro-batches
         "static": scenario(EARLY, LATE, **STATIC),
         "static-raise": scenario(accumulate={**LOADER, "on_oom": "raise"}, **STATIC),
-        "hook": scenario(MIDDLE, strategy={"ddp_comm_hook": allreduce_hook}),  # not used on CPUs
         "buffers": scenario(EARLY, **BUFFERS),
         "buffers-step": scenario(LATE, **BUFFERS, accumulate=STEP),
         "all": scenario(MIDDLE, **{**UNUSED, "parts": ("unused", "sparse", "buffers")}),
         "counted-step": scenario(MIDDLE, counts=True, accumulate=STEP),
+        "sparse-whole": scenario(parts=("sparse",), accumulate={**LOADER, "micro_batch_size": 12}),
         "measured-whole": scenario(MIDDLE, accumulate={**LOADER, "micro_batch_size": 12, "verify": True}),
         "half-whole": scenario(MIDDLE, accumulate={**LOADER, "micro_batch_size": 12}, **HALF),
         "half-step": scenario(MIDDLE, accumulate=STEP, **HALF),

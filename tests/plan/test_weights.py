@@ -93,11 +93,7 @@ def test_counters_count_what_a_loss_is_a_mean_over(counter: Any, batch: Any, exp
 @pytest.mark.parametrize(
     ("counter", "batch", "message"),
     [
-        (
-            TargetTokens(),
-            {"target": LABELS, "input_ids": LABELS},
-            r"'labels' in a dict with the keys \['input_ids', 'tar",
-        ),
+        (TargetTokens(), {"target": LABELS, "input_ids": LABELS}, r"'labels' in a dict with the keys \['input_ids'"),
         (TargetTokens(key=2), (LABELS, LABELS), "looks for 2 in a tuple: give the right key"),
         (Samples(), ["a", "b"], r"normalize=Samples\(\) finds no tensor in a list: give a callable"),
     ],
@@ -138,3 +134,8 @@ def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
     late = late.trained().weigh(100, factor=2, first=False)
     assert late.close(2)[0] == 4.0 / 8
     assert late.weigh(5, factor=2, first=True).close(2)[0] == 1.0
+
+
+def test_ranks_have_one_reference_whatever_their_factors() -> None:
+    first = LateWindow(world_size=2, sum_over_ranks=lambda _: 32.0)
+    assert len({first.weigh(8 / factor, factor=factor, first=True).reference for factor in (2, 4)}) == 1
