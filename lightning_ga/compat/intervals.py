@@ -66,6 +66,7 @@ class Intervals:
     def __init__(self, trainer: Any, *, recipe_factor: int, recipe_batches: float = 1.0, windows: int = 1) -> None:
         """Read what is asked for; ``recipe_batches`` are those in one window, ``windows`` those of an epoch."""
         self._trainer, self._batches, self._by_batches = trainer, recipe_batches, trainer.val_check_batch
+        self._over_epochs = trainer.check_val_every_n_epoch is None
         configs = trainer.lr_scheduler_configs
         by_step = {at: each.frequency for at, each in enumerate(configs) if each.interval == "step"}
         self._frequencies = {at: frequency for at, frequency in by_step.items() if frequency > 1}
@@ -90,13 +91,12 @@ class Intervals:
         """Return whether validation is due after a window of the epoch; ``before`` are the windows of earlier ones."""
         if self.validation is None:
             return None
-        over_epochs = self._trainer.check_val_every_n_epoch is None
-        return (window + 1 + (before if over_epochs else 0)) % self.validation == 0
+        return (window + 1 + (before if self._over_epochs else 0)) % self.validation == 0
 
-    def validates_between(self, start: int, end: int) -> bool | None:
-        """Return whether validation is due between ``start`` and ``end`` batches of the loader's own."""
-        every = self._by_batches
-        return None if every is None or every == inf else end // every > start // every
+    def validates_between(self, start: int, end: int, *, earlier: int) -> bool | None:
+        """Return whether validation is due between two batches of the epoch; ``earlier`` are those of all before."""
+        every, before = self._by_batches, earlier if self._over_epochs else 0
+        return None if every is None or every == inf else (before + end) // every > (before + start) // every
 
     def begin_window(self, window: int, *, end: int, validates: bool | None) -> None:
         """Set what is due after a window of the epoch, which ends after ``end`` micro-batches."""
@@ -105,12 +105,12 @@ class Intervals:
             trainer.lr_scheduler_configs[at].frequency = end if (window + 1) % steps == 0 else end + 1
         if validates is not None:
             progress = trainer.fit_loop.epoch_loop.batch_progress
-            over_epochs = trainer.check_val_every_n_epoch is None
-            counted = end + (progress.total.ready - progress.current.ready if over_epochs else 0)
+            counted = end + (progress.total.ready - progress.current.ready if self._over_epochs else 0)
             trainer.val_check_batch = counted if validates else counted + 1
 
     def give_back(self) -> None:
-        """Restore the frequencies that the user wrote."""
+        """Restore what the user wrote."""
+        self._trainer.val_check_batch = self._by_batches
         for at, frequency in self._frequencies.items():
             self._trainer.lr_scheduler_configs[at].frequency = frequency
 

@@ -265,7 +265,7 @@ class Fit:
         measured = "" if silent else f"; exactness: {str(exactness).removesuffix('.')}"
         grows = "" if request.by_window is None else f", the largest of {request.by_window!r}"
         cut = f"; cut in the step: {source.why}" if source.cut_in_step else ""
-        rounded = "" if not str(self.windows.intervals or "") else f"; {self.windows.intervals}"
+        rounded = "" if grows or not str(self.windows.intervals or "") else f"; {self.windows.intervals}"
         return f"{self.windows.plan}{grows}{cut}{rounded}{found}{measured}."
 
     def warn_at_start(self) -> None:

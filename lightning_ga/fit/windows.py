@@ -173,7 +173,8 @@ class TrainingWindows:
             place.shift(number, asked)
             self._cut(epoch)
         end, start = place.batches_of_window(number)
-        intervals.begin_window(number, end=end + place.shifted, validates=intervals.validates_between(start, end))
+        validates = intervals.validates_between(start, end, earlier=epoch.number * (place.batches_of_epoch or 0))
+        intervals.begin_window(number, end=end + place.shifted, validates=validates)
         return asked * (self._data.source.batch_size or 1) * int(self._trainer.world_size)
 
     def set_due(self, window: int, length: int) -> None:
@@ -181,6 +182,13 @@ class TrainingWindows:
         if self.intervals is not None:
             end = window * int(self._trainer.accumulate_grad_batches) + length
             validates = self.intervals.validates(window, before=self._progress.position.windows_before)
+            source, epoch = self._data.source, self._epoch
+            if epoch is not None and isinstance(epoch.effective, Growth) and isinstance(source, LoaderSource):
+                planned, size = source.window(window), source.batch_size * int(self._trainer.world_size)
+                batches = source.recipe_batches()  # of an epoch, of which the last may be smaller
+                done = batches if window + 1 == source.plan.count else planned.end // size
+                earlier = epoch.number * batches
+                validates = self.intervals.validates_between(planned.start // size, done, earlier=earlier)
             self.intervals.begin_window(window, end=end, validates=validates)
 
     def end_window(self) -> None:

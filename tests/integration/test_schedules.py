@@ -33,12 +33,13 @@ def scheduled(schedule: Any, micro_batch: Any = 2, **settings: Any) -> AutoAccum
 
 
 def test_the_recipe_decides_when_validation_is_due() -> None:
-    """``val_check_interval`` counts windows of the first size, in which the epoch is planned."""
-    callback = scheduled(by_step({0: 4, 3: 12}), micro_batching="step")
-    module, _ = train(in_order(), callback, module=Validated(), max_epochs=1, val_check_interval=3)
-    # After 3, 6, 9 and 12 batches: 12 samples are 3 steps, then windows of 12 follow.
-    assert module.steps_at_validation == [3, 4, 5, 6]
-    assert [len(window) for window in module.windows] == [4, 4, 4, 12, 12, 12]
+    """``val_check_interval`` counts the recipe's batches, of which windows have 1, 1, 1, 3, 3, 3, 3, 3, 3, 3."""
+    over_epochs = {"val_check_interval": 5, "check_val_every_n_epoch": None, "max_epochs": 2}
+    for mode in ("loader", "step"):
+        callback = scheduled(by_step({0: 4, 3: 12}), micro_batching=mode)
+        module, _ = train(in_order(), callback, module=Validated(), **over_epochs)
+        assert module.steps_at_validation == [4, 6, 7, 9]  # after 6, 12, 15 and 21 batches
+        assert [len(window) for window in module.windows] == [4] * 3 + [12] * 7
 
 
 def test_the_plan_is_that_of_the_current_window() -> None:

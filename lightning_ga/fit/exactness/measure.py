@@ -185,8 +185,6 @@ def _measured(
             return _unmeasured(trainer, "the training data have no two samples that stay in one batch")
         if chunked is not None:
             return _judge_chunks(passes, chunked, batch, tolerance)
-        if min(batch.sizes) < 2 and (layers := batch_norm_layers(passes.module)):  # they refuse one sample
-            return Exactness(None, tolerance, "batch_norm", layers)
         verdict = _Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
     return replace(verdict, micro_steps=passes.count)
 
@@ -214,6 +212,8 @@ class _Judgement:
             return self._verdict("unmeasured", reason=f"the norm of its gradient is {size}" if size else NO_GRADIENT)
         catches = lambda error: _is_survivable(error) and not is_out_of_memory(error)  # noqa: E731
         run = attempt(passes.run, catches, *self._batch.parts)
+        if run.failure and layers and min(self._batch.sizes) < 2:  # they may refuse one sample
+            return self._verdict("batch_norm", layers=layers)
         found = None if run.failure else self._compare(whole, *run.result)
         of_state = replace(self._verdict("exact", found), tensors=changed)
         if found is not None and found.error <= self._tolerance and not changed:

@@ -147,10 +147,7 @@ def contrastive(module: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("loss", "cause"),
-    [
-        (contrastive, "coupled"),
-        (lambda m, b: 7 * cross_entropy(m, b, reduction="sum"), "sum"),
-    ],
+    [(contrastive, "coupled"), (lambda m, b: 7 * cross_entropy(m, b, reduction="sum"), "sum")],
 )
 def test_batch_norm_is_told_and_does_not_hide_the_loss(loss: Any, cause: str) -> None:
     verdict = verdict_on(Module(loss, nn.BatchNorm1d(6)))
@@ -159,12 +156,13 @@ def test_batch_norm_is_told_and_does_not_hide_the_loss(loss: Any, cause: str) ->
     assert "BatchNorm layers (net.1)" in str(verdict)
 
 
-def test_frozen_batch_norm_is_exact() -> None:
+def test_batch_norm_that_changes_no_gradient_is_exact() -> None:
     class Frozen(Module):
         def on_train_epoch_start(self) -> None:
             self.net[1].eval()
 
     assert verdict_on(Frozen(cross_entropy, nn.BatchNorm1d(6))).cause == "exact"
+    assert verdict_on(Module(cross_entropy, aside=nn.BatchNorm1d(6)), cut(batch_of(5))).cause == "exact"
 
 
 @pytest.mark.parametrize("samples", [6, 7])
