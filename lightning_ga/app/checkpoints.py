@@ -30,7 +30,7 @@ HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
     """Writes checkpoints that are never torn: to ``NAME.ckpt.part``, which is flushed and then renamed.
 
-    Remote paths (``s3://…``) are left to Lightning. Nothing is copied in memory first, which Lightning does twice.
+    Remote paths are left to Lightning. Hyperparameters that ``weights_only=True`` refuses are left out, and named once.
     """
 
     def __init__(self) -> None:
