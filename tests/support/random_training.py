@@ -479,7 +479,7 @@ def loss_of(recipe: Recipe, net: Net, batch: Any) -> Tensor:
         "variance": lambda: losses.mean() + predicted.var(unbiased=False),
         "sum": losses.sum,
         "largest": losses.max,
-        "contrast": lambda: losses.mean() - (predicted[:, None] - predicted).square().logsumexp(1).mean(),
+        "contrast": lambda: losses.mean() - (predicted.tanh()[:, None] - predicted.tanh()).square().logsumexp(1).mean(),
     }
     return coupled.get(recipe.coupling, losses.mean)()
 
