@@ -37,7 +37,7 @@ class AutoAccumulate(Callback):
         effective_batch_size: Samples behind one optimizer step over all ranks: a number, a mapping
             ``{epoch: number}``, a callable of the epoch, or a schedule by optimizer step or samples
             (``lightning_ga.schedule``). ``None`` keeps the recipe's.
-        accumulate: Fixes the factor instead (as above); the micro-batch is as
+        accumulate: Sets the factor instead, in the same forms; the micro-batch is as
             large as fits and leaves at least one full window an epoch.
         micro_batch_size: Samples of one forward and backward pass; ``"auto"`` probes for the limit.
         max_micro_batch_size: Never probe or use more than this.
@@ -114,12 +114,12 @@ class AutoAccumulate(Callback):
 
     @property
     def plan(self) -> AccumulationPlan | None:
-        """How a full window is cut; ``None`` before training, and if other processes train (``ddp_spawn``)."""
+        """How a full window is cut; ``None`` before data are set up, and if other processes train (``ddp_spawn``)."""
         return self._fit.windows.plan if self._fit else None
 
     @property
     def probe(self) -> ProbeResult | None:
-        """What the probe found; ``None`` before training and if none was needed."""
+        """What the probe found; ``None`` before training, and if there was none or it failed."""
         return self._fit.limit.probe if self._fit else None
 
     @property
@@ -174,7 +174,7 @@ class AutoAccumulate(Callback):
         self._started_fit.gradients.settle()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Mark that the update begins, and scale the gradients to the mean over the window."""
+        """Mark that the update begins, and scale the gradients if their window was not known in advance."""
         self._started_fit.close_window(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -8,7 +8,7 @@ from lightning_ga.batch.pytree import LayoutError
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
-from lightning_ga.fit.pieces import Pieces, copied
+from lightning_ga.fit.pieces import Pieces, with_own_containers
 from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory, retry_once
@@ -52,7 +52,7 @@ class Evaluation:
         moved, self._moved = self._moved, None
         if moved is None:  # no error is to be survived, or the step moves batches by itself
             return step(batch, *others)
-        trainer, (move, loader, failure), kept, event = self._trainer, moved, copied(batch), None
+        trainer, (move, loader, failure), kept, event = self._trainer, moved, with_own_containers(batch), None
         ranks.share_buffers_before_forward(trainer)
         if self._savepoint is None or loaders.batches_begun(trainer) == 1:  # a new evaluation may have new metrics
             results = trainer._results  # none in prediction

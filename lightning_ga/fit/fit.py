@@ -117,13 +117,13 @@ class Fit:
             batches = self.data.trial_batches(epoch)
             self.verdict.measure_at_start(batches, limit=limit, in_step=in_step, chunked=chunked)
         self.data.forget_first_batch()
-        self._train_in_windows(rewinder, exchange)
+        self._patch_loop(rewinder, exchange)
         if cut is not None:
-            self._resume(cut, same_epoch=same_epoch)
+            self._begin_reading(cut, same_epoch=same_epoch)
         else:
             loop.begin_epoch_after_last_batch()
 
-    def _train_in_windows(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
+    def _patch_loop(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
         """Guard the windows of the loop from here on; run batches in pieces if the step cuts them."""
         trainer, held = self.trainer, self._held
         if self.windows.rates is not None:
@@ -138,7 +138,7 @@ class Fit:
             self.windows.passes = passes
             held.enter_context(closures.intercepted_closures(trainer, passes.closure))
 
-    def _resume(self, source: LoaderSource, *, same_epoch: bool) -> None:
+    def _begin_reading(self, source: LoaderSource, *, same_epoch: bool) -> None:
         loop = self.progress.place
         if loop.restarts:
             place.expect_positions_to_be_kept()
@@ -182,7 +182,7 @@ class Fit:
             return None
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
-        """Mark that the update begins, and scale the gradients to the mean over the window."""
+        """Mark that the update begins, and scale the gradients if their window was not known in advance."""
         assert self.rewinder is not None
         factor = int(self.trainer.accumulate_grad_batches)
         if self.rewinder.is_updating and factor > 1:
@@ -193,7 +193,7 @@ class Fit:
         self.rewinder.is_updating = True
         self.gradients.close_window(optimizer)
         known = self.verdict.exactness
-        if known is not None and known.cause != "exact" and self.limit.lowest is None:  # an error would have warned
+        if known is not None and known.cause != "exact" and self.limit.lowest is None:  # else a report said so
             self.verdict.warn(several_passes=self.windows.several_passes)
 
     def end_micro_batch(self) -> None:
@@ -229,7 +229,7 @@ class Fit:
         )
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Write Lightning's own parts of a checkpoint as they would be without the callback."""
+        """Write learning rates and the loader's own batches into a checkpoint as they would be without the callback."""
         if self.windows.rates is not None:
             self.windows.rates.save(checkpoint)
         if self.progress.place.shifted:
@@ -251,7 +251,7 @@ class Fit:
     # --- what a user reads at the start --------------------------------------------------------
 
     def summary(self) -> str:
-        """Return plan, probe and exactness in one line."""
+        """Return plan and probe in one line, and a verdict that no warning shows."""
         found, probe, request = "", self.limit.probe, self.windows.request
         if probe is not None:
             of_longest = "" if probe.sizes is None else " of the longest"

@@ -28,7 +28,7 @@ class Limit:
     def __init__(self, trainer: Any, request: Request, options: Options, chunked: ChunkedModules | None) -> None:
         self._trainer, self._request, self._options, self.chunked = trainer, request, options, chunked
         self.samples: int | None = None  # ``None`` before it is known
-        self.probe: ProbeResult | None = None  # ``None`` if no probe was needed
+        self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
         self._kind: Mapping[str, Any] | None = None  # the cache's description of the step; ``None`` without a cache
         self.lowest: int | None = None  # the limit after errors; ``None`` without any
         self.base: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
@@ -55,7 +55,7 @@ class Limit:
     def find(self, setup: TrainingSetup, restored: RunState | None, *, high: int, recipe: int, varies: bool) -> None:
         """Find the limit for micro-batches of at most ``high`` samples; with ``varies``, later batches may be larger.
 
-        Without a result of the probe, training uses micro-batches of the ``recipe``.
+        If the probe fails, training uses micro-batches of the ``recipe``.
         """
         known = None
         if restored is not None:  # valid if all ranks run on the hardware of the checkpoint's first rank
@@ -82,7 +82,7 @@ class Limit:
             self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
             return known.fastest or known.limit
         if closures.evaluates_again(trainer.optimizers[0]) and self._options.budget is None:
-            return high  # no trial of one step shows a history that grows: whole batches, until an error
+            return high  # LBFGS's history outgrows a trial of one step: whole batches, until an error
         try:
             self.probe, self._kind = probe(setup, self._options, high=high) or (None, None)
         except LayoutError:

@@ -30,7 +30,7 @@ class OomEvent:
 
     stage: str  # ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``
     step: int  # optimizer steps taken before it
-    samples: int  # of the pass that ran out of memory
+    samples: int  # most samples of a pass before
     fits: int  # most samples of a pass from here on
     memory: str  # state of the device's memory, as text
     unit: str = "micro-batches"  # or ``"chunks"``, in which submodules run over whole batches

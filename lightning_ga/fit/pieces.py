@@ -63,25 +63,26 @@ class Pieces:
         return merge(*zip(*[(piece.output, piece.samples, piece.weight) for piece in pieces]))
 
 
-def copied(batch: Any, inside: tuple[int, ...] = ()) -> Any:
+def with_own_containers(batch: Any, inside: tuple[int, ...] = ()) -> Any:
     """Return a batch with the same tensors in containers of its own, as a step may pop its labels from the batch."""
     if id(batch) in inside:  # an object may contain itself
         return batch
     children, inside = open_container(batch), (*inside, id(batch))
     if children is not None:
-        return rebuild(batch, [copied(child, inside) for _, child in children])
+        return rebuild(batch, [with_own_containers(child, inside) for _, child in children])
     if not hasattr(batch, "__dict__") or isinstance(batch, Tensor) or is_constant(batch):
         return batch
     clone = copy.copy(batch)
     own = contents_of(clone).items()  # ``copy.copy`` may have copied inner mappings, too
-    vars(clone).update({name: copied(value, inside) for name, value in own if isinstance(value, (dict, list))})
+    containers = ((name, value) for name, value in own if isinstance(value, (dict, list)))
+    vars(clone).update({name: with_own_containers(value, inside) for name, value in containers})
     return clone
 
 
 def merge(outputs: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
     """Merge what a step returned for the pieces of a batch; graphs and subclasses of tensors are left behind.
 
-    - Tensors and arrays as long as their piece are joined, and lists, if they are not all of one other length.
+    - Tensors, arrays and lists as long as their piece are joined, and lists whose lengths differ.
     - Numbers and tensors of one element are averaged by weight, unless all are equal; a piece of weight 0 is left
       out. Numbers that count the samples of their piece are added up.
     - Containers are merged field by field. ``None`` in some pieces is skipped.
@@ -162,7 +163,7 @@ def _plain(node: Any) -> Any:
 
 
 def _merged_log(pieces: list[_Piece]) -> Iterator[Entry]:
-    """Yield one entry for each value that was logged: the first of a name in each piece, then the second, and so on."""
+    """Yield one entry for each logged value: the n-th of a name in every piece, merged into one."""
     groups: dict[tuple[str, str, int], list[tuple[Entry, int, float]]] = {}
     for piece in pieces:
         times: Counter[tuple[str, str]] = Counter()

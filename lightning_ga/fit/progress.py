@@ -50,7 +50,7 @@ class Progress:
         self.position = self.position_in(epoch)
 
     def end_window(self, samples_done: int) -> None:
-        """Note that a window of the epoch is done, and with it so many samples."""
+        """Note that a window is done, and how many samples of the epoch are done with it."""
         self.position = replace(self.position, samples_done=samples_done, windows_done=self.position.windows_done + 1)
 
     def take_over(self, source: LoaderSource | None, recipe_factor: int) -> bool:

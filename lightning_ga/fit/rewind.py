@@ -16,7 +16,7 @@ from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
-from lightning_ga.fit.pieces import copied
+from lightning_ga.fit.pieces import with_own_containers
 from lightning_ga.fit.windows import TrainingWindows
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release, retry_once
@@ -72,7 +72,7 @@ class Rewinder:
     def keep_batch(self, batch: Any) -> None:
         """Keep a batch that the step cuts as the loader made it, because steps change containers."""
         tensors = [*tensors_in(batch)]
-        self._batches.append((copied(batch), tensors, versions(tensors)))
+        self._batches.append((with_own_containers(batch), tensors, versions(tensors)))
 
     def tensors_kept(self) -> list[Tensor]:
         """Return the tensors of the savepoint, which lie on the device while a window runs."""
@@ -98,7 +98,7 @@ class Rewinder:
             raise self._error(messages.OTHERS_WAIT, self._refusal) from error
         if self.savepoint is None:
             return False
-        is_read = self._windows.window is not None or len(self._batches) != seen  # again by indices, or it is kept
+        is_read = self._windows.window is not None or len(self._batches) != seen  # so that it can be read again
         if self.is_updating or not is_read:
             if is_out_of_memory(error):
                 sentence = messages.IN_THE_UPDATE if is_read else messages.IN_THE_LOADER

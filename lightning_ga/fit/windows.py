@@ -205,7 +205,7 @@ class TrainingWindows:
         return "chunks" if self._limit.chunked_names else "micro-batches"
 
     def shrink(self) -> tuple[int, int] | None:
-        """Lower the limit; return the most samples of a pass before and from here on, ``None`` if one sample failed."""
+        """Lower the limit; return the most samples of a pass (old, new), ``None`` if one sample failed."""
         source, failed, passes = self._data.source, self._limit.samples or NO_LIMIT, self.passes
         if source.sizes is None:  # else the limit is that of the longest samples
             in_step = (source.batch_size or 1, *(() if passes is None else passes.sizes))

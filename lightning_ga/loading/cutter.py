@@ -44,7 +44,7 @@ class BatchCutter:
         return self._layout(batch).samples(batch)
 
     def weight(self, batch: Any, samples: int) -> int:
-        """Return by how many samples a batch weighs: of several loaders, those of the one that gives the most."""
+        """Return a batch's weight in samples: with several loaders, the most that one of them gives."""
         several = len(self._loaders) > 1 and self._transfer.split_batch is None
         return max(self._layout(batch).sizes(batch).values()) if several else samples
 

@@ -62,7 +62,7 @@ class Largest:
 
     def __init__(self, *, text: bool = True) -> None:
         self.uniform = True  # whether all samples had the same shapes
-        self.seen, self.complete = 0, True  # samples that were scanned, and whether no larger one can be left
+        self.seen, self.complete = 0, True  # samples that were scanned, and whether the scan was not cut short
         self._text = text  # whether text counts: it does if collating turns it into tensors
         self._shapes: dict[Field, tuple[int, ...]] | None = None
         self._most: list[tuple[int, int, Any]] = []  # elements, number (the higher, the earlier) and sample

@@ -123,7 +123,7 @@ Order = Sequential | FromSampler
 
 @contextmanager
 def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
-    """Yield a deep copy that shares datasets and modules with ``thing``; if there is none, ``thing``, put back."""
+    """Yield a deep copy that shares datasets and modules; if copying fails, ``thing``, restored afterwards."""
     own = getattr(thing, "__dict__", {})
     held = [each for each in own.values() if isinstance(each, (Dataset, torch.nn.Module)) or hasattr(each, "trainer")]
     try:

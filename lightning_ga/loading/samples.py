@@ -67,7 +67,7 @@ def collate_samples(loader: "DataLoader[Any]", samples: Sequence[Any], count: in
 def copied(sample: Any) -> Any:
     """Return a deep copy; of a tensor that is a view, only what it shows and not its whole storage.
 
-    Nested tensors are cloned: no layer can differentiate deep copies of theirs (PyTorch 2.15).
+    Nested tensors are cloned: autograd fails on deep copies of them (PyTorch 2.15).
     """
     return copy.deepcopy(sample, {id(tensor): tensor.clone() for tensor in tensors_in(sample) if _is_cloned(tensor)})
 

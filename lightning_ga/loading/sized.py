@@ -47,7 +47,7 @@ class SampleSizes:
         return sorted(self._sizes, key=self._sizes.__getitem__, reverse=True)
 
     def some_of(self, least: int) -> tuple[int, TrialBatches]:
-        """Return the smallest size of at least ``least`` and the median, and batches of samples of that size."""
+        """Return the smallest size ≥ ``least`` and ≥ the median, and batches of samples of that size."""
         sizes = [self._sizes[each] for each in self.descending]
         size = min(each for each in sizes[: len(sizes) // 2 + 1] if each >= min(least, sizes[0]))
         same = [each for each, found in zip(self.descending, sizes) if found == size][:SAMPLES_KEPT]
@@ -72,7 +72,7 @@ class SampleSizes:
         if (column := _column(dataset, size_of)) is not None:
             return array("q", (_size(column[each], f"names for {each!r}") for each in indices))
         measure: Callable[[Iterable[Any]], list[int]] = partial(_by_name, name=size_of)
-        if size_of == "auto":  # the probe scans the same samples
+        if size_of == "auto":  # read from a few samples
             text = self._loader.collate_fn is not default_collate  # that leaves text as it is
             seen = [_extents(sample, text=text) for sample in ScanOrder(self._loader, indices).first]
             varying = {place for each in seen for place in each if len({other.get(place) for other in seen}) > 1}

@@ -83,7 +83,7 @@ class LoaderSource:
         return size if used == batches else min(size, used * self.batch_size * self.settings.world_size)
 
     def within_epoch(self, effective: int, epoch: int) -> int:
-        """Return the effective batch, at most the samples of an epoch unless ``drop_last`` would drop these."""
+        """Return the effective batch; without ``drop_last``, at most the samples of an epoch."""
         total = self.total(epoch)
         return effective if self._drop_last or not total else min(effective, max(total, self.settings.world_size))
 
@@ -138,7 +138,7 @@ class LoaderSource:
 
     @contextmanager
     def seeded_as_before(self) -> Iterator[None]:
-        """Return a context in which the loop iterates the loader with the workers' seed of the empty iteration."""
+        """Return a context in which workers get the seed that the first, empty ``iter(loader)`` has drawn."""
         own, earlier = self.loader.generator, self._sampler.take_seed_back()
         self.loader.generator = own if earlier is None else earlier
         try:

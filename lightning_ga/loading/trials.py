@@ -37,7 +37,7 @@ class SampleTrials:
 
     @property
     def complete(self) -> bool:
-        """Whether the heaviest samples of all are known."""
+        """Whether the scan for the heaviest samples was not cut short."""
         return self._largest.complete
 
     @property
@@ -91,7 +91,7 @@ TrialBatches = SampleTrials | SeenTrials
 """Source of batches for probe and measurement; it leaves no trace in dataset, collate function or random numbers.
 
 ``most`` is the number of samples of the largest micro-batch. ``seen`` of ``total`` samples were scanned for the
-heaviest; ``complete`` says whether the heaviest are known.
+heaviest; ``complete`` says whether that scan was not cut short.
 """
 
 

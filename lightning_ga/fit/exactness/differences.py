@@ -82,7 +82,7 @@ def distance(one: Gradient, other: Gradient) -> float:
 
 
 def _alike(*gradients: Gradient) -> Iterable[tuple[Tensor, ...]]:
-    """Yield one parameter at a time, half precision in single and complex numbers as pairs."""
+    """Yield one parameter at a time: half precision as float32, complex numbers as pairs."""
     for tensors in zip(*gradients, strict=True):
         real = (torch.view_as_real(each) if each.is_complex() else each for each in tensors)
         yield tuple(each.float() if each.element_size() < 4 else each for each in real)

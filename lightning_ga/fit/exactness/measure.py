@@ -110,7 +110,7 @@ def measure_at_start(
     A small model may run a few samples more than that. ``move`` moves a batch to the device, with its hooks.
 
     Raises:
-        UserError: If ``normalize`` or the step raises it. All other errors make the verdict ``"unmeasured"``.
+        UserError: If ``normalize`` or the step raises it. Others make the verdict ``"unmeasured"`` or ``"uncuttable"``.
     """
     refuse_lazy(trainer.lightning_module.parameters())
     if ranks.is_sharded(trainer):
