@@ -39,7 +39,7 @@ class TrainingData:
         """Whether the loop has asked for the data."""
         return self._source is not None
 
-    def cut(self, loader: Any) -> LoaderSource | StepSource:
+    def read_loader(self, loader: Any) -> LoaderSource | StepSource:
         """Decide where the user's loader is cut, and let Lightning set it up accordingly."""
         trainer, position = self._trainer, self._position()
         settings = SourceSettings(

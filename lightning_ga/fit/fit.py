@@ -66,7 +66,7 @@ class Fit:
 
     def _cut(self, loader: Any, epoch: int) -> Any:
         """Cut the user's loader; the result yields nothing before the limit is known."""
-        source = self.data.cut(loader)
+        source = self.data.read_loader(loader)
         if not isinstance(source, LoaderSource):
             return loader
         self.limit.set_size_limits(source.sizes)

@@ -63,7 +63,7 @@ class Rewinder:
                 stock_advance()
                 return
             except Exception as error:
-                if not self._is_survived(error, seen):
+                if not self._may_run_again(error, seen):
                     raise
                 failure = error
             release(failure)
@@ -90,8 +90,8 @@ class Rewinder:
             self._is_taken = True
         self._collectives = ranks.collectives_run()
 
-    def _is_survived(self, error: Exception, seen: int) -> bool:
-        """Return whether the window can run again; ``seen`` batches were kept before the failed micro-batch."""
+    def _may_run_again(self, error: Exception, seen: int) -> bool:
+        """Return whether the window can run again, or raise why not; ``seen`` batches were kept before the error."""
         if isinstance(error, UserError):
             return False
         if self._refusal is not None and is_out_of_memory(error):

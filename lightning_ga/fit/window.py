@@ -45,7 +45,7 @@ class WindowPasses:
         if self._cutter is None:
             return partial(self._run_whole, lightning_closure)
         batch = given["batch"]
-        self.sizes, weight = self._sizes(batch)
+        self.sizes, weight = self._plan_pieces(batch)
         self.in_pieces |= len(self.sizes) > 1
         self.samples += sum(self.sizes)
         if len(self.sizes) == 1:
@@ -56,7 +56,7 @@ class WindowPasses:
 
         return partial(self._run_pieces, of_piece, batch, self.sizes, weight)
 
-    def _sizes(self, batch: Any) -> tuple[tuple[int, ...], int]:
+    def _plan_pieces(self, batch: Any) -> tuple[tuple[int, ...], int]:
         """Return the samples of each piece of a batch, and the batch's weight in samples."""
         assert self._cutter is not None
         limit, most = self._limit.piece_samples, self._limit.samples

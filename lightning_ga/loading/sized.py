@@ -46,7 +46,7 @@ class SampleSizes:
         """The indices of all samples, those of the largest first."""
         return sorted(self._sizes, key=self._sizes.__getitem__, reverse=True)
 
-    def some_of(self, least: int) -> tuple[int, TrialBatches]:
+    def shorter_trials(self, least: int) -> tuple[int, TrialBatches]:
         """Return the smallest size ≥ ``least`` and ≥ the median, and batches of samples of that size."""
         sizes = [self._sizes[each] for each in self.descending]
         size = min(each for each in sizes[: len(sizes) // 2 + 1] if each >= min(least, sizes[0]))

@@ -105,7 +105,7 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:
             longest, limit = setup.sizes.longest, found.limit
-            shorter, training.batches = setup.sizes.some_of(-(-limit * longest // high))
+            shorter, training.batches = setup.sizes.shorter_trials(-(-limit * longest // high))
             confirm = partial(prober.confirm, predict_only=predict_only)
             limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
             found = replace(found, sizes=limits, steps=steps or found.steps)
