@@ -21,8 +21,6 @@ _SEEDS = 2**63  # seeds of torch.Generator have 64 bits
 class Sequential:
     """The dataset's order."""
 
-    draws_seed = False  # whether torch's ``RandomSampler`` would draw a seed for it
-
     def __init__(self, size: int) -> None:
         self._size = self.dataset_size = size
 
@@ -52,7 +50,6 @@ class Shuffled(Sequential):
     def __init__(self, size: int, seed: int | None = None, *, dataset_size: int | None = None) -> None:
         super().__init__(size)
         self.seed, self.dataset_size = seed, size if dataset_size is None else dataset_size
-        self.draws_seed = seed is None  # it has no generator of its own
 
     def draw(self, epoch: int, seed: int) -> torch.Tensor:
         """Return the permutation of one epoch, four bytes a sample of up to 2³¹."""
@@ -69,8 +66,6 @@ class FromSampler:
     on seed + epoch. To plan an epoch, a copy of the sampler is read. When training begins the epoch, the sampler itself
     is read, because hooks may have changed it meanwhile.
     """
-
-    draws_seed = False
 
     def __init__(self, sampler: Any, dataset: Any = None, *, batch: int = 1, shuffles: bool = False) -> None:
         self._sampler, self._dataset, self._batch, self._shuffles = sampler, dataset, batch, shuffles

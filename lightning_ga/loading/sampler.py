@@ -13,19 +13,15 @@ from lightning_ga.plan.windows import EpochPlan
 class WindowBatchSampler(Sampler[list[Any]]):
     """Yields the micro-batches of one rank, window after window.
 
-    Until an epoch is arranged it yields nothing, so that data workers fetch nothing in vain. If the user's own sampler
-    draws a seed when it begins, so does this one (``draws``): later random numbers are then the same.
+    Until an epoch is arranged it yields nothing, so that data workers fetch nothing in vain.
     """
 
-    def __init__(
-        self, order: Order, *, rank: int, seed: int, generator: torch.Generator | None = None, draws: bool = False
-    ) -> None:
-        self.order, self.rank, self.seed, self.generator, self._draws = order, rank, seed, generator, draws
+    def __init__(self, order: Order, *, rank: int, seed: int, generator: torch.Generator | None = None) -> None:
+        self.order, self.rank, self.seed, self.generator = order, rank, seed, generator
         self.before: torch.Tensor | None = None  # state of the workers' generator at the empty iteration
         self.epoch, self.start = 0, 0
         self.plan: EpochPlan | None = None
         self.enabled = False
-        self._begun: int | None = None  # the epoch that was iterated last
 
     @property
     def sampler(self) -> "WindowBatchSampler":
@@ -61,9 +57,6 @@ class WindowBatchSampler(Sampler[list[Any]]):
         return generator
 
     def _micro_batches(self, plan: EpochPlan) -> Iterator[list[Any]]:
-        if self._draws and self._begun != self.epoch:
-            torch.empty((), dtype=torch.int64).random_()
-        self._begun = self.epoch
         drawn = self.order.begin(self.epoch, self.seed)
         for index in range(self.start, plan.count):
             window = plan.window(index, self.rank)

@@ -52,10 +52,7 @@ class LoaderSource:
         self.batch_size: int = batches.batch_size  # of the recipe, on one rank
         self._drop_last: bool = batches.drop_last
         self.may_drop_samples = loader.collate_fn is not default_collate  # those of a micro-batch
-        draws = order.draws_seed and settings.world_size == 1
-        self._sampler = WindowBatchSampler(
-            order, rank=settings.rank, seed=settings.seed, generator=loader.generator, draws=draws
-        )
+        self._sampler = WindowBatchSampler(order, rank=settings.rank, seed=settings.seed, generator=loader.generator)
         self.loader = rebatch(loader, self._sampler, shuffle=settings.may_shuffle)  # the fit loop reads this one
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.seed)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_ga.loading.orders import FromSampler, Sequential, Shuffled
+from lightning_ga.loading.orders import FromSampler, Sequential
 from lightning_ga.loading.sampler import WindowBatchSampler
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 
@@ -29,20 +29,6 @@ def test_seeds_of_data_workers_are_drawn_once_for_each_iteration(own: bool) -> N
         cut.arrange(0, EpochPlan(RegularWindows(4, 4), 2), start=0, enabled=True)
         assert list(cut) == [[0, 1], [2, 3]]
         assert cut.take_seed_back() is None
-
-
-def test_a_shuffled_order_draws_its_seed_once_an_epoch() -> None:
-    """As torch's own sampler, and not again when the epoch goes on after an error."""
-    cut = WindowBatchSampler(Shuffled(8), rank=0, seed=1, draws=True)
-    plan = EpochPlan(RegularWindows(8, 4), 2)
-    states = []
-    with torch.random.fork_rng():
-        for epoch, start in ((0, 0), (0, 1), (1, 0)):
-            cut.arrange(epoch, plan, start=start, enabled=True)
-            before = torch.get_rng_state()
-            assert len(list(cut)) == 4 - 2 * start
-            states.append(torch.equal(torch.get_rng_state(), before))
-    assert states == [False, True, False]
 
 
 def test_a_sampler_that_hooks_have_made_shorter_ends_the_epoch_early() -> None:
