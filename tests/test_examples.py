@@ -67,10 +67,10 @@ def test_a_module_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_lightning_cli(tmp_path: Path) -> None:
-    """The callback in a YAML file."""
     pytest.importorskip("jsonargparse")
     config = str(EXAMPLES / "lightning_cli.yaml")
-    run(tmp_path, "lightning_cli.py", "fit", "--config", config, "--trainer.max_epochs", "1")
+    printed = run(tmp_path, "lightning_cli.py", "fit", "--config", config, "--trainer.max_epochs", "1")
+    assert "AutoAccumulate: effective batch" in printed
 
 
 def test_a_loop_by_hand(tmp_path: Path) -> None:

@@ -40,6 +40,22 @@ def test_training_at_the_limit_fits_and_one_more_does_not() -> None:
         train(limit + 1)
 
 
+@pytest.mark.loader_only(reason="a window of several batches of the loader is in question")
+def test_after_a_failed_probe_micro_batches_are_those_of_the_recipe() -> None:
+    """Not a rank's whole share of the window."""
+
+    class OnlyFour(Wide):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if len(batch[0]) != 4:
+                raise ValueError("four")
+            return super().training_step(batch, batch_idx)
+
+    callback = AutoAccumulate(verify=False)
+    with pytest.warns(UserWarning, match="ended in ValueError: four. Training uses micro-batches of the recipe, 4"):
+        fit(DataLoader(Samples(24), batch_size=4), callback, module=OnlyFour(), accumulate_grad_batches=3)
+    assert (callback.plan.micro_batch_size, callback.plan.factor) == (4, 3)
+
+
 def test_the_limit_holds_where_a_scaler_overflows_at_first() -> None:
     """A trial whose step is skipped would not see the optimizer's state."""
 
