@@ -219,7 +219,7 @@ class AutoAccumulate(Callback):
             self._fit.restore(RunState.from_dict(state_dict))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Write the rates that schedulers have set, and the batches that were read, into a checkpoint."""
+        """Write the rates that schedulers have set into a checkpoint."""
         if self._fit and self._evaluation is None:
             self._fit.save(checkpoint)
 

@@ -12,12 +12,10 @@ from lightning_ga.snapshot.random_numbers import RandomState
 
 
 @contextmanager
-def guarded_advance(
-    trainer: Any, run: Callable[[Callable[[], None]], None], window: Callable[[], Any]
-) -> Iterator[None]:
+def guarded_advance(trainer: Any, run: Callable[[Callable[[], None]], None]) -> Iterator[None]:
     """Return a context in which the loop calls ``run(advance)`` for each of its micro-batches.
 
-    In Lightning 2.6 ranks ask each other for a SIGTERM in every ``advance``. Here they ask once in every ``window()``,
+    In Lightning 2.6 ranks ask each other for a SIGTERM in every ``advance``. Here they ask once an optimizer step,
     because a rank that runs a window again runs more micro-batches than the others.
     """
     loop = trainer.fit_loop.epoch_loop
@@ -25,7 +23,7 @@ def guarded_advance(
 
     def advance(fetcher: Any) -> None:
         nonlocal asked
-        if asks is not None and trainer.world_size > 1 and asked != (asked := window()):
+        if asks is not None and trainer.world_size > 1 and asked != (asked := trainer.global_step):
             asks(loop)
         run(lambda: stock(loop, fetcher))
 

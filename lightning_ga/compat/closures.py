@@ -6,7 +6,6 @@ Lightning's ``loops/optimization/automatic.py``, ``plugins/precision/precision.p
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,18 +16,20 @@ from lightning_ga.compat import patching
 
 
 @contextmanager
-def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]]) -> Iterator[None]:
-    """Return a context in which the loop runs what ``wrap(closure, make, kwargs, optimizer, number)`` returns.
+def intercepted_closures(
+    trainer: Any, wrap: Callable[..., Callable[..., Any]], position: Callable[[], int]
+) -> Iterator[None]:
+    """Return a context in which the loop runs what ``wrap(closure, make, kwargs, optimizer, position)`` returns.
 
     The ``closure`` is a weak reference to Lightning's own, and ``make`` makes others of the last three
-    (``automatic.py:163``). The result has the ``loss`` for the optimizer, and the output as ``asdict()``.
+    (``automatic.py:163``). Lightning zeroes gradients at the first ``position()`` of a window.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     make = partial(type(loop)._make_closure, loop)
 
-    def make_ours(*given: Any) -> Any:
+    def make_ours(kwargs: Any, optimizer: Any, _: int) -> Any:
         """Return Lightning's own closure, which reports an ``optimizer_step`` that never calls it, but runs ours."""
-        lightning_closure = make(*given)
+        lightning_closure = make(*(given := (kwargs, optimizer, position())))
         vars(lightning_closure)["closure"] = wrap(ref(lightning_closure), make, *given)
         return lightning_closure
 
@@ -43,18 +44,6 @@ def run_closure(closure: Any) -> Any:
     """
     closure = closure() if isinstance(closure, ref) else closure
     return type(closure).closure(closure)
-
-
-@dataclass(frozen=True, slots=True)
-class ClosureOutput:
-    """The result of a closure that ran a batch in pieces: the loss that the optimizer gets, and the step's output."""
-
-    loss: Any
-    output: dict[str, Any]
-
-    def asdict(self) -> dict[str, Any]:
-        """Return the output."""
-        return self.output
 
 
 def before_the_last(trainer: Any) -> AbstractContextManager[None]:

@@ -4,8 +4,11 @@ Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py``, ``loops/pro
 """
 
 import warnings
+from contextlib import AbstractContextManager
 from math import inf
 from typing import Any
+
+from lightning_ga.compat import patching
 
 _COUNTS = ("ready", "started", "processed", "completed")
 _REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"  # ``training_epoch_loop.py:215``
@@ -16,7 +19,7 @@ class LoopReader:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._fit_loop, self._loop = trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self.shifted = 0  # batches by which ``shift`` has moved the epoch's end
+        self.start = 0  # micro-batches of the epoch before the first window of this factor
 
     @property
     def epoch(self) -> int:
@@ -31,17 +34,17 @@ class LoopReader:
     @property
     def begins_window(self) -> bool:
         """Whether the micro-batch that the loop fetches next is the first of a window."""
-        return bool(self.ready % self._trainer.accumulate_grad_batches == 0)
+        return bool((self.ready - self.start) % self._trainer.accumulate_grad_batches == 0)
 
     @property
     def next_window(self) -> int:
-        """The window of the micro-batch that the loop fetches next."""
-        return self.ready // int(self._trainer.accumulate_grad_batches)
+        """The window of the micro-batch that the loop fetches next, counted from ``start``."""
+        return (self.ready - self.start) // int(self._trainer.accumulate_grad_batches)
 
     @property
     def position(self) -> int:
         """The place of the running micro-batch in its window."""
-        return (self.ready - 1) % int(self._trainer.accumulate_grad_batches)
+        return (self.ready - self.start - 1) % int(self._trainer.accumulate_grad_batches)
 
     @property
     def window_is_over(self) -> bool:
@@ -63,7 +66,7 @@ class LoopReader:
     def batches_of_epoch(self) -> int | None:
         """Batches of an epoch that the loop has set up; ``None`` if that is not known."""
         known = self._fit_loop.max_batches
-        return None if known == inf else int(known) - self.shifted
+        return None if known == inf else int(known)
 
 
 class LoopPlace(LoopReader):
@@ -80,7 +83,7 @@ class LoopPlace(LoopReader):
         Totals over all epochs are corrected by the same amount.
         """
         self._trainer.accumulate_grad_batches = factor
-        fetcher, at = self._fit_loop._data_fetcher, window * factor
+        fetcher, at = self._fit_loop._data_fetcher, self.start + window * factor
         self._set(at)
         self._loop.batch_progress.is_last_batch = False
         fetcher.fetched, fetcher.length, fetcher.done = at, end, False
@@ -90,30 +93,10 @@ class LoopPlace(LoopReader):
             for each in (counter.current, counter.total):
                 vars(each).update(dict.fromkeys(set(vars(each)), each.completed))
 
-    def shift(self, window: int, factor: int) -> None:
-        """Let the loop continue with the first batch of a window of so many of the loader's own batches.
-
-        The loop's counters are as if all earlier windows had that factor, so the end of the epoch moves.
-        """
-        moved, end = window * (factor - int(self._trainer.accumulate_grad_batches)), self._fit_loop.max_batches
-        self.shifted += moved
-        self.relocate(window, factor, end=None if end == inf else int(end) + moved)
-
-    def begin_epoch_in_step(self) -> None:
-        """Undo the shifts of the epoch before."""
-        self._fit_loop.max_batches -= self.shifted
-        self.shifted = 0
-
-    def batches_of_window(self, window: int) -> tuple[int, int]:
-        """Return how many of the loader's own batches of the epoch come before a window's end, and before its start."""
-        factor, end = int(self._trainer.accumulate_grad_batches), self._fit_loop.max_batches
-        return int(min((window + 1) * factor, end)) - self.shifted, window * factor - self.shifted
-
-    def count_batches(self, checkpoint: dict[str, Any]) -> None:
-        """Write the number of the loader's own batches into a checkpoint, without shifts."""
-        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-        for counts in (progress.get("current", {}), progress.get("total", {})):
-            counts.update({name: count - self.shifted for name, count in counts.items()})
+    def windows_from_start(self) -> AbstractContextManager[None]:
+        """Return a context in which windows may begin anywhere, so that the factor may change within an epoch."""
+        over = lambda: (self.ready - self.start) % self._trainer.accumulate_grad_batches == 0  # noqa: E731
+        return patching.shadowed(self._loop, "_accumulated_batches_reached", over)
 
     def begin_at(self, window: int, *, same_epoch: bool) -> None:
         """Let a restored loop begin with a window of the epoch, in this run's micro-batches."""

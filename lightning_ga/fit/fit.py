@@ -125,7 +125,7 @@ class Fit:
 
     def _patch_loop(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
         """Guard the windows of the loop from here on; run batches in pieces if the step cuts them."""
-        trainer, held = self.trainer, self._held
+        trainer, held, loop = self.trainer, self._held, self.progress.place
         if self.windows.rates is not None:
             held.enter_context(self.windows.rates.unscaled_for_schedulers())
         held.enter_context(rewinder.guarding())
@@ -134,9 +134,11 @@ class Fit:
             held.enter_context(advance.seen_batches(trainer, rewinder.keep_batch))
         if in_step or exchange is not None:
             cutter, size = self.data.cutter_of_training() if in_step else None, self.data.source.batch_size or 1
-            passes = WindowPasses(trainer, self.progress.place, self.gradients, self.limit, exchange, cutter, size)
+            passes = WindowPasses(trainer, loop, self.gradients, self.limit, exchange, cutter, size)
             self.windows.passes = passes
-            held.enter_context(closures.intercepted_closures(trainer, passes.closure))
+            held.enter_context(closures.intercepted_closures(trainer, passes.closure, lambda: loop.position))
+        if in_step and self.windows.request.by_window is not None:
+            held.enter_context(loop.windows_from_start())
 
     def _begin_reading(self, source: LoaderSource, *, same_epoch: bool) -> None:
         loop = self.progress.place
@@ -229,11 +231,9 @@ class Fit:
         )
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Write learning rates and the loader's own batches into a checkpoint as they would be without the callback."""
+        """Write learning rates into a checkpoint as they would be without the callback."""
         if self.windows.rates is not None:
             self.windows.rates.save(checkpoint)
-        if self.progress.place.shifted:
-            self.progress.place.count_batches(checkpoint)
 
     def restore(self, state: RunState) -> None:
         """Continue at the position of a checkpoint."""

@@ -49,8 +49,7 @@ class Rewinder:
 
     def guarding(self) -> AbstractContextManager[None]:
         """Return a context in which the loop's ``advance`` is guarded."""
-        epochs = self._trainer.fit_loop.epoch_progress.current
-        return advance.guarded_advance(self._trainer, self.run, lambda: (epochs.processed, self._place.next_window))
+        return advance.guarded_advance(self._trainer, self.run)
 
     def run(self, stock_advance: Callable[[], None]) -> None:
         """Run the loop's next micro-batch; if memory runs out, the window's first one, smaller."""
@@ -81,8 +80,8 @@ class Rewinder:
     def _begin_window(self) -> None:
         self.is_updating = self._is_taken = False
         self._batches = []
-        self._window = self._place.next_window
         self._windows.begin_window()
+        self._window = self._place.next_window
         if self._exchange is not None:
             self._exchange.begin_window()
         if self.savepoint is not None:

@@ -102,7 +102,7 @@ class WindowPasses:
             pieces.add(result.asdict() if result.loss is not None else None)
         self._finish_window()
         output = pieces.finish() or {}
-        return closures.ClosureOutput(output.get("loss"), output)
+        return type(result)(output.pop("loss", None), output)
 
     def _pass(self, *, last: bool) -> Any:
         if self._exchange is None:

@@ -71,7 +71,7 @@ class TrainingWindows:
         self._epoch = Epoch(epoch, asked, position.samples_done, position.windows_done)
         self._cut(self._epoch, enabled=enabled)
 
-    def _cut(self, epoch: Epoch, *, enabled: bool = True, start: int | None = None) -> None:
+    def _cut(self, epoch: Epoch, *, enabled: bool = True, start: int | None = None) -> AccumulationPlan:
         """Cut the windows of an epoch by the limit; the loader begins with the window ``start``."""
         source, limit, world_size = self._data.source, self._limit.micro_batch, int(self._trainer.world_size)
         if not isinstance(source, LoaderSource):
@@ -82,7 +82,7 @@ class TrainingWindows:
             size, limit = source.batch_size or 1, self._limit.piece_samples
             self._plan = plan_in_step(size, batches=factor, micro_batch=limit or size, world_size=world_size)
             self._trainer.accumulate_grad_batches = factor
-            return
+            return self._plan
         largest = epoch.effective.largest if isinstance(epoch.effective, Growth) else epoch.effective
         self._plan = source.arrange(
             epoch.number,
@@ -94,6 +94,7 @@ class TrainingWindows:
             enabled=enabled,
         )
         self._trainer.accumulate_grad_batches = source.plan.factor
+        return self._plan
 
     def begin_epoch(self, number: int) -> None:
         """Cut an epoch for training and set the loop up for it, once."""
@@ -101,10 +102,7 @@ class TrainingWindows:
         if self._epoch is not None and (self._epoch.source, self._epoch.number) == (source, number):
             return
         self._progress.enter(number)
-        if not isinstance(source, LoaderSource):
-            place.begin_epoch_in_step()
-            if self.request.by_window is not None and self.intervals is None:
-                self.intervals = Intervals(self._trainer, recipe_factor=1)
+        place.start = 0
         self.arrange(number, enabled=True)
         assert self._epoch is not None
         self._epoch.source = source
@@ -143,8 +141,9 @@ class TrainingWindows:
         batch = plan.effective_batch_size
         if isinstance(source, LoaderSource) and window < source.plan.count:
             batch = self._begin_planned(source, window)
-        elif self.intervals is not None and not isinstance(source, LoaderSource):
-            batch = self._begin_in_step(window, self.intervals)
+        elif self.request.by_window is not None and self._epoch is not None:
+            place.start = place.ready
+            batch = self._cut(self._epoch).effective_batch_size
         if self.rates is not None:
             self.rates.begin_window(batch, self.wanted.recipe_effective)
 
@@ -163,20 +162,6 @@ class TrainingWindows:
         self.set_due(number, len(window.sizes))
         return batch
 
-    def _begin_in_step(self, number: int, intervals: Intervals) -> int:
-        """Begin a window of as many batches as the schedule by window says; return its samples."""
-        place, epoch, factor = self._progress.place, self._epoch, int(self._trainer.accumulate_grad_batches)
-        assert epoch is not None
-        wanted, seen = self.wanted, self._progress.samples_seen
-        asked = wanted.batches_of_window(epoch.number, step=self._trainer.global_step, samples=seen)
-        if asked != factor:
-            place.shift(number, asked)
-            self._cut(epoch)
-        end, start = place.batches_of_window(number)
-        validates = intervals.validates_between(start, end, earlier=epoch.number * (place.batches_of_epoch or 0))
-        intervals.begin_window(number, end=end + place.shifted, validates=validates)
-        return asked * (self._data.source.batch_size or 1) * int(self._trainer.world_size)
-
     def set_due(self, window: int, length: int) -> None:
         """Set what is due after a window of so many micro-batches."""
         if self.intervals is not None:
@@ -185,7 +170,7 @@ class TrainingWindows:
             source, epoch = self._data.source, self._epoch
             if epoch is not None and isinstance(epoch.effective, Growth) and isinstance(source, LoaderSource):
                 planned, size = source.window(window), source.batch_size * int(self._trainer.world_size)
-                batches = source.recipe_batches()  # of an epoch, of which the last may be smaller
+                batches = max(1, source.recipe_batches())  # of an epoch, of which the last may be smaller
                 done = batches if window + 1 == source.plan.count else planned.end // size
                 earlier = epoch.number * batches
                 validates = self.intervals.validates_between(planned.start // size, done, earlier=earlier)
@@ -218,7 +203,7 @@ class TrainingWindows:
         source, place, epoch = self._data.source, self._progress.place, self._epoch
         assert epoch is not None
         if not isinstance(source, LoaderSource):
-            place.shift(number, int(self._trainer.accumulate_grad_batches))
+            place.relocate(number, int(self._trainer.accumulate_grad_batches), end=place.batches_of_epoch)
             self._cut(epoch)
             return
         self._cut(epoch, start=number)

@@ -33,12 +33,15 @@ def scheduled(schedule: Any, micro_batch: Any = 2, **settings: Any) -> AutoAccum
 
 
 def test_the_recipe_decides_when_validation_is_due() -> None:
-    """``val_check_interval`` counts the recipe's batches, of which windows have 1, 1, 1, 3, 3, 3, 3, 3, 3, 3."""
+    """``val_check_interval`` counts the recipe's batches, of which windows have 1, 1, 1, 3, 3, 3, 3, 3, 3, 3.
+
+    The loader mode validates after the window; the step leaves it to Lightning, after batches 5, 10, 15 and 20.
+    """
     over_epochs = {"val_check_interval": 5, "check_val_every_n_epoch": None, "max_epochs": 2}
-    for mode in ("loader", "step"):
+    for mode, steps in (("loader", [4, 6, 7, 9]), ("step", [3, 5, 7, 8])):
         callback = scheduled(by_step({0: 4, 3: 12}), micro_batching=mode)
         module, _ = train(in_order(), callback, module=Validated(), **over_epochs)
-        assert module.steps_at_validation == [4, 6, 7, 9]  # after 6, 12, 15 and 21 batches
+        assert module.steps_at_validation == steps
         assert [len(window) for window in module.windows] == [4] * 3 + [12] * 7
 
 
