@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_ga.compat import place
 from lightning_ga.compat.patching import Callback
 from lightning_ga.fit import messages
 from lightning_ga.fit.evaluation import Evaluation
@@ -105,7 +104,6 @@ class AutoAccumulate(Callback):
         self._evaluation: Evaluation | None = None  # of an evaluation outside of a fit
         self._is_fitting = False
         self._reporter: messages.OomReporter | None = None
-        self._position: int | None = None  # among the callbacks, as the user put it there
 
     def __repr__(self) -> str:
         defaults = signature(AutoAccumulate).parameters
@@ -143,12 +141,11 @@ class AutoAccumulate(Callback):
             self._evaluation = Evaluation(trainer, self._reporter, self._options)
             return
         self._is_fitting = True
-        place.take_factor_back(trainer)
-        messages.check_trainer(trainer, pl_module, self._request)
-        self._position = place.move_callback(trainer, self, 0)  # first, so that other callbacks see its gradients
         self._reporter = messages.OomReporter(trainer)
         is_installed = lambda: self in trainer.callbacks  # noqa: E731
         self._fit = Fit(trainer, self._request, self._options, self._reporter, is_installed)
+        # First, so that other callbacks see its gradients.
+        trainer.callbacks = [self, *(other for other in trainer.callbacks if other is not self)]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the limit and begin the epoch with it; a resumed run continues at its sample."""
@@ -191,23 +188,20 @@ class AutoAccumulate(Callback):
             exception.add_note(f"AutoAccumulate steers the automatic optimization of one optimizer: {messages.BY_HAND}")
         if self._fit and self._is_fitting:
             self._fit.fail(exception)
-        self._leave_trainer(trainer)
+        self._leave_trainer()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the patches. The factor stays until the next fit, as with Lightning's own scheduler."""
         if stage == "fit" and self._fit:
             self._fit.close()  # with max_epochs=0 Lightning calls no on_train_end
-            place.leave_factor(trainer, self._fit.data.recipe_factor)
-        self._leave_trainer(trainer)
+            self._fit.leave_factor()
+        self._leave_trainer()
 
-    def _leave_trainer(self, trainer: Any) -> None:
+    def _leave_trainer(self) -> None:
         for evaluation in (self._evaluation, self._fit.evaluation if self._fit else None):
             if evaluation is not None:
                 evaluation.stop()
         self._evaluation, self._is_fitting = None, False
-        if self._position is not None:
-            place.move_callback(trainer, self, self._position)
-        self._position = None
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and position of the data and what the probe found, as plain values."""
@@ -225,7 +219,7 @@ class AutoAccumulate(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes get: the arguments, not the fit that is running."""
-        running = dict.fromkeys(("_fit", "_evaluation", "_reporter", "_position"))
+        running = dict.fromkeys(("_fit", "_evaluation", "_reporter"))
         return {**self.__dict__, **running, "_is_fitting": False}
 
     @property

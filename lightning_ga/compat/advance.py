@@ -3,7 +3,7 @@
 Lightning's ``loops/training_epoch_loop.py`` (``advance``) and ``loops/fetchers.py``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -55,31 +55,25 @@ def seen_batches(trainer: Any, see: Callable[[Any], None]) -> Iterator[None]:
 def first_batch(trainer: Any) -> Any:
     """Return the first batch of training, on the host; training still gets it. ``None`` if there is none.
 
-    The fetcher yields it again, reads no further ahead than before, and draws the random numbers of data as before.
+    The random numbers of data are drawn when training gets it, as without this.
     """
-    loop = trainer.fit_loop
-    set_epoch = patching.sibling(trainer, "loops.fit_loop")._set_sampler_epoch
-    fetcher = loop._data_fetcher
-    if not fetcher.batches:  # a loader of known length is not read ahead
-        for part in loop._combined_loader.flattened:
-            set_epoch(part, loop.epoch_progress.current.processed)
-        before = RandomState()
-        try:
-            fetched = next(fetcher)
-        except StopIteration:
-            return None
-        fetcher.iterator = _as_if_read_now(fetched, before, RandomState(), fetcher.iterator)
-        fetcher.fetched, fetcher.done = 0, False
-        before.restore()
-        return fetched[0]
-    return fetcher.batches[0][0]
+    loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
+    if fetcher.batches:
+        return fetcher.batches[0][0]
+    for part in loop._combined_loader.flattened:  # a loader of known length is not read ahead
+        patching.sibling(trainer, "loops.fit_loop")._set_sampler_epoch(part, loop.epoch_progress.current.processed)
+    before = RandomState()
+    if (fetched := next(fetcher, None)) is not None:
+        fetcher.iterator = _then(_as_if_read_now(fetched, before, RandomState()), fetcher.iterator)
+    before.restore()
+    fetcher.fetched, fetcher.done = 0, False
+    return None if fetched is None else fetched[0]
 
 
-def _as_if_read_now(fetched: Any, before: RandomState, after: RandomState, others: Iterator[Any]) -> Iterator[Any]:
-    """Yield what was read ahead, then others, and advance random numbers as if it were read now."""
+def _as_if_read_now(fetched: Any, before: RandomState, after: RandomState) -> Iterator[Any]:
     if before.is_current():
         after.restore()
-    yield from _then([fetched], others)
+    yield fetched
 
 
 def unread(trainer: Any, batches: Sequence[Any]) -> None:
@@ -90,7 +84,7 @@ def unread(trainer: Any, batches: Sequence[Any]) -> None:
     fetcher.batches, fetcher.iterator = waiting[:ahead], _then(waiting[ahead:], fetcher.iterator)
 
 
-def _then(first: Sequence[Any], others: Iterator[Any]) -> Iterator[Any]:
+def _then(first: Iterable[Any], others: Iterator[Any]) -> Iterator[Any]:
     """Yield some batches, then the others; ``chain`` would call ``iter``, which restarts a combined loader."""
     yield from first
     with suppress(StopIteration):

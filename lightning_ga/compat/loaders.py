@@ -85,6 +85,13 @@ def evaluation_loaders(trainer: Any, loader: int) -> tuple[list[Any], Callable[[
     return _parts(combined)
 
 
+def loader_of_step(trainer: Any, arguments: tuple[Any, ...]) -> int:
+    """Return the number of the loader whose batch a step of evaluation gets: its last argument if there are several."""
+    combined = trainer._active_loop._combined_loader
+    is_one_of_several = combined._mode == "sequential" and len(combined.flattened) > 1
+    return int(arguments[-1]) if is_one_of_several else 0
+
+
 def batches_begun(trainer: Any) -> int:
     """Return how many batches of its loader the running evaluation has begun (``loops/evaluation_loop.py:418``)."""
     return int(trainer._active_loop.batch_progress.current.ready)
@@ -116,20 +123,10 @@ class BatchTransfer:
 
 
 @contextmanager
-def intercepted_evaluation(trainer: Any, around: Callable[..., Any], move: Callable[..., Any]) -> Iterator[None]:
-    """Return a context in which steps of evaluation go through ``around``, and transfers of batches through ``move``.
-
-    They are called as ``around(name, step, *arguments)`` and ``move(to_device, batch, dataloader_idx)``.
-    """
+def intercepted_evaluation(trainer: Any, around: Callable[..., Any]) -> Iterator[None]:
+    """Return a context in which steps of evaluation run as ``around(name, step, *arguments)``."""
     strategy = trainer.strategy
-    to_device = type(strategy).batch_to_device
-
-    def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        moved = partial(to_device, strategy, device=device, dataloader_idx=dataloader_idx)
-        return move(moved, batch, dataloader_idx)
-
     with ExitStack() as held:
-        held.enter_context(patching.shadowed(strategy, "batch_to_device", batch_to_device))
         for name in ("validation_step", "test_step", "predict_step"):
             step = partial(getattr(type(strategy), name), strategy)
             held.enter_context(patching.shadowed(strategy, name, partial(around, name, step)))

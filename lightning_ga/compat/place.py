@@ -4,7 +4,8 @@ Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py``, ``loops/pro
 """
 
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from math import inf
 from typing import Any
 
@@ -173,37 +174,11 @@ class LoopPlace(LoopReader):
         loop._batches_that_stepped = loop.global_step - int(rises)
 
 
-def expect_positions_to_be_kept() -> None:
-    """Silence Lightning's warning that a resume in mid-epoch repeats samples, which it does not here."""
+@contextmanager
+def positions_are_kept() -> Iterator[None]:
+    """Return a context without Lightning's warning that a resume in mid-epoch repeats samples."""
     warnings.filterwarnings("ignore", message=_REPEATS)
-
-
-def expect_nothing_of_positions() -> None:
-    """Undo ``expect_positions_to_be_kept``."""
-    for entry in [entry for entry in warnings.filters if getattr(entry[1], "pattern", None) == _REPEATS]:
+    entry = warnings.filters[0]
+    yield
+    if entry in warnings.filters:
         warnings.filters.remove(entry)  # type: ignore[attr-defined]
-
-
-def leave_factor(trainer: Any, recipe: int) -> None:
-    """Store the user's factor on the trainer, beside the factor that a fit leaves there."""
-    trainer.__dict__["_recipe_factor"] = (trainer.accumulate_grad_batches, recipe)
-
-
-def take_factor_back(trainer: Any) -> None:
-    """Restore the user's factor on the trainer, unless it was set anew meanwhile."""
-    left, recipe = trainer.__dict__.pop("_recipe_factor", (None, None))
-    if trainer.accumulate_grad_batches == left:
-        trainer.accumulate_grad_batches = recipe
-
-
-def move_callback(trainer: Any, callback: Any, place: int) -> int | None:
-    """Move a callback to a position among the others, as Lightning moves its tuners; return where it was.
-
-    Do nothing if the trainer does not have it any more.
-    """
-    if callback not in trainer.callbacks:
-        return None
-    before: int = trainer.callbacks.index(callback)
-    others = [other for other in trainer.callbacks if other is not callback]
-    trainer.callbacks = [*others[:place], callback, *others[place:]]
-    return before

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,20 +15,6 @@ from lightning_ga.compat import patching
 _OWN: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by the default process group, one of this rank alone
 _ours = [0]  # collectives of this package
 _OWN_WAYS = ("mixed_precision", "buffer_hook", "skip_all_reduce_unused_params", "_use_python_reducer")
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """Whether a window (or batch) is run again after an error; ``refusal`` says why not if that was asked for."""
-
-    retries: bool
-    refusal: str | None = None
-
-
-def retry_policy(trainer: Any, *, wanted: bool, evaluating: bool = False) -> RetryPolicy:
-    """Decide for training, or for evaluation: there a rank waits for others only if each holds a part of the model."""
-    why = None if not wanted or (evaluating and not is_sharded(trainer)) else obstacle(trainer)
-    return RetryPolicy(wanted and why is None, why)
 
 
 def obstacle(trainer: Any) -> str | None:

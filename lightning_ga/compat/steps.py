@@ -1,13 +1,13 @@
 """Run passes outside of training, without a trace: the probe's trial steps, and the measurement of exactness.
 
-They go through Lightning's ``loops/optimization/automatic.py``, ``trainer/call.py``, ``utilities/rank_zero.py`` and
-``trainer/connectors/logger_connector/`` (2.6.6). State outside of module, optimizers and loops is not put back.
+They go through Lightning's ``loops/optimization/automatic.py``, ``trainer/call.py`` and ``utilities/rank_zero.py``
+(2.6.6). State outside of module, optimizers and loops is not put back.
 """
 
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,11 +32,6 @@ class PassPlace:
 FIRST_OF_WINDOW = PassPlace(ends=False)
 LAST_OF_WINDOW = PassPlace(index=1, steps=True)
 WHOLE_WINDOW = PassPlace(steps=True)
-
-_WARN_ONCE = (  # modules that keep what they have warned of
-    *("loops.optimization.automatic", "core.module", "utilities.data"),
-    *("trainer.connectors.logger_connector.logger_connector", "trainer.connectors.logger_connector.result"),
-)
 
 
 @contextmanager
@@ -146,14 +141,13 @@ def muted(trainer: Any) -> Iterator[None]:
 
     Steps still find the callbacks in ``trainer.callbacks``; those of other trainers are called.
     """
-    call, holders = sibling(trainer, "trainer.call"), [sibling(trainer, name) for name in _WARN_ONCE]
+    call, caches = sibling(trainer, "trainer.call"), sibling(trainer, "utilities.rank_zero").WarningCache
     hooks = call._call_callback_hooks
 
     def unless_muted(other: Any, *arguments: Any, **settings: Any) -> Any:
         return None if other is trainer else hooks(other, *arguments, **settings)
 
-    with ExitStack() as stack, shadowed(call, "_call_callback_hooks", unless_muted), warnings.catch_warnings():
+    silent = {"warn": lambda *_, **__: None}  # what warns once will still warn in training
+    with shadowed(call, "_call_callback_hooks", unless_muted), replaced(caches, **silent), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for holder in (holders[0].Closure, *holders[1:]):
-            stack.enter_context(replaced(holder, warning_cache=type(holder.warning_cache)()))
         yield

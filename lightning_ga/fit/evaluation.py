@@ -1,6 +1,6 @@
 """Survive out-of-memory errors in evaluation: a batch is the unit of undo, and runs again in smaller pieces."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,11 @@ from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import Pieces, with_own_containers
 from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory, retry_once
+from lightning_ga.memory.oom import attempt, is_ambiguous_out_of_memory, is_out_of_memory, retry_once
 from lightning_ga.plan.accumulation import split_evenly
 from lightning_ga.plan.config import Options
 from lightning_ga.snapshot.savepoint import Savepoint
 
-_Call = Callable[[Any], Any]
 _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
 _RESULT = (
     "What they log and return is put together by samples; what compares samples with each other is that of pieces."
@@ -28,31 +27,22 @@ class Evaluation:
 
     def __init__(self, trainer: Any, reporter: messages.OomReporter, options: Options) -> None:
         self._trainer, self._reporter = trainer, reporter
-        self._retries = ranks.retry_policy(trainer, wanted=options.on_oom == "split", evaluating=True).retries
+        self._retries = options.on_oom == "split" and not ranks.is_sharded(trainer)
         self._loaders: dict[tuple[str, int], _LoaderPieces] = {}  # by stage
-        self._moved: tuple[_Call, int, Exception | None] | None = None  # of the next batch: transfer, loader, error
         self._savepoint: Savepoint | None = None
-        self._held = loaders.intercepted_evaluation(trainer, self._evaluate, self._move)
+        self._held = loaders.intercepted_evaluation(trainer, self._evaluate)
         self._held.__enter__()
 
     def stop(self) -> None:
         """Let Lightning run evaluation by itself again."""
         self._held.__exit__(None, None, None)
 
-    def _move(self, to_device: _Call, batch: Any, loader: int) -> Any:
-        """Move a batch to the device; one of evaluation that does not fit stays on the host."""
-        if self._trainer.training or not self._retries:
-            return to_device(batch)
-        outcome = attempt(to_device, _is_survived, batch)
-        self._moved = to_device, loader, outcome.failure
-        return outcome.result if outcome.failure is None else batch
-
     def _evaluate(self, name: str, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
         """Run a step; if memory runs out, undo what it has done, and run it on half of the samples, and so on."""
-        moved, self._moved = self._moved, None
-        if moved is None:  # no error is to be survived, or the step moves batches by itself
+        if not self._retries or isinstance(batch, Iterator):  # such a step fetches batches by itself
             return step(batch, *others)
-        trainer, (move, loader, failure), kept, event = self._trainer, moved, with_own_containers(batch), None
+        trainer, kept, event = self._trainer, with_own_containers(batch), None
+        loader = loaders.loader_of_step(trainer, others)
         ranks.share_buffers_before_forward(trainer)
         if self._savepoint is None or loaders.batches_begun(trainer) == 1:  # a new evaluation may have new metrics
             results = trainer._results  # none in prediction
@@ -61,13 +51,10 @@ class Evaluation:
         retry_once(self._savepoint.take)
         stage = name.removesuffix("_step").replace("predict", "prediction")
         known = self._loaders.setdefault((stage, loader), _LoaderPieces(trainer, stage, loader))
-        run = partial(known.run, lambda part: step(part, *others), batch, kept, None if failure is None else move)
-        before, outcome = ranks.collectives_run(), Outcome(failure=failure)
-        if failure is None or known.cuts(kept):
-            outcome = attempt(run, _is_survived, before)
-        while outcome.failure is not None:
+        before = ranks.collectives_run()
+        run = partial(known.run, lambda part: step(part, *others), batch, kept, before)
+        while (outcome := attempt(run, _is_survived)).failure is not None:
             event = known.shrink(outcome.failure, kept, before, self._savepoint)
-            outcome = attempt(run, _is_survived, before)
         if event is not None:
             self._reporter.report(event, _RESULT)
         return outcome.result
@@ -81,23 +68,17 @@ class _LoaderPieces:
         self._cutter = BatchCutter(*loaders.evaluation_loaders(trainer, loader), loaders.BatchTransfer(trainer, loader))
         self._limit: int | None = None
 
-    def cuts(self, batch: Any) -> bool:
-        """Return whether a batch is known to be too large."""
-        return self._limit is not None and self._cutter.count(batch) > self._limit
-
-    def run(self, step: _Call, batch: Any, kept: Any, move: _Call | None, before: int) -> Any:
+    def run(self, step: Callable[[Any], Any], batch: Any, kept: Any, before: int) -> Any:
         """Run the step on a batch, or on pieces of its copy; ``before`` are the collectives that this rank has run."""
         samples, start = 0 if self._limit is None else self._cutter.count(kept), 0
         sizes = split_evenly(samples, max(1, -(-samples // (self._limit or 1))))
         in_pieces, is_held = len(sizes) > 1, len(sizes) > 1 or ranks.is_distributed(self._trainer)
-        pieces = Pieces(
-            self._trainer._results if is_held else None
-        )  # with several ranks, values are logged after the step
+        pieces = Pieces(self._trainer._results if is_held else None)  # ranks log values after the step
         for size in sizes:
             piece = self._cutter.cut(kept, start, start + size) if in_pieces else batch
             start += size
             with pieces.piece(samples=size, weight=float(size)):
-                pieces.add(step(piece if move is None else move(piece)))
+                pieces.add(step(piece))
             if in_pieces and ranks.collectives_run() != before:
                 raise self._error(messages.OTHERS_WAIT, _EXCHANGES)
         return pieces.finish()

@@ -9,14 +9,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.chunks import ChunkedModules
-from lightning_ga.compat import advance, closures, loaders, place, ranks
+from lightning_ga.compat import advance, closures, loaders, place
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.limit import NO_LIMIT, Limit
-from lightning_ga.fit.messages import OomReporter
+from lightning_ga.fit.messages import OomReporter, check_trainer
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.rewind import Rewinder
@@ -44,6 +44,10 @@ class Fit:
         self, trainer: Any, request: Request, options: Options, reporter: OomReporter, is_installed: Callable[[], bool]
     ) -> None:
         self.trainer, self.options, self.reporter = trainer, options, reporter
+        left, recipe = vars(trainer).pop("_recipe_factor", (None, None))
+        if trainer.accumulate_grad_batches == left:  # as the fit before has left it
+            trainer.accumulate_grad_batches = recipe
+        check_trainer(trainer, trainer.lightning_module, request)
         loop = place.LoopPlace(trainer)
         self.progress = Progress(trainer, loop)
         self.data = TrainingData(trainer, loop, options, lambda: self.progress.position)
@@ -94,7 +98,7 @@ class Fit:
             loop,
             self.windows,
             self.reporter,
-            policy=ranks.retry_policy(trainer, wanted=options.on_oom == "split"),
+            retries=options.on_oom == "split",
             exchange=exchange,
         )
         self.data.see_first_batch()
@@ -143,7 +147,7 @@ class Fit:
     def _begin_reading(self, source: LoaderSource, *, same_epoch: bool) -> None:
         loop = self.progress.place
         if loop.restarts:
-            place.expect_positions_to_be_kept()
+            self._held.enter_context(place.positions_are_kept())
             self.windows.set_due(source.plan.done, int(self.trainer.accumulate_grad_batches))  # before the loop asks
             loop.begin_at(source.plan.done, same_epoch=same_epoch)
         with source.seeded_as_before():
@@ -208,6 +212,10 @@ class Fit:
         self._held.close()
         self.windows.give_back()
         self.reporter.report_pending(self.verdict.exactness)
+
+    def leave_factor(self) -> None:
+        """Let the factor stay, as Lightning's own scheduler does; the trainer's next fit begins with the user's."""
+        vars(self.trainer)["_recipe_factor"] = (self.trainer.accumulate_grad_batches, self.data.recipe_factor)
 
     def fail(self, error: BaseException) -> None:
         """After an error: add what holds the memory, if memory ran out; restore the user's factor."""

@@ -34,13 +34,13 @@ class Rewinder:
         windows: TrainingWindows,
         reporter: messages.OomReporter,
         *,
-        policy: ranks.RetryPolicy,
+        retries: bool,
         exchange: Exchange | None,
     ) -> None:
         self._trainer, self._place, self._windows, self._reporter = trainer, place, windows, reporter
-        self._exchange, self._refusal = exchange, policy.refusal
+        self._exchange, self._refusal = exchange, ranks.obstacle(trainer) if retries else None
         module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
-        self.savepoint = Savepoint(module, lambda: loop._results) if policy.retries else None
+        self.savepoint = Savepoint(module, lambda: loop._results) if retries and self._refusal is None else None
         self.is_updating = False  # whether the window's passes are done: what follows is the optimizer's update
         self._is_taken = False
         self._window = 0

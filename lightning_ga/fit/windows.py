@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ga.compat.intervals import Intervals
-from lightning_ga.compat.place import expect_nothing_of_positions
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.limit import NO_LIMIT, Limit
 from lightning_ga.fit.progress import Progress
@@ -218,7 +217,6 @@ class TrainingWindows:
         self._give_intervals_back()
         if self.rates is not None:
             self.rates.give_back()
-        expect_nothing_of_positions()
 
     def _give_intervals_back(self) -> None:
         if self.intervals is not None:

@@ -34,6 +34,7 @@ NAMES = {
         *(f"fit_loop.epoch_loop.batch_progress.current.{name}" for name in place._COUNTS),
         *(f"fit_loop.epoch_loop.batch_progress.total.{name}" for name in place._COUNTS),
         *("fit_loop.epoch_loop.batch_progress.is_last_batch", "fit_loop.epoch_loop._should_accumulate"),
+        "fit_loop.epoch_loop._accumulated_batches_reached",
         *("fit_loop._data_fetcher.fetched", "fit_loop._data_fetcher.length", "fit_loop._data_fetcher.done"),
         "fit_loop.epoch_loop.automatic_optimization._skip_backward",
         "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.current.completed",
@@ -54,7 +55,7 @@ NAMES = {
         *("fit_loop._data_source.dataloader", "fit_loop.setup_data", "fit_loop._combined_loader._iterables"),
         *("fit_loop._combined_loader._spec", "fit_loop._combined_loader._mode"),
         *("_accelerator_connector.use_distributed_sampler", "_accelerator_connector.is_distributed"),
-        *("strategy.batch_to_device", "strategy.validation_step", "strategy.test_step", "strategy.predict_step"),
+        *("strategy.validation_step", "strategy.test_step", "strategy.predict_step"),
         *("lightning_module._on_before_batch_transfer", "_active_loop"),
         *("fit_loop.epoch_loop.val_loop._combined_loader", "fit_loop.epoch_loop.val_loop.batch_progress.current.ready"),
     ],
@@ -131,9 +132,11 @@ def test_a_closure_of_lightning_has_what_is_replaced(trainer: Any) -> None:
     assert {"_zero_grad_fn", "_step_fn", "_backward_fn"} <= vars(made).keys()
 
 
-def test_what_warns_once_keeps_a_cache(trainer: Any) -> None:
-    holders = [patching.sibling(trainer, name) for name in steps._WARN_ONCE]
-    assert all(hasattr(holder, "warning_cache") for holder in (holders[0].Closure, *holders[1:]))
+def test_what_warns_once_asks_a_cache(trainer: Any) -> None:
+    cache = patching.sibling(trainer, "utilities.rank_zero").WarningCache
+    for name in ("loops.optimization.automatic", "core.module", "trainer.connectors.logger_connector.result"):
+        assert patching.sibling(trainer, name).WarningCache is cache
+    assert callable(cache.warn)
 
 
 def test_a_gradient_scaler_has_the_two_tensors_that_it_makes() -> None:

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ga.compat.ranks import RetryPolicy, obstacle, retry_policy
+from lightning_ga.compat.ranks import obstacle
 
 SYNC = "SyncBatchNorm layers let ranks wait for each other in forward passes"
 OWN = "Strategy exchanges gradients in a way of its own"
@@ -59,13 +59,3 @@ def trainer(model: nn.Module, world_size: int = 2, strategy: type[Strategy] = St
 )
 def test_a_rank_runs_a_window_again_if_no_other_waits_for_it(made: Any, why: str | None) -> None:
     assert obstacle(made) == why
-    assert retry_policy(made, wanted=True) == RetryPolicy(why is None, why)
-    assert retry_policy(made, wanted=False) == RetryPolicy(False)
-
-
-@pytest.mark.parametrize("wanted", [False, True])
-def test_a_rank_evaluates_by_itself_unless_it_holds_a_part_of_the_model(wanted: bool) -> None:
-    for model in (nn.Linear(1, 1), wrapped(nn.SyncBatchNorm(1)), wrapped(mixed_precision="bf16")):
-        assert retry_policy(trainer(model), wanted=wanted, evaluating=True) == RetryPolicy(wanted)
-    sharded = trainer(nn.Linear(1, 1), 2, FSDPStrategy)
-    assert retry_policy(sharded, wanted=wanted, evaluating=True) == RetryPolicy(False, SHARDS if wanted else None)

@@ -37,20 +37,16 @@ class Rows(Dataset):
 
 
 class Evaluated(pl.LightningModule):
-    """Memory runs out at the end of the steps of more samples than fit, or where these are moved to the device."""
+    """Memory runs out at the end of the steps of more samples than fit."""
 
-    def __init__(self, *, fits: int = ALL, moves: int = ALL) -> None:
+    def __init__(self, *, fits: int = ALL) -> None:
         super().__init__()
-        self.net, self.fits, self.moves = network(), fits, moves
+        self.net, self.fits = network(), fits
         self.register_buffer("samples", torch.zeros(()))
         self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
         self.gathered: list[Tensor] = []
         self.returned: list[Any] = []
         self.sizes: list[int] = []
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        self.check(batch, self.moves)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     @staticmethod
     def check(batch: Any, most: int) -> None:
@@ -105,17 +101,15 @@ def close(ours: Any, expected: Any) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-12)  # Lightning logs in single precision
 
 
-@pytest.mark.parametrize("fits", [{"fits": 3}, {"moves": 2}, {"fits": 3, "moves": 5}], ids=str)
 @pytest.mark.parametrize(("stage", "inference_mode"), [("validate", True), ("test", False)])
-def test_an_evaluation_in_pieces_is_that_of_whole_batches(stage: str, inference_mode: bool, fits: Any) -> None:
+def test_an_evaluation_in_pieces_is_that_of_whole_batches(stage: str, inference_mode: bool) -> None:
     """What is logged and returned, metrics, buffers and lists: each sample counts once."""
-    ours, module = AutoAccumulate(), Evaluated(**fits)
+    ours, module = AutoAccumulate(), Evaluated(fits=3)
     settings = {"inference_mode": inference_mode}
     close(evaluated(module, stage, loader(), ours, **settings), evaluated(Evaluated(), stage, loader(), **settings))
-    if fits == {"fits": 3}:
-        assert module.sizes == 10 * [2]  # those of failed attempts are taken back
-        assert ours.oom_events == 1
-        assert "loss" in module.returned[0]
+    assert module.sizes == 10 * [2]  # those of failed attempts are taken back
+    assert ours.oom_events == 1
+    assert "loss" in module.returned[0]
 
 
 def test_predictions_in_pieces_are_those_of_whole_batches() -> None:
