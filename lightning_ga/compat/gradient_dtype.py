@@ -1,15 +1,13 @@
 """Accumulate the gradients of half-precision parameters in float32 (when: ``fit/gradients.py``).
 
-The first gradient of a window becomes float32 before the second is added, and the sum is rounded once, after clipping.
+The first gradient of a window becomes float32 before the second is added, and the sum is rounded once.
 This needs ``Tensor.grad_dtype`` (torch 2.10, read in 2.15): a gradient may have another type than its parameter.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 SUMS_ARE_ROUNDED = (
     f"torch {torch.__version__} rounds sums of half-precision gradients to their parameters' type after each "
@@ -41,7 +39,7 @@ def widen(parameters: Iterable[Tensor]) -> None:
 
 
 def narrow(parameters: Iterable[Tensor]) -> None:
-    """Round gradients to the types of their parameters, one after the other, before an optimizer's step."""
+    """Round gradients to the types of their parameters, one after the other, before they are clipped."""
     for parameter in filter(_may_be_wide, parameters):
         if parameter.grad is not None:
             parameter.grad = parameter.grad.to(parameter.dtype)
@@ -59,25 +57,6 @@ def end(parameters: Iterable[Tensor]) -> None:
 def dtype_of_sum(parameter: Tensor) -> torch.dtype:
     """Return the type of a parameter's gradient in the middle of a window."""
     return torch.float32 if _may_be_wide(parameter) else parameter.dtype
-
-
-def narrow_before_steps(optimizer: Optimizer, parameters: list[Tensor]) -> Any:
-    """Round gradients before every update of an optimizer, after its closure if any; return a handle to remove this."""
-
-    def before(_: Optimizer, given: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-        closure = next(iter(given[1:]), settings.get("closure"))
-        if closure is None:
-            narrow(parameters)
-            return None
-
-        def evaluated() -> Any:
-            loss = closure()
-            narrow(parameters)
-            return loss
-
-        return given[:1], {**settings, "closure": evaluated}
-
-    return optimizer.register_step_pre_hook(before)
 
 
 def _may_be_wide(parameter: Tensor) -> bool:

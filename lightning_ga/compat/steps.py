@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_ga.compat.gradient_dtype import narrow
 from lightning_ga.compat.patching import replaced, shadowed, sibling
 from lightning_ga.snapshot.copies import coalesce_gradients
 from lightning_ga.snapshot.isolation import ModuleState, SwappedAttributes
@@ -77,6 +78,8 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace = FIRST_OF_WINDOW) -> No
     def post_backward(loss: torch.Tensor) -> None:
         finish(loss)
         coalesce_gradients(trainer.lightning_module.parameters())
+        if place.steps:
+            narrow(trainer.lightning_module.parameters())
 
     if place.begins:
         progress.increment_ready()

@@ -43,17 +43,14 @@ class Gradients:
     @contextmanager
     def summed_in_float32(self) -> Iterator[None]:
         """Return a context in which half-precision gradients are summed in float32, and rounded before each step."""
-        module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
+        module = self._trainer.lightning_module
         half = gradient_dtype.half_parameters(module) if ranks.gradients_are_ours(self._trainer) else []
         self._is_rounded = bool(half) and not gradient_dtype.has_grad_dtype()
         self._half = [] if self._is_rounded else half
         gradient_dtype.begin(self._half)
-        handles = [gradient_dtype.narrow_before_steps(each, self._half) for each in optimizers if self._half]
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
             gradient_dtype.end(self._half)
             self._half = []
 
@@ -138,6 +135,7 @@ class Gradients:
         self._set_weights(weights)
         if scale != 1.0:
             scale_gradients(optimizer, scale)
+        gradient_dtype.narrow(self._half)
         if 0 < self._losses < self._passes and not self._warned:
             self._warned = True
             rank_zero_warn(LEFT_OUT, category=ExactnessWarning)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import ranks
-from lightning_ga.compat.gradient_dtype import dtype_of_sum
+from lightning_ga.compat.gradient_dtype import dtype_of_sum, narrow
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, PassPlace, isolated, run_pass
 from lightning_ga.errors import UserError
@@ -231,6 +231,7 @@ class ProbedTrainer(ProbedTraining):
 
     def warm_up(self) -> bool:
         """Make what the first training step would, by a step on gradients of zeros."""
+        narrow(self.trainer.lightning_module.parameters())
         for optimizer in self.trainer.optimizers:
             optimizer.step(lambda: torch.zeros(()))
         return True
