@@ -13,16 +13,10 @@ from lightning_ga.errors import UserError
 
 
 def optimizer_steps(trainer: Any) -> int | float:
-    """Count the optimizer steps of a whole training, also if the effective batch changes between epochs.
+    """Count the optimizer steps of a whole training, with or without ``AutoAccumulate``, in ``configure_optimizers``.
 
-    For use in ``configure_optimizers``. There ``trainer.estimated_stepping_batches`` is right only for a
-    constant effective batch, because it divides by the current factor.
-
-    Args:
-        trainer: The Trainer of the fit that is running, with or without ``AutoAccumulate``.
-
-    Returns:
-        The count; infinite if neither epochs nor steps are limited, or if the data have no length.
+    ``trainer.estimated_stepping_batches`` is wrong there if the effective batch changes, because it divides by the
+    current factor. The count is infinite if neither epochs nor steps are limited, or if the data have no length.
 
     Raises:
         UserError: If no fit is running.

@@ -19,38 +19,30 @@ else:
         """A callback that trainers of both namespaces accept: each checks the type."""
 
 
-class shadowed:  # noqa: N801
-    """A context in which a method of one instance is replaced; afterwards it is what it was before.
+@contextmanager
+def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Return a context in which a method of one instance is replaced; afterwards it is what it was before.
 
     The replacement is called without the instance. If others have replaced the method meanwhile, their replacement
     stays, and its reference to this one calls the original method.
     """
+    held, original, called = vars(instance), getattr(instance, method), replacement
 
-    def __init__(self, instance: Any, method: str, replacement: Callable[..., Any]) -> None:
-        self._instance, self._method, self._called = instance, method, replacement
-        self._held, self._original = vars(instance), getattr(instance, method)
-        self._before: Any = None  # what others had put there
-        self._ours: Any = None
+    @wraps(original)
+    def through(owner: Any, *arguments: Any, **settings: Any) -> Any:
+        if owner is not instance:  # a deep copy has this method, too
+            return getattr(type(owner), method)(owner, *arguments, **settings)
+        return called(*arguments, **settings)
 
-    def __enter__(self) -> None:
-        @wraps(self._original)
-        def through(owner: Any, *arguments: Any, **settings: Any) -> Any:
-            if owner is not self._instance:  # a deep copy has this method, too
-                return getattr(type(owner), self._method)(owner, *arguments, **settings)
-            return self._called(*arguments, **settings)
-
-        # A method, as schedules of the learning rate wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).
-        self._before, self._ours = self._held.get(self._method), MethodType(through, self._instance)
-        self._held[self._method] = self._ours
-
-    def __exit__(self, *_: object) -> None:
-        self._called = self._original
-        if self._held.get(self._method) is not self._ours:
-            return
-        if self._before is None:
-            del self._held[self._method]
-        else:
-            self._held[self._method] = self._before
+    # A method, as schedules of the learning rate wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).
+    before, ours = held.get(method), MethodType(through, instance)
+    held[method] = ours
+    try:
+        yield
+    finally:
+        called = original
+        if held.get(method) is ours:
+            held.pop(method) if before is None else held.update({method: before})
 
 
 def sibling(trainer: Any, name: str) -> Any:

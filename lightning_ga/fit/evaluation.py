@@ -8,12 +8,13 @@ from lightning_ga.batch.pytree import LayoutError
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
-from lightning_ga.fit.pieces import Pieces, with_own_containers
+from lightning_ga.fit.pieces import Pieces
 from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import attempt, is_ambiguous_out_of_memory, is_out_of_memory, retry_once
 from lightning_ga.plan.accumulation import split_evenly
 from lightning_ga.plan.config import Options
+from lightning_ga.snapshot.copies import with_own_containers
 from lightning_ga.snapshot.savepoint import Savepoint
 
 _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"

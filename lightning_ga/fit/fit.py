@@ -15,7 +15,6 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
-from lightning_ga.fit.limit import NO_LIMIT, Limit
 from lightning_ga.fit.messages import OomReporter, check_trainer
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
@@ -30,6 +29,7 @@ from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.state import RunState
 from lightning_ga.plan.units import format_bytes, parse_budget
+from lightning_ga.probe.limit import NO_LIMIT, Limit
 from lightning_ga.probe.trials import TrainingSetup
 
 

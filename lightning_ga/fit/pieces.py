@@ -3,9 +3,8 @@
 Torchmetrics accumulate by themselves: each sees the pieces as batches.
 """
 
-import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -16,15 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_ga.batch.pytree import contents_of, is_constant, open_container, rebuild, same_values
-from lightning_ga.compat.logs import Entry, collected, mean, plain
+from lightning_ga.batch.pytree import open_container, rebuild, same_values
+from lightning_ga.compat.logs import collected, plain
+
+# By the name of ``reduce_fx``, a function or a text (``_Metadata`` in Lightning's ``result.py``); else a mean.
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 @dataclass(slots=True)
 class _Piece:
     samples: int
     weight: float  # in means
-    entries: list[Entry] = field(default_factory=list)  # what it has logged
+    entries: list[tuple[str, str, Any, dict[str, Any]]] = field(default_factory=list)  # what it has logged
     output: Any = None
 
 
@@ -43,7 +45,7 @@ class Pieces:
         piece = _Piece(samples, weight)
         self._pieces.append(piece)
         try:
-            with collected(self._results, piece.entries.append):
+            with collected(self._results, lambda *entry: piece.entries.append(entry)):
                 yield
         except BaseException:
             self._pieces = []
@@ -56,27 +58,10 @@ class Pieces:
     def finish(self) -> Any:
         """Log each value once, as that of the whole batch, and return the output of the whole batch."""
         pieces, self._pieces = self._pieces, []
-        for entry in _merged_log(pieces):
-            entry.log(self._results)
+        _log(self._results, pieces)
         if len(pieces) == 1:
             return pieces[0].output
         return merge(*zip(*[(piece.output, piece.samples, piece.weight) for piece in pieces]))
-
-
-def with_own_containers(batch: Any, inside: tuple[int, ...] = ()) -> Any:
-    """Return a batch with the same tensors in containers of its own, as a step may pop its labels from the batch."""
-    if id(batch) in inside:  # an object may contain itself
-        return batch
-    children, inside = open_container(batch), (*inside, id(batch))
-    if children is not None:
-        return rebuild(batch, [with_own_containers(child, inside) for _, child in children])
-    if not hasattr(batch, "__dict__") or isinstance(batch, Tensor) or is_constant(batch):
-        return batch
-    clone = copy.copy(batch)
-    own = contents_of(clone).items()  # ``copy.copy`` may have copied inner mappings, too
-    containers = ((name, value) for name, value in own if isinstance(value, (dict, list)))
-    vars(clone).update({name: with_own_containers(value, inside) for name, value in containers})
-    return clone
 
 
 def merge(outputs: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
@@ -162,14 +147,45 @@ def _plain(node: Any) -> Any:
     return plain(node) if children is None else rebuild(node, [_plain(child) for _, child in children])
 
 
-def _merged_log(pieces: list[_Piece]) -> Iterator[Entry]:
-    """Yield one entry for each logged value: the n-th of a name in every piece, merged into one."""
-    groups: dict[tuple[str, str, int], list[tuple[Entry, int, float]]] = {}
+def _log(results: Any, pieces: list[_Piece]) -> None:
+    """Log each value once: the n-th of a name in every piece, merged into one."""
+    groups: dict[tuple[Any, ...], list[tuple[Any, dict[str, Any], int, float]]] = {}
     for piece in pieces:
         times: Counter[tuple[str, str]] = Counter()
-        for entry in piece.entries:
-            times[entry.fx, entry.name] += 1
-            place = entry.fx, entry.name, times[entry.fx, entry.name]
-            groups.setdefault(place, []).append((entry, piece.samples, piece.weight))
-    for group in groups.values():
-        yield group[0][0] if len(pieces) == 1 else group[0][0].merged(*zip(*group))
+        for fx, name, value, settings in piece.entries:
+            times[fx, name] += 1
+            groups.setdefault((fx, name, times[fx, name]), []).append((value, settings, piece.samples, piece.weight))
+    for (fx, name, _), group in groups.items():
+        value, settings = group[0][:2] if len(pieces) == 1 else _merged_entry(*zip(*group))
+        results.log(fx, name, value, **settings)
+
+
+def _merged_entry(
+    values: Sequence[Any], all_settings: Sequence[dict[str, Any]], samples: Sequence[int], weights: Sequence[float]
+) -> tuple[Any, dict[str, Any]]:
+    """Merge what was logged in all pieces: add up sums, average means by weight or by a counted ``batch_size``."""
+    settings, sizes = {**all_settings[0]}, [each.get("batch_size") for each in all_settings]
+    if None not in sizes and _are_counts(sizes, samples):
+        settings["batch_size"] = sum(sizes)
+        weights = weights if sizes == [*samples] else [size or 0 for size in sizes]
+    if not all(isinstance(value, Tensor) for value in values):  # a metric has seen all pieces
+        return values[0], settings
+    kind = settings.get("reduce_fx", "mean")
+    reduce = _REDUCTIONS.get(kind.lower() if isinstance(kind, str) else kind.__name__)
+    return (mean(values, weights) if reduce is None else reduce(torch.stack([*values]))), settings
+
+
+def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Average tensors of one element in at least single precision; leave out those of weight 0, means over nothing."""
+    dtype = values[0].dtype if values[0].is_floating_point() or values[0].is_complex() else torch.get_default_dtype()
+    wide = torch.promote_types(dtype, torch.float32)
+    pairs = [pair for pair in zip(values, weights) if pair[1]] or [(values[-1], 1.0)]
+    total = torch.stack([value.to(wide) * weight for value, weight in pairs]).sum(0)
+    return (total / sum(weight for _, weight in pairs)).to(dtype)
+
+
+def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
+    """Return whether each ``batch_size`` was counted in its piece, and is not a constant such as the loader's."""
+    if len(set(sizes)) > 1 or sizes == [*samples]:
+        return True
+    return len(set(samples)) == 1 and sizes[0] % samples[0] == 0 and sizes[0] != sum(samples)  # tokens, as many in each

@@ -16,11 +16,10 @@ from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
-from lightning_ga.fit.pieces import with_own_containers
 from lightning_ga.fit.windows import TrainingWindows
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release, retry_once
-from lightning_ga.snapshot.copies import versions
+from lightning_ga.snapshot.copies import versions, with_own_containers
 from lightning_ga.snapshot.savepoint import Savepoint
 
 

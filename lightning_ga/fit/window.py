@@ -10,10 +10,10 @@ from lightning_ga.compat import closures
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.fit.gradients import Gradients
-from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.pieces import Pieces
 from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.plan.accumulation import split_evenly
+from lightning_ga.probe.limit import Limit
 
 
 class WindowPasses:

@@ -5,7 +5,6 @@ from typing import Any
 
 from lightning_ga.compat.intervals import Intervals
 from lightning_ga.fit.data import TrainingData
-from lightning_ga.fit.limit import NO_LIMIT, Limit
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.wanted import Wanted
@@ -15,6 +14,7 @@ from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of, plan_
 from lightning_ga.plan.config import Request
 from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import Window
+from lightning_ga.probe.limit import NO_LIMIT, Limit
 
 
 @dataclass(slots=True)

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_ga.batch.pytree import tensors_in
+from lightning_ga.chunks import ChunkSize
 from lightning_ga.compat import ranks
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, narrow
 from lightning_ga.compat.loaders import BatchTransfer
@@ -42,14 +43,6 @@ from lightning_ga.probe.within_limit import fastest, limits_by_size, time_window
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
 TIMED = 3  # passes of a size, after one to warm up
 ROW_SAMPLES = (32, 8, 2)  # samples of a pass in which the rows of sparse gradients are counted: the first that fits
-
-
-class ChunkSize(Protocol):
-    """How submodules that run over whole windows are cut into chunks."""
-
-    samples: int | None  # most of a chunk; ``None`` runs whole batches
-    window: int | None  # samples of the step's batch
-    on_recompute: Callable[[], object] | None  # called as the first chunk is computed again
 
 
 @dataclass(frozen=True, slots=True)

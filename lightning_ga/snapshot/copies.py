@@ -1,12 +1,15 @@
 """Copy tensors in few calls and write the copies back; see by versions or sums of bits whether tensors have changed."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torchmetrics import Metric
+
+from lightning_ga.batch.pytree import contents_of, is_constant, open_container, rebuild
 
 SMALL = 2**20  # bytes of a tensor that is copied at the start of every window
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
@@ -128,3 +131,19 @@ def coalesce_gradients(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
+
+
+def with_own_containers(batch: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Return a batch with the same tensors in containers of its own, as a step may pop its labels from the batch."""
+    if id(batch) in inside:  # an object may contain itself
+        return batch
+    children, inside = open_container(batch), (*inside, id(batch))
+    if children is not None:
+        return rebuild(batch, [with_own_containers(child, inside) for _, child in children])
+    if not hasattr(batch, "__dict__") or isinstance(batch, Tensor) or is_constant(batch):
+        return batch
+    clone = shallow_copy(batch)
+    own = contents_of(clone).items()  # ``copy.copy`` may have copied inner mappings, too
+    containers = ((name, value) for name, value in own if isinstance(value, (dict, list)))
+    vars(clone).update({name: with_own_containers(value, inside) for name, value in containers})
+    return clone
