@@ -56,13 +56,6 @@ def takes_an_iterator(module: Any, step: str = "training_step") -> bool:
     return "dataloader_iter" in inspect.signature(getattr(module, step)).parameters
 
 
-def undo_half_made_scale(trainer: Any) -> None:
-    """Reset a gradient scaler if memory ran out between the two tensors that it makes for its first loss."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if isinstance(scaler, torch.amp.GradScaler) and scaler._growth_tracker is None:
-        scaler._scale = None
-
-
 def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a step of the optimizer evaluates its closure more than once, as LBFGS and SAM do."""
     return isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step")

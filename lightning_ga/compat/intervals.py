@@ -38,8 +38,8 @@ def optimizer_steps(trainer: Any) -> int | float:
 
 def check_validation(trainer: Any, batches: int) -> None:
     """Set the interval of validation as ``fit_loop.py:289`` does, by the recipe's batches of an epoch; or refuse it."""
-    interval: Any = getattr(trainer, "val_check_interval", None)
-    if interval is None or getattr(trainer, "_val_check_time_interval", None) is not None:  # 2.5 has none by time
+    interval = _validation_interval(trainer)
+    if interval is None:
         return
     is_fixed = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
     if is_fixed and interval > batches and trainer.limit_val_batches > 0:
@@ -50,6 +50,12 @@ def check_validation(trainer: Any, batches: int) -> None:
     trainer.val_check_batch = interval if isinstance(interval, int) else max(1, int(batches * interval))
 
 
+def _validation_interval(trainer: Any) -> Any:
+    """Return the interval of validation in batches, or as a part of an epoch; ``None`` if it is a time."""
+    is_a_time = getattr(trainer, "_val_check_time_interval", None) is not None  # 2.5 has none
+    return None if is_a_time else getattr(trainer, "val_check_interval", None)
+
+
 class Intervals:
     """Sets when validation and schedules by step are due: in whole windows, while the loop counts micro-batches.
 
@@ -57,27 +63,23 @@ class Intervals:
     (``training_epoch_loop.py:474``, ``:560``). Both are set as a window begins.
     """
 
-    def __init__(self, trainer: Any, *, recipe_factor: int, recipe_batches: float = 1.0, windows: int = 1) -> None:
+    def __init__(self, trainer: Any, *, recipe_factor: int, recipe_batches: float, windows: int) -> None:
         """Read what is asked for; ``recipe_batches`` are those in one window, ``windows`` those of an epoch."""
         self._trainer, self._batches, self._by_batches = trainer, recipe_batches, trainer.val_check_batch
         self._over_epochs = trainer.check_val_every_n_epoch is None
-        configs = trainer.lr_scheduler_configs
-        by_step = {at: each.frequency for at, each in enumerate(configs) if each.interval == "step"}
-        self._frequencies = {at: frequency for at, frequency in by_step.items() if frequency > 1}
+        configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step" and each.frequency > 1]
         # Stock Lightning steps a schedule at multiples of both its frequency and the factor.
-        self._steps = {at: lcm(f, recipe_factor) // recipe_factor for at, f in self._frequencies.items()}
-        interval: Any = getattr(trainer, "val_check_interval", None)
-        if getattr(trainer, "_val_check_time_interval", None) is not None:  # 2.5 has none by time
-            interval = None
+        self._schedules = [(each, each.frequency, lcm(each.frequency, recipe_factor)) for each in configs]
+        self._recipe_factor, interval = recipe_factor, _validation_interval(trainer)
+        by_batches = isinstance(interval, int)
         self.validation: int | None = None  # windows from one validation to the next
         if interval is not None:
-            by_batches = isinstance(interval, int)
             self.validation = ceil(interval / recipe_batches) if by_batches else max(1, int(windows * interval))
 
     def __str__(self) -> str:
         """Say what was rounded to windows."""
-        interval = getattr(self._trainer, "val_check_interval", None)
-        if self.validation is None or not isinstance(interval, int) or self.validation * self._batches == interval:
+        interval = _validation_interval(self._trainer)
+        if not isinstance(interval, int) or self.validation is None or self.validation * self._batches == interval:
             return ""
         return f"validation every {self.validation} windows, for val_check_interval={interval} batches"
 
@@ -95,8 +97,8 @@ class Intervals:
     def begin_window(self, window: int, *, end: int, validates: bool | None) -> None:
         """Set what is due after a window of the epoch, which ends after ``end`` micro-batches."""
         trainer = self._trainer
-        for at, steps in self._steps.items():
-            trainer.lr_scheduler_configs[at].frequency = end if (window + 1) % steps == 0 else end + 1
+        for config, _, batches in self._schedules:
+            config.frequency = end if (window + 1) * self._recipe_factor % batches == 0 else end + 1
         if validates is not None:
             progress = trainer.fit_loop.epoch_loop.batch_progress
             counted = end + (progress.total.ready - progress.current.ready if self._over_epochs else 0)
@@ -105,8 +107,8 @@ class Intervals:
     def give_back(self) -> None:
         """Restore what the user wrote."""
         self._trainer.val_check_batch = self._by_batches
-        for at, frequency in self._frequencies.items():
-            self._trainer.lr_scheduler_configs[at].frequency = frequency
+        for config, frequency, _ in self._schedules:
+            config.frequency = frequency
 
 
 def before_schedulers(trainer: Any, call: Callable[[], None]) -> AbstractContextManager[None]:

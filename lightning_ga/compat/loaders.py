@@ -72,17 +72,15 @@ def show_loaders(trainer: Any, loader: Any) -> None:
     trainer.fit_loop._combined_loader._iterables = loader
 
 
-def training_loaders(trainer: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the loaders that the fit loop reads, and a function that combines one batch of each."""
-    return _parts(trainer.fit_loop._combined_loader)
+def loaders_of(trainer: Any, number: int | None = None) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the loaders of a batch, and a function that combines one batch of each.
 
-
-def evaluation_loaders(trainer: Any, loader: int) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the loaders of the running evaluation's batches, and a function that combines one batch of each."""
-    combined = trainer._active_loop._combined_loader
-    if combined._mode == "sequential":
-        return [combined.flattened[loader]], lambda batches: batches[0]
-    return _parts(combined)
+    They are those of training, or of the running evaluation if a ``number`` among its loaders is given.
+    """
+    combined = trainer.fit_loop._combined_loader if number is None else trainer._active_loop._combined_loader
+    if number is not None and combined._mode == "sequential":
+        return [combined.flattened[number]], lambda batches: batches[0]
+    return combined.flattened, partial(tree_unflatten, treespec=combined._spec)
 
 
 def loader_of_step(trainer: Any, arguments: tuple[Any, ...]) -> int:
@@ -95,10 +93,6 @@ def loader_of_step(trainer: Any, arguments: tuple[Any, ...]) -> int:
 def batches_begun(trainer: Any) -> int:
     """Return how many batches of its loader the running evaluation has begun (``loops/evaluation_loop.py:418``)."""
     return int(trainer._active_loop.batch_progress.current.ready)
-
-
-def _parts(combined: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    return combined.flattened, partial(tree_unflatten, treespec=combined._spec)
 
 
 @dataclass(frozen=True, slots=True)

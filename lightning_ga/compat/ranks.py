@@ -49,11 +49,11 @@ def is_sharded(trainer: Any) -> bool:
     return any(base.__name__ in ("FSDPStrategy", "ModelParallelStrategy") for base in type(trainer.strategy).__mro__)
 
 
-def share_buffers_before_forward(trainer: Any) -> None:
+def share_buffers_before_forward(module: Any) -> None:
     """Share buffers now if the next forward pass would, which a rank may have to repeat by itself."""
-    module = trainer.strategy.model
     if isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-        module._sync_buffers()  # type: ignore[no-untyped-call]
+        with ours():
+            module._sync_buffers()  # type: ignore[no-untyped-call]
         module.require_forward_param_sync = False
 
 

@@ -35,17 +35,12 @@ _IN_USE: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # groups of reduce
 
 
 class Exchange:
-    """The exchange of gradients over ranks, window by window.
-
-    Attributes:
-        refusal: Why no error can be survived; ``None`` if errors can.
-        by_hand: Whether all gradients are averaged after the window's last pass: sums in float32 of half-precision
-            parameters' gradients, and those of ``static_graph``, which forbids ``no_sync``.
-    """
+    """The exchange of gradients over ranks, window by window; ``refusal`` says why no error can be survived."""
 
     def __init__(self, module: Any, refusal: str | None = None, plugin: Any = None) -> None:
         self.refusal, self._module, self._plugin, self._noting = refusal, module, plugin, _Noting(module.process_group)
         is_wide = has_grad_dtype() and bool(half_parameters(module)) and not module._comm_hooks
+        # All is averaged after the window's last pass: sums in float32, and ``static_graph``, which forbids ``no_sync``.
         self.by_hand = refusal is None and (module.static_graph or is_wide)
         self._is_noted = True  # what is sent, so that it can be kept
         self._is_exchanging = False  # whether gradients may be on their way
@@ -75,9 +70,7 @@ class Exchange:
                 _IN_USE[module] = self._noting
             self._is_ordered, self._is_done = self._is_ordered or self._is_done, False
             self._noting.begin()
-            if module.will_sync_module_buffers():
-                with ranks.ours():
-                    module._sync_buffers()
+            ranks.share_buffers_before_forward(module)
         module.require_forward_param_sync = False
 
     @contextmanager

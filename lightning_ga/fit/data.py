@@ -93,7 +93,7 @@ class TrainingData:
         if self.cutter is None:
             transfer = BatchTransfer(self._trainer)
             if isinstance(self._source, StepSource):
-                parts, combine = loaders.training_loaders(self._trainer)
+                parts, combine = loaders.loaders_of(self._trainer)
                 self.cutter = BatchCutter(parts, combine, transfer)
             else:
                 self.cutter = BatchCutter([self.source.loader], lambda batches: batches[0], transfer)

@@ -44,7 +44,7 @@ class Evaluation:
             return step(batch, *others)
         trainer, kept, event = self._trainer, with_own_containers(batch), None
         loader = loaders.loader_of_step(trainer, others)
-        ranks.share_buffers_before_forward(trainer)
+        ranks.share_buffers_before_forward(trainer.strategy.model)
         if self._savepoint is None or loaders.batches_begun(trainer) == 1:  # a new evaluation may have new metrics
             results = trainer._results  # none in prediction
             find = partial(Savepoint, trainer.lightning_module, lambda: {} if results is None else results)
@@ -66,7 +66,7 @@ class _LoaderPieces:
 
     def __init__(self, trainer: Any, stage: str, loader: int) -> None:
         self._trainer, self._stage = trainer, stage
-        self._cutter = BatchCutter(*loaders.evaluation_loaders(trainer, loader), loaders.BatchTransfer(trainer, loader))
+        self._cutter = BatchCutter(*loaders.loaders_of(trainer, loader), loaders.BatchTransfer(trainer, loader))
         self._limit: int | None = None
 
     def run(self, step: Callable[[Any], Any], batch: Any, kept: Any, before: int) -> Any:

@@ -36,9 +36,7 @@ class WindowRates:
             before = group["lr"]
             group["lr"] = before * rate_ratio(self._scale_lr, batch, recipe)
             self._before.append(before)
-        rates = {
-            f"learning_rate/{n}" if n else "learning_rate": group.get("lr") for n, group in enumerate(self._groups)
-        }
+        rates = {f"learning_rate/{n}" if n else "learning_rate": each.get("lr") for n, each in enumerate(self._groups)}
         factor = int(self._trainer.accumulate_grad_batches)
         intervals.log_step(self._trainer, {"effective_batch_size": batch, "accumulate_grad_batches": factor, **rates})
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.compat import advance, closures, ranks
+from lightning_ga.compat import advance, ranks
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
@@ -123,7 +123,6 @@ class Rewinder:
 
     def _restore(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""
-        closures.undo_half_made_scale(self._trainer)
         if self._is_taken and self.savepoint is not None and (moved := retry_once(self.savepoint.restore)):
             return f"{moved}, of which no copy is kept"
         for _, tensors, before in self._batches:

@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
-import torch
 
 from lightning_ga.compat import advance, closures, intervals, loaders, logs, patching, place, steps
 
@@ -137,11 +136,3 @@ def test_what_warns_once_asks_a_cache(trainer: Any) -> None:
     for name in ("loops.optimization.automatic", "core.module", "trainer.connectors.logger_connector.result"):
         assert patching.sibling(trainer, name).WarningCache is cache
     assert callable(cache.warn)
-
-
-def test_a_gradient_scaler_has_the_two_tensors_that_it_makes() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    assert (scaler._scale, scaler._growth_tracker) == (None, None)
-    scaler.scale(torch.ones(()))
-    assert scaler._scale is not None
-    assert scaler._growth_tracker is not None
