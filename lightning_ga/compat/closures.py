@@ -51,9 +51,9 @@ def before_the_last(trainer: Any) -> AbstractContextManager[None]:
     return patching.shadowed(trainer.precision_plugin, "post_backward", lambda loss, _: loss.detach())
 
 
-def takes_an_iterator(module: Any, step: str = "training_step") -> bool:
-    """Return whether a step fetches batches itself (``loops/utilities.py``, ``_select_data_fetcher``)."""
-    return "dataloader_iter" in inspect.signature(getattr(module, step)).parameters
+def takes_an_iterator(module: Any) -> bool:
+    """Return whether the step fetches batches itself (``loops/utilities.py``, ``_select_data_fetcher``)."""
+    return "dataloader_iter" in inspect.signature(module.training_step).parameters
 
 
 def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:

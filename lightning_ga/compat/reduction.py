@@ -40,7 +40,7 @@ class Exchange:
     def __init__(self, module: Any, refusal: str | None = None, plugin: Any = None) -> None:
         self.refusal, self._module, self._plugin, self._noting = refusal, module, plugin, _Noting(module.process_group)
         is_wide = has_grad_dtype() and bool(half_parameters(module)) and not module._comm_hooks
-        # All is averaged after the window's last pass: sums in float32, and ``static_graph``, which forbids ``no_sync``.
+        # Averaged after the window's last pass: sums in float32, and ``static_graph``, which forbids ``no_sync``.
         self.by_hand = refusal is None and (module.static_graph or is_wide)
         self._is_noted = True  # what is sent, so that it can be kept
         self._is_exchanging = False  # whether gradients may be on their way

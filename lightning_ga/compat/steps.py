@@ -6,7 +6,7 @@ They go through Lightning's ``loops/optimization/automatic.py``, ``trainer/call.
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,18 +36,15 @@ WHOLE_WINDOW = PassPlace(steps=True)
 
 
 @contextmanager
-def isolated(
-    trainer: Any, stand_ins: Mapping[int, Any] | None = None, *, begins: bool = True
-) -> Iterator[Callable[[], None]]:
+def isolated(trainer: Any, *, begins: bool = True) -> Iterator[Callable[[], None]]:
     """Return a context for passes; the yielded function puts back all that they changed, and so does the end.
 
-    ``stand_ins`` maps the id of an object to another that attributes of modules refer to meanwhile. Unless training
-    ``begins``, no pass may let the optimizer step.
+    Unless training ``begins``, no pass may let the optimizer step.
     """
     modules, model = [trainer.lightning_module, trainer.strategy.model], trainer.strategy.model
     stepping = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
     shared = [trainer, trainer.strategy, trainer.datamodule]
-    state = ModuleState(modules, stepping, shared=shared, stand_ins=stand_ins, steps=begins)
+    state = ModuleState(modules, stepping, shared=shared, steps=begins)
     _add_trainer(state.attributes, trainer)
 
     def prepare() -> None:

@@ -79,12 +79,12 @@ def combined(verdicts: Iterable[Exactness]) -> Exactness:
     return max(verdicts, key=lambda each: 2 if is_inexact(each) else each.cause != "exact")
 
 
-def warning(verdict: Exactness | None, *, batch_norm: str = "warn", of: str = "model") -> str | None:
+def warning(verdict: Exactness | None, *, batch_norm: str = "warn") -> str | None:
     """Return the sentence for a user whose batches are cut; ``None`` if all is well, or BatchNorm is accepted."""
     if verdict is not None and verdict.cause == "unmeasured":
-        return f"Whether accumulation is exact for this {of} is not known: {verdict}."
+        return f"Whether accumulation is exact for this model is not known: {verdict}."
     is_accepted = verdict is not None and verdict.cause == "batch_norm" and batch_norm != "warn"
-    return f"Accumulation is not exact for this {of}, {verdict}." if is_inexact(verdict) and not is_accepted else None
+    return f"Accumulation is not exact for this model, {verdict}." if is_inexact(verdict) and not is_accepted else None
 
 
 def after_error(verdict: Exactness | None) -> str:

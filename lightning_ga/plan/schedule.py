@@ -158,12 +158,8 @@ def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) 
 def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
     """Turn the user's value into ``epoch -> count``, which is ``None`` for epochs that the value leaves open.
 
-    An entry of a mapping is valid from its epoch on, as in Lightning's ``GradientAccumulationScheduler``, and is
-    copied: later changes of the caller's mapping have no effect.
-
-    Args:
-        value: A count of at least one, a mapping ``{epoch: count}``, a callable, a schedule made here, or ``None``.
-        name: The argument's name, for messages.
+    An entry of a mapping is valid from its epoch on, as in Lightning's ``GradientAccumulationScheduler``. Messages call
+    the value by its ``name``.
 
     Raises:
         UserError: If a count is below one, or an epoch is not a whole number of at least zero.

@@ -47,6 +47,4 @@ class RunState:
             require_counts(1 if limit is None else limit, abs(position.seed) + 1)
             return cls(position, str(state["hardware"]), probe_or_none(state["probe"]), limit, events)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"The state of AutoAccumulate in the checkpoint is none that it wrote: {error!r}."
-            ) from error
+            raise UserError(f"The checkpoint's state of AutoAccumulate cannot be read: {error!r}.") from error

@@ -8,7 +8,7 @@ originals are put back untouched, so that other references to them stay valid.
 import copy
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -60,18 +60,11 @@ class ModuleState:
         modules: The LightningModule, and what wraps it.
         stepping: Optimizers and schedules.
         shared: Objects that copies of attributes still refer to, such as the trainer.
-        stand_ins: What copies of attributes refer to in the place of objects, by their ids.
         steps: Whether optimizers may step: then their state is kept.
     """
 
     def __init__(
-        self,
-        modules: Sequence[Module],
-        stepping: Sequence[Any],
-        *,
-        shared: Iterable[object],
-        stand_ins: Mapping[int, Any] | None = None,
-        steps: bool = False,
+        self, modules: Sequence[Module], stepping: Sequence[Any], *, shared: Iterable[object], steps: bool = False
     ) -> None:
         parts = list(dict.fromkeys(chain.from_iterable(module.modules() for module in modules)))
         tensors = chain.from_iterable((*part._parameters.values(), *part._buffers.values()) for part in parts)
@@ -80,7 +73,7 @@ class ModuleState:
         with uncounted():
             self._values = TensorValues(each for each in tensors if each is not None)
             state = SteppingState(stepping if steps else ())
-        self.attributes = SwappedAttributes((*shared, *stepping), stand_ins)
+        self.attributes = SwappedAttributes((*shared, *stepping))
         self.attributes.add_modules(parts)
         self._kept = self.attributes, self._values, state, random_state
 
@@ -164,11 +157,10 @@ class SwappedAttributes:
 
     Args:
         shared: Objects that copies still refer to, such as the trainer.
-        stand_ins: What copies refer to in the place of objects, by their ids.
     """
 
-    def __init__(self, shared: Iterable[object], stand_ins: Mapping[int, Any] | None = None) -> None:
-        self._memo: dict[int, Any] = {**{id(thing): thing for thing in shared}, **(stand_ins or {})}
+    def __init__(self, shared: Iterable[object]) -> None:
+        self._memo: dict[int, Any] = {id(thing): thing for thing in shared}
         self._kept: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
         self._complete: set[int] = set()  # attributes from which ``restore`` removes new ones, by id
         self._tables: list[tuple[Any, Any]] = []  # with copies
