@@ -27,13 +27,9 @@ def optimizer_steps(trainer: Any) -> int | float:
             "lightning_ga.optimizer_steps(self.trainer)."
         )
     estimate: int | float = trainer.estimated_stepping_batches  # sets the training data up if need be
-    estimate = inf if estimate == -1 else estimate  # Lightning's value for data without a length
-    for callback in trainer.callbacks:
-        count = getattr(callback, "optimizer_steps", None)
-        if callable(count):
-            steps: int | None = count()
-            return estimate if steps is None else steps
-    return estimate
+    counts = (getattr(callback, "optimizer_steps", None) for callback in trainer.callbacks)
+    steps = next((count() for count in counts if callable(count)), None)
+    return inf if steps is None and estimate == -1 else estimate if steps is None else int(steps)
 
 
 def check_validation(trainer: Any, batches: int) -> None:

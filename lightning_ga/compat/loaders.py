@@ -31,12 +31,6 @@ def intercepted_loaders(
         yield
 
 
-def set_up_again(trainer: Any) -> None:
-    """Let the fit loop set its data up anew."""
-    trainer.fit_loop._combined_loader = None
-    trainer.fit_loop.setup_data()
-
-
 def shards(trainer: Any) -> bool:
     """Return whether the Trainer may share one order among its ranks: ``Trainer(use_distributed_sampler=…)``."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)

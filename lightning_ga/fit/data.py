@@ -69,11 +69,6 @@ class TrainingData:
             intervals.check_validation(self._trainer, source.recipe_batches())
             self._place.size_epoch(len(source.loader))
 
-    def cut_in_step_if_repeated(self) -> None:
-        """If the optimizer evaluates each batch several times, cut batches in the step."""
-        if self._why_in_step() and isinstance(self._source, LoaderSource):
-            loaders.set_up_again(self._trainer)
-
     def see_first_batch(self) -> None:
         """Show the first batch to a source whose batches come ready-made; training still gets it."""
         source = self._source

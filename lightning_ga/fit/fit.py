@@ -54,7 +54,7 @@ class Fit:
         chunked = ChunkedModules(trainer, options.whole) if options.whole else None
         self.limit = Limit(trainer, request, options, chunked)
         self.gradients = Gradients(trainer, None if options.whole else options.normalize)
-        self.verdict = Verdict(trainer, options)
+        self.verdict = Verdict(trainer, options, lambda: self.windows.several_passes)
         rates = WindowRates(trainer, options.scale_lr) if options.scale_lr != "none" or request.varies else None
         self.windows = TrainingWindows(request, self.data, self.progress, self.limit, rates)
         self.evaluation = Evaluation(trainer, reporter, options)
@@ -82,7 +82,6 @@ class Fit:
     def start(self) -> None:
         """Find the limit and begin the epoch with it; a restored run continues at its sample."""
         trainer, options, loop = self.trainer, self.options, self.progress.place
-        self.data.cut_in_step_if_repeated()
         source = self.data.source
         cut = source if isinstance(source, LoaderSource) else None
         same_epoch = self.progress.take_over(cut, self.data.recipe_factor)
@@ -159,7 +158,7 @@ class Fit:
         self.verdict.agree()
         self.gradients.begin_epoch()
         self.windows.begin_epoch(self.progress.place.epoch)
-        self.verdict.warn(several_passes=self.windows.several_passes)
+        self.verdict.warn()
 
     def begin_micro_batch(self, batch: Any) -> None:
         """Weigh the next micro-batch; if it begins a window, measure on it if that is due."""
@@ -172,8 +171,7 @@ class Fit:
             pending = bool(self.reporter.pending)
             if self.verdict.is_due(after_error=pending):
                 limit, in_step = self.limit.piece_samples or NO_LIMIT, self.data.source.cut_in_step
-                passes, cutter = self.windows.several_passes, self.data.cutter_of_training()
-                self.verdict.measure_in_training(batch, cutter, limit=limit, in_step=in_step, several_passes=passes)
+                self.verdict.measure_in_training(batch, self.data.cutter_of_training(), limit=limit, in_step=in_step)
             if pending:
                 self.reporter.report_pending(self.verdict.exactness)
         if window is not None:
@@ -200,7 +198,7 @@ class Fit:
         self.gradients.close_window(optimizer)
         known = self.verdict.exactness
         if known is not None and known.cause != "exact" and self.limit.lowest is None:  # else a report said so
-            self.verdict.warn(several_passes=self.windows.several_passes)
+            self.verdict.warn()
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
@@ -278,7 +276,7 @@ class Fit:
 
     def warn_at_start(self) -> None:
         """Warn of inexact gradients, and of an effective batch larger than the data."""
-        self.verdict.warn(several_passes=self.windows.several_passes)
+        self.verdict.warn()
         source, request, epochs = self.data.source, self.windows.request, self.progress.place.epochs
         asked = max((request.effective(epoch) or 0 for epoch in epochs), default=0)
         if isinstance(source, LoaderSource) and asked > source.total():

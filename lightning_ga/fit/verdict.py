@@ -1,5 +1,6 @@
 """The verdict on the exactness of a training: measured at its start, at later moments, and after an error."""
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -19,8 +20,8 @@ from lightning_ga.plan.exactness import Exactness, combined, is_inexact, warning
 class Verdict:
     """Keeps the verdict, and warns once if micro-batches do not give the gradient of the whole batch."""
 
-    def __init__(self, trainer: Any, options: Options) -> None:
-        self._trainer, self._options = trainer, options
+    def __init__(self, trainer: Any, options: Options, several_passes: Callable[[], bool]) -> None:
+        self._trainer, self._options, self._several_passes = trainer, options, several_passes
         self.exactness: Exactness | None = None  # none without ``verify``, and before it is measured
         self._moments = Moments()
         self._warned = False
@@ -50,9 +51,7 @@ class Verdict:
             return False
         return self._moments.due(int(self._trainer.global_step), self._passes) or after_error
 
-    def measure_in_training(
-        self, batch: Any, cutter: BatchCutter, *, limit: int, in_step: bool, several_passes: bool
-    ) -> None:
+    def measure_in_training(self, batch: Any, cutter: BatchCutter, *, limit: int, in_step: bool) -> None:
         """Measure on a batch of training, and warn if the gradient is inexact and was not known to be."""
         try:
             samples = cutter.count(batch)
@@ -66,16 +65,16 @@ class Verdict:
         known = self.exactness
         if is_inexact(found) or (known is not None and known.cause == "unmeasured"):
             self.exactness = found
-            self.warn(several_passes=several_passes)
+            self.warn()
 
     def agree(self) -> None:
         """Combine the verdicts of all ranks, which call this together as an epoch begins."""
         if self.exactness is not None:
             self.exactness = combined(ranks.of_all_ranks(self._trainer, self.exactness))
 
-    def warn(self, *, several_passes: bool) -> None:
+    def warn(self) -> None:
         """Warn once that accumulation is not exact, or not known to be, if windows take several passes."""
         accepted = self._options.batch_norm
-        if several_passes and not self._warned and (sentence := warning(self.exactness, batch_norm=accepted)):
+        if self._several_passes() and not self._warned and (sentence := warning(self.exactness, batch_norm=accepted)):
             self._warned = True
             rank_zero_warn(sentence, category=ExactnessWarning)

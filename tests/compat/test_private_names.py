@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 
-from lightning_ga.compat import advance, closures, intervals, loaders, logs, patching, place, steps
+from lightning_ga.compat import advance, closures, intervals, loaders, patching, place, steps
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -48,7 +48,7 @@ NAMES = {
     ],
     closures: [
         "fit_loop.epoch_loop.automatic_optimization._make_closure",
-        "precision_plugin.post_backward",
+        *("precision_plugin.post_backward", "_results.log"),
     ],
     loaders: [
         *("fit_loop._data_source.dataloader", "fit_loop.setup_data", "fit_loop._combined_loader._iterables"),
@@ -69,7 +69,6 @@ NAMES = {
         "fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn",
         *("_logger_connector.on_batch_start", "_logger_connector.on_batch_end", "strategy.post_backward"),
     ],
-    logs: ["_results.log"],
 }
 """Attributes of a Trainer in training, by the module of this package that touches them."""
 

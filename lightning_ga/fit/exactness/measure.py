@@ -19,7 +19,7 @@ from lightning_ga.fit.exactness.differences import Differences, Gradient, compar
 from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics, passes_of, rounding
 from lightning_ga.loading.cutter import CutBatch
 from lightning_ga.loading.trials import Move, TrialBatches
-from lightning_ga.memory.oom import Outcome, attempt, is_out_of_memory
+from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import NO_GRADIENT, Cause, Exactness
 from lightning_ga.plan.weights import count_items
 from lightning_ga.snapshot.isolation import refuse_lazy
@@ -89,9 +89,8 @@ def measure(trainer: Any, batch: CutBatch, *, normalize: Any, begins: bool, in_s
     if ranks.is_sharded(trainer):
         return _unmeasured(trainer, _SHARDED)
     for plain in dict.fromkeys((_is_small(trainer), False)):  # autocast takes less memory
-        run = partial(_measured, trainer, lambda *_: batch, normalize, plain=plain, begins=begins, in_step=in_step)
-        if (verdict := _verdict_of(attempt(run, _is_survivable), rounding(trainer, plain=plain))) is not None:
-            return verdict
+        if found := _tried(trainer, lambda *_: batch, normalize, plain=plain, begins=begins, in_step=in_step):
+            return found
     return _unmeasured(trainer, f"memory ran out in the measurement, on {sum(batch.sizes)} samples")
 
 
@@ -120,8 +119,7 @@ def measure_at_start(
     verdict = _unmeasured(trainer, "a micro-batch of one sample has no parts")
     while size >= 2:
         make = partial(_make_batch, batches, move, size)
-        run = partial(_measured, trainer, make, normalize, plain=plain, begins=True, in_step=in_step, chunked=chunked)
-        found = _verdict_of(attempt(run, _is_survivable), rounding(trainer, plain=plain))
+        found = _tried(trainer, make, normalize, plain=plain, begins=True, in_step=in_step, chunked=chunked)
         verdict = found or _unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
         if found is None:
             size = most = size // 2
@@ -156,37 +154,37 @@ def _unmeasured(trainer: Any, reason: str) -> Exactness:
     return Exactness(None, rounding(trainer), "unmeasured", reason=reason)
 
 
-def _verdict_of(outcome: Outcome, tolerance: float) -> Exactness | None:
-    """Return the verdict of a measurement that may have failed; ``None`` if memory ran out."""
-    error, verdict = outcome.failure, outcome.result
-    if error is None or is_out_of_memory(error):
-        return verdict if error is None else None
-    if isinstance(error, LayoutError):
-        return Exactness(None, tolerance, "uncuttable", reason=str(error))
-    reason = f"a step on some samples ended in {type(error).__name__}: {str(error).rstrip('.')}"
-    return Exactness(None, tolerance, "unmeasured", reason=reason)
-
-
-def _measured(
+def _tried(
     trainer: Any,
     make: Callable[[Passes, int], CutBatch | None],
     normalize: Any,
     *,
     plain: bool,
-    begins: bool,
-    in_step: bool,
     chunked: "ChunkedModules | None" = None,
-) -> Exactness:
-    """Make a batch, run it and its parts, and judge the gradients; ``make`` gets the passes and a seed."""
+    **place: bool,
+) -> Exactness | None:
+    """Run what ``make(passes, seed)`` returns and its parts, and judge the gradients; ``None`` if memory ran out."""
     tolerance = rounding(trainer, plain=plain)
-    with passes_of(trainer, plain=plain, begins=begins, in_step=in_step) as passes:
-        batch = make(passes, 0)
-        if batch is None:
-            return _unmeasured(trainer, "the training data have no two samples that stay in one batch")
-        if chunked is not None:
-            return _judge_chunks(passes, chunked, batch, tolerance)
-        verdict = _Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
-    return replace(verdict, micro_steps=passes.count)
+
+    def judged() -> Exactness:
+        with passes_of(trainer, plain=plain, **place) as passes:
+            batch = make(passes, 0)
+            if batch is None:
+                return _unmeasured(trainer, "the training data have no two samples that stay in one batch")
+            if chunked is not None:
+                return _judge_chunks(passes, chunked, batch, tolerance)
+            verdict = _Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
+        return replace(verdict, micro_steps=passes.count)
+
+    outcome = attempt(judged, _is_survivable)
+    error = outcome.failure
+    if error is None or is_out_of_memory(error):
+        verdict: Exactness | None = outcome.result
+        return verdict
+    if isinstance(error, LayoutError):
+        return Exactness(None, tolerance, "uncuttable", reason=str(error))
+    reason = f"a step on some samples ended in {type(error).__name__}: {str(error).rstrip('.')}"
+    return Exactness(None, tolerance, "unmeasured", reason=reason)
 
 
 class _Judgement:
