@@ -194,7 +194,6 @@ class AutoAccumulate(Callback):
         """Remove the patches. The factor stays until the next fit, as with Lightning's own scheduler."""
         if stage == "fit" and self._fit:
             self._fit.close()  # with max_epochs=0 Lightning calls no on_train_end
-            self._fit.leave_factor()
         self._leave_trainer()
 
     def _leave_trainer(self) -> None:

@@ -206,14 +206,14 @@ class Fit:
             self.windows.end_window()
 
     def close(self) -> None:
-        """Restore what the fit changed in model, schedules, loops and device."""
+        """Restore what the fit changed in model, schedules, loops and device.
+
+        The factor stays, as Lightning's own scheduler leaves it; the trainer's next fit begins with the user's.
+        """
+        vars(self.trainer)["_recipe_factor"] = (self.trainer.accumulate_grad_batches, self.data.recipe_factor)
         self._held.close()
         self.windows.give_back()
         self.reporter.report_pending(self.verdict.exactness)
-
-    def leave_factor(self) -> None:
-        """Let the factor stay, as Lightning's own scheduler does; the trainer's next fit begins with the user's."""
-        vars(self.trainer)["_recipe_factor"] = (self.trainer.accumulate_grad_batches, self.data.recipe_factor)
 
     def fail(self, error: BaseException) -> None:
         """After an error: add what holds the memory, if memory ran out; restore the user's factor."""

@@ -59,7 +59,7 @@ class WindowPasses:
     def _plan_pieces(self, batch: Any) -> tuple[tuple[int, ...], int]:
         """Return the samples of each piece of a batch, and the batch's weight in samples."""
         assert self._cutter is not None
-        limit, most = self._limit.piece_samples, self._limit.samples
+        limit = self._limit.piece_samples
         try:
             samples = self._cutter.count(batch)
             weight = self._cutter.weight(batch, samples)
@@ -67,9 +67,7 @@ class WindowPasses:
             if limit is not None and limit < self._batch_size:
                 raise
             samples = weight = self._batch_size
-        if self._limit.chunked is not None and most is not None:
-            size = self._limit.chunked.size
-            size.window, size.samples = samples, -(-samples // -(-samples // most))
+        self._limit.cut_evenly(samples)
         return split_evenly(samples, 1 if limit is None else max(1, -(-samples // limit))), weight
 
     def _run_whole(self, closure: Any, batch: Any = None, samples: int = 0) -> Any:

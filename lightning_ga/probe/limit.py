@@ -129,6 +129,12 @@ class Limit:
             else:
                 sizes.limits = found.limit, replace(found.sizes, samples=min(most, found.sizes.samples))
 
+    def cut_evenly(self, samples: int) -> None:
+        """Let the chunks of a batch of so many samples have about the same size."""
+        if self.chunked is not None and self.samples is not None:
+            size = self.chunked.size
+            size.window, size.samples = samples, -(-samples // -(-samples // self.samples))
+
     def _set_chunk_size(self) -> None:
         if self.chunked is not None:
             self.chunked.size.samples = self.samples
