@@ -32,26 +32,6 @@ def optimizer_steps(trainer: Any) -> int | float:
     return inf if steps is None and estimate == -1 else estimate if steps is None else int(steps)
 
 
-def check_validation(trainer: Any, batches: int) -> None:
-    """Set the interval of validation as ``fit_loop.py:289`` does, by the recipe's batches of an epoch; or refuse it."""
-    interval = _validation_interval(trainer)
-    if interval is None:
-        return
-    is_fixed = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
-    if is_fixed and interval > batches and trainer.limit_val_batches > 0:
-        raise UserError(
-            f"val_check_interval={interval} is more than the {batches} training batches of an epoch: use at "
-            "most that, or check_val_every_n_epoch=None to count batches over epochs."
-        )
-    trainer.val_check_batch = interval if isinstance(interval, int) else max(1, int(batches * interval))
-
-
-def _validation_interval(trainer: Any) -> Any:
-    """Return the interval of validation in batches, or as a part of an epoch; ``None`` if it is a time."""
-    is_a_time = getattr(trainer, "_val_check_time_interval", None) is not None  # 2.5 has none
-    return None if is_a_time else getattr(trainer, "val_check_interval", None)
-
-
 class Intervals:
     """Sets when validation and schedules by step are due: in whole windows, while the loop counts micro-batches.
 
@@ -59,22 +39,22 @@ class Intervals:
     (``training_epoch_loop.py:474``, ``:560``). Both are set as a window begins.
     """
 
-    def __init__(self, trainer: Any, *, recipe_factor: int, recipe_batches: float, windows: int) -> None:
-        """Read what is asked for; ``recipe_batches`` are those in one window, ``windows`` those of an epoch."""
-        self._trainer, self._batches, self._by_batches = trainer, recipe_batches, trainer.val_check_batch
+    def __init__(self, trainer: Any, every: int | None, *, factor: int, batches: float, windows: int) -> None:
+        """Read what is asked for: validation ``every`` so many batches of the recipe, ``None`` if by time.
+
+        The recipe accumulates ``factor`` batches; a window here has so many ``batches``, an epoch so many ``windows``.
+        """
+        self._trainer, self._factor, self._batches, self._every = trainer, factor, batches, every
         self._over_epochs = trainer.check_val_every_n_epoch is None
         configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step" and each.frequency > 1]
         # Stock Lightning steps a schedule at multiples of both its frequency and the factor.
-        self._schedules = [(each, each.frequency, lcm(each.frequency, recipe_factor)) for each in configs]
-        self._recipe_factor, interval = recipe_factor, _validation_interval(trainer)
-        by_batches = isinstance(interval, int)
-        self.validation: int | None = None  # windows from one validation to the next
-        if interval is not None:
-            self.validation = ceil(interval / recipe_batches) if by_batches else max(1, int(windows * interval))
+        self._schedules = [(each, each.frequency, lcm(each.frequency, factor)) for each in configs]
+        found = None if every is None else ceil(every / batches)
+        self.validation = found if found is None or self._over_epochs else min(found, windows)  # in windows
 
     def __str__(self) -> str:
         """Say what was rounded to windows."""
-        interval = _validation_interval(self._trainer)
+        interval = getattr(self._trainer, "val_check_interval", None)
         if not isinstance(interval, int) or self.validation is None or self.validation * self._batches == interval:
             return ""
         return f"validation every {self.validation} windows, for val_check_interval={interval} batches"
@@ -87,14 +67,14 @@ class Intervals:
 
     def validates_between(self, start: int, end: int, *, earlier: int) -> bool | None:
         """Return whether validation is due between two batches of the epoch; ``earlier`` are those of all before."""
-        every, before = self._by_batches, earlier if self._over_epochs else 0
-        return None if every is None or every == inf else (before + end) // every > (before + start) // every
+        every, before = self._every, earlier if self._over_epochs else 0
+        return None if every is None else (before + end) // every > (before + start) // every
 
     def begin_window(self, window: int, *, end: int, validates: bool | None) -> None:
         """Set what is due after a window of the epoch, which ends after ``end`` micro-batches."""
         trainer = self._trainer
         for config, _, batches in self._schedules:
-            config.frequency = end if (window + 1) * self._recipe_factor % batches == 0 else end + 1
+            config.frequency = end if (window + 1) * self._factor % batches == 0 else end + 1
         if validates is not None:
             progress = trainer.fit_loop.epoch_loop.batch_progress
             counted = end + (progress.total.ready - progress.current.ready if self._over_epochs else 0)
@@ -102,7 +82,7 @@ class Intervals:
 
     def give_back(self) -> None:
         """Restore what the user wrote."""
-        self._trainer.val_check_batch = self._by_batches
+        self._trainer.val_check_batch = self._every
         for config, frequency, _ in self._schedules:
             config.frequency = frequency
 

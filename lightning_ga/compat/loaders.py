@@ -4,7 +4,7 @@ Lightning's ``loops/fit_loop.py``, ``trainer/connectors/data_connector.py`` and 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,18 +44,9 @@ def shares_shuffled(trainer: Any) -> bool:
     return shards(trainer) and bool(trainer._accelerator_connector.is_distributed)
 
 
-@contextmanager
-def micro_batch_units(trainer: Any) -> Iterator[None]:
-    """Return a context in which ``setup_data`` neither shards data, nor cuts epochs, nor checks ``val_check_interval``.
-
-    The source of the training data does all three, in batches of the recipe.
-    """
-    units = {} if trainer.limit_train_batches == 0 else {"limit_train_batches": 1.0}
-    if getattr(trainer, "val_check_interval", None) is not None:  # not set if it is a time
-        units["val_check_interval"] = 1.0
-    connector = trainer._accelerator_connector
-    with patching.replaced(connector, use_distributed_sampler=False), patching.replaced(trainer, **units):
-        yield
+def unsharded(trainer: Any) -> AbstractContextManager[None]:
+    """Return a context in which ``setup_data`` does not share data out among ranks."""
+    return patching.replaced(trainer._accelerator_connector, use_distributed_sampler=False)
 
 
 def show_loaders(trainer: Any, loader: Any) -> None:

@@ -5,7 +5,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.compat import advance, closures, intervals, loaders
+from lightning_ga.compat import advance, closures, loaders
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.loading.cutter import BatchCutter
@@ -26,6 +26,7 @@ class TrainingData:
         self._source: LoaderSource | StepSource | None = None
         self._user_loader: Any = None  # the data as the user gave them
         self._setup_patches = ExitStack()
+        self.validates_every: int | None = None  # batches of the recipe; ``None`` if by time
         self.cutter: BatchCutter | None = None  # of batches of training, once it has been asked for
 
     @property
@@ -55,19 +56,20 @@ class TrainingData:
         source = read_source(loader, settings, in_step=self._why_in_step(), size_of=self._options.size_of)
         self._source, self._user_loader, self.cutter = source, loader, None
         if isinstance(source, LoaderSource):
-            self._setup_patches.enter_context(loaders.micro_batch_units(trainer))
+            self._setup_patches.enter_context(loaders.unsharded(trainer))
+            self._setup_patches.enter_context(source.in_recipe_batches(self._place.epoch))
         return source
 
     def set_up(self, set_up: Callable[[], None]) -> None:
-        """Let the loop set its data up; the Trainer's limits mean batches of the recipe."""
+        """Let the loop set its data up, with limits and intervals in batches of the recipe."""
         known = self._source
         with self._setup_patches:
             set_up()
         source = self._source
         if source is not known and isinstance(source, LoaderSource):
             loaders.show_loaders(self._trainer, self._user_loader)
-            intervals.check_validation(self._trainer, source.recipe_batches())
             self._place.size_epoch(len(source.loader))
+            self.validates_every = self._trainer.val_check_batch
 
     def see_first_batch(self) -> None:
         """Show the first batch to a source whose batches come ready-made; training still gets it."""

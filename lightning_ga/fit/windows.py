@@ -124,8 +124,8 @@ class TrainingWindows:
         asked = (self.request.effective(self._progress.place.epoch), self.request.factor(self._progress.place.epoch))
         batches = self._plan.effective_batch_size / (source.batch_size * int(self._trainer.world_size))
         factor = source.settings.recipe_factor if asked == (None, None) else 1
-        windows = source.plan.count
-        self.intervals = Intervals(self._trainer, recipe_factor=factor, recipe_batches=batches, windows=windows)
+        every, windows = self._data.validates_every, source.plan.count
+        self.intervals = Intervals(self._trainer, every, factor=factor, batches=batches, windows=windows)
 
     # --- windows -------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class TrainingWindows:
         batch = plan.effective_batch_size
         if isinstance(source, LoaderSource) and window < source.plan.count:
             batch = self._begin_planned(source, window)
-        elif self.request.by_window is not None and self._epoch is not None:
+        elif self.request.by_window is not None and source.cut_in_step and self._epoch is not None:
             place.start = place.ready
             batch = self._cut(self._epoch).effective_batch_size
         if self.rates is not None:
@@ -163,17 +163,17 @@ class TrainingWindows:
 
     def set_due(self, window: int, length: int) -> None:
         """Set what is due after a window of so many micro-batches."""
-        if self.intervals is not None:
-            end = window * int(self._trainer.accumulate_grad_batches) + length
-            validates = self.intervals.validates(window, before=self._progress.position.windows_before)
-            source, epoch = self._data.source, self._epoch
-            if epoch is not None and isinstance(epoch.effective, Growth) and isinstance(source, LoaderSource):
-                planned, size = source.window(window), source.batch_size * int(self._trainer.world_size)
-                batches = max(1, source.recipe_batches())  # of an epoch, of which the last may be smaller
-                done = batches if window + 1 == source.plan.count else planned.end // size
-                earlier = epoch.number * batches
-                validates = self.intervals.validates_between(planned.start // size, done, earlier=earlier)
-            self.intervals.begin_window(window, end=end, validates=validates)
+        source, epoch, intervals = self._data.source, self._epoch, self.intervals
+        if intervals is None or epoch is None or not isinstance(source, LoaderSource):
+            return
+        validates = intervals.validates(window, before=self._progress.position.windows_before)
+        if isinstance(epoch.effective, Growth):
+            planned, size = source.window(window), source.batch_size * int(self._trainer.world_size)
+            batches = max(1, source.recipe_batches())  # of an epoch, of which the last may be smaller
+            done = batches if window + 1 == source.plan.count else planned.end // size
+            validates = intervals.validates_between(planned.start // size, done, earlier=epoch.number * batches)
+        end = window * int(self._trainer.accumulate_grad_batches) + length
+        intervals.begin_window(window, end=end, validates=validates)
 
     def end_window(self) -> None:
         """Note that a window is done."""

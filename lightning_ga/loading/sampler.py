@@ -22,6 +22,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self.epoch, self.start = 0, 0
         self.plan: EpochPlan | None = None
         self.enabled = False
+        self.length: int | None = None  # of an epoch, if not in micro-batches
 
     @property
     def sampler(self) -> "WindowBatchSampler":
@@ -37,7 +38,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self.epoch, self.plan, self.start, self.enabled = epoch, plan, start, enabled
 
     def __len__(self) -> int:
-        return self.plan.length if self.plan else 0
+        return self.length if self.length is not None else self.plan.length if self.plan else 0
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator function: the loader draws the seed of its workers right after this call.

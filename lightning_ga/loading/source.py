@@ -134,6 +134,16 @@ class LoaderSource:
         return SampleTrials(self._user_loader, met, -(-total // self.settings.world_size))
 
     @contextmanager
+    def in_recipe_batches(self, epoch: int) -> Iterator[None]:
+        """Return a context in which the loader is as long as the user's; at least one batch if there are samples."""
+        size = self._size(epoch)
+        self._sampler.length = max(min(1, size), self._batches(size))
+        try:
+            yield
+        finally:
+            self._sampler.length = None
+
+    @contextmanager
     def seeded_as_before(self) -> Iterator[None]:
         """Return a context in which workers get the seed that the first, empty ``iter(loader)`` has drawn."""
         own, earlier = self.loader.generator, self._sampler.take_seed_back()

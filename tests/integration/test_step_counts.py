@@ -8,7 +8,7 @@ import pytest
 from reference import Regression, Samples, StreamOf, Validated, fit
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, UserError, optimizer_steps
+from lightning_ga import AutoAccumulate, optimizer_steps
 
 
 class Scheduled(Regression):
@@ -73,6 +73,6 @@ def test_validation_by_time(micro_batching: Any) -> None:
 def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> None:
     callback = AutoAccumulate(64, micro_batching="loader")
     module, _ = fit(loader(), callback, module=Validated(), val_check_interval=8, max_epochs=1)
-    assert module.steps_at_validation == []
-    with pytest.raises(UserError, match=r"val_check_interval=9 is more than the 8"):
+    assert module.steps_at_validation == [1]
+    with pytest.raises(ValueError, match=r"`val_check_interval` \(9\) must be less than or equal to .* \(8\)"):
         fit(loader(), AutoAccumulate(micro_batch_size=1), module=Validated(), val_check_interval=9)
