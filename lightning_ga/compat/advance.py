@@ -4,7 +4,7 @@ Lightning's ``loops/training_epoch_loop.py`` (``advance``) and ``loops/fetchers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from lightning_ga.compat import patching
@@ -12,11 +12,13 @@ from lightning_ga.snapshot.random_numbers import RandomState
 
 
 @contextmanager
-def guarded_advance(trainer: Any, run: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+def guarded_advance(
+    trainer: Any, run: Callable[[Callable[[], None]], None], see: Callable[[Any], None] | None = None
+) -> Iterator[None]:
     """Return a context in which the loop calls ``run(advance)`` for each of its micro-batches.
 
-    In Lightning 2.6 ranks ask each other for a SIGTERM in every ``advance``. Here they ask once an optimizer step,
-    because a rank that runs a window again runs more micro-batches than the others.
+    ``see`` gets each batch on the host, before anything changes it. In Lightning 2.6 ranks ask each other for a SIGTERM
+    in every ``advance``. Here they ask once an optimizer step, as a rank that runs a window again advances more often.
     """
     loop = trainer.fit_loop.epoch_loop
     stock, asks, asked = type(loop).advance, getattr(type(loop), "_broadcast_sigterm_tensor", None), None
@@ -25,31 +27,26 @@ def guarded_advance(trainer: Any, run: Callable[[Callable[[], None]], None]) -> 
         nonlocal asked
         if asks is not None and trainer.world_size > 1 and asked != (asked := trainer.global_step):
             asks(loop)
-        run(lambda: stock(loop, fetcher))
+        run(lambda: stock(loop, fetcher if see is None else _Seen(fetcher, see)))
 
-    with ExitStack() as stack:
-        stack.enter_context(patching.shadowed(loop, "advance", advance))
-        if asks is not None:
-            stack.enter_context(patching.shadowed(loop, "_broadcast_sigterm_tensor", lambda: None))
+    silent = nullcontext() if asks is None else patching.shadowed(loop, "_broadcast_sigterm_tensor", lambda: None)
+    with patching.shadowed(loop, "advance", advance), silent:
         yield
 
 
-@contextmanager
-def seen_batches(trainer: Any, see: Callable[[Any], None]) -> Iterator[None]:
-    """Return a context in which ``see(batch)`` is called with each batch on the host, before anything changes it.
+class _Seen:
+    """A fetcher that shows what it fetches."""
 
-    The precision plugin's ``convert_input`` is the first to get what the loop has fetched.
-    """
-    plugin = trainer.precision_plugin
-    convert = plugin.convert_input
+    def __init__(self, fetcher: Any, see: Callable[[Any], None]) -> None:
+        self._fetcher, self._see = fetcher, see
 
-    def convert_input(batch: Any) -> Any:
-        if trainer.training:
-            see(batch)
-        return convert(batch)
+    def __next__(self) -> Any:
+        fetched = next(self._fetcher)
+        self._see(fetched[0])
+        return fetched
 
-    with patching.shadowed(plugin, "convert_input", convert_input):
-        yield
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
 
 
 def first_batch(trainer: Any) -> Any:

@@ -94,8 +94,7 @@ class BatchTransfer:
 
     def to_device(self, batch: Any) -> Any:
         """Run the hooks of a transfer and the transfer."""
-        plugin = self.trainer.precision_plugin
-        batch = type(plugin).convert_input(plugin, batch)  # ``advance.seen_batches`` sees those of training alone
+        batch = self.trainer.precision_plugin.convert_input(batch)
         batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=self.loader)
         call = patching.sibling(self.trainer, "trainer.call")
         return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=self.loader)

@@ -22,11 +22,11 @@ def obstacle(trainer: Any) -> str | None:
     module, name = trainer.strategy.model, type(trainer.strategy).__name__
     if is_sharded(trainer):
         return f"{name} shards the model over ranks"
-    if is_distributed(trainer) and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+    if trainer.world_size > 1 and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
         return "SyncBatchNorm layers let ranks wait for each other in forward passes"
     is_ddp = isinstance(module, DistributedDataParallel)
     is_usual = is_ddp and not (module.static_graph and module._comm_hooks)
-    if (is_usual or not (is_ddp or is_distributed(trainer))) and not any(getattr(module, way, 0) for way in _OWN_WAYS):
+    if (is_usual or not (is_ddp or trainer.world_size > 1)) and not any(getattr(module, way, 0) for way in _OWN_WAYS):
         return None
     return f"{name} exchanges gradients in a way of its own"
 
@@ -37,11 +37,6 @@ def gradients_are_ours(trainer: Any) -> bool:
     if isinstance(module, DistributedDataParallel):
         return obstacle(trainer) is None and not module._comm_hooks
     return isinstance(trainer.strategy, patching.sibling(trainer, "strategies").SingleDeviceStrategy)
-
-
-def is_distributed(trainer: Any) -> bool:
-    """Return whether gradients are averaged over several ranks."""
-    return int(trainer.world_size) > 1
 
 
 def is_sharded(trainer: Any) -> bool:
@@ -71,13 +66,13 @@ def sum_over_ranks(trainer: Any, value: float) -> float:
     """Return one number summed over all ranks."""
     total = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
     with ours():
-        return float(trainer.strategy.reduce(total, reduce_op="sum") if is_distributed(trainer) else value)
+        return float(trainer.strategy.reduce(total, reduce_op="sum") if trainer.world_size > 1 else value)
 
 
 def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
     """Return the values of all ranks."""
     found = [value] * int(trainer.world_size)
-    if is_distributed(trainer):
+    if trainer.world_size > 1:
         with ours():
             dist.all_gather_object(found, value)
     return found

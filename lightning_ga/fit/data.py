@@ -80,11 +80,6 @@ class TrainingData:
                 with suppress(LayoutError):  # its number of samples may not be known
                     source.see(batch, self.cutter_of_training())
 
-    def forget_first_batch(self) -> None:
-        """Release the batch that ``see_first_batch`` has kept."""
-        if isinstance(self._source, StepSource):
-            self._source.batch = None
-
     def cutter_of_training(self) -> BatchCutter:
         """Return the cutter of the batches that the training step gets."""
         if self.cutter is None:

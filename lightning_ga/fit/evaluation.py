@@ -11,7 +11,7 @@ from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import Pieces
 from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import attempt, is_ambiguous_out_of_memory, is_out_of_memory, retry_once
+from lightning_ga.memory.oom import attempt, is_ambiguous_out_of_memory, may_be_out_of_memory, retry_once
 from lightning_ga.plan.accumulation import split_evenly
 from lightning_ga.plan.config import Options
 from lightning_ga.snapshot.copies import with_own_containers
@@ -73,7 +73,7 @@ class _LoaderPieces:
         """Run the step on a batch, or on pieces of its copy; ``before`` are the collectives that this rank has run."""
         samples, start = 0 if self._limit is None else self._cutter.count(kept), 0
         sizes = split_evenly(samples, max(1, -(-samples // (self._limit or 1))))
-        in_pieces, is_held = len(sizes) > 1, len(sizes) > 1 or ranks.is_distributed(self._trainer)
+        in_pieces, is_held = len(sizes) > 1, len(sizes) > 1 or self._trainer.world_size > 1
         pieces = Pieces(self._trainer._results if is_held else None)  # ranks log values after the step
         for size in sizes:
             piece = self._cutter.cut(kept, start, start + size) if in_pieces else batch
@@ -106,4 +106,4 @@ class _LoaderPieces:
 
 
 def _is_survived(error: Exception) -> bool:
-    return not isinstance(error, UserError) and (is_out_of_memory(error) or is_ambiguous_out_of_memory(error))
+    return not isinstance(error, UserError) and may_be_out_of_memory(error)

@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.chunks import ChunkedModules
-from lightning_ga.compat import advance, closures, loaders, place
+from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.data import TrainingData
@@ -119,11 +119,11 @@ class Fit:
             limit, in_step = min(high, self.limit.samples or high), cut is None
             batches = self.data.trial_batches(epoch)
             self.verdict.measure_at_start(batches, limit=limit, in_step=in_step, chunked=chunked)
-        self.data.forget_first_batch()
         self._patch_loop(rewinder, exchange)
-        if cut is not None:
-            self._begin_reading(cut, same_epoch=same_epoch)
+        if isinstance(source, LoaderSource):
+            self._begin_reading(source, same_epoch=same_epoch)
         else:
+            source.batch = None
             loop.begin_epoch_after_last_batch()
 
     def _patch_loop(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
@@ -131,10 +131,8 @@ class Fit:
         trainer, held, loop = self.trainer, self._held, self.progress.place
         if self.windows.rates is not None:
             held.enter_context(self.windows.rates.unscaled_for_schedulers())
-        held.enter_context(rewinder.guarding())
-        in_step = not isinstance(self.data.source, LoaderSource)
-        if in_step and rewinder.savepoint is not None:
-            held.enter_context(advance.seen_batches(trainer, rewinder.keep_batch))
+        in_step = self.data.source.cut_in_step
+        held.enter_context(rewinder.guarding(in_step=in_step))
         if in_step or exchange is not None:
             cutter, size = self.data.cutter_of_training() if in_step else None, self.data.source.batch_size or 1
             passes = WindowPasses(trainer, loop, self.gradients, self.limit, exchange, cutter, size)

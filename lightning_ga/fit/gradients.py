@@ -13,7 +13,7 @@ from lightning_ga.errors import ExactnessWarning
 from lightning_ga.plan.config import Normalize
 from lightning_ga.plan.weights import KnownWindow, LateWindow, WindowWeights, count_items
 from lightning_ga.plan.windows import Window
-from lightning_ga.snapshot.copies import coalesce_gradients, sparse_parameters
+from lightning_ga.snapshot.copies import coalesce_gradients, scale_gradients, sparse_parameters
 
 LEFT_OUT = (
     "training_step returned None for some micro-batches of a window and a loss for others: the gradient is the mean "
@@ -153,12 +153,3 @@ class Gradients:
     def _stop_zeroing(self) -> None:
         while self._zeroing:
             self._zeroing.pop().remove()
-
-
-@torch.no_grad()
-def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Scale all gradients in place; sparse ones stay sparse and coalesced."""
-    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    found = [each._values() if each.is_sparse else each for each in gradients if each is not None]
-    if found:
-        torch._foreach_mul_(found, scale)

@@ -18,7 +18,13 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.windows import TrainingWindows
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release, retry_once
+from lightning_ga.memory.oom import (
+    is_ambiguous_out_of_memory,
+    is_out_of_memory,
+    may_be_out_of_memory,
+    release,
+    retry_once,
+)
 from lightning_ga.snapshot.copies import versions, with_own_containers
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -46,9 +52,10 @@ class Rewinder:
         self._batches: list[tuple[Any, list[Tensor], Sequence[int]]] = []  # of the window, on the host
         self._collectives = 0
 
-    def guarding(self) -> AbstractContextManager[None]:
-        """Return a context in which the loop's ``advance`` is guarded."""
-        return advance.guarded_advance(self._trainer, self.run)
+    def guarding(self, *, in_step: bool) -> AbstractContextManager[None]:
+        """Return a context in which the loop's ``advance`` is guarded; batches that the step cuts are kept."""
+        keeps = in_step and self.savepoint is not None
+        return advance.guarded_advance(self._trainer, self.run, self._keep_batch if keeps else None)
 
     def run(self, stock_advance: Callable[[], None]) -> None:
         """Run the loop's next micro-batch; if memory runs out, the window's first one, smaller."""
@@ -67,8 +74,8 @@ class Rewinder:
             release(failure)
             self._go_back(failure)
 
-    def keep_batch(self, batch: Any) -> None:
-        """Keep a batch that the step cuts as the loader made it, because steps change containers."""
+    def _keep_batch(self, batch: Any) -> None:
+        """Keep a batch as the loader made it, because steps change containers."""
         tensors = [*tensors_in(batch)]
         self._batches.append((with_own_containers(batch), tensors, versions(tensors)))
 
@@ -102,7 +109,7 @@ class Rewinder:
                 sentence = messages.IN_THE_UPDATE if is_read else messages.IN_THE_LOADER
                 error.add_note(sentence.format(memory=describe_memory(self._trainer.strategy.root_device)))
             return False
-        return is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
+        return may_be_out_of_memory(error)
 
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again in smaller micro-batches; raise an error if that is not possible."""

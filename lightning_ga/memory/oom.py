@@ -48,6 +48,11 @@ def is_ambiguous_out_of_memory(error: BaseException) -> bool:
     return any(_says(link, _AMBIGUOUS) for link in _chain(error))
 
 
+def may_be_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, certainly or maybe."""
+    return is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
+
+
 class Outcome(NamedTuple):
     """The outcome of something that may run out of memory."""
 

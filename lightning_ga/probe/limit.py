@@ -11,7 +11,7 @@ from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import closures, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.loading.sized import SampleSizes
-from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
+from lightning_ga.memory.oom import may_be_out_of_memory
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.records import ProbeResult, still_holds
@@ -91,8 +91,7 @@ class Limit:
                 raise
             return NO_LIMIT
         except Exception as error:
-            memory = is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
-            if memory or isinstance(error, UserError) or ranks.is_distributed(trainer):
+            if may_be_out_of_memory(error) or isinstance(error, UserError) or trainer.world_size > 1:
                 raise  # ranks probe together or not at all
             said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
             rank_zero_warn(

@@ -133,6 +133,15 @@ def coalesce_gradients(parameters: Iterable[Tensor]) -> None:
             parameter.grad = parameter.grad.coalesce()
 
 
+@torch.no_grad()
+def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Scale all gradients in place; sparse ones stay sparse and coalesced."""
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    found = [each._values() if each.is_sparse else each for each in gradients if each is not None]
+    if found:
+        torch._foreach_mul_(found, scale)
+
+
 def with_own_containers(batch: Any, inside: tuple[int, ...] = ()) -> Any:
     """Return a batch with the same tensors in containers of its own, as a step may pop its labels from the batch."""
     if id(batch) in inside:  # an object may contain itself
