@@ -59,11 +59,6 @@ def takes_an_iterator(module: Any) -> bool:
     return "dataloader_iter" in inspect.signature(module.training_step).parameters
 
 
-def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step of the optimizer evaluates its closure more than once, as LBFGS and SAM do."""
-    return isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step")
-
-
 def collected(results: Any, note: Callable[..., None]) -> AbstractContextManager[None]:
     """Return a context in which ``note(hook, name, value, settings)`` gets what is logged.
 

@@ -61,13 +61,11 @@ class Intervals:
 
     def validates(self, window: int, *, before: int) -> bool | None:
         """Return whether validation is due after a window of the epoch; ``before`` are the windows of earlier ones."""
-        if self.validation is None:
-            return None
-        return (window + 1 + (before if self._over_epochs else 0)) % self.validation == 0
+        return None if self.validation is None else (window + 1 + before * self._over_epochs) % self.validation == 0
 
     def validates_between(self, start: int, end: int, *, earlier: int) -> bool | None:
         """Return whether validation is due between two batches of the epoch; ``earlier`` are those of all before."""
-        every, before = self._every, earlier if self._over_epochs else 0
+        every, before = self._every, earlier * self._over_epochs
         return None if every is None else (before + end) // every > (before + start) // every
 
     def begin_window(self, window: int, *, end: int, validates: bool | None) -> None:

@@ -37,10 +37,7 @@ def shards(trainer: Any) -> bool:
 
 
 def shares_shuffled(trainer: Any) -> bool:
-    """Return whether the Trainer shares one order among its ranks, and so shuffles it, also on one rank.
-
-    Lightning 2.6, ``_DataConnector._requires_distributed_sampler``.
-    """
+    """Return whether ranks share one shuffled order (``_DataConnector._requires_distributed_sampler``)."""
     return shards(trainer) and bool(trainer._accelerator_connector.is_distributed)
 
 

@@ -137,10 +137,7 @@ def _enter(trainer: Any, *, begins: bool) -> None:
 
 @contextmanager
 def muted(trainer: Any) -> Iterator[None]:
-    """Return a context in which this trainer's callbacks are not called and nothing warns; in training they are.
-
-    Steps still find the callbacks in ``trainer.callbacks``; those of other trainers are called.
-    """
+    """Return a context in which callbacks of this trainer, which it still has, are not called, and nothing warns."""
     call, caches = sibling(trainer, "trainer.call"), sibling(trainer, "utilities.rank_zero").WarningCache
     hooks = call._call_callback_hooks
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.compat import advance, closures, loaders
+from lightning_ga.compat import advance, loaders
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.loading.cutter import BatchCutter
@@ -15,6 +15,7 @@ from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.state import Position
+from lightning_ga.probe.limit import evaluates_again
 
 
 class TrainingData:
@@ -104,5 +105,5 @@ class TrainingData:
             return "whole="
         if self._options.micro_batching == "step":
             return 'micro_batching="step"'
-        repeating = [each for each in self._trainer.optimizers if closures.evaluates_again(each)]
+        repeating = [each for each in self._trainer.optimizers if evaluates_again(each)]
         return f"{type(repeating[0]).__name__} evaluates each batch several times" if repeating else ""

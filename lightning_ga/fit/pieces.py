@@ -72,15 +72,6 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], weights: Sequence[floa
       out. Numbers that count the samples of their piece are added up.
     - Containers are merged field by field. ``None`` in some pieces is skipped.
     - Anything else is the value if all are equal, otherwise the list of the values.
-
-    Examples:
-        >>> parts = [
-        ...     {"loss": torch.tensor(1.0), "logits": torch.zeros(3, 10)},
-        ...     {"loss": torch.tensor(5.0), "logits": torch.ones(1, 10)},
-        ... ]
-        >>> whole = merge(parts, samples=[3, 1], weights=[3, 1])
-        >>> whole["loss"], whole["logits"].shape
-        (tensor(2.), torch.Size([4, 10]))
     """
     there = [part for part in zip(outputs, samples, weights) if part[0] is not None]
     if not there:

@@ -1,6 +1,7 @@
 """The verdict on the exactness of a training: measured at its start, at later moments, and after an error."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -31,16 +32,9 @@ class Verdict:
         self, batches: TrialBatches, *, limit: int, in_step: bool, chunked: ChunkedModules | None
     ) -> None:
         """Measure before training, in passes of at most ``limit`` samples; all ranks call it."""
-        transfer = BatchTransfer(self._trainer)
-        found = measure_at_start(
-            self._trainer,
-            batches,
-            transfer.to_device,
-            self._options.normalize,
-            limit=limit,
-            in_step=in_step,
-            chunked=chunked,
-        )
+        move, normalize = BatchTransfer(self._trainer).to_device, self._options.normalize
+        measured = partial(measure_at_start, self._trainer, batches, move, normalize)
+        found = measured(limit=limit, in_step=in_step, chunked=chunked)
         self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
 
     def is_due(self, *, after_error: bool) -> bool:

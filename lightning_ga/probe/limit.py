@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.chunks import ChunkedModules
-from lightning_ga.compat import closures, ranks
+from lightning_ga.compat import ranks
 from lightning_ga.errors import UserError
 from lightning_ga.loading.sized import SampleSizes
 from lightning_ga.memory.oom import may_be_out_of_memory
@@ -81,7 +82,7 @@ class Limit:
         if known is not None and still_holds(known, known.budget_bytes, high):
             self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
             return known.fastest or known.limit
-        if closures.evaluates_again(trainer.optimizers[0]) and self._options.budget is None:
+        if evaluates_again(trainer.optimizers[0]) and self._options.budget is None:
             return high  # LBFGS's history outgrows a trial of one step: whole batches, until an error
         try:
             self.probe, self._kind = probe(setup, self._options, high=high) or (None, None)
@@ -137,3 +138,8 @@ class Limit:
     def _set_chunk_size(self) -> None:
         if self.chunked is not None:
             self.chunked.size.samples = self.samples
+
+
+def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step of the optimizer evaluates its closure more than once, as LBFGS and SAM do."""
+    return isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step")

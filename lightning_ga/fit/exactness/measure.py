@@ -81,10 +81,8 @@ def measure(trainer: Any, batch: CutBatch, *, normalize: Any, begins: bool, in_s
     """Measure on a batch that is on the device, and leave no trace.
 
     If ``normalize`` is no function, samples are counted. If training ``begins``, the module's start hooks run first.
-    If the step cuts batches (``in_step``), the parts are pieces of one batch of the loop.
-
-    Raises:
-        UserError: If ``normalize`` or the step raises it. Others make the verdict ``"unmeasured"`` or ``"uncuttable"``.
+    If the step cuts batches (``in_step``), the parts are pieces of one batch. A ``UserError`` of the step is
+    raised; other errors make the verdict ``"unmeasured"`` or ``"uncuttable"``.
     """
     if ranks.is_sharded(trainer):
         return _unmeasured(trainer, _SHARDED)
@@ -107,9 +105,6 @@ def measure_at_start(
     """Measure before training on a few samples of its data, in passes of at most ``limit`` samples.
 
     A small model may run a few samples more than that. ``move`` moves a batch to the device, with its hooks.
-
-    Raises:
-        UserError: If ``normalize`` or the step raises it. Others make the verdict ``"unmeasured"`` or ``"uncuttable"``.
     """
     refuse_lazy(trainer.lightning_module.parameters())
     if ranks.is_sharded(trainer):
