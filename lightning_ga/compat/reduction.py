@@ -47,7 +47,6 @@ class Exchange:
         self._is_due = self._is_done = False  # whether ``finish`` has to exchange them; whether the window's have been
         self._repeats = False  # whether the window runs again
         self._is_ordered = False  # whether an earlier window has shown in which order gradients come
-        self._forgets = False  # whether the reducer, reset since, would order its buckets once more
         tables = (part for part in module.modules() if isinstance(part, Embedding | EmbeddingBag) and part.sparse)
         self._sparse = {table.weight for table in tables if table.weight.requires_grad}
 
@@ -93,7 +92,7 @@ class Exchange:
             yield
         if repeats and ranks.collectives_run() != begun:
             raise RankError(ASKS)
-        if self._is_exchanging and self._forgets:
+        if self._is_exchanging and self._noting.forgets:
             self._module.reducer._reset_state()
         self._is_done |= self._is_exchanging and (self._noting.count > 0 or not self._is_noted)
         self._is_exchanging = False
@@ -110,9 +109,9 @@ class Exchange:
             return ONCE
         self._repeats = True
         self._noting.keep()
-        self._forgets |= was_exchanging and self._is_ordered and self._noting.buckets_agreed
+        self._noting.forgets |= was_exchanging and self._is_ordered and self._noting.buckets_agreed
         # At rest it expects no gradients, knows no order that the others do not, and counts no uses under no_sync.
-        if module.find_unused_parameters or (self._is_noted and (self._forgets or not self._is_ordered)):
+        if module.find_unused_parameters or (self._is_noted and (self._noting.forgets or not self._is_ordered)):
             module.reducer._reset_state()
         return None
 
@@ -161,6 +160,7 @@ class _Noting(ProcessGroup):
         self._kept: dict[int, Tensor] = {}  # on the host: averages that came before the window failed
         self.count = 0  # messages of the exchange
         self.buckets_agreed = False  # whether ranks have agreed on the order of buckets, maybe in a measurement
+        self.forgets = False  # whether the reducer, reset since, would order its buckets once more
 
     def begin(self, *, again: bool = False) -> None:
         """Begin an exchange, in which what is kept is not sent ``again``."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
+from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, Recording, addresses
 from lightning_ga.memory.trace import MemoryTrace, bytes_alive, rounded_up
 from lightning_ga.plan import records as holder
 from lightning_ga.plan.records import Attribution
@@ -117,7 +117,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
 
     def note_batch(self, tensors: Iterable[Tensor]) -> None:
         """Note in the recording that these are the batch."""
-        for storage in addresses(tensors) if self._events is not None else ():
+        for storage in addresses(tensors) if self._recording is not None else ():
             self._name(storage, holder.BATCH)
 
     def origins(self, *, complete: bool = True) -> StepOrigins:
@@ -127,7 +127,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
             held = self._held.get(storage)
             if held is not None and held.counts:
                 self._name(storage, kind)
-                if held.recording != self._recording:
+                if held.step != self._step:
                     resident[kind] += rounded_up(held.size, self.rounding)
         return StepOrigins(self._origins, resident, complete)
 
@@ -150,14 +150,14 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         held = self._held.get(storage)
         if held is None or not held.counts:
             return
-        if held.recording != self._recording:
+        if held.step != self._step:
             self._kinds.setdefault(storage, kind)
         elif not (kind == holder.LOGITS and self._origins[held.number].kind):
             self._origins[held.number] = replace(self._origins[held.number], kind=kind)
 
-    def _number(self, held: HeldStorage) -> None:
-        super()._number(held)
-        if held.recording == self._recording:
+    def _number(self, recording: Recording, held: HeldStorage) -> None:
+        super()._number(recording, held)
+        if held.step == self._step:
             self._origins[held.number] = self._origin()
         elif kind := self._kinds.pop(held.key, ""):  # alive before the step
             self._origins[held.number] = Origin("forward", "", kind)
@@ -165,7 +165,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
         self._operation = func
         super()._see(outputs, func, args, kwargs)
-        if self._events is None:
+        if self._recording is None:
             return
         if func is _ADD and torch._C._current_graph_task_id() != -1:
             self._note_sum(args[0], *outputs)
@@ -177,15 +177,15 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def _note_sum(self, gradient: Tensor, total: Tensor) -> None:
         """Note the storages of a gradient and of its sum with another, both of this step."""
         held = [self._held.get(storage) for storage in addresses((gradient, total))]
-        numbers = [each.number for each in held if each and each.counts and each.recording == self._recording]
+        numbers = [each.number for each in held if each and each.counts and each.step == self._step]
         if len(numbers) == 2:
             self._sums.append((numbers[0], numbers[1]))
 
     def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
         super()._hold(storage, counts=counts)
-        if counts and self._events is not None and self._allocator is not None:
+        if counts and self._recording is not None and self._allocator is not None:
             handed_out = self._allocator.handed_out() - self._blocks_before
-            self._addresses[len(self._sizes) - 1] = storage.data_ptr(), handed_out
+            self._addresses[len(self._recording.sizes) - 1] = storage.data_ptr(), handed_out
 
     def _origin(self) -> Origin:
         operation, is_loss = _described(self._operation)

@@ -29,13 +29,13 @@ _ADDS = torch.ops.aten.add_.Tensor
 class HeldStorage(weakref.ref[torch.UntypedStorage]):
     """A known storage: its bytes, and whether they are counted."""
 
-    __slots__ = ("counts", "key", "number", "recording", "size")
+    __slots__ = ("counts", "key", "number", "size", "step")
 
     key: int  # address of the storage: unique as long as it lives
     size: int
     counts: bool
     number: int  # in the recorded stream
-    recording: int  # the recording in which it was allocated
+    step: int  # the number of the step in which it was allocated
 
 
 _uncounted = ContextVar("uncounted", default=False)
@@ -76,6 +76,17 @@ def compiled_run_eagerly() -> Iterator[None]:
                 stance.__exit__(None, None, None)
 
 
+class Recording:
+    """The events of a step so far."""
+
+    def __init__(self, floor: int) -> None:
+        self.events: list[int] = []
+        self.sizes = [0]  # of storages, by number; the first is for all that outlive the step
+        self.initial: list[int] = []  # storages that were alive at the start and died since
+        self.marks: list[int] = []
+        self.floor = floor  # bytes alive since the start
+
+
 class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meters live tensor bytes; with a budget, it emulates a device that runs out of memory.
 
@@ -96,12 +107,8 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0  # now, and most at once within the budget since the start
         self.wanted_bytes = 0  # that would have been alive at the last operation that was refused
         self._held: dict[int, HeldStorage] = {}
-        self._recording = 0
-        self._events: list[int] | None = None
-        self._sizes: list[int] = []  # of recorded storages, by number; the first is for all that outlive the step
-        self._initial: list[int] = []  # storages that were alive at the start and died since
-        self._marks: list[int] = []
-        self._floor = 0  # bytes alive since the start
+        self._step = 0  # the number of the step
+        self._recording: Recording | None = None  # of the step
         self._stances: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Self:
@@ -144,22 +151,22 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin a step: the peak starts at the live bytes. ``record`` keeps its events; a budget applies at once."""
         self.budget = self.budget if budget is None else budget
         self.peak_bytes, self.wanted_bytes = self.live_bytes, 0
-        self._recording += 1
-        self._events = [] if record else None
-        self._sizes, self._initial, self._marks, self._floor = [0], [], [], self.live_bytes
+        self._step += 1
+        self._recording = Recording(self.live_bytes) if record else None
 
     def mark(self) -> None:
         """Note in the recording that a phase of the step ends here."""
-        if self._events is not None:
-            self._marks.append(len(self._events))
+        if self._recording is not None:
+            self._recording.marks.append(len(self._recording.events))
 
     def trace(self, samples: int) -> MemoryTrace:
         """Return the recording since ``start(record=True)`` as a step of ``samples`` samples, and end it."""
-        events, self._events = self._events, None
-        if events is None:
+        found, self._recording = self._recording, None
+        if found is None:
             raise RuntimeError("trace() needs start(record=True) before the step.")
-        marks = tuple(mark + 1 + len(self._initial) for mark in self._marks)
-        return MemoryTrace(samples, (self._floor, *self._sizes[1:]), canonical([0, *self._initial, *events]), marks)
+        marks = tuple(mark + 1 + len(found.initial) for mark in found.marks)
+        events = canonical([0, *found.initial, *found.events])
+        return MemoryTrace(samples, (found.floor, *found.sizes[1:]), events, marks)
 
     def _counts(self, tensor: Tensor) -> bool:
         device = tensor.device
@@ -215,17 +222,17 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
         held = HeldStorage(storage, self._on_death)
-        held.key, held.size, held.counts, held.recording = storage._cdata, storage.nbytes(), counts, self._recording
+        held.key, held.size, held.counts, held.step = storage._cdata, storage.nbytes(), counts, self._step
         self._held[held.key] = held
         if counts:
             self.live_bytes += rounded_up(held.size, self.rounding)
-            if self._events is not None:
-                self._number(held)
-                self._events.append(held.number)
+            if self._recording is not None:
+                self._number(self._recording, held)
+                self._recording.events.append(held.number)
 
-    def _number(self, held: HeldStorage) -> None:
-        held.number = len(self._sizes)
-        self._sizes.append(held.size)
+    def _number(self, recording: Recording, held: HeldStorage) -> None:
+        held.number = len(recording.sizes)
+        recording.sizes.append(held.size)
 
     def _check(self, size: int) -> None:
         """Raise if the last ``size`` bytes were too many, else note the peak."""
@@ -247,13 +254,13 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not held.counts:
             return
         self.live_bytes -= rounded_up(held.size, self.rounding)
-        if self._events is None:
+        if (recording := self._recording) is None:
             return
-        if held.recording != self._recording:  # alive before the step: an allocation at its start
-            self._number(held)
-            self._initial.append(held.number)
-            self._floor -= rounded_up(held.size, self.rounding)
-        self._events.append(~held.number)
+        if held.step != self._step:  # alive before the step: an allocation at its start
+            self._number(recording, held)
+            recording.initial.append(held.number)
+            recording.floor -= rounded_up(held.size, self.rounding)
+        recording.events.append(~held.number)
 
 
 def _taken(args: Any, kwargs: Any) -> set[int]:

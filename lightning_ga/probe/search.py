@@ -47,7 +47,7 @@ class Search:
         self._verified = self._misled = False  # whether a trial confirmed the curve, and whether one contradicted it
         self._failed_last = False
         self._is_unsure = False  # whether the last proposal may be too small
-        self._trials = self._misses = 0
+        self._misses = 0
         self._stride = 1
 
     def propose(self, layout: tuple[Segment, ...] = ()) -> int:
@@ -144,7 +144,6 @@ class Search:
     def record(self, step: Step) -> None:
         """Process the outcome of one step."""
         trial, size = step.trial, step.samples
-        self._trials += 1
         if self._curve is not None:
             needs_more = self._needs(size) > self.task.budget
             foreseen = self._curve.confirms(trial, step.traces) if trial.fits else needs_more
@@ -174,10 +173,11 @@ class Search:
     def _is_enough(self, guess: int) -> bool:
         """Return whether the limit, tried beyond the traces, is near enough to the guess, or trials are used up."""
         beyond = self.limit > max(self._traces.sizes) or self._misses > 0
-        many = self._trials >= MANY_TRIALS
+        trials = len(self._fitting) + self._misses
+        many = trials >= MANY_TRIALS
         enough = self.limit >= (NEARLY if many else ENOUGH) * guess
         enough |= many and self.limit >= NEARLY_OF_FAILED * self.ceiling
-        return (beyond and enough) or (self.limit > 0 and self._trials >= MOST_TRIALS)
+        return (beyond and enough) or (self.limit > 0 and trials >= MOST_TRIALS)
 
     def _may_be_more(self, guess: int) -> bool:
         """Return whether much more fits if temporaries have ended growing, which a recorded step would show."""
