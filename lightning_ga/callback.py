@@ -137,11 +137,11 @@ class AutoAccumulate(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Intercept the loader of a fit and the errors of evaluation; the rest follows as training starts."""
         if stage != "fit":
-            self._reporter = self._reporter or messages.OomReporter(trainer)
+            self._reporter = messages.OomReporter(trainer, events=self.oom_events)
             self._evaluation = Evaluation(trainer, self._reporter, self._options)
             return
         self._is_fitting = True
-        self._reporter = messages.OomReporter(trainer)
+        self._fit, self._reporter = None, messages.OomReporter(trainer)
         is_installed = lambda: self in trainer.callbacks  # noqa: E731
         self._fit = Fit(trainer, self._request, self._options, self._reporter, is_installed)
         # First, so that other callbacks see its gradients.
@@ -183,12 +183,14 @@ class AutoAccumulate(Callback):
         self._started_fit.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the trainer as it was found; if memory ran out, add what holds it to the error."""
+        """Remove the patches; if memory ran out, add what holds it to the error."""
         if "multiple optimizers" in str(exception):  # Lightning proposes manual optimization, which is refused
             exception.add_note(f"AutoAccumulate steers the automatic optimization of one optimizer: {messages.BY_HAND}")
-        if self._fit and self._is_fitting:
-            self._fit.fail(exception)
-        self._leave_trainer()
+        try:
+            if self._fit and self._is_fitting:
+                self._fit.fail(exception)
+        finally:
+            self._leave_trainer()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the patches. The factor stays until the next fit, as with Lightning's own scheduler."""

@@ -25,7 +25,7 @@ def intercepted_closures(
     """Return a context in which the loop runs what ``wrap(closure, make, kwargs, optimizer, position)`` returns.
 
     The ``closure`` is a weak reference to Lightning's own, and ``make`` makes others of the last three
-    (``automatic.py:163``). Lightning zeroes gradients at the first ``position()`` of a window.
+    (``automatic.py:172``). Lightning zeroes gradients at the first ``position()`` of a window.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     make = partial(type(loop)._make_closure, loop)

@@ -36,7 +36,7 @@ class Intervals:
     """Sets when validation and schedules by step are due: in whole windows, while the loop counts micro-batches.
 
     Lightning asks whether ``val_check_batch`` and a schedule's frequency divide its count of micro-batches
-    (``training_epoch_loop.py:474``, ``:560``). Both are set as a window begins.
+    (``training_epoch_loop.py:486``, ``:560``). Both are set as a window begins.
     """
 
     def __init__(self, trainer: Any, every: int | None, *, factor: int, batches: float, windows: int) -> None:
@@ -86,7 +86,7 @@ class Intervals:
 
 
 def before_schedulers(trainer: Any, call: Callable[[], None]) -> AbstractContextManager[None]:
-    """Return a context in which ``call`` runs after each optimizer step, before schedules do (``:370``)."""
+    """Return a context in which ``call`` runs after each optimizer step, before schedules do (``:360``)."""
     loop = trainer.fit_loop.epoch_loop
     update = loop.update_lr_schedulers
 

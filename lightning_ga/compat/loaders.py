@@ -73,13 +73,13 @@ def loader_of_step(trainer: Any, arguments: tuple[Any, ...]) -> int:
 
 
 def batches_begun(trainer: Any) -> int:
-    """Return how many batches of its loader the running evaluation has begun (``loops/evaluation_loop.py:418``)."""
+    """Return how many batches of its loader the running evaluation has begun (``loops/evaluation_loop.py:423``)."""
     return int(trainer._active_loop.batch_progress.current.ready)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTransfer:
-    """Moves the batches of one loader from the host to the step (``loops/training_epoch_loop.py:320``)."""
+    """Moves the batches of one loader from the host to the step (``loops/training_epoch_loop.py:322``)."""
 
     trainer: Any
     loader: int = 0  # among those of its stage

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_ga.compat import patching
 
 _COUNTS = ("ready", "started", "processed", "completed")
-_REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"  # ``training_epoch_loop.py:215``
+_REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"  # ``training_epoch_loop.py:225``
 
 
 class LoopReader:
@@ -73,10 +73,10 @@ class LoopReader:
 class LoopPlace(LoopReader):
     """Moves the loop's place."""
 
-    def size_epoch(self, length: int | None) -> None:
-        """Set the number of micro-batches of an epoch that the loop begins; ``None`` if it is not known."""
-        self._fit_loop._combined_loader.limits = [inf if length is None else length]
-        self._fit_loop.max_batches = inf if length is None else length
+    def size_epoch(self, length: int) -> None:
+        """Set the number of micro-batches of an epoch that the loop begins."""
+        self._fit_loop._combined_loader.limits = [length]
+        self._fit_loop.max_batches = length
 
     def relocate(self, window: int, factor: int, *, end: int | None) -> None:
         """Let the loop continue with the first micro-batch of a window; its epoch has ``end`` micro-batches.
@@ -153,7 +153,7 @@ class LoopPlace(LoopReader):
     def _begin_next_epoch(self) -> None:
         """Let a restored loop begin its next epoch as any other, if the epoch of the checkpoint was over.
 
-        Otherwise it acts as if it were in the middle of that epoch (``fit_loop.py:398``, ``:447``).
+        Otherwise it acts as if it were in the middle of that epoch (``fit_loop.py:400``, ``:447``).
         """
         progress = self._fit_loop.epoch_progress.current
         if progress.ready != progress.processed:
@@ -166,7 +166,7 @@ class LoopPlace(LoopReader):
     def _align_logger_steps(self) -> None:
         """Give loggers the right number of optimizer steps: checkpoints are written before it rises.
 
-        The loop adds one, on its reset (``training_epoch_loop.py:190``) or by ending the micro-batch once more (:277).
+        The loop adds one, on its reset (``training_epoch_loop.py:201``) or by ending the micro-batch once more (:415).
         """
         loop = self._loop
         on_reset = loop.restarted_on_train_batch_end or not loop.restarted_on_last

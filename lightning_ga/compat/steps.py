@@ -58,8 +58,8 @@ def isolated(trainer: Any, *, begins: bool = True) -> Iterator[Callable[[], None
             yield prepare
         finally:
             state.restore()
-    if begins and getattr(model, "find_unused_parameters", False) and not model.static_graph:
-        model.reducer._reset_state()  # passes under ``no_sync`` count, too (``c10d/reducer.cpp``)
+            if begins and getattr(model, "find_unused_parameters", False) and not model.static_graph:
+                model.reducer._reset_state()  # passes under ``no_sync`` count, too (``c10d/reducer.cpp``)
 
 
 def run_pass(trainer: Any, batch: Any, place: PassPlace = FIRST_OF_WINDOW) -> None:

@@ -8,6 +8,7 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import advance, loaders
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.place import LoopPlace
+from lightning_ga.errors import UserError
 from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.loading.rebatch import SourceSettings, collates_by_index
 from lightning_ga.loading.source import LoaderSource, read_source
@@ -27,7 +28,7 @@ class TrainingData:
         self._source: LoaderSource | StepSource | None = None
         self._user_loader: Any = None  # the data as the user gave them
         self._setup_patches = ExitStack()
-        self.validates_every: int | None = None  # batches of the recipe; ``None`` if by time
+        self.validates_every: int | None = None  # batches of the recipe, if the loader cuts; ``None`` if by time
         self.cutter: BatchCutter | None = None  # of batches of training, once it has been asked for
 
     @property
@@ -35,6 +36,11 @@ class TrainingData:
         """The data as they are cut."""
         assert self._source is not None, "the training data are not set up yet"
         return self._source
+
+    @property
+    def batch_size(self) -> int:
+        """The samples of the loader's batches on a rank; 1 if they are not known."""
+        return self.source.batch_size or 1
 
     @property
     def is_set_up(self) -> bool:
@@ -55,6 +61,13 @@ class TrainingData:
             must_shuffle=position.shuffles,
         )
         source = read_source(loader, settings, in_step=self._why_in_step(), size_of=self._options.size_of)
+        if self._source is not None and self._source.cut_in_step is not source.cut_in_step:
+            raise UserError(
+                "The training data that were loaded again are cut in another place, loader or step, than those before: "
+                'load data of one kind, or use micro_batching="step".'
+            )
+        if isinstance(source, StepSource) and isinstance(self._source, StepSource):
+            source.batch_size = source.batch_size or self._source.batch_size  # of a loader that is loaded again
         self._source, self._user_loader, self.cutter = source, loader, None
         if isinstance(source, LoaderSource):
             self._setup_patches.enter_context(loaders.unsharded(trainer))
@@ -84,12 +97,7 @@ class TrainingData:
     def cutter_of_training(self) -> BatchCutter:
         """Return the cutter of the batches that the training step gets."""
         if self.cutter is None:
-            transfer = BatchTransfer(self._trainer)
-            if isinstance(self._source, StepSource):
-                parts, combine = loaders.loaders_of(self._trainer)
-                self.cutter = BatchCutter(parts, combine, transfer)
-            else:
-                self.cutter = BatchCutter([self.source.loader], lambda batches: batches[0], transfer)
+            self.cutter = BatchCutter(*loaders.loaders_of(self._trainer), BatchTransfer(self._trainer))
         return self.cutter
 
     def trial_batches(self, epoch: int) -> TrialBatches:

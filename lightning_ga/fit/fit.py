@@ -60,6 +60,7 @@ class Fit:
         self.evaluation = Evaluation(trainer, reporter, options)
         self.rewinder: Rewinder | None = None  # none before training
         self._held = ExitStack()
+        self._held.callback(self.windows.give_back)
         self._held.enter_context(
             loaders.intercepted_loaders(
                 trainer,
@@ -111,7 +112,7 @@ class Fit:
             chunks=None if chunked is None else chunked.size,
             sizes=None if cut is None else cut.sizes,
         )
-        recipe = min(high, source.batch_size or high)
+        recipe = min(high, wanted.micro_batch)
         self.limit.find(setup, self.progress.restored, high=high, recipe=recipe, varies=source.varies)
         self.windows.wanted.check(loop.epochs)  # the limit is known now
         self.windows.begin_epoch(epoch)
@@ -134,8 +135,7 @@ class Fit:
         in_step = self.data.source.cut_in_step
         held.enter_context(rewinder.guarding(in_step=in_step))
         if in_step or exchange is not None:
-            cutter, size = self.data.cutter_of_training() if in_step else None, self.data.source.batch_size or 1
-            passes = WindowPasses(trainer, loop, self.gradients, self.limit, exchange, cutter, size)
+            passes = WindowPasses(trainer, loop, self.gradients, self.limit, exchange, self.data)
             self.windows.passes = passes
             held.enter_context(closures.intercepted_closures(trainer, passes.closure, lambda: loop.position))
         if in_step and self.windows.request.by_window is not None:
@@ -204,13 +204,9 @@ class Fit:
             self.windows.end_window()
 
     def close(self) -> None:
-        """Restore what the fit changed in model, schedules, loops and device.
-
-        The factor stays, as Lightning's own scheduler leaves it; the trainer's next fit begins with the user's.
-        """
+        """Restore what the fit changed; the factor stays until the trainer's next fit, as Lightning's scheduler leaves it."""
         vars(self.trainer)["_recipe_factor"] = (self.trainer.accumulate_grad_batches, self.data.recipe_factor)
         self._held.close()
-        self.windows.give_back()
         self.reporter.report_pending(self.verdict.exactness)
 
     def fail(self, error: BaseException) -> None:

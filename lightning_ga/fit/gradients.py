@@ -51,6 +51,7 @@ class Gradients:
         try:
             yield
         finally:
+            self._stop_zeroing()
             gradient_dtype.end(self._half)
             self._half = []
 

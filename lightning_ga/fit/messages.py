@@ -48,10 +48,10 @@ class OomEvent:
 class OomReporter:
     """Counts the errors that were survived, and reports each: a warning, and a value in the loggers."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, events: int = 0) -> None:
         self._trainer = trainer
         self.pending: list[OomEvent] = []  # errors of training that are not reported yet
-        self.events = 0  # including those before a resume
+        self.events = events  # including those before a resume
 
     def report(self, event: OomEvent, result: str) -> None:
         """Report an error that was survived on this rank."""

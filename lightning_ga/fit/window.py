@@ -9,9 +9,9 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import closures
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
+from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.pieces import Pieces
-from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.plan.accumulation import split_evenly
 from lightning_ga.probe.limit import Limit
 
@@ -26,12 +26,10 @@ class WindowPasses:
         gradients: Gradients,
         limit: Limit,
         exchange: Exchange | None,
-        cutter: BatchCutter | None,
-        batch_size: int,
+        data: TrainingData,
     ) -> None:
         self._trainer, self._place, self._gradients, self._limit = trainer, place, gradients, limit
-        self._exchange, self._cutter = exchange, cutter  # no cutter: the loader cuts
-        self._batch_size = batch_size  # of the loader's batches, if the step cuts them
+        self._exchange, self._data = exchange, data
         self.samples = 0  # of the window's batches so far, on this rank; 0 if the loader cuts
         self.sizes: tuple[int, ...] = ()  # of the pieces of the batch that runs
         self.in_pieces = False  # whether a batch was cut
@@ -42,7 +40,7 @@ class WindowPasses:
 
     def closure(self, lightning_closure: Any, make: Callable[..., Any], given: Any, *others: Any) -> Any:
         """Return the closure that runs one batch of the loop; see ``closures.intercepted_closures``."""
-        if self._cutter is None:
+        if not self._data.source.cut_in_step:
             return partial(self._run_whole, lightning_closure)
         batch = given["batch"]
         self.sizes, weight = self._plan_pieces(batch)
@@ -58,15 +56,14 @@ class WindowPasses:
 
     def _plan_pieces(self, batch: Any) -> tuple[tuple[int, ...], int]:
         """Return the samples of each piece of a batch, and the batch's weight in samples."""
-        assert self._cutter is not None
-        limit = self._limit.piece_samples
+        limit, cutter = self._limit.piece_samples, self._data.cutter_of_training()
         try:
-            samples = self._cutter.count(batch)
-            weight = self._cutter.weight(batch, samples)
+            samples = cutter.count(batch)
+            weight = cutter.weight(batch, samples)
         except LayoutError:  # a batch that cannot be cut runs whole if it fits
-            if limit is not None and limit < self._batch_size:
+            samples = weight = self._data.batch_size
+            if limit is not None and limit < samples:
                 raise
-            samples = weight = self._batch_size
         self._limit.cut_evenly(samples)
         return split_evenly(samples, 1 if limit is None else max(1, -(-samples // limit))), weight
 
@@ -80,11 +77,10 @@ class WindowPasses:
 
     def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, sizes: tuple[int, ...], samples: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
-        assert self._cutter is not None
-        loop, each, start = self._trainer.fit_loop.epoch_loop, samples // max(1, sum(sizes)), 0
-        pieces = Pieces(loop._results)
+        cutter, each, start = self._data.cutter_of_training(), samples // max(1, sum(sizes)), 0
+        pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
         for number, size in enumerate(sizes):
-            piece, is_last = self._cutter.cut(batch, start, start + size), number + 1 == len(sizes)
+            piece, is_last = cutter.cut(batch, start, start + size), number + 1 == len(sizes)
             start += size
             closure = of_piece(piece)
             if number:

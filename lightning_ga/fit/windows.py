@@ -121,9 +121,10 @@ class TrainingWindows:
         """Let validation and schedules be due in windows from here on."""
         self._give_intervals_back()
         assert self._plan is not None
-        asked = (self.request.effective(self._progress.place.epoch), self.request.factor(self._progress.place.epoch))
         batches = self._plan.effective_batch_size / (source.batch_size * int(self._trainer.world_size))
-        factor = source.settings.recipe_factor if asked == (None, None) else 1
+        recipe = source.within_epoch(source.recipe_effective(), self._progress.place.epoch)
+        is_kept = self._plan.effective_batch_size == recipe and self.request.by_window is None
+        factor = source.settings.recipe_factor if is_kept else 1
         every, windows = self._data.validates_every, source.plan.count
         self.intervals = Intervals(self._trainer, every, factor=factor, batches=batches, windows=windows)
 

@@ -1,4 +1,4 @@
-"""Copy tensors in few calls and write the copies back; see by versions or sums of bits whether tensors have changed."""
+"""Copy tensors, metrics and containers; see by versions or sums of bits what has changed; edit gradients in place."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy as shallow_copy
@@ -16,8 +16,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Return how often each tensor was written to."""
-    return tuple(tensor._version for tensor in tensors)
+    """Return how often each tensor was written to; those of inference mode do not know."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def is_writable(tensor: Tensor) -> bool:
@@ -143,7 +143,7 @@ def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
 
 
 def with_own_containers(batch: Any, inside: tuple[int, ...] = ()) -> Any:
-    """Return a batch with the same tensors in containers of its own, as a step may pop its labels from the batch."""
+    """Copy the containers of a batch but not its tensors, because a step may pop labels from the batch."""
     if id(batch) in inside:  # an object may contain itself
         return batch
     children, inside = open_container(batch), (*inside, id(batch))
