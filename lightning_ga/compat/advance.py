@@ -17,8 +17,8 @@ def guarded_advance(
 ) -> Iterator[None]:
     """Return a context in which the loop calls ``run(advance)`` for each of its micro-batches.
 
-    ``see`` gets each batch on the host, before anything changes it. In Lightning 2.6 ranks ask each other for a SIGTERM
-    in every ``advance``. Here they ask once an optimizer step, as a rank that runs a window again advances more often.
+    ``see`` gets each batch on the host, before anything changes it. In Lightning 2.6 rank 0 tells the others in every
+    ``advance`` of a SIGTERM, here once an optimizer step, because a rank that runs a window again advances more often.
     """
     loop = trainer.fit_loop.epoch_loop
     stock, asks, asked = type(loop).advance, getattr(type(loop), "_broadcast_sigterm_tensor", None), None
@@ -52,7 +52,7 @@ class _Seen:
 def first_batch(trainer: Any) -> Any:
     """Return the first batch of training, on the host; training still gets it. ``None`` if there is none.
 
-    The random numbers of data are drawn when training gets it, as without this.
+    Random numbers are put back, so that training draws them when it gets the batch.
     """
     loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
     if fetcher.batches:

@@ -24,14 +24,14 @@ def intercepted_closures(
 ) -> Iterator[None]:
     """Return a context in which the loop runs what ``wrap(closure, make, kwargs, optimizer, position)`` returns.
 
-    The ``closure`` is a weak reference to Lightning's own, and ``make`` makes others of the last three
-    (``automatic.py:172``). Lightning zeroes gradients at the first ``position()`` of a window.
+    The ``closure`` is a weak reference to Lightning's own; ``make(kwargs, optimizer, position)`` makes another
+    (``automatic.py:172``). Lightning zeroes gradients if the ``position()`` in the window is 0.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     make = partial(type(loop)._make_closure, loop)
 
     def make_ours(kwargs: Any, optimizer: Any, _: int) -> Any:
-        """Return Lightning's own closure, which reports an ``optimizer_step`` that never calls it, but runs ours."""
+        """Return Lightning's own closure, so that Lightning notices if it is never called; calling it runs ours."""
         lightning_closure = make(*(given := (kwargs, optimizer, position())))
         vars(lightning_closure)["closure"] = wrap(ref(lightning_closure), make, *given)
         return lightning_closure
@@ -59,7 +59,7 @@ def takes_an_iterator(module: Any) -> bool:
     return "dataloader_iter" in inspect.signature(module.training_step).parameters
 
 
-def collected(results: Any, note: Callable[..., None]) -> AbstractContextManager[None]:
+def logging_redirected(results: Any, note: Callable[..., None]) -> AbstractContextManager[None]:
     """Return a context in which ``note(hook, name, value, settings)`` gets what is logged.
 
     Prediction has no ``results`` and logs nothing. Lightning has copied a tensor and cut its graph off.

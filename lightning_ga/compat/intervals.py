@@ -16,7 +16,7 @@ def optimizer_steps(trainer: Any) -> int | float:
     """Count the optimizer steps of a whole training, with or without ``AutoAccumulate``, in ``configure_optimizers``.
 
     ``trainer.estimated_stepping_batches`` is wrong there if the effective batch changes, because it divides by the
-    current factor. The count is infinite if neither epochs nor steps are limited, or if the data have no length.
+    current factor. The count is infinite if nothing limits it: no number of steps, and no epochs of a known length.
 
     Raises:
         UserError: If no fit is running.
@@ -64,7 +64,7 @@ class Intervals:
         return None if self.validation is None else (window + 1 + before * self._over_epochs) % self.validation == 0
 
     def validates_between(self, start: int, end: int, *, earlier: int) -> bool | None:
-        """Return whether validation is due between two batches of the epoch; ``earlier`` are those of all before."""
+        """Return whether validation is due between two batches of the epoch; ``earlier`` ones are of other epochs."""
         every, before = self._every, earlier * self._over_epochs
         return None if every is None else (before + end) // every > (before + start) // every
 

@@ -34,7 +34,7 @@ def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Ite
             return getattr(type(owner), method)(owner, *arguments, **settings)
         return called(*arguments, **settings)
 
-    # A method, as schedules of the learning rate wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).
+    # A bound method, because schedulers wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).
     before, ours = held.get(method), MethodType(through, instance)
     held[method] = ours
     try:

@@ -20,7 +20,7 @@ class LoopReader:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._fit_loop, self._loop = trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self.start = 0  # micro-batches of the epoch before the first window of this factor
+        self.first_micro_batch = 0  # micro-batches of the epoch before the first window of this factor
 
     @property
     def epoch(self) -> int:
@@ -35,17 +35,17 @@ class LoopReader:
     @property
     def begins_window(self) -> bool:
         """Whether the micro-batch that the loop fetches next is the first of a window."""
-        return bool((self.ready - self.start) % self._trainer.accumulate_grad_batches == 0)
+        return bool((self.ready - self.first_micro_batch) % self._trainer.accumulate_grad_batches == 0)
 
     @property
     def next_window(self) -> int:
-        """The window of the micro-batch that the loop fetches next, counted from ``start``."""
-        return (self.ready - self.start) // int(self._trainer.accumulate_grad_batches)
+        """The window of the micro-batch that the loop fetches next, counted from ``first_micro_batch``."""
+        return (self.ready - self.first_micro_batch) // int(self._trainer.accumulate_grad_batches)
 
     @property
-    def position(self) -> int:
+    def index_in_window(self) -> int:
         """The place of the running micro-batch in its window."""
-        return (self.ready - self.start - 1) % int(self._trainer.accumulate_grad_batches)
+        return (self.ready - self.first_micro_batch - 1) % int(self._trainer.accumulate_grad_batches)
 
     @property
     def window_is_over(self) -> bool:
@@ -84,7 +84,7 @@ class LoopPlace(LoopReader):
         Totals over all epochs are corrected by the same amount.
         """
         self._trainer.accumulate_grad_batches = factor
-        fetcher, at = self._fit_loop._data_fetcher, self.start + window * factor
+        fetcher, at = self._fit_loop._data_fetcher, self.first_micro_batch + window * factor
         self._set(at)
         self._loop.batch_progress.is_last_batch = False
         fetcher.fetched, fetcher.length, fetcher.done = at, end, False
@@ -94,9 +94,9 @@ class LoopPlace(LoopReader):
             for each in (counter.current, counter.total):
                 vars(each).update(dict.fromkeys(set(vars(each)), each.completed))
 
-    def windows_from_start(self) -> AbstractContextManager[None]:
+    def windows_begin_anywhere(self) -> AbstractContextManager[None]:
         """Return a context in which windows may begin anywhere, so that the factor may change within an epoch."""
-        over = lambda: (self.ready - self.start) % self._trainer.accumulate_grad_batches == 0  # noqa: E731
+        over = lambda: (self.ready - self.first_micro_batch) % self._trainer.accumulate_grad_batches == 0  # noqa: E731
         return patching.shadowed(self._loop, "_accumulated_batches_reached", over)
 
     def begin_at(self, window: int, *, same_epoch: bool) -> None:
@@ -110,7 +110,7 @@ class LoopPlace(LoopReader):
         self._align_logger_steps()
 
     def begin_epoch_after_last_batch(self) -> None:
-        """Let a restored loop count from zero after a checkpoint of its epoch's last batch, whoever counted these."""
+        """Let a loop restored after its epoch's last batch count from zero, also from a stock checkpoint."""
         progress = self._loop.batch_progress  # Lightning itself moves on from the number of batches that it knows
         if self.restarts and progress.is_last_batch and progress.current.ready != self._fit_loop.max_batches:
             self.begin_at(0, same_epoch=False)
@@ -151,9 +151,9 @@ class LoopPlace(LoopReader):
             progress.total.processed -= 1
 
     def _begin_next_epoch(self) -> None:
-        """Let a restored loop begin its next epoch as any other, if the epoch of the checkpoint was over.
+        """If the checkpoint's epoch was over, let a restored loop begin the next epoch like any other.
 
-        Otherwise it acts as if it were in the middle of that epoch (``fit_loop.py:400``, ``:447``).
+        Without this it acts as if it were in the middle of the old epoch (``fit_loop.py:400``, ``:447``).
         """
         progress = self._fit_loop.epoch_progress.current
         if progress.ready != progress.processed:

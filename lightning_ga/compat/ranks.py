@@ -45,7 +45,7 @@ def is_sharded(trainer: Any) -> bool:
 
 
 def share_buffers_before_forward(module: Any) -> None:
-    """Share buffers now if the next forward pass would, which a rank may have to repeat by itself."""
+    """Share buffers now if the next forward pass would share them: a rank may have to repeat that pass alone."""
     if isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         with ours():
             module._sync_buffers()  # type: ignore[no-untyped-call]

@@ -110,7 +110,7 @@ class Exchange:
         self._repeats = True
         self._noting.keep()
         self._noting.forgets |= was_exchanging and self._is_ordered and self._noting.buckets_agreed
-        # At rest it expects no gradients, knows no order that the others do not, and counts no uses under no_sync.
+        # A reset reducer waits for no gradient, has no order of buckets, and forgets what was used under ``no_sync``.
         if module.find_unused_parameters or (self._is_noted and (self._noting.forgets or not self._is_ordered)):
             module.reducer._reset_state()
         return None
@@ -160,7 +160,7 @@ class _Noting(ProcessGroup):
         self._kept: dict[int, Tensor] = {}  # on the host: averages that came before the window failed
         self.count = 0  # messages of the exchange
         self.buckets_agreed = False  # whether ranks have agreed on the order of buckets, maybe in a measurement
-        self.forgets = False  # whether the reducer, reset since, would order its buckets once more
+        self.forgets = False  # whether the reducer was reset, so that it would order its buckets a second time
 
     def begin(self, *, again: bool = False) -> None:
         """Begin an exchange, in which what is kept is not sent ``again``."""

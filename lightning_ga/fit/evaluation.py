@@ -18,9 +18,7 @@ from lightning_ga.snapshot.copies import with_own_containers
 from lightning_ga.snapshot.savepoint import Savepoint
 
 _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
-_RESULT = (
-    "What they log and return is put together by samples; what compares samples with each other is that of pieces."
-)
+_RESULT = "Logged and returned values are merged by samples. A loss that compares samples compares those of a piece."
 
 
 class Evaluation:
@@ -52,10 +50,10 @@ class Evaluation:
         retry_once(self._savepoint.take)
         stage = name.removesuffix("_step").replace("predict", "prediction")
         known = self._loaders.setdefault((stage, loader), _LoaderPieces(trainer, stage, loader))
-        before = ranks.collectives_run()
-        run = partial(known.run, lambda part: step(part, *others), batch, kept, before)
+        collectives_before = ranks.collectives_run()
+        run = partial(known.run, lambda part: step(part, *others), batch, kept, collectives_before)
         while (outcome := attempt(run, _is_survived)).failure is not None:
-            event = known.shrink(outcome.failure, kept, before, self._savepoint)
+            event = known.shrink(outcome.failure, kept, collectives_before, self._savepoint)
         if event is not None:
             self._reporter.report(event, _RESULT)
         return outcome.result
@@ -69,8 +67,8 @@ class _LoaderPieces:
         self._cutter = BatchCutter(*loaders.loaders_of(trainer, loader), loaders.BatchTransfer(trainer, loader))
         self._limit: int | None = None
 
-    def run(self, step: Callable[[Any], Any], batch: Any, kept: Any, before: int) -> Any:
-        """Run the step on a batch, or on pieces of its copy; ``before`` are the collectives that this rank has run."""
+    def run(self, step: Callable[[Any], Any], batch: Any, kept: Any, collectives_before: int) -> Any:
+        """Run the step on a batch, or on pieces of its copy."""
         samples, start = 0 if self._limit is None else self._cutter.count(kept), 0
         sizes = split_evenly(samples, max(1, -(-samples // (self._limit or 1))))
         in_pieces, is_held = len(sizes) > 1, len(sizes) > 1 or self._trainer.world_size > 1
@@ -80,11 +78,11 @@ class _LoaderPieces:
             start += size
             with pieces.piece(samples=size, weight=float(size)):
                 pieces.add(step(piece))
-            if in_pieces and ranks.collectives_run() != before:
+            if in_pieces and ranks.collectives_run() != collectives_before:
                 raise self._error(messages.OTHERS_WAIT, _EXCHANGES)
         return pieces.finish()
 
-    def shrink(self, failure: Exception, kept: Any, before: int, savepoint: Savepoint) -> messages.OomEvent:
+    def shrink(self, failure: Exception, kept: Any, collectives_before: int, savepoint: Savepoint) -> messages.OomEvent:
         """Undo a failed run and halve the pieces."""
         try:
             samples = retry_once(partial(self._cutter.count, kept))
@@ -93,7 +91,7 @@ class _LoaderPieces:
         failed = min(samples, self._limit or samples)
         if failed == 1:
             raise failure if is_ambiguous_out_of_memory(failure) else self._error(messages.ONE_SAMPLE) from failure
-        if ranks.collectives_run() != before:
+        if ranks.collectives_run() != collectives_before:
             raise self._error(messages.OTHERS_WAIT, _EXCHANGES) from failure
         if moved := retry_once(savepoint.restore):
             raise self._error(messages.CHANGED, moved) from failure

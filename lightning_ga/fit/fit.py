@@ -12,6 +12,7 @@ from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
+from lightning_ga.fit.batch_passes import BatchPasses
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
@@ -20,7 +21,6 @@ from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.rewind import Rewinder
 from lightning_ga.fit.verdict import Verdict
-from lightning_ga.fit.window import WindowPasses
 from lightning_ga.fit.windows import TrainingWindows
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.memory.device import enforced_budget, total_memory
@@ -135,11 +135,11 @@ class Fit:
         in_step = self.data.source.cut_in_step
         held.enter_context(rewinder.guarding(in_step=in_step))
         if in_step or exchange is not None:
-            passes = WindowPasses(trainer, loop, self.gradients, self.limit, exchange, self.data)
+            passes = BatchPasses(trainer, loop, self.gradients, self.limit, exchange, self.data)
             self.windows.passes = passes
-            held.enter_context(closures.intercepted_closures(trainer, passes.closure, lambda: loop.position))
+            held.enter_context(closures.intercepted_closures(trainer, passes.closure, lambda: loop.index_in_window))
         if in_step and self.windows.request.by_window is not None:
-            held.enter_context(loop.windows_from_start())
+            held.enter_context(loop.windows_begin_anywhere())
 
     def _begin_reading(self, source: LoaderSource, *, same_epoch: bool) -> None:
         loop = self.progress.place
@@ -163,7 +163,7 @@ class Fit:
         loop = self.progress.place
         if loop.skips_backward:
             return
-        window, position = self.windows.window, loop.position
+        window, position = self.windows.window, loop.index_in_window
         if position == 0:
             self.gradients.begin_window()
             pending = bool(self.reporter.pending)
@@ -204,7 +204,7 @@ class Fit:
             self.windows.end_window()
 
     def close(self) -> None:
-        """Restore what the fit changed; the factor stays until the trainer's next fit, as Lightning's scheduler leaves it."""
+        """Restore what the fit changed. The factor stays until the next fit, as with Lightning's own scheduler."""
         vars(self.trainer)["_recipe_factor"] = (self.trainer.accumulate_grad_batches, self.data.recipe_factor)
         self._held.close()
         self.reporter.report_pending(self.verdict.exactness)

@@ -36,7 +36,7 @@ class Gradients:
         self._zeroing: list[Any] = []  # hooks during a pass of weight 0
         self._sparse: list[torch.nn.Parameter] | None = None
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
-        self._is_rounded = False  # whether a warning is due that torch rounds these sums
+        self._rounding_is_unreported = False  # whether a warning is due that torch rounds these sums
         self._passes = self._losses = 0  # of the window, and those of them that returned a loss
         self._warned = False
 
@@ -45,8 +45,8 @@ class Gradients:
         """Return a context in which half-precision gradients are summed in float32, and rounded before each step."""
         module = self._trainer.lightning_module
         half = gradient_dtype.half_parameters(module) if ranks.gradients_are_ours(self._trainer) else []
-        self._is_rounded = bool(half) and not gradient_dtype.has_grad_dtype()
-        self._half = [] if self._is_rounded else half
+        self._rounding_is_unreported = bool(half) and not gradient_dtype.has_grad_dtype()
+        self._half = [] if self._rounding_is_unreported else half
         gradient_dtype.begin(self._half)
         try:
             yield
@@ -126,8 +126,8 @@ class Gradients:
         is_sum = self._trainer.accumulate_grad_batches > 1 or self._passes > 1 or self.weights.weight != 1.0
         if is_sum and self._half:
             gradient_dtype.widen(self._half)
-        if is_sum and self._is_rounded:
-            self._is_rounded = False
+        if is_sum and self._rounding_is_unreported:
+            self._rounding_is_unreported = False
             rank_zero_warn(gradient_dtype.SUMS_ARE_ROUNDED, category=ExactnessWarning)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ga.batch.pytree import open_container, rebuild, same_values
-from lightning_ga.compat.closures import collected, plain
+from lightning_ga.compat.closures import logging_redirected, plain
 
 # By the name of ``reduce_fx``, a function or a text (``_Metadata`` in Lightning's ``result.py``); else a mean.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
@@ -45,7 +45,7 @@ class Pieces:
         piece = _Piece(samples, weight)
         self._pieces.append(piece)
         try:
-            with collected(self._results, lambda *entry: piece.entries.append(entry)):
+            with logging_redirected(self._results, lambda *entry: piece.entries.append(entry)):
                 yield
         except BaseException:
             self._pieces = []

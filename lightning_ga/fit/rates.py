@@ -13,7 +13,7 @@ Values = dict[str, Any]
 class WindowRates:
     """Scales learning rates with the effective batch.
 
-    For schedulers and in checkpoints they are as the user's scheduler has set them. With ``"none"`` it only logs.
+    Schedulers and checkpoints see the rates without this factor. With ``"none"`` rates are only logged.
     """
 
     def __init__(self, trainer: Any, scale_lr: ScaleLr) -> None:

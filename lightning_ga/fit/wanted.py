@@ -17,7 +17,7 @@ class Wanted:
     request: Request
     source: LoaderSource | StepSource
     world_size: int
-    base: int | None = None  # the micro-batch that ``accumulate=`` multiplies, once the limit is known
+    initial_micro_batch: int | None = None  # the micro-batch that ``accumulate=`` multiplies, once the limit is known
 
     @property
     def recipe_effective(self) -> int:
@@ -27,7 +27,7 @@ class Wanted:
     @property
     def micro_batch(self) -> int:
         """The micro-batch that ``accumulate=`` multiplies: that of the recipe while the limit is not known."""
-        return self.base or self.request.capped(self.source.batch_size or 1)
+        return self.initial_micro_batch or self.request.capped(self.source.batch_size or 1)
 
     def effective(self, epoch: int) -> int:
         """Return the largest effective batch of an epoch."""
@@ -68,8 +68,8 @@ class Wanted:
         """Refuse a schedule that would fail in a later epoch, before any work is lost."""
         for effective in filter(None, map(self.request.effective, epochs)):
             require_effective_batch(effective, self.world_size)
-            if self.base is not None:
-                require_few_chunks(effective, self.base, self.world_size)
+            if self.initial_micro_batch is not None:
+                require_few_chunks(effective, self.initial_micro_batch, self.world_size)
 
     def steps(self, epochs: range, max_steps: int, *, batches: int | None) -> int | None:
         """Count the optimizer steps of a training; ``None`` if that is not known.

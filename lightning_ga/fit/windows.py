@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ga.compat.intervals import Intervals
+from lightning_ga.fit.batch_passes import BatchPasses
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.wanted import Wanted
-from lightning_ga.fit.window import WindowPasses
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of, plan_accumulation, plan_in_step
 from lightning_ga.plan.config import Request
@@ -35,7 +35,7 @@ class TrainingWindows:
         self, request: Request, data: TrainingData, progress: Progress, limit: Limit, rates: WindowRates | None
     ) -> None:
         self.request, self._data, self._progress, self._limit, self.rates = request, data, progress, limit, rates
-        self.passes: WindowPasses | None = None  # none if the loop runs micro-batches by itself
+        self.passes: BatchPasses | None = None  # none if the loop runs micro-batches by itself
         self.window: Window | None = None  # the one that runs, if the loader cuts it
         self.intervals: Intervals | None = None  # none if the loop's own counts are right
         self._plan: AccumulationPlan | None = None  # none before the data are set up
@@ -45,7 +45,7 @@ class TrainingWindows:
     @property
     def wanted(self) -> Wanted:
         """What the user asked for, on these data."""
-        return Wanted(self.request, self._data.source, int(self._trainer.world_size), self._limit.base)
+        return Wanted(self.request, self._data.source, int(self._trainer.world_size), self._limit.initial_micro_batch)
 
     @property
     def plan(self) -> AccumulationPlan | None:
@@ -101,7 +101,7 @@ class TrainingWindows:
         if self._epoch is not None and (self._epoch.source, self._epoch.number) == (source, number):
             return
         self._progress.enter(number)
-        place.start = 0
+        place.first_micro_batch = 0
         self.arrange(number, enabled=True)
         assert self._epoch is not None
         self._epoch.source = source
@@ -142,7 +142,7 @@ class TrainingWindows:
         if isinstance(source, LoaderSource) and window < source.plan.count:
             batch = self._begin_planned(source, window)
         elif self.request.by_window is not None and source.cut_in_step and self._epoch is not None:
-            place.start = place.ready
+            place.first_micro_batch = place.ready
             batch = self._cut(self._epoch).effective_batch_size
         if self.rates is not None:
             self.rates.begin_window(batch, self.wanted.recipe_effective)
@@ -163,7 +163,7 @@ class TrainingWindows:
         return batch
 
     def set_due(self, window: int, length: int) -> None:
-        """Set what is due after a window of so many micro-batches."""
+        """Set whether validation and schedules are due after a window of ``length`` micro-batches."""
         source, epoch, intervals = self._data.source, self._epoch, self.intervals
         if intervals is None or epoch is None or not isinstance(source, LoaderSource):
             return

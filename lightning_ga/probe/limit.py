@@ -32,7 +32,7 @@ class Limit:
         self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
         self._kind: Mapping[str, Any] | None = None  # the cache's description of the step; ``None`` without a cache
         self.lowest: int | None = None  # the limit after errors; ``None`` without any
-        self.base: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
+        self.initial_micro_batch: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
 
     @property
     def micro_batch(self) -> int | None:
@@ -70,7 +70,7 @@ class Limit:
             found = self._probe_or_recall(setup, known, high, recipe)
             is_whole = found == NO_LIMIT or (varies and self.chunked is None and found >= high)
             self.samples = self._request.capped(NO_LIMIT) if is_whole else min(high, found)
-        self.base = self.micro_batch
+        self.initial_micro_batch = self.micro_batch
         if known is not None and known.limit is not None:  # memory ran out in that run
             self.samples = self.lowest = min(self.samples, known.limit)
         self._set_chunk_size()

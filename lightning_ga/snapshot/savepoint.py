@@ -31,7 +31,7 @@ from lightning_ga.snapshot.copies import (
     versions,
 )
 
-_LIGHTNINGS_OWN = {*vars(LightningModule()), "_hparams", "forward"}  # attributes that Lightning keeps in a module
+LIGHTNINGS_OWN = {*vars(LightningModule()), "_hparams", "forward"}  # attributes that Lightning keeps in a module
 _CONTAINERS = (tuple, dict, set, deque)
 _COLLECTING = (Tensor, list, *_CONTAINERS, NoneType)  # kinds of attributes in which steps collect values
 _MAX_ENTRIES = 64  # entries of a container that is copied
@@ -105,7 +105,7 @@ class _Attributes:
 
     def __init__(self, module: LightningModule) -> None:
         self._own, self._hook = vars(module), vars(module)["_current_fx_name"]
-        self._before = {name: self._own[name] for name in self._own.keys() - _LIGHTNINGS_OWN}
+        self._before = {name: self._own[name] for name in self._own.keys() - LIGHTNINGS_OWN}
         self._lengths: list[tuple[list[Any], int]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
@@ -136,7 +136,7 @@ class _Attributes:
         for name in [name for name, value in self._own.items() if isinstance(value, _COLLECTING)]:
             if name in self._before:
                 self._own[name] = self._before[name]
-            elif name not in _LIGHTNINGS_OWN:
+            elif name not in LIGHTNINGS_OWN:
                 del self._own[name]
         self._own.update({name: value for name, value in self._before.items() if isinstance(value, _COLLECTING)})
         for listed, length in self._lengths:

@@ -183,7 +183,7 @@ def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
 def test_it_is_told_once_what_was_survived() -> None:
     with pytest.warns(UserWarning, match="Memory ran out in test with 4 samples .* at most 2 samples") as told:
         evaluated(Evaluated(fits=3), "test", loader(), AutoAccumulate())
-    assert sum("put together by samples" in str(each.message) for each in told) == 1
+    assert sum("merged by samples" in str(each.message) for each in told) == 1
 
 
 def test_weights_that_a_step_moves_are_named() -> None:

@@ -59,7 +59,7 @@ class Moments:
         self._next, self._made = 1, 0
 
     def due(self, steps: int, passes: int) -> bool:
-        """Return whether to measure after so many optimizer steps and passes; if so, one more counts as made.
+        """Return whether a measurement is due after so many steps and passes; a due measurement is counted.
 
         Beyond the first twenty, measurements take at most 0.2 % of training's passes.
 

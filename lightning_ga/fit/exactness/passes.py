@@ -13,7 +13,6 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,13 +27,13 @@ from lightning_ga.loading.samples import copied_if_possible
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
 from lightning_ga.snapshot.copies import checksums, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, reseed
+from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
 
 PERTURBATION = 1e-2  # how far weights are moved: even a teacher of momentum 0.9999 then changes by more than rounding
 _LONGEST = 1000  # longer containers are data: only their length is compared
 _DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")  # in names of layers and of rates
 _RATES = ("p", "prob", "rate", "drop_prob")  # names of rates in such layers
 _FUNCTIONS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
-_LIGHTNINGS_OWN = {*vars(LightningModule()), "_hparams", "forward"}  # attributes that Lightning keeps in a module
 _OPAQUE = (Dataset, DataLoader, torch.optim.Optimizer, FunctionType, MethodType, BuiltinFunctionType, *GENERATORS)
 
 
@@ -107,7 +106,7 @@ class Passes:
         known = {id(each) for each in (self.trainer, *self.module.modules())}
         for path, part in parts.items():
             own = vars(part).items()
-            marks |= {f"{path}.{name}": _mark(value, known) for name, value in own if name not in _LIGHTNINGS_OWN}
+            marks |= {f"{path}.{name}": _mark(value, known) for name, value in own if name not in LIGHTNINGS_OWN}
         return {name.lstrip("."): mark for name, mark in marks.items()}
 
 

@@ -16,7 +16,7 @@ from lightning_ga.plan.accumulation import split_evenly
 from lightning_ga.probe.limit import Limit
 
 
-class WindowPasses:
+class BatchPasses:
     """Makes the closures of automatic optimization, each of which runs a batch as a whole or in pieces."""
 
     def __init__(
