@@ -181,6 +181,18 @@ def test_each_rate_is_that_of_a_loop_by_hand(
     assert scheduler != "none" or [group["lr"] for group in stock] == [0.01, 0.03]  # unscaled, for whoever resumes
 
 
+def test_the_frequency_of_a_schedule_counts_the_recipes_batches_whatever_the_micro_batch() -> None:
+    class EveryFour(Rates):
+        def configure_optimizers(self) -> Any:
+            optimizers, (config,) = super().configure_optimizers()
+            return optimizers, [{**config, "frequency": 4}]
+
+    one, other = (EveryFour(SCHEDULERS["by step"][0]) for _ in range(2))
+    for module, micro_batch in ((one, 4), (other, 2)):
+        train(in_order(), scheduled(8, micro_batch), module=module, accumulate_grad_batches=2)
+    assert one.read == other.read
+
+
 @pytest.mark.parametrize("schedule", [by_step({0: 4, 2: 8}), 4])
 def test_loggers_get_batch_factor_and_rate_by_step(schedule: Any, tmp_path: Path) -> None:
     """At the steps that ``log_every_n_steps`` says; Lightning's own monitor sees the scaled rate."""

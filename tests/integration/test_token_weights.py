@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from reference import cut, fit, worst_error
 from texts import Reading, Texts, pad, plain_gradients
 from torch.utils.data import DataLoader
@@ -70,3 +71,14 @@ def test_a_window_without_tokens_is_an_error(mode: str) -> None:
     """Rather than a step of NaN."""
     with pytest.raises(UserError, match="counted 0 in all micro-batches of a window"):
         train(Sequences(16, range(8)), 8, 2, TargetTokens(), mode=mode)
+
+
+def test_hooks_of_a_pass_without_tokens_end_with_the_fit() -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("after the hook of the callback")
+
+    module, data = Reading("words"), DataLoader(Sequences(16, (0, 1)), 8, collate_fn=collate)
+    callbacks = AutoAccumulate(micro_batch_size=2, normalize=TargetTokens()), LambdaCallback(on_before_backward=fail)
+    with pytest.raises(ValueError, match="after the hook"):
+        fit(data, *callbacks, module=module)
+    assert not any(parameter._backward_hooks for parameter in module.parameters())
