@@ -15,9 +15,7 @@ from lightning_ga.testing import out_of_memory_at
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:Trying to infer the `batch_size`:UserWarning"
-    ),  # names of rows have lengths, too
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`:UserWarning"),  # names have lengths, too
 ]
 BATCH, ALL = 8, 10**9
 
@@ -48,9 +46,8 @@ class Evaluated(pl.LightningModule):
         self.returned: list[Any] = []
         self.sizes: list[int] = []
 
-    @staticmethod
-    def check(batch: Any, most: int) -> None:
-        if len(batch["inputs"]) > most:
+    def check(self, batch: Any) -> None:
+        if len(batch["inputs"]) > self.fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
@@ -65,7 +62,7 @@ class Evaluated(pl.LightningModule):
         self.log("sized", loss, batch_size=len(predicted))
         self.log("error", self.error)
         self.sizes.append(len(predicted))
-        self.check(batch, self.fits)
+        self.check(batch)
         return {"loss": loss, "predicted": predicted, "names": names, "count": len(predicted)}
 
     test_step = predict_step = validation_step
@@ -80,7 +77,7 @@ class PredictsOnly(Evaluated):
     """Prediction logs nothing."""
 
     def predict_step(self, batch: Any, *_: Any) -> dict[str, Any]:
-        self.check(batch, self.fits)
+        self.check(batch)
         return {"predicted": self.net(batch["inputs"]), "names": batch.pop("name")}
 
 
@@ -91,9 +88,8 @@ def loader(size: int = 20, **settings: Any) -> DataLoader:
 def evaluated(module: Evaluated, stage: str, data: Any, *callbacks: Any, **settings: Any) -> list[Any]:
     """Everything that an evaluation leaves behind."""
     logged = getattr(quiet_trainer(*callbacks, **settings), stage)(module, data, verbose=False)
-    returned = [
-        {**each, "names": [int(name.removeprefix("row ")) for name in each["names"]]} for each in module.returned
-    ]
+    numbers = lambda names: [int(name.removeprefix("row ")) for name in names]  # noqa: E731
+    returned = [{**each, "names": numbers(each["names"])} for each in module.returned]
     return [logged, returned, torch.cat(module.gathered), module.samples]
 
 

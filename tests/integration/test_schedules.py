@@ -92,9 +92,9 @@ def test_another_schedule_after_a_resume_holds_from_the_step_on(tmp_path: Path) 
 class Rates(Regression):
     """Notes the learning rates that the optimizer reads at each step."""
 
-    def __init__(self, schedule: Any = None, interval: str = "step") -> None:
+    def __init__(self, schedule: Any = None, interval: str = "step", frequency: int = 1) -> None:
         super().__init__()
-        self.schedule, self.interval = schedule, interval
+        self.schedule, self.interval, self.frequency = schedule, interval, frequency
         self.read: list[tuple[float, ...]] = []
 
     def configure_optimizers(self) -> Any:
@@ -103,7 +103,8 @@ class Rates(Regression):
         optimizer.register_step_pre_hook(lambda chosen, *_: self.read.append(rates_of(chosen)))
         if self.schedule is None:
             return optimizer
-        return [optimizer], [{"scheduler": self.schedule(optimizer), "interval": self.interval}]
+        config = {"scheduler": self.schedule(optimizer), "interval": self.interval, "frequency": self.frequency}
+        return [optimizer], [config]
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
@@ -182,12 +183,7 @@ def test_each_rate_is_that_of_a_loop_by_hand(
 
 
 def test_the_frequency_of_a_schedule_counts_the_recipes_batches_whatever_the_micro_batch() -> None:
-    class EveryFour(Rates):
-        def configure_optimizers(self) -> Any:
-            optimizers, (config,) = super().configure_optimizers()
-            return optimizers, [{**config, "frequency": 4}]
-
-    one, other = (EveryFour(SCHEDULERS["by step"][0]) for _ in range(2))
+    one, other = (Rates(SCHEDULERS["by step"][0], frequency=4) for _ in range(2))
     for module, micro_batch in ((one, 4), (other, 2)):
         train(in_order(), scheduled(8, micro_batch), module=module, accumulate_grad_batches=2)
     assert one.read == other.read

@@ -69,7 +69,6 @@ def test_validation_by_time(micro_batching: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The effective batch of 64 samples is above the 30")
-@pytest.mark.loader_only(reason="in the step Lightning refuses it")
 def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> None:
     callback = AutoAccumulate(64, micro_batching="loader")
     module, _ = fit(loader(), callback, module=Validated(), val_check_interval=8, max_epochs=1)
