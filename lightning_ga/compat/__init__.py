@@ -1,4 +1,1 @@
-"""Lightning's and DDP's private parts, one file a part; ``tests/compat`` fails when one changes.
-
-Read in lightning 2.6.6 and 2.5.0; line numbers are those of 2.6.6.
-"""
+"""Lightning's and DDP's private parts, one file a part, which ``tests/compat`` tests; lines are those of 2.6.6."""

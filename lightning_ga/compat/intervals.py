@@ -49,7 +49,7 @@ class Intervals:
         configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step" and each.frequency > 1]
         # Stock Lightning steps a schedule at multiples of both its frequency and the factor.
         self._schedules = [(each, each.frequency, lcm(each.frequency, factor)) for each in configs]
-        found = None if every is None else ceil(every / batches)
+        found = None if every in (None, inf) else ceil(every / batches)
         self.validation = found if found is None or self._over_epochs else min(found, windows)  # in windows
 
     def __str__(self) -> str:

@@ -24,6 +24,9 @@ def obstacle(trainer: Any) -> str | None:
         return f"{name} shards the model over ranks"
     if trainer.world_size > 1 and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
         return "SyncBatchNorm layers let ranks wait for each other in forward passes"
+    timers = (type(each).__name__ == "Timer" or getattr(each, "_train_time_interval", 0) for each in trainer.callbacks)
+    if trainer.world_size > 1 and any(timers):
+        return "max_time= or train_time_interval= lets ranks wait for each other after every batch"
     is_ddp = isinstance(module, DistributedDataParallel)
     is_usual = is_ddp and not (module.static_graph and module._comm_hooks)
     if (is_usual or not (is_ddp or trainer.world_size > 1)) and not any(getattr(module, way, 0) for way in _OWN_WAYS):

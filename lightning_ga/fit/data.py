@@ -63,8 +63,7 @@ class TrainingData:
         source = read_source(loader, settings, in_step=self._why_in_step(), size_of=self._options.size_of)
         if self._source is not None and self._source.cut_in_step is not source.cut_in_step:
             raise UserError(
-                "The training data that were loaded again are cut in another place, loader or step, than those before: "
-                'load data of one kind, or use micro_batching="step".'
+                "Data that are loaded again must be cut where they were, or always in the step: micro_batching='step'."
             )
         if isinstance(source, StepSource) and isinstance(self._source, StepSource):
             source.batch_size = source.batch_size or self._source.batch_size  # of a loader that is loaded again

@@ -126,6 +126,8 @@ class Fit:
         else:
             source.batch = None
             loop.begin_epoch_after_last_batch()
+            if self.windows.request.by_window is not None and loop.ready != loop.batches_of_epoch:
+                loop.first_micro_batch = loop.ready  # a run that is resumed in mid-epoch begins with a window
 
     def _patch_loop(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
         """Guard the windows of the loop from here on; run batches in pieces if the step cuts them."""
@@ -154,7 +156,6 @@ class Fit:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict."""
         self.limit.agree()
         self.verdict.agree()
-        self.gradients.begin_epoch()
         self.windows.begin_epoch(self.progress.place.epoch)
         self.verdict.warn()
 
@@ -185,7 +186,8 @@ class Fit:
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark that the update begins, and scale the gradients if their window was not known in advance."""
-        assert self.rewinder is not None
+        if self.rewinder is None or self.progress.place.skips_backward:
+            return
         factor = int(self.trainer.accumulate_grad_batches)
         if self.rewinder.is_updating and factor > 1:
             raise UserError(

@@ -142,10 +142,6 @@ class Gradients:
             rank_zero_warn(LEFT_OUT, category=ExactnessWarning)
         self._passes = self._losses = 0  # LBFGS and SAM evaluate the window again
 
-    def begin_epoch(self) -> None:
-        """Search for sparse gradients again after the next backward pass."""
-        self._sparse = None
-
     def _set_weights(self, weights: WindowWeights) -> None:
         self.weights = weights
         if isinstance(weights, LateWindow):

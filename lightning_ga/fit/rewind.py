@@ -48,7 +48,7 @@ class Rewinder:
         self.savepoint = Savepoint(module, lambda: loop._results) if retries and self._refusal is None else None
         self.is_updating = False  # whether the window's passes are done: what follows is the optimizer's update
         self._is_taken = False
-        self._window = 0
+        self._window = -1  # none before the first; a resumed run may begin within one
         self._batches: list[tuple[Any, list[Tensor], Sequence[int]]] = []  # of the window, on the host
         self._collectives = 0
 
@@ -101,7 +101,7 @@ class Rewinder:
             return False
         if self._refusal is not None and is_out_of_memory(error):
             raise self._error(messages.OTHERS_WAIT, self._refusal) from error
-        if self.savepoint is None:
+        if self.savepoint is None or self._window < 0 or self._place.skips_backward:
             return False
         is_read = self._windows.window is not None or len(self._batches) != seen  # so that it can be read again
         if self.is_updating or not is_read:

@@ -1,7 +1,6 @@
 """The verdict on the exactness of a training: measured at its start, at later moments, and after an error."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -33,8 +32,7 @@ class Verdict:
     ) -> None:
         """Measure before training, in passes of at most ``limit`` samples; all ranks call it."""
         move, normalize = BatchTransfer(self._trainer).to_device, self._options.normalize
-        measured = partial(measure_at_start, self._trainer, batches, move, normalize)
-        found = measured(limit=limit, in_step=in_step, chunked=chunked)
+        found = measure_at_start(self._trainer, batches, move, normalize, limit=limit, in_step=in_step, chunked=chunked)
         self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
 
     def is_due(self, *, after_error: bool) -> bool:

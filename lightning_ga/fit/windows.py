@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_ga.compat import ranks
 from lightning_ga.compat.intervals import Intervals
 from lightning_ga.fit.batch_passes import BatchPasses
 from lightning_ga.fit.data import TrainingData
@@ -109,19 +110,22 @@ class TrainingWindows:
             place.size_epoch(source.plan.length)
             if self.intervals is not None or not self._is_recipe(source):
                 self._use_intervals(source)
+        elif self.request.by_window is not None and self.intervals is None:  # for schedules of the learning rate alone
+            self.intervals = Intervals(self._trainer, self._trainer.val_check_batch, factor=1, batches=1.0, windows=1)
 
     def _is_recipe(self, source: LoaderSource) -> bool:
-        """Return whether windows and micro-batches are those of the recipe."""
-        plan, recipe = self._plan, (source.recipe_effective(), source.batch_size, source.settings.recipe_factor)
-        assert plan is not None
-        same = (plan.effective_batch_size, plan.micro_batch_size, plan.factor) == recipe
-        return same and self.request.by_window is None and source.plan.length == source.recipe_batches()
+        """Return whether windows and micro-batches are the recipe's, also after an error on another rank."""
+        assert (plan := self._plan) is not None
+        same = self._trainer.world_size == 1 and source.plan.length == source.recipe_batches()
+        same &= (plan.effective_batch_size, plan.micro_batch_size) == (source.recipe_effective(), source.batch_size)
+        return same and self.request.by_window is None
 
     def _use_intervals(self, source: LoaderSource) -> None:
         """Let validation and schedules be due in windows from here on."""
         self._give_intervals_back()
         assert self._plan is not None
         batches = self._plan.effective_batch_size / (source.batch_size * int(self._trainer.world_size))
+        batches = source.recipe_batches() or 1 if source.plan.count == 1 else batches  # all samples may be fewer
         recipe = source.within_epoch(source.recipe_effective(), self._progress.place.epoch)
         is_kept = self._plan.effective_batch_size == recipe and self.request.by_window is None
         factor = source.settings.recipe_factor if is_kept else 1
@@ -144,6 +148,9 @@ class TrainingWindows:
         elif self.request.by_window is not None and source.cut_in_step and self._epoch is not None:
             place.first_micro_batch = place.ready
             batch = self._cut(self._epoch).effective_batch_size
+            end = min(place.ready + self._trainer.accumulate_grad_batches, place.batches_of_epoch or NO_LIMIT)
+            if self.intervals is not None:
+                self.intervals.begin_window(self._progress.position.windows_done, end=end, validates=None)
         if self.rates is not None:
             self.rates.begin_window(batch, self.wanted.recipe_effective)
 
@@ -168,7 +175,7 @@ class TrainingWindows:
         if intervals is None or epoch is None or not isinstance(source, LoaderSource):
             return
         validates = intervals.validates(window, before=self._progress.position.windows_before)
-        if isinstance(epoch.effective, Growth):
+        if isinstance(epoch.effective, Growth) and window < source.plan.count:
             planned, size = source.window(window), source.batch_size * int(self._trainer.world_size)
             batches = max(1, source.recipe_batches())  # of an epoch, of which the last may be smaller
             done = batches if window + 1 == source.plan.count else planned.end // size
@@ -181,7 +188,9 @@ class TrainingWindows:
         if self.window is not None:
             self._progress.end_window(self.window.end)
         elif self.passes is not None:
-            samples = self.passes.samples * int(self._trainer.world_size)
+            schedule, samples = self.request.by_window, self.passes.samples * int(self._trainer.world_size)
+            if schedule is not None and schedule.unit == "samples":
+                samples = int(ranks.sum_over_ranks(self._trainer, self.passes.samples))
             self._progress.end_window(self._progress.position.samples_done + samples)
 
     @property

@@ -38,7 +38,8 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self.epoch, self.plan, self.start, self.enabled = epoch, plan, start, enabled
 
     def __len__(self) -> int:
-        return self.length if self.length is not None else self.plan.length if self.plan else 0
+        planned = self.plan.length if self.plan else 0
+        return planned if self.length is None else max(self.length, min(1, planned))
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator function: the loader draws the seed of its workers right after this call.

@@ -135,9 +135,8 @@ class LoaderSource:
 
     @contextmanager
     def in_recipe_batches(self, epoch: int) -> Iterator[None]:
-        """Return a context in which the loader is as long as the user's; at least one batch if there are samples."""
-        size = self._size(epoch)
-        self._sampler.length = max(min(1, size), self._batches(size))
+        """Return a context in which the loader is as long as the user's; at least one batch if there are windows."""
+        self._sampler.length = self._batches(self._size(epoch))
         try:
             yield
         finally:

@@ -17,7 +17,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 def versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Return how often each tensor was written to; those of inference mode do not know."""
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+    with torch._C.DisableTorchFunction():  # lazy parameters refuse most
+        return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def is_writable(tensor: Tensor) -> bool:

@@ -36,7 +36,7 @@ def wrapped(*layers: nn.Module, **attributes: Any) -> DistributedDataParallel:
 
 
 def trainer(model: nn.Module, world_size: int = 2, strategy: type[Strategy] = Strategy) -> Any:
-    return SimpleNamespace(world_size=world_size, strategy=strategy(model))
+    return SimpleNamespace(world_size=world_size, strategy=strategy(model), callbacks=[])
 
 
 @pytest.mark.parametrize(
