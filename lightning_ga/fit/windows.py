@@ -64,12 +64,13 @@ class TrainingWindows:
 
     # --- epochs --------------------------------------------------------------------------------
 
-    def arrange(self, epoch: int, *, enabled: bool) -> None:
+    def arrange(self, epoch: int, *, enabled: bool) -> Epoch:
         """Plan an epoch; the loader yields nothing until that is ``enabled``."""
         position = self._progress.position_in(epoch)
         asked = self.wanted.effective_or_growth(epoch, steps=position.steps_before, samples=position.samples_before)
         self._epoch = Epoch(epoch, asked, position.samples_done, position.windows_done)
         self._cut(self._epoch, enabled=enabled)
+        return self._epoch
 
     def _cut(self, epoch: Epoch, *, enabled: bool = True, start: int | None = None) -> AccumulationPlan:
         """Cut the windows of an epoch by the limit; the loader begins with the window ``start``."""
@@ -103,9 +104,7 @@ class TrainingWindows:
             return
         self._progress.enter(number)
         place.first_micro_batch = 0
-        self.arrange(number, enabled=True)
-        assert self._epoch is not None
-        self._epoch.source = source
+        self.arrange(number, enabled=True).source = source
         if isinstance(source, LoaderSource):
             place.size_epoch(source.plan.length)
             if self.intervals is not None or not self._is_recipe(source):
@@ -115,10 +114,11 @@ class TrainingWindows:
 
     def _is_recipe(self, source: LoaderSource) -> bool:
         """Return whether windows and micro-batches are the recipe's, also after an error on another rank."""
-        assert (plan := self._plan) is not None
-        same = self._trainer.world_size == 1 and source.plan.length == source.recipe_batches()
-        same &= (plan.effective_batch_size, plan.micro_batch_size) == (source.recipe_effective(), source.batch_size)
-        return same and self.request.by_window is None
+        plan = self._plan
+        if plan is None or self.request.by_window is not None or self._trainer.world_size > 1:
+            return False
+        same = (plan.effective_batch_size, plan.micro_batch_size) == (source.recipe_effective(), source.batch_size)
+        return same and source.plan.length == source.recipe_batches()
 
     def _use_intervals(self, source: LoaderSource) -> None:
         """Let validation and schedules be due in windows from here on."""
