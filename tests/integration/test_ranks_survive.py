@@ -120,6 +120,7 @@ class Scenario:
     epochs: int = 2
     sanity: int = 0
     strategy: Any = None
+    trainer: Any = None
     save: Path | None = None
     resume: Path | None = None
     is_elsewhere: bool = False  # the second rank, on other hardware
@@ -148,6 +149,7 @@ def train(each: Scenario, rank: int) -> dict[str, Any]:
     validation = [DataLoader(dataset, 12)] if each.validates else []
     pl.seed_everything(7, verbose=False)
     settings = {"max_epochs": each.epochs, "num_sanity_val_steps": each.sanity, **ddp(**(each.strategy or {}))}
+    settings |= each.trainer or {}
     trainer = quiet_trainer(callback, **settings)
     elsewhere = mock.patch("lightning_ga.probe.limit.hardware", return_value="another GPU")
     with (
@@ -256,11 +258,15 @@ def test_gradients_are_those_of_the_whole_batch(ranks: int, tmp_path: Path) -> N
 def test_logs_are_those_of_whole_windows_and_validations(tmp_path: Path) -> None:
     """Means over the epoch, which ranks exchange at its end; in a sanity check, where they would share buffers, too."""
     common: dict[str, Any] = {**BUFFERS, "validates": True, "sanity": 1}
+    within = {"accumulate_grad_batches": 2, "val_check_interval": 1}
+    due: dict[str, Any] = {"validates": True, "accumulate": {"micro_batch_size": 12}, "trainer": within}
     scenarios = {
         "loader-clean": scenario(epochs=1),
         "loader-late": scenario(MIDDLE, epochs=1),
         "step-clean": scenario(accumulate=STEP, epochs=1),
         "step-late": scenario(MIDDLE, accumulate=STEP, epochs=1),
+        "interval-clean": scenario(**due),
+        "interval-early": scenario(EARLY, **due),
         "validation-clean": scenario(**common),
         "validation-sanity": scenario(**common, most=(1000, 3)),
         "validation-first": scenario(**common, most=(5, 1000)),

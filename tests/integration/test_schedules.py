@@ -68,6 +68,23 @@ def test_the_probe_tries_what_the_largest_window_needs() -> None:
         assert callback.probe.limit == limit
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.parametrize(("mode", "saved"), [("loader", "on_validation_end"), ("step", "on_train_batch_end")])
+def test_a_growing_batch_grows_on_after_a_resume(mode: Any, saved: str, tmp_path: Path) -> None:
+    """At the end of an epoch, and within one, where a window begins after a resume."""
+
+    def save(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == (6 if mode == "loader" else 2):
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    arguments: dict[str, Any] = {"micro_batching": mode, "micro_batch": 4}
+    module, _ = train(in_order(), scheduled(by_step({0: 4, 2: 12}), **arguments), LambdaCallback(**{saved: save}),
+                      module=Validated())  # fmt: skip
+    resumed, _ = train(in_order(), scheduled(by_step({0: 4, 2: 12}), **arguments), ckpt_path=tmp_path / "saved.ckpt")
+    assert [len(each) for each in resumed.windows[-4:]] == [len(each) for each in module.windows[-4:]] == [12] * 4
+    assert len([each for each in resumed.windows if each]) == len(module.windows) - (6 if mode == "loader" else 2)
+
+
 @pytest.mark.loader_only(reason="in the step a resume is stock Lightning's")
 def test_a_checkpoint_of_stock_lightning_knows_steps_and_samples(tmp_path: Path) -> None:
     """The loop's counts tell how many there have been."""
@@ -187,6 +204,9 @@ def test_the_frequency_of_a_schedule_counts_the_recipes_batches_whatever_the_mic
     for module, micro_batch in ((one, 4), (other, 2)):
         train(in_order(), scheduled(8, micro_batch), module=module, accumulate_grad_batches=2)
     assert one.read == other.read
+    grown = Rates(SCHEDULERS["by step"][0], frequency=2)
+    train(in_order(), scheduled(by_step({0: 4, 3: 8}), micro_batching="step"), module=grown, max_epochs=1)
+    assert [rate[0] for rate in grown.read] == pytest.approx([0.01] * 2 + [0.009] * 2 + [0.0081] * 2 + [0.00729] * 2)
 
 
 @pytest.mark.parametrize("schedule", [by_step({0: 4, 2: 8}), 4])
