@@ -74,13 +74,13 @@ def test_a_growing_batch_grows_on_after_a_resume(mode: Any, saved: str, tmp_path
     """At the end of an epoch, and within one, where a window begins after a resume."""
 
     def save(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == (6 if mode == "loader" else 2):
-            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+        if trainer.global_step == (6 if mode == "loader" else 2) and not path.exists():
+            trainer.save_checkpoint(path)
 
-    arguments: dict[str, Any] = {"micro_batching": mode, "micro_batch": 4}
+    path, arguments = tmp_path / "saved.ckpt", {"micro_batching": mode, "micro_batch": 4}
     module, _ = train(in_order(), scheduled(by_step({0: 4, 2: 12}), **arguments), LambdaCallback(**{saved: save}),
                       module=Validated())  # fmt: skip
-    resumed, _ = train(in_order(), scheduled(by_step({0: 4, 2: 12}), **arguments), ckpt_path=tmp_path / "saved.ckpt")
+    resumed, _ = train(in_order(), scheduled(by_step({0: 4, 2: 12}), **arguments), ckpt_path=path)
     assert [len(each) for each in resumed.windows[-4:]] == [len(each) for each in module.windows[-4:]] == [12] * 4
     assert len([each for each in resumed.windows if each]) == len(module.windows) - (6 if mode == "loader" else 2)
 
