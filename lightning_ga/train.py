@@ -49,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if str(Path.cwd()) not in sys.path:  # for the user's own package, as ``python -m`` does
             sys.path.insert(0, str(Path.cwd()))
         run_hydra(arguments, show_traceback)
-        sys.stdout.flush()
     except FailedJobError:
         raise SystemExit(1) from None
     except (KeyboardInterrupt, Interrupted) as end:
@@ -97,6 +96,7 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         os.environ.pop(FULL_ERROR, None)
         for folder in sweeps:
             report_sweep(folder)
+        sys.stdout.flush()  # here, because Hydra exits after --help
 
 
 def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
