@@ -82,7 +82,7 @@ class TrainingData:
         if source is not known and isinstance(source, LoaderSource):
             loaders.show_loaders(self._trainer, self._user_loader)
             self._place.size_epoch(len(source.loader))
-            self.validates_every = self._trainer.val_check_batch
+            self.validates_every = getattr(self._trainer, "val_check_batch", None)  # 2.5 has none without batches
 
     def see_first_batch(self) -> None:
         """Show the first batch to a source whose batches come ready-made; training still gets it."""
