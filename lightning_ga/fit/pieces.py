@@ -171,6 +171,8 @@ def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     dtype = values[0].dtype if values[0].is_floating_point() or values[0].is_complex() else torch.get_default_dtype()
     wide = torch.promote_types(dtype, torch.float32)
     pairs = [pair for pair in zip(values, weights) if pair[1]] or [(values[-1], 1.0)]
+    if len({weight for _, weight in pairs}) == 1:  # fewer operations
+        return torch.stack([value for value, _ in pairs]).to(wide).mean(0).to(dtype)
     total = torch.stack([value.to(wide) * weight for value, weight in pairs]).sum(0)
     return (total / sum(weight for _, weight in pairs)).to(dtype)
 

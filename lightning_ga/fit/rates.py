@@ -7,8 +7,6 @@ from lightning_ga.compat import intervals
 from lightning_ga.errors import UserError
 from lightning_ga.plan.config import ScaleLr, rate_ratio
 
-Values = dict[str, Any]
-
 
 class WindowRates:
     """Scales learning rates with the effective batch.
@@ -53,5 +51,5 @@ class WindowRates:
             group["lr"] = before
 
     @property
-    def _groups(self) -> list[Values]:
+    def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
