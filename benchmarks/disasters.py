@@ -161,7 +161,8 @@ class Classifier(pl.LightningModule):
         torch.save({**end, "steps": self.global_step}, self.injector.folder / f"end{self.global_rank}.pt")
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        self.injector.visit(TRANSFER, min(len(batch[0]), self.injector.size))
+        if self.trainer.training:  # evaluation does not survive it
+            self.injector.visit(TRANSFER, min(len(batch[0]), self.injector.size))
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
