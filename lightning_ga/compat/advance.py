@@ -17,8 +17,8 @@ def guarded_advance(
 ) -> Iterator[None]:
     """Return a context in which the loop calls ``run(advance)`` for each of its micro-batches.
 
-    ``see`` gets each batch on the host, before anything changes it. In Lightning 2.6 rank 0 tells the others in every
-    ``advance`` of a SIGTERM, here once an optimizer step, because a rank that runs a window again advances more often.
+    ``see`` gets each batch on the host, before anything changes it. In Lightning 2.6 rank 0 tells the others of a
+    SIGTERM in every ``advance``; here once an optimizer step, because a rank that repeats a window advances more often.
     """
     loop = trainer.fit_loop.epoch_loop
     stock, asks, asked = type(loop).advance, getattr(type(loop), "_broadcast_sigterm_tensor", None), None

@@ -117,15 +117,15 @@ class TrainingWindows:
         plan = self._plan
         if plan is None or self.request.by_window is not None or self._trainer.world_size > 1:
             return False
-        same = (plan.effective_batch_size, plan.micro_batch_size) == (source.recipe_effective(), source.batch_size)
-        return same and source.plan.length == source.recipe_batches()
+        sizes, recipe = (plan.effective_batch_size, plan.micro_batch_size), source.recipe_effective()
+        return sizes == (recipe, source.batch_size) and source.plan.length == source.recipe_batches()
 
     def _use_intervals(self, source: LoaderSource) -> None:
         """Let validation and schedules be due in windows from here on."""
         self._give_intervals_back()
         assert self._plan is not None
         batches = self._plan.effective_batch_size / (source.batch_size * int(self._trainer.world_size))
-        batches = source.recipe_batches() or 1 if source.plan.count == 1 else batches  # all samples may be fewer
+        batches = max(1, source.recipe_batches()) if source.plan.count == 1 else batches  # an epoch may be smaller
         recipe = source.within_epoch(source.recipe_effective(), self._progress.place.epoch)
         is_kept = self._plan.effective_batch_size == recipe and self.request.by_window is None
         factor = source.settings.recipe_factor if is_kept else 1
@@ -148,8 +148,8 @@ class TrainingWindows:
         elif self.request.by_window is not None and source.cut_in_step and self._epoch is not None:
             place.first_micro_batch = place.ready
             batch = self._cut(self._epoch).effective_batch_size
-            end = min(place.ready + self._trainer.accumulate_grad_batches, place.batches_of_epoch or NO_LIMIT)
             if self.intervals is not None:
+                end = min(place.ready + self._trainer.accumulate_grad_batches, place.batches_of_epoch or NO_LIMIT)
                 self.intervals.begin_window(self._progress.position.windows_done, end=end, validates=None)
         if self.rates is not None:
             self.rates.begin_window(batch, self.wanted.recipe_effective)
