@@ -113,7 +113,7 @@ class AutoAccumulate(Callback):
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before data are set up, and if other processes train (``ddp_spawn``)."""
-        return self._fit.windows.plan if self._fit else None
+        return self._fit.plan if self._fit else None
 
     @property
     def probe(self) -> ProbeResult | None:

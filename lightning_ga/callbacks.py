@@ -52,7 +52,7 @@ class NoiseScale(Callback):
         layers = [layer for layer in pl_module.modules() if isinstance(layer, NORMS)]
         self._norms = [each for layer in layers for each in layer.parameters(recurse=False) if each.requires_grad]
         fit: Any = found[0]._fit if found else None
-        plan = fit.windows.plan if fit is not None else None
+        plan = fit.plan if fit is not None else None
         alone = plan is not None and plan.factor * plan.world_size < 2
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         problems = {
@@ -65,7 +65,7 @@ class NoiseScale(Callback):
                 getattr(trainer.precision_plugin, "scaler", None) and any(group.get("fused") for group in groups)
             ),
             "the model has no LayerNorm, GroupNorm or RMSNorm that is trained": not self._norms,
-            "a window is one micro-batch: set micro_batch_size=…": alone and fit.windows.request.by_window is None,
+            "a window is one micro-batch: set micro_batch_size=…": alone and fit.request.by_window is None,
         }
         if problem := next((text for text, holds in problems.items() if holds), None):
             raise UserError(f"NoiseScale cannot measure here: {problem}.")

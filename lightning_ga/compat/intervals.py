@@ -1,15 +1,17 @@
-"""When validation and schedules are due, in optimizer windows; count optimizer steps.
+"""When validation and schedules are due, in batches of the recipe; count optimizer steps.
 
 Lightning's ``loops/training_epoch_loop.py``.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from math import ceil, inf, lcm
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from lightning_ga.compat import patching
 from lightning_ga.errors import UserError
+from lightning_ga.plan.recipe import Recipe, is_due
 
 
 def optimizer_steps(trainer: Any) -> int | float:
@@ -32,57 +34,83 @@ def optimizer_steps(trainer: Any) -> int | float:
     return inf if steps is None and estimate == -1 else estimate if steps is None else int(steps)
 
 
-class Intervals:
-    """Sets when validation and schedules by step are due: in whole windows, while the loop counts micro-batches.
+@dataclass(frozen=True, slots=True)
+class WindowSpan:
+    """The batches of the recipe that are done before and after a window, in its epoch, and those of earlier epochs."""
 
-    Lightning asks whether ``val_check_batch`` and a schedule's frequency divide its count of micro-batches
-    (``training_epoch_loop.py:486``, ``:560``). Both are set as a window begins.
+    before: int
+    after: int
+    earlier: int = 0
+
+
+class RecipeIntervals:
+    """Lets validation and schedules by step be due by the recipe's batches, while the loop counts its own.
+
+    Lightning asks whether ``val_check_batch`` and a schedule's frequency divide the loop's count
+    (``training_epoch_loop.py:486``, ``:560``). Both are replaced while it asks.
     """
 
-    def __init__(self, trainer: Any, every: int | None, *, factor: int, batches: float, windows: int) -> None:
-        """Read what is asked for: validation ``every`` so many batches of the recipe, ``None`` if by time.
+    def __init__(self, trainer: Any, recipe: Recipe, span: Callable[[], WindowSpan]) -> None:
+        """``span`` returns the batches of the window that runs or has just ended."""
+        self._trainer = trainer
+        self._loop = trainer.fit_loop.epoch_loop
+        self._recipe = recipe
+        self._span = span
 
-        The recipe accumulates ``factor`` batches; a window here has so many ``batches``, an epoch so many ``windows``.
-        """
-        self._trainer, self._factor, self._batches, self._every = trainer, factor, batches, every
-        self._over_epochs = trainer.check_val_every_n_epoch is None
-        configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step" and each.frequency > 1]
-        # Stock Lightning steps a schedule at multiples of both its frequency and the factor.
-        self._schedules = [(each, each.frequency, lcm(each.frequency, factor)) for each in configs]
-        found = None if every in (None, inf) else ceil(every / batches)
-        self.validation = found if found is None or self._over_epochs else min(found, windows)  # in windows
+    def of_schedules(self) -> AbstractContextManager[None]:
+        """Return a context in which frequencies of schedules by step count batches of the recipe."""
+        stock = self._loop.update_lr_schedulers
 
-    def __str__(self) -> str:
-        """Say what was rounded to windows."""
-        interval = getattr(self._trainer, "val_check_interval", None)
-        if not isinstance(interval, int) or self.validation is None or self.validation * self._batches == interval:
-            return ""
-        return f"validation every {self.validation} windows, for val_check_interval={interval} batches"
+        def update(interval: str, update_plateau_schedulers: bool) -> None:
+            with ExitStack() as stack:
+                if interval == "step" and not self._loop._should_accumulate():
+                    self._replace_frequencies(stack)
+                stock(interval, update_plateau_schedulers=update_plateau_schedulers)
 
-    def validates(self, window: int, *, before: int) -> bool | None:
-        """Return whether validation is due after a window of the epoch; ``before`` are the windows of earlier ones."""
-        return None if self.validation is None else (window + 1 + before * self._over_epochs) % self.validation == 0
+        return patching.shadowed(self._loop, "update_lr_schedulers", update)
 
-    def validates_between(self, start: int, end: int, *, earlier: int) -> bool | None:
-        """Return whether validation is due between two batches of the epoch; ``earlier`` ones are of other epochs."""
-        every, before = self._every, earlier * self._over_epochs
-        return None if every is None else (before + end) // every > (before + start) // every
+    def of_validation(self) -> AbstractContextManager[None]:
+        """Return a context in which validation is due at the ends of windows, by batches of the recipe."""
+        stock = self._loop._should_check_val_fx
 
-    def begin_window(self, window: int, *, end: int, validates: bool | None) -> None:
-        """Set what is due after a window of the epoch, which ends after ``end`` micro-batches."""
-        trainer = self._trainer
-        for config, _, batches in self._schedules:
-            config.frequency = end if (window + 1) * self._factor % batches == 0 else end + 1
-        if validates is not None:
-            progress = trainer.fit_loop.epoch_loop.batch_progress
-            counted = end + (progress.total.ready - progress.current.ready if self._over_epochs else 0)
-            trainer.val_check_batch = counted if validates else counted + 1
+        def should_check(fetcher: Any) -> bool:
+            every = self._trainer.val_check_batch
+            if every in (None, inf):  # by time, or as the epoch ends
+                return bool(stock(fetcher))
+            counted = self._batches_counted()
+            asked = counted if self._validates(every) else counted + 1
+            with patching.replaced(self._trainer, val_check_batch=asked):
+                return bool(stock(fetcher))
 
-    def give_back(self) -> None:
-        """Restore what the user wrote."""
-        self._trainer.val_check_batch = self._every
-        for config, frequency, _ in self._schedules:
-            config.frequency = frequency
+        return patching.shadowed(self._loop, "_should_check_val_fx", should_check)
+
+    def _replace_frequencies(self, stack: ExitStack) -> None:
+        span = self._span()
+        is_last = bool(self._loop._num_ready_batches_reached())
+        counted = self._loop.batch_idx + 1
+        for config in self._trainer.lr_scheduler_configs:
+            if config.interval != "step" or config.frequency == 1:
+                continue
+            is_due = self._recipe.steps_schedule(
+                config.frequency, before=span.before, after=span.after, is_last=is_last
+            )
+            stack.enter_context(patching.replaced(config, frequency=counted if is_due else counted + 1))
+
+    @property
+    def _is_over_epochs(self) -> bool:
+        return self._trainer.check_val_every_n_epoch is None
+
+    def _batches_counted(self) -> int:
+        """Return the loop's count that Lightning divides by ``val_check_batch``."""
+        index = self._loop.total_batch_idx if self._is_over_epochs else self._loop.batch_idx
+        return int(index) + 1
+
+    def _validates(self, every: int) -> bool:
+        if self._loop._should_accumulate():
+            return False
+        span = self._span()
+        earlier = span.earlier if self._is_over_epochs else 0
+        return is_due(every, before=earlier + span.before, after=earlier + span.after)
 
 
 def before_schedulers(trainer: Any, call: Callable[[], None]) -> AbstractContextManager[None]:

@@ -10,7 +10,9 @@ from math import inf
 from typing import Any
 
 from lightning_ga.compat import patching
+from lightning_ga.plan.state import Position
 
+_LEFT = "_lightning_ga_left"  # an attribute of the Trainer between two fits
 _COUNTS = ("ready", "started", "processed", "completed")
 _REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"  # ``training_epoch_loop.py:225``
 
@@ -19,8 +21,16 @@ class LoopReader:
     """Reads the loop's place: windows of an epoch, each of as many micro-batches as the factor says."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._fit_loop, self._loop = trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self.first_micro_batch = 0  # micro-batches of the epoch before the first window of this factor
+        self._trainer = trainer
+        self._fit_loop = trainer.fit_loop
+        self._loop = trainer.fit_loop.epoch_loop
+        self._first_micro_batch = 0  # micro-batches of the epoch before the first window of this factor
+        self.window_start = 0  # micro-batches of the epoch before the running window
+
+    @property
+    def factor(self) -> int:
+        """Micro-batches of a window."""
+        return int(self._trainer.accumulate_grad_batches)
 
     @property
     def epoch(self) -> int:
@@ -35,17 +45,12 @@ class LoopReader:
     @property
     def begins_window(self) -> bool:
         """Whether the micro-batch that the loop fetches next is the first of a window."""
-        return bool((self.ready - self.first_micro_batch) % self._trainer.accumulate_grad_batches == 0)
-
-    @property
-    def next_window(self) -> int:
-        """The window of the micro-batch that the loop fetches next, counted from ``first_micro_batch``."""
-        return (self.ready - self.first_micro_batch) // int(self._trainer.accumulate_grad_batches)
+        return (self.ready - self._first_micro_batch) % self.factor == 0
 
     @property
     def index_in_window(self) -> int:
         """The place of the running micro-batch in its window."""
-        return (self.ready - self.first_micro_batch - 1) % int(self._trainer.accumulate_grad_batches)
+        return (self.ready - self._first_micro_batch - 1) % self.factor
 
     @property
     def window_is_over(self) -> bool:
@@ -73,21 +78,55 @@ class LoopReader:
 class LoopPlace(LoopReader):
     """Moves the loop's place."""
 
+    def set_factor(self, factor: int) -> None:
+        """Set the micro-batches of a window; nothing else sets ``trainer.accumulate_grad_batches``."""
+        self._trainer.accumulate_grad_batches = factor
+
+    def take_back(self) -> Position | None:
+        """Restore the recipe's factor after an earlier fit of this Trainer; return where that fit has ended."""
+        left = vars(self._trainer).pop(_LEFT, None)
+        if left is None:
+            return None
+        factor, recipe_factor, steps, position = left
+        if self.factor == factor:
+            self.set_factor(recipe_factor)
+        return position if steps == self._trainer.global_step else None
+
+    def leave(self, recipe_factor: int, position: Position) -> None:
+        """Note for the next fit where this one ends. The factor stays, as with Lightning's own scheduler."""
+        vars(self._trainer)[_LEFT] = (self.factor, recipe_factor, self._trainer.global_step, position)
+
+    def begin_epoch(self) -> None:
+        """Count windows from the first micro-batch of the epoch on."""
+        self._first_micro_batch = 0
+        self.window_start = 0
+
+    def begin_window(self) -> None:
+        """Note that a window begins with the micro-batch that the loop fetches next."""
+        self.window_start = self.ready
+
+    def count_windows_from_here(self) -> None:
+        """Count windows from the micro-batch on that the loop fetches next; see ``windows_begin_anywhere``."""
+        self._first_micro_batch = self.ready
+
     def size_epoch(self, length: int) -> None:
         """Set the number of micro-batches of an epoch that the loop begins."""
         self._fit_loop._combined_loader.limits = [length]
         self._fit_loop.max_batches = length
 
-    def relocate(self, window: int, factor: int, *, end: int | None) -> None:
-        """Let the loop continue with the first micro-batch of a window; its epoch has ``end`` micro-batches.
+    def relocate(self, factor: int, *, at: int | None, end: int | None) -> None:
+        """Let the loop continue ``at`` a micro-batch, by default the window's first; the epoch ends after ``end``.
 
         Totals over all epochs are corrected by the same amount.
         """
-        self._trainer.accumulate_grad_batches = factor
-        fetcher, at = self._fit_loop._data_fetcher, self.first_micro_batch + window * factor
+        self.set_factor(factor)
+        fetcher = self._fit_loop._data_fetcher
+        at = self.window_start if at is None else at
         self._set(at)
         self._loop.batch_progress.is_last_batch = False
-        fetcher.fetched, fetcher.length, fetcher.done = at, end, False
+        fetcher.fetched = at
+        fetcher.length = end
+        fetcher.done = False
         self._fit_loop.max_batches = inf if end is None else end
         counts = self._loop.automatic_optimization.optim_progress.optimizer
         for counter in (counts.step, counts.zero_grad):  # of a failed step
@@ -96,17 +135,16 @@ class LoopPlace(LoopReader):
 
     def windows_begin_anywhere(self) -> AbstractContextManager[None]:
         """Return a context in which windows may begin anywhere, so that the factor may change within an epoch."""
-        over = lambda: (self.ready - self.first_micro_batch) % self._trainer.accumulate_grad_batches == 0  # noqa: E731
-        return patching.shadowed(self._loop, "_accumulated_batches_reached", over)
+        return patching.shadowed(self._loop, "_accumulated_batches_reached", lambda: self.begins_window)
 
     def begin_at(self, window: int, *, same_epoch: bool) -> None:
         """Let a restored loop begin with a window of the epoch, in this run's micro-batches."""
-        loop, factor = self._loop, int(self._trainer.accumulate_grad_batches)
+        loop = self._loop
         pending = loop.restarted_on_train_batch_end  # which 2.5 reads off the counts
         if not same_epoch:
             self._begin_next_epoch()
         loop.batch_progress.is_last_batch = same_epoch and loop.batch_progress.is_last_batch
-        self._set(window * factor, pending=pending, total=same_epoch)
+        self._set(window * self.factor, pending=pending, total=same_epoch)
         self._align_logger_steps()
 
     def begin_epoch_after_last_batch(self) -> None:
@@ -139,6 +177,12 @@ class LoopPlace(LoopReader):
         """Return the batches that a restored loop has trained on in its epoch; none if that is over."""
         epochs = self._fit_loop.epoch_progress.current
         return int(self._loop.batch_progress.current.processed) if epochs.started > epochs.processed else 0
+
+    @property
+    def batches_before_epoch(self) -> int:
+        """Batches that the loop has begun in earlier epochs and fits; asked for before the epoch begins."""
+        begun = int(self._loop.batch_progress.total.ready)
+        return begun - self.batches_done() if self.restarts else begun
 
     def reopen_epoch(self) -> None:
         """Let a restored loop continue in an epoch that ``max_steps`` ended early, as stock Lightning does.

@@ -60,16 +60,30 @@ def shared_seed(trainer: Any) -> int:
     return int(trainer.strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))))
 
 
+def data_ranks(trainer: Any) -> tuple[int, int]:
+    """Return how many ranks share the data, and the place of this one among them.
+
+    Ranks that hold one model together read the same samples (``ModelParallelStrategy``), and count as one.
+    """
+    shares = getattr(trainer, "distributed_sampler_kwargs", None)
+    if shares is None:
+        return int(trainer.world_size), int(trainer.global_rank)
+    return int(shares["num_replicas"]), int(shares["rank"])
+
+
 def smallest_over_ranks(trainer: Any, value: int) -> int:
     """Return the smallest of one number over all ranks."""
     return int(min(of_all_ranks(trainer, value)))
 
 
 def sum_over_ranks(trainer: Any, value: float) -> float:
-    """Return one number summed over all ranks."""
+    """Return one number summed over the ranks that share the data."""
+    if trainer.world_size == 1:
+        return float(value)
     total = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
     with ours():
-        return float(trainer.strategy.reduce(total, reduce_op="sum") if trainer.world_size > 1 else value)
+        summed = float(trainer.strategy.reduce(total, reduce_op="sum"))
+    return summed * data_ranks(trainer)[0] / int(trainer.world_size)
 
 
 def of_all_ranks(trainer: Any, value: Any) -> list[Any]:

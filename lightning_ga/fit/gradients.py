@@ -16,9 +16,11 @@ from lightning_ga.plan.windows import Window
 from lightning_ga.snapshot.copies import coalesce_gradients, scale_gradients, sparse_parameters
 
 LEFT_OUT = (
-    "training_step returned None for some micro-batches of a window and a loss for others: the gradient is the mean "
-    "over those with a loss. Return a loss for every micro-batch to train on all of them."
+    "training_step returned None for some micro-batches of a window and a loss for others: {meaning}. Return a loss "
+    "for every micro-batch to train on all of them."
 )
+AS_MEAN = "the gradient is the mean over those with a loss"
+AS_ZEROS = "the gradient is the sum of those with a loss, divided as if all had one"
 
 
 class Gradients:
@@ -29,10 +31,13 @@ class Gradients:
     """
 
     def __init__(self, trainer: Any, normalize: Normalize) -> None:
-        self._trainer, self.normalize = trainer, normalize
+        self._trainer = trainer
+        self.normalize = normalize
         self._counts: Callable[[Any], Any] | None = normalize if callable(normalize) else None
+        self._world_size = ranks.data_ranks(trainer)[0]
         self.weights = WindowWeights()  # of the window so far
-        self._late = LateWindow(trainer.world_size, sum_over_ranks=partial(ranks.sum_over_ranks, trainer))
+        self._sum = partial(ranks.sum_over_ranks, trainer)
+        self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counts is None)
         self._zeroing: list[Any] = []  # hooks during a pass of weight 0
         self._sparse: list[torch.nn.Parameter] | None = None
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
@@ -60,18 +65,22 @@ class Gradients:
         self._stop_zeroing()
         self._passes = self._losses = 0
 
-    def weigh_micro_batch(self, batch: Any, window: Window, position: int, *, samples: int | None = None) -> None:
+    def weigh_micro_batch(
+        self, batch: Any, window: Window, position: int, *, samples: int | None = None, may_drop: bool = False
+    ) -> None:
         """Weigh the next pass, a micro-batch of a window that is planned.
 
-        ``samples`` is the micro-batch's number of samples if a collate function may have dropped some.
+        ``samples`` is the micro-batch's number of samples if a collate function may have dropped some (``may_drop``);
+        ``None`` if they could not be counted.
         """
         if self.normalize is None:
             return
-        factor, planned = int(self._trainer.accumulate_grad_batches), window.sizes[position]
+        factor = int(self._trainer.accumulate_grad_batches)
+        planned = window.sizes[position]
         if self._counts is not None:
             self._weigh_late(count_items(self._counts, batch) if planned else 0, factor)
             return
-        known = self.weights if isinstance(self.weights, KnownWindow) else KnownWindow(self._trainer.world_size)
+        known = self.weights if isinstance(self.weights, KnownWindow) else self._known_window(may_drop=may_drop)
         self.weights = known.weigh(
             (planned if samples is None else samples) if planned else 0,
             planned=planned,
@@ -81,24 +90,34 @@ class Gradients:
         )
         self._passes += 1
 
+    def _known_window(self, *, may_drop: bool) -> KnownWindow:
+        return KnownWindow(self._world_size, sum_over_ranks=self._sum if may_drop and self._world_size > 1 else None)
+
     def weigh_piece(self, piece: Any, batch: Any, *, samples: int, of: int) -> float:
         """Weigh the next pass: a piece of ``samples`` samples, cut in the step from a batch of ``of``.
 
         Return its weight in a mean over the batch.
         """
-        factor, is_first = int(self._trainer.accumulate_grad_batches), self._passes == 0
-        count, total = float(samples), float(of)
+        factor = int(self._trainer.accumulate_grad_batches)
+        is_first = self._passes == 0
+        count = float(samples)
+        total = float(of)
         if self._counts is not None:
             count = count_items(self._counts, piece)
             total = count if piece is batch else count_items(self._counts, batch)
-        if self.normalize is not None and (factor * self._trainer.world_size > 1 or not total):
+        share = count / total if total else 0.0
+        if self.normalize is None:  # Lightning divides each batch by the factor
+            self.weights = self.weights.weigh_share(count, of=total, first=is_first)
+            self._passes += 1
+        elif factor * self._world_size == 1 and (total or self._counts is None):  # the batch is a window of its own
+            known = self.weights if isinstance(self.weights, KnownWindow) else KnownWindow(1)
+            if not total:  # without samples, the loss is whatever the step says
+                count = total = 1.0
+            self.weights = known.weigh(count, planned=count, window=total, factor=1, first=is_first)
+            self._passes += 1
+        else:
             self._weigh_late(count, factor)
-            return count / total if total else 0.0
-        # The batch is a window of its own, or Lightning's division by the factor weighs it.
-        known = self.weights if isinstance(self.weights, KnownWindow) else KnownWindow(1)
-        self.weights = known.weigh(count, planned=count, window=total or 1.0, factor=1, first=is_first)
-        self._passes += 1
-        return count / total if total else 0.0
+        return share
 
     def _weigh_late(self, count: float, factor: int) -> None:
         self._late = self._late.weigh(count, factor=factor, first=self._passes == 0)
@@ -139,7 +158,8 @@ class Gradients:
         gradient_dtype.narrow(self._half)
         if 0 < self._losses < self._passes and not self._warned:
             self._warned = True
-            rank_zero_warn(LEFT_OUT, category=ExactnessWarning)
+            meaning = AS_MEAN if self.weights.rescales else AS_ZEROS
+            rank_zero_warn(LEFT_OUT.format(meaning=meaning), category=ExactnessWarning)
         self._passes = self._losses = 0  # LBFGS and SAM evaluate the window again
 
     def _set_weights(self, weights: WindowWeights) -> None:

@@ -5,75 +5,77 @@ from typing import Any
 
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.compat.place import LoopPlace
-from lightning_ga.loading.source import LoaderSource
+from lightning_ga.plan.recipe import RecipeEpoch
 from lightning_ga.plan.state import Position, RunState
 
 
 class Progress:
-    """The position of a fit: its epoch, and the samples and windows done in it and before."""
+    """The position of a fit: its epoch, and the samples and batches done in it and before.
 
-    def __init__(self, trainer: Any, place: LoopPlace) -> None:
-        self.trainer, self.place = trainer, place
-        self.position = Position(
+    A fit that follows another of the same Trainer continues its counts, as Lightning's loops do.
+    """
+
+    def __init__(self, trainer: Any, place: LoopPlace, earlier: Position | None) -> None:
+        self.trainer = trainer
+        self.place = place
+        self.restored: RunState | None = None  # what was read from a checkpoint
+        self._is_known = earlier is not None  # whether earlier epochs have been counted
+        start = Position(
             ranks.shared_seed(trainer),
             place.epoch,
             steps_before=trainer.global_step,
             shuffles=loaders.shares_shuffled(trainer),
         )
-        self.restored: RunState | None = None  # what was read from a checkpoint
+        if earlier is not None:
+            before = earlier.at_start_of(start.epoch, start.steps_before)
+            start = replace(start, samples_before=before.samples_before, batches_before=before.batches_before)
+        self.position = start
 
     def restore(self, state: RunState) -> None:
         """Continue at the position of a checkpoint."""
-        self.restored, self.position = state, state.position
-
-    @property
-    def samples_seen(self) -> int:
-        """The samples that training has seen from its start on, over all ranks."""
-        return self.position.samples_before + self.position.samples_done
+        self.restored = state
+        self.position = state.position
 
     def position_in(self, epoch: int) -> Position:
         """Return the current position, or the start of another epoch."""
         if epoch == self.position.epoch:
             return self.position
-        return replace(
-            self.position,
-            epoch=epoch,
-            samples_done=0,
-            windows_done=0,
-            windows_before=self.position.windows_before + self.position.windows_done,
-            steps_before=int(self.trainer.global_step),
-            samples_before=self.samples_seen,
-        )
+        return self.position.at_start_of(epoch, int(self.trainer.global_step))
 
     def enter(self, epoch: int) -> None:
         """Begin an epoch."""
         self.position = self.position_in(epoch)
 
-    def end_window(self, samples_done: int) -> None:
-        """Note that a window is done, and how many samples of the epoch are done with it."""
-        self.position = replace(self.position, samples_done=samples_done, windows_done=self.position.windows_done + 1)
+    def end_window(self, *, samples: int, batches: int) -> None:
+        """Note that a window is done, and how many samples and batches of the epoch are done with it."""
+        self.position = self.position.after_window(samples=samples, batches=batches)
 
-    def take_over(self, source: LoaderSource | None, recipe_factor: int) -> bool:
+    def take_over(self, epoch: RecipeEpoch) -> bool:
         """Adopt the position of a restored loop; return whether the run continues within an epoch.
 
-        A checkpoint of stock Lightning contains the loop's position only, in batches of the recipe.
+        A checkpoint of stock Lightning contains the loop's position only, in batches of the recipe; so does a Trainer
+        whose earlier fits ran without the callback. Their epochs were as long as this ``epoch``.
         """
-        trainer, place = self.trainer, self.place
+        place = self.place
         if place.restarts:
             place.reopen_epoch()
-            if self.restored is None and source is not None:
-                done, epoch = place.batches_done(), place.epoch
-                samples = min(source.total(), (done - done % recipe_factor) * source.batch_size * trainer.world_size)
-                windows = done // recipe_factor
-                steps = max(0, trainer.global_step - windows)
-                self.position = replace(
-                    self.position,
-                    epoch=epoch,
-                    samples_done=samples,
-                    windows_done=windows,
-                    windows_before=steps,
-                    steps_before=steps,
-                    samples_before=source.total() * epoch,
-                )
+        if self.restored is None and (place.restarts or not self._is_known):
+            self._read_loop(epoch)
         within = self.restored is not None or self.position.samples_done > 0
         return within and self.position.epoch == place.epoch
+
+    def _read_loop(self, epoch: RecipeEpoch) -> None:
+        place = self.place
+        factor = epoch.recipe.factor
+        done = place.batches_done() if place.restarts else 0
+        windows = done // factor
+        self.position = replace(
+            self.position,
+            epoch=place.epoch,
+            samples_done=min(epoch.samples, epoch.recipe.samples_of(windows * factor)),
+            batches_done=windows * factor,
+            windows_done=windows,
+            samples_before=epoch.samples * place.epoch,
+            batches_before=place.batches_before_epoch,
+            steps_before=max(0, self.trainer.global_step - windows),
+        )

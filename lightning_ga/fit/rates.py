@@ -15,7 +15,8 @@ class WindowRates:
     """
 
     def __init__(self, trainer: Any, scale_lr: ScaleLr) -> None:
-        self._trainer, self._scale_lr = trainer, scale_lr
+        self._trainer = trainer
+        self._scale_lr = scale_lr
         self._before: list[Any] = []  # what schedulers have set, of each parameter group
 
     def unscaled_for_schedulers(self) -> AbstractContextManager[None]:
@@ -30,13 +31,18 @@ class WindowRates:
     def begin_window(self, batch: int, recipe: int) -> None:
         """Scale the rate of every parameter group for an effective batch, and log both."""
         self.give_back()
-        for group in self._groups if self._scale_lr != "none" else ():
-            before = group["lr"]
-            group["lr"] = before * rate_ratio(self._scale_lr, batch, recipe)
-            self._before.append(before)
-        rates = {f"learning_rate/{n}" if n else "learning_rate": each.get("lr") for n, each in enumerate(self._groups)}
-        factor = int(self._trainer.accumulate_grad_batches)
-        intervals.log_step(self._trainer, {"effective_batch_size": batch, "accumulate_grad_batches": factor, **rates})
+        if self._scale_lr != "none":
+            for group in self._groups:
+                before = group["lr"]
+                group["lr"] = before * rate_ratio(self._scale_lr, batch, recipe)
+                self._before.append(before)
+        values: dict[str, Any] = {
+            "effective_batch_size": batch,
+            "accumulate_grad_batches": int(self._trainer.accumulate_grad_batches),
+        }
+        for number, group in enumerate(self._groups):
+            values[f"learning_rate/{number}" if number else "learning_rate"] = group.get("lr")
+        intervals.log_step(self._trainer, values)
 
     def give_back(self) -> None:
         """Restore the rates that schedulers had set."""

@@ -21,7 +21,9 @@ class Verdict:
     """Keeps the verdict, and warns once if micro-batches do not give the gradient of the whole batch."""
 
     def __init__(self, trainer: Any, options: Options, several_passes: Callable[[], bool]) -> None:
-        self._trainer, self._options, self._several_passes = trainer, options, several_passes
+        self._trainer = trainer
+        self._options = options
+        self._several_passes = several_passes
         self.exactness: Exactness | None = None  # none without ``verify``, and before it is measured
         self._moments = Moments()
         self._warned = False

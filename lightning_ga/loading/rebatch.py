@@ -29,6 +29,7 @@ class SourceSettings:
     shard: bool = True  # whether the trainer may share one order among ranks (``use_distributed_sampler``)
     may_shuffle: bool = True  # false if the trainer asks for the order of the dataset (``overfit_batches``)
     must_shuffle: bool = False  # whether it shuffles whatever the loader says, as it does on several ranks
+    epoch: int = 0  # that the data are set up in
 
 
 def length_of(data: Any) -> int | None:

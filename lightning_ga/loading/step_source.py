@@ -15,33 +15,48 @@ from lightning_ga.memory.oom import attempt
 class StepSource:
     """Batches as the user's loader yields them, a whole number of which makes up a window."""
 
-    cut_in_step, sizes, may_drop_samples = True, None, False
+    sizes = None  # of samples: only the loader cuts by these
 
     def __init__(self, loader: Any, why: str, settings: SourceSettings) -> None:
-        self.loader, self.why, self.settings = loader, why, settings
+        self.loader = loader
+        self.why = why  # the step cuts them
+        self.recipe_factor = settings.recipe_factor
+        self.world_size = settings.world_size
         self.batch_size = _batch_size(loader)  # samples of a rank's batch; ``None`` until one is seen
         self.varies = self.batch_size is None  # whether the first batch may be smaller than others
-        self.batch: Any = None  # the first, until training begins
+        self._first_batch: Any = None  # until training begins
+
+    @property
+    def is_ready_made(self) -> bool:
+        """Whether only a batch can show how many samples there are, or what the step gets."""
+        return self.batch_size is None or not collates_by_index(self.loader)
 
     def see(self, batch: Any, cutter: BatchCutter) -> None:
         """Keep a batch that training will run, as it is on the host."""
-        self.batch = batch
+        self._first_batch = batch
         if self.batch_size is None:
             counted = attempt(cutter.count, lambda error: isinstance(error, LayoutError), batch)
             self.batch_size = max(1, counted.result or length_of_first(batch))
 
-    def recipe_effective(self) -> int | None:
-        """Return the samples of a window as the user wrote it, over all ranks; ``None`` if they are not known."""
-        size, settings = self.batch_size, self.settings
-        return None if size is None else size * settings.recipe_factor * settings.world_size
+    def take_size(self, earlier: "StepSource") -> None:
+        """Use the batch size of a loader that this one follows, unless it says its own."""
+        self.batch_size = self.batch_size or earlier.batch_size
 
-    def factor_for(self, effective: int, world_size: int) -> int:
+    def forget(self) -> None:
+        """Let the first batch go, because training begins."""
+        self._first_batch = None
+
+    def recipe_effective(self) -> int:
+        """Return the samples of a window as the user wrote it, over all ranks; a batch whose size is not known is 1."""
+        return (self.batch_size or 1) * self.recipe_factor * self.world_size
+
+    def factor_for(self, effective: int) -> int:
         """Return the batches of a window of so many samples over all ranks; refuse a number that is no multiple."""
-        each = (self.batch_size or 1) * world_size
+        each = (self.batch_size or 1) * self.world_size
         if effective % each:
             raise UserError(
                 f"effective_batch_size={effective} is no whole number of batches: with {self.why}, the loader's "
-                f"batches of {self.batch_size} samples on {world_size} ranks are kept. Use a multiple of {each}."
+                f"batches of {self.batch_size} samples on {self.world_size} ranks are kept. Use a multiple of {each}."
             )
         return effective // each
 
@@ -51,7 +66,7 @@ class StepSource:
         total = length_of(getattr(loader, "dataset", ()))
         if collates_by_index(loader) and not self.varies and total:
             return SampleTrials(loader, range(total), size, cutter=cutter)
-        return SeenTrials(self.batch, cutter, size)
+        return SeenTrials(self._first_batch, cutter, size)
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -55,6 +55,11 @@ class AccumulationPlan:
         return f"effective batch {effective} in {factor} micro-batches of at most {micro}{each}, factor {factor}"
 
 
+def ceil_div(total: int, parts: int) -> int:
+    """Divide and round up."""
+    return -(-total // parts)
+
+
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:
     """Cut ``total`` into ``parts`` sizes that differ by one at most, the larger ones first."""
     quotient, larger = divmod(total, parts)

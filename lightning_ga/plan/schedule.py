@@ -53,7 +53,7 @@ class PiecewiseSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The effective batches of an epoch that a schedule by window gives."""
+    """The effective batches of an epoch's windows, which a schedule by window gives; a constant is a schedule, too."""
 
     schedule: PiecewiseSchedule
     times: int = 1  # samples that a count stands for
@@ -64,10 +64,20 @@ class Growth:
         """Return the effective batch after so many windows and samples of the epoch."""
         return self.times * self.schedule.at(self.steps_before + windows, self.samples_before + samples)
 
+    @classmethod
+    def constant(cls, batch: int) -> "Growth":
+        """Return the growth of an epoch whose windows have one size."""
+        return cls(PiecewiseSchedule(str(batch), "step", (0,), (batch,)))
+
     @property
     def largest(self) -> int:
         """The largest effective batch that there may be."""
         return self.times * max(self.schedule.counts)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all windows have one size."""
+        return len(self.schedule.counts) == 1
 
 
 __all__ = ["Schedule", "ScheduleLike", "as_schedule", "by_samples", "by_step", "from_lr_decay", "geometric", "linear"]

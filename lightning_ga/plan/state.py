@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint: plain values, so that it loads with ``weights_only=True``."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_ga.errors import UserError
@@ -15,11 +15,34 @@ class Position:
     seed: int  # of the epochs' orders
     epoch: int
     samples_done: int = 0  # of the epoch, by optimizer steps of all ranks
+    batches_done: int = 0  # of the epoch and of the recipe, on each rank: those that ended with these samples
     windows_done: int = 0  # in which these samples were
-    windows_before: int = 0  # of earlier epochs
-    steps_before: int = 0  # optimizer steps of earlier epochs
     samples_before: int = 0  # of earlier epochs, over all ranks
+    batches_before: int = 0  # of earlier epochs
+    steps_before: int = 0  # optimizer steps of earlier epochs
     shuffles: bool = False  # whether the run has begun on ranks among which the Trainer shares a shuffled order
+
+    @property
+    def samples_seen(self) -> int:
+        """The samples that training has seen from its start on, over all ranks."""
+        return self.samples_before + self.samples_done
+
+    def at_start_of(self, epoch: int, steps: int) -> "Position":
+        """Return the start of another epoch, or of the same one again, after so many optimizer steps."""
+        return replace(
+            self,
+            epoch=epoch,
+            samples_done=0,
+            batches_done=0,
+            windows_done=0,
+            samples_before=self.samples_seen,
+            batches_before=self.batches_before + self.batches_done,
+            steps_before=steps,
+        )
+
+    def after_window(self, *, samples: int, batches: int) -> "Position":
+        """Return the position once a window is done, and with it so many samples and batches of the epoch."""
+        return replace(self, samples_done=samples, batches_done=batches, windows_done=self.windows_done + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +57,16 @@ class RunState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers, strings, lists and dictionaries only."""
-        return {"version": 2, **asdict(self)}
+        return {"version": 3, **asdict(self)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "RunState":
         """Return the record that ``to_dict`` was called on; without a probe's record of another version's making."""
         try:
-            position, limit, events = Position(**state["position"]), state.get("limit"), state.get("oom_events", 0)
+            place = {name: value for name, value in state["position"].items() if name != "windows_before"}  # version 2
+            position = Position(**place)
+            limit = state.get("limit")
+            events = state.get("oom_events", 0)
             counted = asdict(position)
             del counted["seed"], counted["shuffles"]
             require_counts(*counted.values(), events, least=0)

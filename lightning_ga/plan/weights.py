@@ -27,6 +27,17 @@ class WindowWeights:
     reached: float = 0.0  # counts that have reached their backward passes in this window
     any_reached: bool = False  # whether a backward pass of the window has been reached
 
+    @property
+    def rescales(self) -> bool:
+        """Whether the gradient is the mean over what has reached a backward pass, if some has not."""
+        return False
+
+    def weigh_share(self, count: float, *, of: float, first: bool) -> Self:
+        """Weigh a piece by its share in its batch, and leave it there whatever the other passes of the window do."""
+        reached = 0.0 if first else self.reached
+        weight = count / of if of else 1.0
+        return replace(self, weight=weight, count=count, pending=count, reached=reached)
+
     def trained(self) -> Self:
         """Note that the backward pass has been reached; a step that returns ``None`` does not reach it."""
         return replace(self, reached=self.reached + self.pending, pending=0.0, any_reached=True)
@@ -42,6 +53,12 @@ class KnownWindow(WindowWeights):
 
     window: float = 0.0  # its samples as planned, over all ranks
     seen: float = 0.0  # samples of this rank's micro-batches so far, as planned
+    sum_over_ranks: Callable[[float], float] | None = None  # if samples may be dropped on several ranks
+
+    @property
+    def rescales(self) -> bool:
+        """Whether the gradient is the mean over what has reached a backward pass, if some has not."""
+        return self.world_size == 1 or self.sum_over_ranks is not None
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
         """Weigh the next micro-batch of this rank by its samples.
@@ -49,25 +66,35 @@ class KnownWindow(WindowWeights):
         ``window`` are the samples that were planned for the window over all ranks, and ``planned`` those of the
         micro-batch, if a collate_fn has dropped some.
         """
-        if count and planned == window:  # a window of one micro-batch is its own mean, to the bit
+        if count and planned == window and self.world_size == 1:  # one micro-batch is its own mean, to the bit
             window = planned = count
         weight = factor * self.world_size * count / window
         reached, seen = (0.0, 0.0) if first else (self.reached, self.seen)
         seen += count if planned is None else planned
         # ``replace`` is several times slower; so below.
-        return type(self)(self.world_size, weight, count, count, reached, self.any_reached, window, seen)
+        known = self.world_size, weight, count, count, reached, self.any_reached, window, seen
+        return type(self)(*known, self.sum_over_ranks)
 
     def trained(self) -> Self:
         """Note that the backward pass has been reached."""
         reached = self.reached + self.pending
-        return type(self)(self.world_size, self.weight, self.count, 0.0, reached, True, self.window, self.seen)
+        known = self.world_size, self.weight, self.count, 0.0, reached, True, self.window, self.seen
+        return type(self)(*known, self.sum_over_ranks)
 
     def close(self, factor: int) -> tuple[float, Self]:
         """Return a scale above one if micro-batches were skipped or samples dropped.
 
-        It is computed without the other ranks, because Lightning allows one rank alone to skip a step.
+        Ranks have averaged their gradients, so all must have the same scale. If samples may be dropped, their counts
+        are summed. If not, only a step that returns ``None`` leaves samples out, and they count as zeros.
         """
-        skipped = self.seen - self.reached
+        reached = self.reached
+        planned = self.seen
+        if self.world_size > 1:
+            if self.sum_over_ranks is None:
+                return 1.0, self
+            reached = self.sum_over_ranks(self.reached)
+            planned = self.window
+        skipped = planned - reached
         return self.window / (self.window - skipped) if 0 < skipped < self.window else 1.0, self
 
 
@@ -85,6 +112,12 @@ class LateWindow(WindowWeights):
     sum_over_ranks: Callable[[float], float] = float
     reference: float | None = None
     largest_mean: float = 0.0  # count of a window ÷ ranks, so far
+    may_be_empty: bool = False  # whether a window may have no samples
+
+    @property
+    def rescales(self) -> bool:
+        """Whether the gradient is the mean over what has reached a backward pass, if some has not."""
+        return True
 
     def weigh(self, count: float, *, factor: int, first: bool) -> Self:
         """Weigh the next micro-batch by its count."""
@@ -100,6 +133,8 @@ class LateWindow(WindowWeights):
         if not self.any_reached and self.world_size == 1:
             return 1.0, self
         total = self.sum_over_ranks(self.reached)
+        if not total and self.may_be_empty:
+            return 1.0, self
         if not total:
             raise UserError(
                 "normalize counted 0 in all micro-batches of a window, so its gradient is no mean of anything: check "

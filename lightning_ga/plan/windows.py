@@ -8,19 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lightning_ga.plan.accumulation import split_evenly
+from lightning_ga.plan.accumulation import ceil_div, split_evenly
 
 
 @dataclass(frozen=True, slots=True)
 class RegularWindows:
-    """Windows of one size; the last may have fewer samples, or is dropped.
+    """Windows of one size; the last may have fewer samples.
 
     An earlier run has trained on ``samples_done`` samples in ``done`` windows; windows start anew after these.
     """
 
     total: int  # samples of the epoch
     largest: int  # samples of a full window
-    drop_last: bool = False
     samples_done: int = 0
     done: int = 0
 
@@ -28,7 +27,7 @@ class RegularWindows:
     def count(self) -> int:
         """Windows of the epoch, those already done included."""
         left = max(0, self.total - self.samples_done)
-        return self.done + (left // self.largest if self.drop_last else -(-left // self.largest))
+        return self.done + ceil_div(left, self.largest)
 
     def span(self, window: int) -> tuple[int, int]:
         """Return start and number of samples of one window that is not done, counted in the epoch's order."""
@@ -38,11 +37,10 @@ class RegularWindows:
 
 @dataclass(slots=True, eq=False)
 class GrowingWindows:
-    """Windows whose sizes a schedule gives one by one; the last may have fewer samples, or is dropped."""
+    """Windows whose sizes a schedule gives one by one; the last may have fewer samples."""
 
     total: int  # samples of the epoch
     size_at: Callable[[int, int], int]  # samples of a full window that begins after so many windows and samples
-    drop_last: bool = False
     samples_done: int = 0  # that an earlier run has trained on,
     done: int = 0  # in so many windows
     _spans: list[tuple[int, int]] = field(init=False, default_factory=list)  # start and size in full
@@ -57,8 +55,7 @@ class GrowingWindows:
     @property
     def count(self) -> int:
         """Windows of the epoch, those already done included."""
-        is_ragged = bool(self._spans) and sum(self._spans[-1]) > self.total
-        return self.done + len(self._spans) - (self.drop_last and is_ragged)
+        return self.done + len(self._spans)
 
     @property
     def largest(self) -> int:
@@ -136,9 +133,13 @@ class EpochPlan:
     def length(self) -> int:
         """Micro-batches of the epoch on each rank; windows already done are treated as full."""
         if isinstance(self.windows, GrowingWindows):
-            return self.done * self.factor + sum(map(self.factor_of, range(self.done, self.count)))
+            return self.done * self.factor + self.length_from(self.done)
         return max(0, self.count - 1) * self.factor + (self.factor_of(self.count - 1) if self.count else 0)
 
+    def length_from(self, window: int) -> int:
+        """Return the micro-batches of a window and of those that follow, on each rank."""
+        return sum(map(self.factor_of, range(window, self.count)))
+
     def _factor(self, samples: int) -> int:
-        share = -(-samples // self.world_size)
-        return max(1, -(-share // self.micro_batch))
+        share = ceil_div(samples, self.world_size)
+        return max(1, ceil_div(share, self.micro_batch))

@@ -35,6 +35,16 @@ class Limit:
         self.initial_micro_batch: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
 
     @property
+    def most(self) -> int:
+        """The most samples of a micro-batch, piece or chunk; ``NO_LIMIT`` before that is known."""
+        return NO_LIMIT if self.samples is None else self.samples
+
+    @property
+    def unit(self) -> str:
+        """What the limit bounds: ``"micro-batches"`` or ``"chunks"``."""
+        return "micro-batches" if self.chunked is None else "chunks"
+
+    @property
     def micro_batch(self) -> int | None:
         """The most samples of a micro-batch; ``None`` before that is known."""
         return self.samples if self.samples is None or self.chunked is None else NO_LIMIT
@@ -102,15 +112,13 @@ class Limit:
             return recipe
         return high if self.probe is None else self.probe.fastest or self.probe.limit
 
-    def fall(self, samples: int) -> int | None:
-        """Lower the limit to half of a pass that ran out of memory; return it, ``None`` if that had one sample."""
-        if samples <= 1:
-            return None
-        self.samples = self.lowest = (samples + 1) // 2
+    def fall(self, samples: int) -> None:
+        """Lower the limit, because a larger pass has run out of memory and its window can run again."""
+        self.samples = samples
+        self.lowest = samples
         if self._kind is not None:  # the next run probes again
             forget(self._kind)
         self._set_chunk_size()
-        return self.samples
 
     def agree(self) -> None:
         """Set the limit to the smallest of all ranks, which call this together as an epoch begins."""
@@ -131,7 +139,7 @@ class Limit:
 
     def cut_evenly(self, samples: int) -> None:
         """Let the chunks of a batch of so many samples have about the same size."""
-        if self.chunked is not None and self.samples is not None:
+        if self.chunked is not None and self.samples is not None and samples:
             size = self.chunked.size
             size.window, size.samples = samples, -(-samples // -(-samples // self.samples))
 

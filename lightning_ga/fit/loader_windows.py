@@ -1,0 +1,313 @@
+"""Windows that the loader cuts: it yields micro-batches, and the loop accumulates those of a window."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.compat import closures, loaders, place
+from lightning_ga.compat.intervals import RecipeIntervals, WindowSpan
+from lightning_ga.compat.reduction import Exchange
+from lightning_ga.errors import UserError
+from lightning_ga.fit.batch_passes import WholePasses
+from lightning_ga.fit.gradients import Gradients
+from lightning_ga.fit.windows import FitParts
+from lightning_ga.loading.sized import SampleSizes
+from lightning_ga.loading.source import LoaderSource
+from lightning_ga.loading.step_source import StepSource
+from lightning_ga.loading.trials import TrialBatches
+from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation
+from lightning_ga.plan.recipe import RecipeEpoch
+from lightning_ga.plan.schedule import Growth
+from lightning_ga.plan.windows import Window
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEpoch:
+    """The inputs of an epoch's plan. If an epoch is planned again with these, its windows are the same."""
+
+    number: int
+    recipe: RecipeEpoch
+    batch: Growth
+    samples_done: int  # before its first window
+    windows_done: int
+
+
+class LoaderWindows:
+    """Plans an epoch for the loader, and follows the loop through its windows."""
+
+    in_step = False
+    keeps = None  # the samples of a window are read again by their indices
+    batches = ()
+    varies = False
+
+    def __init__(self, parts: FitParts, source: LoaderSource) -> None:
+        self.plan: AccumulationPlan | None = None
+        self._parts = parts
+        self._trainer = parts.progress.trainer
+        self._place = parts.progress.place
+        self._held = ExitStack()  # what the loop gets back in the end
+        self._begun: tuple[LoaderSource, int] | None = None  # the epoch that the loop is set up for
+        self._window: Window | None = None  # the running one
+        self._span = WindowSpan(0, 0)  # of the running window
+        self._intervals: RecipeIntervals | None = None  # none while the loop's own counts are the recipe's
+        self.use(source)
+
+    def use(self, source: LoaderSource | StepSource) -> None:
+        """Cut a loader, also one that is loaded again; it yields nothing before the limit is known."""
+        if not isinstance(source, LoaderSource):
+            raise UserError(
+                "Data that are loaded again must be cut where they were, or always in the step: micro_batching='step'."
+            )
+        self._source = source
+        self._parts.limit.set_size_limits(source.sizes)
+        self._arrange(self._place.epoch, enabled=self._parts.limit.samples is not None)
+
+    # --- data ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Return a context in which the loop sets up its data, in batches of the recipe."""
+        with loaders.unsharded(self._trainer), self._source.in_recipe_batches(self._place.epoch):
+            yield
+
+    def data_are_set_up(self, loader: Any) -> None:
+        """Show the user's loader to others, and count micro-batches from here on."""
+        loaders.show_loaders(self._trainer, loader)
+        self._place.size_epoch(len(self._source.loader))
+
+    def begin_training(self, read_first_batch: Callable[[], Any]) -> bool:
+        """Adopt the loop's position; return whether a run continues within an epoch."""
+        return self._parts.progress.take_over(self._source.epoch(self._place.epoch))
+
+    def trial_batches(self, epoch: int) -> TrialBatches:
+        """Return the source of batches for probe and measurement."""
+        return self._source.trial_batches(epoch)
+
+    @property
+    def sizes(self) -> SampleSizes | None:
+        """The sizes of samples, if windows are cut by these."""
+        return self._source.sizes
+
+    # --- sizes ---------------------------------------------------------------------------------
+
+    @property
+    def several_passes(self) -> bool:
+        """Whether a window is several micro-batches."""
+        return self.plan is not None and self.plan.factor > 1
+
+    @property
+    def recipe_effective(self) -> int:
+        """The recipe's effective batch."""
+        return self._source.recipe.effective
+
+    @property
+    def micro_batch(self) -> int:
+        """The micro-batch that ``accumulate=`` multiplies: that of the recipe while the limit is not known."""
+        known = self._parts.limit.initial_micro_batch
+        return known or self._parts.request.capped(self._source.recipe.batch_size)
+
+    @property
+    def _world_size(self) -> int:
+        return self._source.recipe.world_size
+
+    def effective(self, epoch: int) -> int:
+        """Return the largest effective batch of an epoch, at most the samples of the epoch."""
+        asked = self._parts.request.effective_batch(epoch, self.micro_batch, self._world_size)
+        return self._source.within_epoch(asked or self.recipe_effective, epoch)
+
+    def _batch_of(self, epoch: int, *, steps: int, samples: int) -> Growth:
+        """Return the effective batches of an epoch that begins after so many steps and samples."""
+        growth = self._parts.request.growth(self.micro_batch, self._world_size, steps, samples)
+        return growth or Growth.constant(self.effective(epoch))
+
+    def useful_limit(self, epochs: range) -> int:
+        """Return the largest micro-batch that these epochs can use."""
+        total = self._source.epoch(epochs.start).samples
+        high = self._parts.request.useful_limit(
+            epochs, recipe=self.recipe_effective, total=total, world_size=self._world_size
+        )
+        return max(1, high)
+
+    def steps(self, epochs: range) -> int:
+        """Count the optimizer steps of these epochs."""
+        steps = 0
+        samples = 0
+        for epoch in epochs:
+            more, seen = self._source.steps_of(epoch, self._batch_of(epoch, steps=steps, samples=samples))
+            steps += more
+            samples += seen
+        return steps
+
+    # --- windows -------------------------------------------------------------------------------
+
+    def _arrange(self, number: int, *, enabled: bool) -> None:
+        """Plan an epoch; the loader yields nothing until that is ``enabled``."""
+        position = self._parts.progress.position_in(number)
+        batch = self._batch_of(number, steps=position.steps_before, samples=position.samples_before)
+        recipe = self._source.epoch(number)
+        self._epoch = PlannedEpoch(number, recipe, batch, position.samples_done, position.windows_done)
+        self._cut(enabled=enabled)
+
+    def _cut(self, *, enabled: bool = True, start: int | None = None) -> None:
+        """Cut the windows of the planned epoch by the limit; the loader begins with the window ``start``."""
+        epoch = self._epoch
+        whole_share = ceil_div(epoch.batch.largest, self._world_size)
+        self.plan = self._source.arrange(
+            epoch.number,
+            epoch.batch,
+            self._parts.limit.micro_batch or whole_share,
+            samples_done=epoch.samples_done,
+            windows_done=epoch.windows_done,
+            start=start,
+            enabled=enabled,
+        )
+        self._place.set_factor(self._source.plan.factor)
+
+    def begin_epoch(self, number: int) -> None:
+        """Cut an epoch for training and set the loop up for it, once."""
+        if self._begun == (self._source, number):
+            return
+        is_first = self._begun is None
+        self._begun = (self._source, number)
+        self._parts.progress.enter(number)
+        self._arrange(number, enabled=True)
+        counts_differ = is_first and self._place.batches_before_epoch != self._parts.progress.position.batches_before
+        self._place.begin_epoch()
+        self._place.size_epoch(self._source.plan.length)
+        if counts_differ or not self._is_recipe():
+            self._use_intervals()
+
+    def _is_recipe(self) -> bool:
+        """Return whether the loop's batches and windows are the recipe's.
+
+        Ranks must validate together, also after an error on one of them. So windows of several batches validate as they
+        end on all ranks.
+        """
+        recipe = self._source.recipe
+        plan = self._source.plan
+        is_alone = recipe.world_size == 1 or plan.factor == 1
+        is_one_size = self._parts.request.by_window is None
+        same_window = self._epoch.batch.largest == self._source.within_epoch(recipe.effective, self._epoch.number)
+        return is_alone and is_one_size and same_window and plan.length == self._epoch.recipe.batches
+
+    def _use_intervals(self) -> None:
+        """Let validation and schedules be due by the recipe's batches, from here to the end of the fit."""
+        if self._intervals is not None:
+            return
+        self._intervals = RecipeIntervals(self._trainer, self._source.recipe, lambda: self._span)
+        self._held.enter_context(self._intervals.of_schedules())
+        self._held.enter_context(self._intervals.of_validation())
+
+    @contextmanager
+    def patches(self, gradients: Gradients, exchange: Exchange | None) -> Iterator[None]:
+        """Return a context in which the loop runs these windows; the last pass of each exchanges gradients."""
+        with ExitStack() as stack:
+            if exchange is not None:
+                passes = WholePasses(self._place, exchange)
+                stack.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._index_in_window))
+            if self._parts.request.by_window is not None:
+                stack.enter_context(self._place.windows_begin_anywhere())
+            yield
+
+    def _index_in_window(self) -> int:
+        return self._place.index_in_window
+
+    def begin_reading(self, *, same_epoch: bool) -> None:
+        """Let the loop begin its first epoch, at the window that comes next."""
+        if self._place.restarts:
+            self._held.enter_context(place.positions_are_kept())
+            self._place.begin_at(self._source.plan.done, same_epoch=same_epoch)
+        with self._source.seeded_as_before():
+            self._place.iterate_again()
+
+    def begin_window(self) -> None:
+        """Set the factor of the window that the loop has come to, and the batches that are done after it."""
+        position = self._parts.progress.position
+        number = position.windows_done
+        if self._place.skips_backward or number >= self._source.plan.count:
+            return
+        window = self._source.window(number)
+        batch = self._epoch.batch
+        if not batch.is_constant:
+            size = batch.at(number, window.start)
+            most = self._parts.limit.micro_batch or size
+            self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size)
+            self._place.count_windows_from_here()
+            self._place.set_factor(len(window.sizes))
+        self._window = window
+        done = self._epoch.recipe.batches_done(window.end)
+        self._span = WindowSpan(position.batches_done, done, position.batches_before)
+
+    def weigh(self, batch: Any, gradients: Gradients) -> None:
+        """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""
+        if self._window is None:
+            return
+        may_drop = self._source.may_drop_samples
+        samples = self._samples_left(batch) if may_drop else None
+        position = self._place.index_in_window
+        gradients.weigh_micro_batch(batch, self._window, position, samples=samples, may_drop=may_drop)
+
+    def _samples_left(self, batch: Any) -> int | None:
+        """Count the samples of a batch whose collate function may drop some; ``None`` if they cannot be counted."""
+        try:
+            return self._parts.cutter().count(batch)
+        except LayoutError:
+            return None
+
+    def end_window(self) -> None:
+        """Note that a window is done."""
+        if self._window is not None:
+            self._parts.progress.end_window(samples=self._window.end, batches=self._span.after)
+
+    # --- errors --------------------------------------------------------------------------------
+
+    def can_read_again(self, batches_before: int) -> bool:
+        """Return true: the sampler knows the window's samples."""
+        return True
+
+    @property
+    def largest_pass(self) -> int:
+        """The most samples of a micro-batch of the running window; with ``size_of``, of the longest samples."""
+        if self._source.sizes is not None:
+            return self._parts.limit.most
+        return 1 if self._window is None else max(self._window.sizes)
+
+    def begin_again(self) -> None:
+        """Plan the same windows with smaller micro-batches, and move the loop to the start of the running one."""
+        number = self._parts.progress.position.windows_done
+        self._cut(start=number)
+        self._use_intervals()
+        self._place.iterate_again()
+        plan = self._source.plan
+        if self._epoch.batch.is_constant:
+            self._place.relocate(plan.factor, at=number * plan.factor, end=plan.length)
+        else:
+            end = self._place.window_start + plan.length_from(number)
+            self._place.relocate(plan.factor_of(number), at=self._place.window_start, end=end)
+
+    # --- words ---------------------------------------------------------------------------------
+
+    def how_cut(self) -> str:
+        """Say that validation waits for the end of a window, if it has to."""
+        every = getattr(self._trainer, "val_check_interval", None)
+        factor = self._epoch.batch.largest / self._source.recipe.samples_of(1)
+        if self._intervals is None or not isinstance(every, int) or every % factor == 0:
+            return ""
+        return f"validation at the end of the window in which val_check_interval={every} batches are done"
+
+    def advice(self, epochs: range) -> str:
+        """Say that an effective batch is larger than the data."""
+        asked = max((self._parts.request.effective(epoch) or 0 for epoch in epochs), default=0)
+        total = self._source.epoch(epochs.start).samples
+        if asked <= total:
+            return ""
+        return (
+            f"The effective batch of {asked:,} samples is above the {total:,} of an epoch: it is a single "
+            "optimizer step over all of them, and a larger batch changes nothing."
+        )
+
+    def close(self) -> None:
+        """Give the loop back what the user wrote."""
+        self._held.close()
