@@ -75,9 +75,9 @@ class RecipeIntervals:
 
         def should_check(fetcher: Any) -> bool:
             every = self._trainer.val_check_batch
-            if every in (None, inf):  # by time, or as the epoch ends
-                return bool(stock(fetcher))
             counted = self._batches_counted()
+            if every in (None, inf) or not counted:  # by time, or as the epoch ends; or before the first batch
+                return bool(stock(fetcher))
             asked = counted if self._validates(every) else counted + 1
             with patching.replaced(self._trainer, val_check_batch=asked):
                 return bool(stock(fetcher))

@@ -114,14 +114,14 @@ class LoopPlace(LoopReader):
         self._fit_loop._combined_loader.limits = [length]
         self._fit_loop.max_batches = length
 
-    def relocate(self, factor: int, *, at: int | None, end: int | None) -> None:
-        """Let the loop continue ``at`` a micro-batch, by default the window's first; the epoch ends after ``end``.
+    def relocate(self, factor: int, *, at: int, end: int | None) -> None:
+        """Let the loop continue ``at`` a micro-batch, as windows of another factor count; the epoch ends after ``end``.
 
         Totals over all epochs are corrected by the same amount.
         """
         self.set_factor(factor)
+        self.window_start = at
         fetcher = self._fit_loop._data_fetcher
-        at = self.window_start if at is None else at
         self._set(at)
         self._loop.batch_progress.is_last_batch = False
         fetcher.fetched = at

@@ -71,6 +71,10 @@ class BatchPasses(WholePasses):
         """Begin a window, or begin it again."""
         self.samples = 0
 
+    def begin_batch(self) -> None:
+        """Forget the sizes of the batch before."""
+        self.sizes = ()
+
     def closure(self, lightning_closure: Any, make: Callable[..., Any], given: Any, *others: Any) -> Callable[[], Any]:
         """Return the closure that runs one batch of the loop; see ``closures.intercepted_closures``."""
         batch = given["batch"]

@@ -196,19 +196,24 @@ class LoaderWindows:
         """Let validation and schedules be due by the recipe's batches, from here to the end of the fit."""
         if self._intervals is not None:
             return
-        self._intervals = RecipeIntervals(self._trainer, self._source.recipe, lambda: self._span)
+        self._intervals = RecipeIntervals(self._trainer, self._source.recipe, self._span_done)
         self._held.enter_context(self._intervals.of_schedules())
         self._held.enter_context(self._intervals.of_validation())
+
+    def _span_done(self) -> WindowSpan:
+        """Return the batches of the running window; none before its first micro-batch, when a restored loop asks."""
+        if self._place.ready == self._place.window_start:
+            return WindowSpan(self._span.before, self._span.before, self._span.earlier)
+        return self._span
 
     @contextmanager
     def patches(self, gradients: Gradients, exchange: Exchange | None) -> Iterator[None]:
         """Return a context in which the loop runs these windows; the last pass of each exchanges gradients."""
-        with ExitStack() as stack:
-            if exchange is not None:
-                passes = WholePasses(self._place, exchange)
-                stack.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._index_in_window))
-            if self._parts.request.by_window is not None:
-                stack.enter_context(self._place.windows_begin_anywhere())
+        if exchange is None:
+            yield
+            return
+        passes = WholePasses(self._place, exchange)
+        with closures.intercepted_closures(self._trainer, passes.closure, self._index_in_window):
             yield
 
     def _index_in_window(self) -> int:
@@ -234,8 +239,9 @@ class LoaderWindows:
             size = batch.at(number, window.start)
             most = self._parts.limit.micro_batch or size
             self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size)
-            self._place.count_windows_from_here()
-            self._place.set_factor(len(window.sizes))
+            factor = len(window.sizes)
+            if factor != self._place.factor:
+                self._relocate(number, factor)
         self._window = window
         done = self._epoch.recipe.batches_done(window.end)
         self._span = WindowSpan(position.batches_done, done, position.batches_before)
@@ -281,11 +287,13 @@ class LoaderWindows:
         self._use_intervals()
         self._place.iterate_again()
         plan = self._source.plan
-        if self._epoch.batch.is_constant:
-            self._place.relocate(plan.factor, at=number * plan.factor, end=plan.length)
-        else:
-            end = self._place.window_start + plan.length_from(number)
-            self._place.relocate(plan.factor_of(number), at=self._place.window_start, end=end)
+        self._relocate(number, plan.factor if self._epoch.batch.is_constant else plan.factor_of(number))
+
+    def _relocate(self, window: int, factor: int) -> None:
+        """Move the loop to a window as if all windows of the epoch had so many micro-batches."""
+        plan = self._source.plan
+        end = plan.length if self._epoch.batch.is_constant else plan.count * factor
+        self._place.relocate(factor, at=window * factor, end=end)
 
     # --- words ---------------------------------------------------------------------------------
 

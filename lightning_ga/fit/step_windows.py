@@ -247,6 +247,8 @@ class StepWindows:
 
     def keeps(self, batch: Any) -> None:
         """Keep a batch as the loader made it, because steps change containers."""
+        if self._passes is not None:
+            self._passes.begin_batch()
         self.batches.append(KeptBatch(batch))
 
     def can_read_again(self, batches_before: int) -> bool:
@@ -259,7 +261,10 @@ class StepWindows:
         if self._parts.limit.chunked_names:
             return self._parts.limit.most
         sizes = () if self._passes is None else self._passes.sizes
-        return max(sizes, default=self._batch_size)
+        largest = max(sizes, default=1)
+        if largest > 1:
+            return largest
+        return min(self._parts.limit.most, self._batch_size)  # before the first pass, or in a batch of one sample
 
     def begin_again(self) -> None:
         """Give the window's batches back to the loop, which begins it again in smaller pieces."""

@@ -133,12 +133,8 @@ class EpochPlan:
     def length(self) -> int:
         """Micro-batches of the epoch on each rank; windows already done are treated as full."""
         if isinstance(self.windows, GrowingWindows):
-            return self.done * self.factor + self.length_from(self.done)
+            return self.done * self.factor + sum(map(self.factor_of, range(self.done, self.count)))
         return max(0, self.count - 1) * self.factor + (self.factor_of(self.count - 1) if self.count else 0)
-
-    def length_from(self, window: int) -> int:
-        """Return the micro-batches of a window and of those that follow, on each rank."""
-        return sum(map(self.factor_of, range(window, self.count)))
 
     def _factor(self, samples: int) -> int:
         share = ceil_div(samples, self.world_size)
