@@ -15,10 +15,12 @@ import reference
 import torch
 from lightning.pytorch import callbacks as stock
 from recorder import Record
+from reference import SizedStreamOf, StreamOf, cut
 from scenarios import (
     CUT_MODES,
     DEFAULTS,
     NEUTRAL,
+    STOCK,
     Mode,
     Net,
     Row,
@@ -31,7 +33,7 @@ from scenarios import (
     step_lr,
 )
 from torch.optim import SGD, lr_scheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 BOTH, IN_STEP = (DEFAULTS, *NEUTRAL, *CUT_MODES), (DEFAULTS, NEUTRAL[1], CUT_MODES[1])
 SEED = 7
@@ -52,6 +54,15 @@ class Line(Net):
         super().__init__(partial(SGD, lr=0.05, momentum=0.5), schedule, net=net, **config)
         self.by_samples = by_samples
 
+    def on_train_epoch_end(self) -> None:
+        self.set_epoch_of_data(self.current_epoch + 1)
+
+    def set_epoch_of_data(self, epoch: int) -> None:
+        """Let data that change have the length of an epoch."""
+        data = self.trainer.train_dataloader.dataset
+        if isinstance(data, Changing):
+            data.epoch = min(epoch, len(data.sizes) - 1)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.journal.add(self.trainer, "training_step", batch, batch_idx)
         loss = self.losses(batch).mean()
@@ -68,6 +79,16 @@ class Line(Net):
         total = min(len(data.sampler), self.trainer.num_training_batches * data.batch_size)
         before = batch_idx // factor * factor * data.batch_size
         return samples * factor / min(total - before, factor * data.batch_size)
+
+
+class Late(Line):
+    """Its data change after an epoch has begun, just before the loop asks for the first batch."""
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+    def on_train_epoch_start(self) -> None:
+        self.set_epoch_of_data(self.current_epoch)
 
 
 class OneCycle(Line):
@@ -106,6 +127,35 @@ class Stateful(DataLoader):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.start = state["done"]
+
+
+class BySeedAndEpoch(Sampler[int]):
+    """The order of ``shuffle=True`` with the callback."""
+
+    def __init__(self, data: Samples) -> None:
+        self.data = data
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(reference.permutation(len(self.data), SEED, self.epoch))
+
+
+class Changing(Samples):
+    """As many samples in each epoch as is said; the module that trains on them sets the epoch."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(max(sizes))
+        self.sizes = sizes
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.sizes[self.epoch]
 
 
 class Ends(pl.Callback):
@@ -150,13 +200,19 @@ def fits(*ends: int) -> Callable[[Run], None]:
 
 
 def resumes(step: int, **when: Any) -> Callable[[Run], None]:
-    """A life that ends after so many steps, and another that goes on from the checkpoint that was written there."""
+    """A life that ends after so many steps, and another that goes on from the checkpoint that was written there.
+
+    Stock Lightning gets a loader that goes on, too.
+    """
 
     def train(run: Run) -> None:
         for path in (None, run.folder / "resumed" / f"step={step}.ckpt"):
+            data = run.row.data()
+            if run.mode == STOCK:
+                data = Stateful(data.dataset, data.batch_size, drop_last=data.drop_last)
             saves = stock.ModelCheckpoint(run.folder / "resumed", **when, save_top_k=-1, filename="{step}")
             callbacks = [saves, *([Ends(step)] if path is None else [])]
-            run.fit(run.row.module(), run.row.data(), *callbacks, ckpt_path=path, **run.row.trainer)
+            run.fit(run.row.module(), data, *callbacks, ckpt_path=path, **run.row.trainer)
 
     return train
 
@@ -199,10 +255,20 @@ def recipe(
     if ragged:
         weighed = {"module": partial(row.module, by_samples=True), **row.stock}
         row = replace(row, by_windows=True, stock=weighed)
-    if "train" in more and "data" not in row.stock and not in_step:
-        whole = partial(Stateful, Samples(samples), batch, drop_last=drop_last)
-        row = replace(row, stock={"data": whole, **row.stock})
+    if row.ranks > 1:
+        row = replace(row, by_windows=True)
     return row
+
+
+def shuffled(data: Callable[[], Samples], *, drop_last: bool = False, **more: Any) -> Row:
+    """A row whose loader shuffles; stock Lightning gets a sampler with the callback's order."""
+
+    def in_our_order() -> DataLoader:
+        samples = data()
+        return loader(samples, 4, drop_last=drop_last, sampler=BySeedAndEpoch(samples))
+
+    ours = lambda: loader(data(), 4, drop_last=drop_last, shuffle=True)  # noqa: E731
+    return recipe(data=ours, stock={"data": in_our_order}, **more)
 
 
 RECIPES: dict[str, Row] = {
@@ -289,9 +355,168 @@ RECIPES: dict[str, Row] = {
     "validation_over_an_epoch_within_windows": recipe(
         accumulate=2, val_check_interval=8, **OVER_EPOCHS, ragged=True, rounds=True, max_epochs=4
     ),
+    # Several fits with one Trainer, as in a notebook.
+    "fits": recipe(train=fits(1, 3)),
+    "fits_of_windows": recipe(accumulate=2, train=fits(2, 4), ragged=True),
+    "fits_of_windows_of_three": recipe(accumulate=3, module=by_step(frequency=3), train=fits(1, 2, 4), ragged=True),
+    "fits_with_a_frequency_of_an_epoch": recipe(
+        accumulate=2, module=by_step(frequency=5), train=fits(1, 3), ragged=True
+    ),
+    "fits_with_validation_over_epochs": recipe(val_check_interval=7, **OVER_EPOCHS, train=fits(2, 4)),
+    "fits_of_windows_with_validation_over_epochs": recipe(
+        accumulate=2, val_check_interval=10, **OVER_EPOCHS, train=fits(1, 3, 6), ragged=True
+    ),
+    "fits_that_drop_the_last": recipe(22, accumulate=2, drop_last=True, train=fits(1, 3), ragged=True),
+    "fits_that_save": recipe(
+        accumulate=2, callback=saving(every_n_train_steps=2, save_top_k=-1), train=fits(1, 3), ragged=True
+    ),
+    "fits_by_epoch": recipe(accumulate=2, module=by_epoch(frequency=2), train=fits(1, 4), ragged=True),
+    # Resumes: stock Lightning with a loader that goes on where it was.
+    "resumed_in_mid_epoch_by_batches": recipe(train=in_mid_epoch(7), by_windows=True),
+    "resumed_in_mid_epoch_by_windows": recipe(accumulate=2, train=in_mid_epoch(5), ragged=True),
+    "resumed_in_mid_epoch_with_a_frequency": recipe(
+        24, accumulate=2, module=by_step(frequency=6), train=in_mid_epoch(4), by_windows=True
+    ),
+    "resumed_in_mid_epoch_between_validations": recipe(
+        accumulate=2, val_check_interval=4, train=in_mid_epoch(4), ragged=True
+    ),
+    "resumed_in_mid_epoch_with_validation_over_epochs": recipe(
+        accumulate=2, val_check_interval=9, **OVER_EPOCHS, max_epochs=4, train=in_mid_epoch(4), ragged=True, rounds=True
+    ),
+    "resumed_in_mid_epoch_that_drops_the_last": recipe(
+        22, accumulate=2, drop_last=True, train=in_mid_epoch(4), ragged=True
+    ),
+    "resumed_in_mid_epoch_from_stock": recipe(
+        24, accumulate=2, module=by_step(frequency=6), train=in_mid_epoch(4), by_windows=True, with_callback=(1,)
+    ),
+    "resumed_after_an_epoch_of_windows": recipe(accumulate=2, train=after_an_epoch(3), ragged=True),
+    "resumed_after_an_epoch_with_a_frequency": recipe(
+        accumulate=2, module=by_step(frequency=5), train=after_an_epoch(6), max_epochs=4, ragged=True
+    ),
+    "resumed_after_an_epoch_with_validation_over_epochs": recipe(
+        accumulate=2, val_check_interval=10, **OVER_EPOCHS, max_epochs=4, train=after_an_epoch(3), ragged=True
+    ),
+    "resumed_after_an_epoch_with_one_cycle": recipe(
+        accumulate=3, module=OneCycle, train=after_an_epoch(2), ragged=True
+    ),
+    "resumed_after_an_epoch_from_stock": recipe(24, accumulate=2, train=after_an_epoch(3), with_callback=(1,)),
+    # The end of training.
+    "stopped_early": recipe(callback=stopping("val", patience=0, min_delta=0.2), max_epochs=6),
+    "stopped_early_between_windows": recipe(
+        accumulate=2, callback=stopping("val", patience=0, min_delta=9.0), val_check_interval=2, ragged=True
+    ),
+    "stopped_early_by_training": recipe(
+        accumulate=2, callback=stopping("loss_epoch", patience=0, min_delta=9.0), max_epochs=4, ragged=True
+    ),
+    "stopped_early_but_for_least_steps": recipe(
+        accumulate=2, callback=stopping("val", stopping_threshold=9.0), val_check_interval=2, min_steps=5, ragged=True
+    ),
+    "stopped_early_but_for_least_epochs": recipe(
+        accumulate=2, callback=stopping("val", stopping_threshold=9.0), min_epochs=2, ragged=True
+    ),
+    "most_steps": recipe(max_steps=7, max_epochs=-1),
+    "most_steps_at_a_short_window": recipe(accumulate=2, max_steps=6, max_epochs=-1, ragged=True),
+    "most_steps_within_an_epoch": recipe(accumulate=2, max_steps=5, max_epochs=-1, val_check_interval=2, ragged=True),
+    # Names of checkpoints.
+    "saved_every_two_steps": recipe(accumulate=2, callback=saving(every_n_train_steps=2, save_top_k=-1), ragged=True),
+    "saved_every_four_steps": recipe(accumulate=2, callback=saving(every_n_train_steps=4, save_top_k=-1), ragged=True),
+    "saved_every_two_epochs": recipe(accumulate=2, callback=saving(every_n_epochs=2), max_epochs=4, ragged=True),
+    "saved_by_what_is_best": recipe(
+        accumulate=2,
+        callback=saving(monitor="val", save_top_k=2, save_last=True, filename="{epoch}-{step}-{val:.4f}"),
+        val_check_interval=2,
+        ragged=True,
+    ),
+    "saved_by_what_is_best_in_training": recipe(
+        accumulate=2, callback=saving(monitor="loss_epoch", filename="{epoch}-{step}-{loss_epoch:.4f}"), ragged=True
+    ),
+    "saved_while_validation_is_over_epochs": recipe(
+        accumulate=2, callback=saving(save_top_k=-1), val_check_interval=10, **OVER_EPOCHS, max_epochs=4, ragged=True
+    ),
+    # Data of other kinds.
+    "own_order": recipe(accumulate=2, data=lambda: loader(Samples(20), 4, sampler=range(19, -1, -1)), ragged=True),
+    "own_order_of_some": recipe(accumulate=2, data=lambda: loader(Samples(20), 4, sampler=range(3, 17)), ragged=True),
+    "stream_of_windows": recipe(24, accumulate=2, data=lambda: loader(StreamOf(Samples(24)), 4), in_step=True),
+    "stream_with_a_length_and_a_frequency": recipe(
+        accumulate=2,
+        module=by_step(frequency=4),
+        data=lambda: loader(SizedStreamOf(Samples(24)), 4),
+        val_check_interval=3,
+        in_step=True,
+    ),
+    "stream_with_a_limit": recipe(
+        accumulate=2, data=lambda: loader(StreamOf(Samples(40)), 4), limit_train_batches=4, in_step=True
+    ),
+    "own_batches": recipe(
+        accumulate=2,
+        module=by_step(frequency=2),
+        data=lambda: loader(Samples(24), 1, batch_sampler=cut(range(24), 4)),
+        val_check_interval=4,
+        in_step=True,
+    ),
+    "cut_in_the_step": recipe(
+        accumulate=2,
+        module=by_step(frequency=2),
+        val_check_interval=3,
+        samples=24,
+        in_step=True,
+        ours={"micro_batching": "step"},
+        modes=(DEFAULTS,),
+    ),
+    "shorter_in_later_epochs": recipe(data=lambda: loader(Changing(20, 20, 12), 4)),
+    "shorter_in_later_epochs_of_windows": recipe(accumulate=2, data=lambda: loader(Changing(16, 16, 8), 4)),
+    "shorter_as_an_epoch_begins": recipe(module=partial(Late, lambda_lr), data=lambda: loader(Changing(20, 12, 16), 4)),
+    "longer_in_later_epochs": recipe(data=lambda: loader(Changing(12, 12, 20), 4)),
+    "longer_in_later_epochs_of_windows": recipe(accumulate=2, data=lambda: loader(Changing(16, 24, 32), 4)),
+    "longer_in_reloaded_epochs": recipe(
+        accumulate=2, data=lambda: loader(Changing(16, 24, 32), 4), reload_dataloaders_every_n_epochs=1
+    ),
+    "shorter_in_reloaded_epochs": recipe(
+        accumulate=2, data=lambda: loader(Changing(32, 24, 8), 4), reload_dataloaders_every_n_epochs=1
+    ),
+    # Different on purpose: stock Lightning is given the order of samples, or the gradients, that are ours.
+    "shuffled_by_seed_and_epoch": shuffled(partial(Samples, 24), accumulate=2),
+    "shuffled_without_the_last": shuffled(partial(Samples, 22), accumulate=2, drop_last=True, ragged=True),
+    "shuffled_and_shorter_in_later_epochs": shuffled(partial(Changing, 20, 12, 16)),
+    "shuffled_and_longer_in_later_epochs": shuffled(partial(Changing, 12, 20, 30), module=by_step(frequency=2)),
+    "shuffled_by_a_sampler_of_seed_and_epoch": recipe(
+        module=by_step(frequency=5), data=lambda: loader(Samples(18), 4, sampler=BySeedAndEpoch(Samples(18)))
+    ),
+    # Two ranks.
+    "ranks": recipe(40, ranks=2),
+    "ranks_of_windows": recipe(64, accumulate=2, ranks=2),
+    "ranks_of_ragged_windows": recipe(40, accumulate=2, ranks=2, ragged=True),
+    "ranks_of_ragged_batches": recipe(36, accumulate=2, ranks=2, ragged=True),
+    "ranks_that_drop_the_last": recipe(44, accumulate=2, drop_last=True, ranks=2, ragged=True),
+    "ranks_with_a_frequency": recipe(40, module=by_step(frequency=2), ranks=2),
+    "ranks_with_a_frequency_of_an_epoch": recipe(40, accumulate=2, module=by_step(frequency=5), ranks=2, ragged=True),
+    "ranks_with_one_cycle": recipe(40, accumulate=2, module=OneCycle, ranks=2, ragged=True),
+    "ranks_with_a_plateau": recipe(40, module=by_epoch(plateau, monitor="val"), ranks=2),
+    "ranks_with_validation_in_the_epoch": recipe(40, val_check_interval=2, ranks=2),
+    "ranks_with_validation_over_epochs": recipe(
+        40, accumulate=2, val_check_interval=10, **OVER_EPOCHS, max_epochs=4, ranks=2, ragged=True
+    ),
+    "ranks_with_a_limit": recipe(40, accumulate=2, limit_train_batches=3, ranks=2, ragged=True),
+    "ranks_of_two_fits": recipe(40, accumulate=2, train=fits(1, 3), ranks=2, ragged=True),
+    "ranks_that_save": recipe(
+        40, accumulate=2, callback=saving(every_n_train_steps=2, save_top_k=-1), ranks=2, ragged=True
+    ),
+    "ranks_that_stop_early": recipe(
+        40, accumulate=2, callback=stopping("val", patience=0, min_delta=9.0), ranks=2, ragged=True
+    ),
+    "ranks_that_cut_in_the_step": recipe(
+        64, accumulate=2, ranks=2, in_step=True, ours={"micro_batching": "step"}, modes=(DEFAULTS,)
+    ),
 }
 
 
-def on_rank(name: str, mode: Mode, folder: Path) -> Record:
-    """The record of a rank."""
-    return record(RECIPES[name], mode, folder)
+def on_rank(mode: Mode, folder: Path) -> dict[str, Record | str]:
+    """The records of this rank, of all recipes that have two; the text of an error if there was one."""
+    found: dict[str, Record | str] = {}
+    for name, row in RECIPES.items():
+        if row.ranks == 2 and mode in (STOCK, *row.modes):
+            try:
+                found[name] = record(row, mode, folder / name)
+            except Exception as error:
+                found[name] = repr(error)
+    return found

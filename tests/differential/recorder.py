@@ -26,7 +26,7 @@ LOOKING = (
 )
 BY_PIECE = {"training_step", "on_before_backward", "on_after_backward", "on_before_batch_transfer"}
 BY_PIECE |= {"transfer_batch_to_device", "on_after_batch_transfer"}
-BY_BATCH = {"on_train_batch_start", "on_train_batch_end"}
+BY_BATCH = {"on_train_batch_start", "on_train_batch_end", "on_save_checkpoint"}  # whose files are compared
 PLAIN = (type(None), bool, int, float, str, bytes)
 Record = dict[str, Any]
 
@@ -39,6 +39,9 @@ class Journal:
         self.rates: list[Any] = []  # of each optimizer step
         self.validations: list[int] = []  # optimizer steps before each
         self.ends_of_windows: list[int] = []  # the same, as the window that each comes in has ended
+
+    def __deepcopy__(self, memo: Any) -> "Journal":
+        return Journal()  # for trials, which are not recorded, a copy of all calls would take longer than the training
 
     def add(self, trainer: Any, name: str, *values: Any) -> None:
         call = {"call": name, "step": trainer.global_step, "values": [_essentials(value) for value in values]}
@@ -127,14 +130,14 @@ def promised(record: Record, *, in_step: bool, failed: bool) -> Record:
     ends = [{**_without(each, *left_out), "metrics": _means(each["metrics"], whole)} for each in record["ends"]]
     kept = ("state_dict", "epoch", "global_step")
     return {
-        "ends": ends,
         "rates": record["rates"],
         "validations": record["validations"],
+        "estimates": [call["counters"]["estimate"] for call in record["calls"] if call["call"] == "on_train_start"],
+        "ends": ends,
         "rows": [(step, _means(values, whole)) for step, values in record["rows"] if "oom_events" not in values],
         "checkpoints": {path: {key: file[key] for key in kept} for path, file in record["checkpoints"].items()},
         "notes": {} if failed else record["notes"],
         "calls": [_without(call, "random") for call in calls],
-        "estimates": [call["counters"]["estimate"] for call in record["calls"] if call["call"] == "on_train_start"],
     }
 
 
@@ -158,7 +161,9 @@ def _means(values: Any, by_step: bool = False) -> Any:
     """Logged values; those by step are of a micro-batch where the loader yields these."""
     if by_step or not isinstance(values, dict):
         return values
-    return {name: _means(value) for name, value in values.items() if not name.endswith("_step")}
+    steps = {name for name in values if name.endswith("_step")}
+    steps |= {name.removesuffix("_step") for name in steps}  # the last step's, until the epoch ends
+    return {name: _means(value) for name, value in values.items() if name not in steps}
 
 
 def _without(values: Record, *names: str) -> Record:

@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock(folder: Path) -> Callable[[str], Record]:
-    """Run a scenario without the callback, once for all modes."""
-    return lru_cache(maxsize=2)(lambda name: recorded(name, STOCK, folder))
+def run(folder: Path) -> Callable[[str, Mode], Record]:
+    """Run a scenario; without the callback once for all modes, and on ranks together with all others that have some."""
+    shared = lru_cache(maxsize=2)(lambda name: here(name, STOCK))
+    on_two_ranks = cache(lambda mode: recorded_on_ranks(mode, folder.with_name("ranks")))
+
+    def here(name: str, mode: Mode) -> Record:
+        shutil.rmtree(folder, ignore_errors=True)
+        return record(TABLE[name], mode, folder)
+
+    def run(name: str, mode: Mode) -> Record:
+        if TABLE[name].ranks == 1:
+            return shared(name) if mode is STOCK else here(name, mode)
+        first, second = (each[name] for each in on_two_ranks(mode))
+        assert isinstance(first, dict), first
+        assert not [*differences(*([end["state"] for end in each["ends"]] for each in (second, first)))]
+        return first
+
+    return run
 
 
-def recorded(name: str, mode: Mode, folder: Path) -> Record:
-    """Run a scenario here or on its ranks, whose replicas are equal to the bit."""
+def recorded_on_ranks(mode: Mode, folder: Path) -> list[Any]:
+    """The records of two ranks."""
     shutil.rmtree(folder, ignore_errors=True)
-    row = TABLE[name]
-    if row.ranks == 1:
-        return record(row, mode, folder)
-    first, *others = on_ranks(recipes.on_rank, folder.with_name("ranks"), name, mode, folder, ranks=row.ranks)
-    for other in others:
-        assert not [*differences([end["state"] for end in other["ends"]], [end["state"] for end in first["ends"]])]
-    return first
+    return on_ranks(recipes.on_rank, folder, mode, folder)
 
 
 def cases() -> list[Any]:
@@ -72,14 +81,12 @@ def compared(row: Row, mode: Mode) -> Callable[[Record], Record]:
 
 
 @pytest.mark.parametrize(("name", "mode"), cases())
-def test_a_training_is_that_of_stock_lightning(
-    name: str, mode: Mode, stock: Callable[[str], Record], folder: Path
-) -> None:
+def test_a_training_is_that_of_stock_lightning(name: str, mode: Mode, run: Callable[[str, Mode], Record]) -> None:
     row = TABLE[name]
     # In the step the loader is the user's own, and so is where a resume finds it.
     oracle = "" if mode.where == "step" and name.startswith("resumed") else row.oracle
-    theirs = stock(oracle or name)
-    ours = recorded(name, mode, folder)
+    theirs = run(oracle or name, STOCK)
+    ours = run(name, mode)
     view = outcome if oracle else compared(row, mode)
     is_exact = not (mode.cut or oracle or row.by_windows or row.merges)
     found: dict[str, str] = {}
