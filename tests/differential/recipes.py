@@ -157,6 +157,11 @@ class Changing(Samples):
     def __len__(self) -> int:
         return self.sizes[self.epoch]
 
+    def __getitem__(self, index: int) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
+        return super().__getitem__(index)
+
 
 class Ends(pl.Callback):
     """Ends a life after so many steps, as an error does."""
@@ -235,7 +240,7 @@ def recipe(
     in_step: bool = False,
     **more: Any,
 ) -> Row:
-    """A row: by default three epochs of five batches in their order, and a rate that falls with each step.
+    """A row: by default two epochs of five batches in their order, and a rate that falls with each step.
 
     ``ragged``: the last window of an epoch is smaller. ``in_step``: such data are cut in the step. All else is a field
     of a row, or an argument of the Trainer.
@@ -250,7 +255,7 @@ def recipe(
     }
     settings |= {name: value for name, value in more.items() if name in named}
     trainer = {name: value for name, value in more.items() if name not in named}
-    trainer = {"accumulate_grad_batches": accumulate, "max_epochs": 3, **trainer}
+    trainer = {"accumulate_grad_batches": accumulate, "max_epochs": 2, **trainer}
     row = Row(**settings, batch=batch, trainer=trainer)
     if ragged:
         weighed = {"module": partial(row.module, by_samples=True), **row.stock}
@@ -463,22 +468,24 @@ RECIPES: dict[str, Row] = {
         ours={"micro_batching": "step"},
         modes=(DEFAULTS,),
     ),
-    "shorter_in_later_epochs": recipe(data=lambda: loader(Changing(20, 20, 12), 4)),
-    "shorter_in_later_epochs_of_windows": recipe(accumulate=2, data=lambda: loader(Changing(16, 16, 8), 4)),
-    "shorter_as_an_epoch_begins": recipe(module=partial(Late, lambda_lr), data=lambda: loader(Changing(20, 12, 16), 4)),
-    "longer_in_later_epochs": recipe(data=lambda: loader(Changing(12, 12, 20), 4)),
-    "longer_in_later_epochs_of_windows": recipe(accumulate=2, data=lambda: loader(Changing(16, 24, 32), 4)),
+    "shorter_in_later_epochs": recipe(data=lambda: loader(Changing(20, 12), 4)),
+    "shorter_in_later_epochs_of_windows": recipe(accumulate=2, data=lambda: loader(Changing(16, 8), 4)),
+    "shorter_as_an_epoch_begins": recipe(
+        module=partial(Late, lambda_lr), data=lambda: loader(Changing(20, 12, 16), 4), max_epochs=3
+    ),
+    "longer_in_later_epochs": recipe(data=lambda: loader(Changing(12, 20), 4)),
+    "longer_in_later_epochs_of_windows": recipe(accumulate=2, data=lambda: loader(Changing(16, 24), 4)),
     "longer_in_reloaded_epochs": recipe(
-        accumulate=2, data=lambda: loader(Changing(16, 24, 32), 4), reload_dataloaders_every_n_epochs=1
+        accumulate=2, data=lambda: loader(Changing(16, 24, 32), 4), reload_dataloaders_every_n_epochs=1, max_epochs=3
     ),
     "shorter_in_reloaded_epochs": recipe(
-        accumulate=2, data=lambda: loader(Changing(32, 24, 8), 4), reload_dataloaders_every_n_epochs=1
+        accumulate=2, data=lambda: loader(Changing(32, 24, 8), 4), reload_dataloaders_every_n_epochs=1, max_epochs=3
     ),
     # Different on purpose: stock Lightning is given the order of samples, or the gradients, that are ours.
     "shuffled_by_seed_and_epoch": shuffled(partial(Samples, 24), accumulate=2),
     "shuffled_without_the_last": shuffled(partial(Samples, 22), accumulate=2, drop_last=True, ragged=True),
-    "shuffled_and_shorter_in_later_epochs": shuffled(partial(Changing, 20, 12, 16)),
-    "shuffled_and_longer_in_later_epochs": shuffled(partial(Changing, 12, 20, 30), module=by_step(frequency=2)),
+    "shuffled_and_shorter_in_later_epochs": shuffled(partial(Changing, 20, 12)),
+    "shuffled_and_longer_in_later_epochs": shuffled(partial(Changing, 12, 30), module=by_step(frequency=2)),
     "shuffled_by_a_sampler_of_seed_and_epoch": recipe(
         module=by_step(frequency=5), data=lambda: loader(Samples(18), 4, sampler=BySeedAndEpoch(Samples(18)))
     ),
