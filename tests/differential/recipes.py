@@ -33,7 +33,9 @@ from scenarios import (
     step_lr,
 )
 from torch.optim import SGD, lr_scheduler
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, default_collate
+
+from lightning_ga import AutoAccumulate
 
 BOTH, IN_STEP = (DEFAULTS, *NEUTRAL, *CUT_MODES), (DEFAULTS, NEUTRAL[1], CUT_MODES[1])
 SEED = 7
@@ -110,6 +112,18 @@ class TwoSchedules(Line):
         return [optimizer], [by_step, {"scheduler": step_lr(optimizer), "interval": "epoch", "frequency": 2}]
 
 
+class Sparse(Line):
+    """A number for each fifth sample, whose gradients are sparse; each batch has some of them twice."""
+
+    def __init__(self, schedule: Any = None, **config: Any) -> None:
+        super().__init__(schedule, **config)
+        self.net = torch.nn.Embedding(5, 1, sparse=True, dtype=torch.float64)
+        self.make = partial(SGD, lr=0.05)
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        return (self.net(batch[2] % 5) - batch[1]).square().flatten()
+
+
 class Stateful(DataLoader):
     """A loader that goes on where it was: the only one with which stock Lightning resumes in mid-epoch."""
 
@@ -161,6 +175,19 @@ class Changing(Samples):
         if index >= len(self):
             raise IndexError(index)
         return super().__getitem__(index)
+
+
+class ChangesLoader(pl.Callback):
+    """Lets the user's loader double its inputs, once training has begun, if it is ours that trains."""
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if any(isinstance(each, AutoAccumulate) for each in trainer.callbacks):
+            trainer.fit_loop._data_source.instance.collate_fn = doubled
+
+
+def doubled(samples: list[Any]) -> Any:
+    inputs, *rest = default_collate(samples)
+    return [2 * inputs, *rest]
 
 
 class Ends(pl.Callback):
@@ -375,6 +402,7 @@ RECIPES: dict[str, Row] = {
     "fits_that_save": recipe(
         accumulate=2, callback=saving(every_n_train_steps=2, save_top_k=-1), train=fits(1, 3), ragged=True
     ),
+    "fits_with_one_cycle": recipe(accumulate=2, module=OneCycle, train=fits(1, 3), ragged=True),
     "fits_by_epoch": recipe(accumulate=2, module=by_epoch(frequency=2), train=fits(1, 4), ragged=True),
     # Resumes: stock Lightning with a loader that goes on where it was.
     "resumed_in_mid_epoch_by_batches": recipe(train=in_mid_epoch(7), by_windows=True),
@@ -489,6 +517,8 @@ RECIPES: dict[str, Row] = {
     "shuffled_by_a_sampler_of_seed_and_epoch": recipe(
         module=by_step(frequency=5), data=lambda: loader(Samples(18), 4, sampler=BySeedAndEpoch(Samples(18)))
     ),
+    "sparse_gradients_that_are_coalesced": recipe(24, 6, module=partial(Sparse, lambda_lr), by_windows=True),
+    "a_loader_that_is_changed_too_late": recipe(callback=lambda folder: ChangesLoader()),
     # Two ranks.
     "ranks": recipe(40, ranks=2),
     "ranks_of_windows": recipe(64, accumulate=2, ranks=2),
