@@ -26,6 +26,7 @@ LOOKING = (
 )
 BY_PIECE = {"training_step", "on_before_backward", "on_after_backward", "on_before_batch_transfer"}
 BY_PIECE |= {"transfer_batch_to_device", "on_after_batch_transfer"}
+BY_BATCH = {"on_train_batch_start", "on_train_batch_end", "on_save_checkpoint"}  # whose files are compared
 PLAIN = (type(None), bool, int, float, str, bytes)
 Record = dict[str, Any]
 
@@ -37,6 +38,10 @@ class Journal:
         self.calls: list[Record] = []
         self.rates: list[Any] = []  # of each optimizer step
         self.validations: list[int] = []  # optimizer steps before each
+        self.ends_of_windows: list[int] = []  # the same, as the window that each comes in has ended
+
+    def __deepcopy__(self, memo: Any) -> "Journal":
+        return Journal()  # for trials, which are not recorded, a copy of all calls would take longer than the training
 
     def add(self, trainer: Any, name: str, *values: Any) -> None:
         call = {"call": name, "step": trainer.global_step, "values": [_essentials(value) for value in values]}
@@ -46,6 +51,7 @@ class Journal:
             self.rates.append([[group["lr"] for group in each.param_groups] for each in trainer.optimizers])
         if name == "on_validation_start" and not trainer.sanity_checking:
             self.validations.append(trainer.global_step)
+            self.ends_of_windows.append(trainer.global_step + trainer.fit_loop.epoch_loop._should_accumulate())
         self.calls.append(call)
 
 
@@ -117,17 +123,31 @@ def promised(record: Record, *, in_step: bool, failed: bool) -> Record:
     """
     whole = in_step and not failed
     left_out = {"random"} | ({"around", "callbacks", "result"} if failed else set() if whole else {"around"})
-    calls = [call for call in record["calls"] if whole and call["call"] not in BY_PIECE]
+    calls = [call for call in record["calls"] if call["call"] not in BY_PIECE]
+    if not whole:
+        hooks = [] if failed else [call for call in calls if call["call"] not in BY_BATCH]
+        calls = [{"call": call["call"], "step": call["step"]} for call in hooks]
     ends = [{**_without(each, *left_out), "metrics": _means(each["metrics"], whole)} for each in record["ends"]]
     kept = ("state_dict", "epoch", "global_step")
     return {
-        "ends": ends,
         "rates": record["rates"],
         "validations": record["validations"],
+        "estimates": [call["counters"]["estimate"] for call in record["calls"] if call["call"] == "on_train_start"],
+        "ends": ends,
         "rows": [(step, _means(values, whole)) for step, values in record["rows"] if "oom_events" not in values],
         "checkpoints": {path: {key: file[key] for key in kept} for path, file in record["checkpoints"].items()},
         "notes": {} if failed else record["notes"],
         "calls": [_without(call, "random") for call in calls],
+    }
+
+
+def rounded(record: Record) -> Record:
+    """The same of records whose validations are due at ends of windows, though the recipe asks for them within."""
+    kept = ("state", "optimizers", "schedulers", "global_step", "current_epoch")
+    return {
+        "ends": [{name: end[name] for name in kept} for end in record["ends"]],
+        "rates": record["rates"],
+        "validations": sorted(set(record["ends_of_windows"])),
     }
 
 
@@ -141,7 +161,9 @@ def _means(values: Any, by_step: bool = False) -> Any:
     """Logged values; those by step are of a micro-batch where the loader yields these."""
     if by_step or not isinstance(values, dict):
         return values
-    return {name: _means(value) for name, value in values.items() if not name.endswith("_step")}
+    steps = {name for name in values if name.endswith("_step")}
+    steps |= {name.removesuffix("_step") for name in steps}  # the last step's, until the epoch ends
+    return {name: _means(value) for name, value in values.items() if name not in steps}
 
 
 def _without(values: Record, *names: str) -> Record:

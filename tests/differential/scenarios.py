@@ -5,11 +5,11 @@ callbacks, the Trainer's arguments; or it names a function that trains in anothe
 """
 
 import contextlib
+import os
 import random
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torchmetrics
 from faults import Arm, Faults
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.utilities import CombinedLoader
+from ranks import ddp
 from recorder import Journal, Record, Rows, Watcher, checkpoints, end_of
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, WeightedRandomSampler
@@ -64,18 +65,19 @@ class Run:
     def trainer(self, *callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
         """A Trainer with a logger and without checkpoints, unless they are asked for."""
         number, self.trainers = self.trainers, self.trainers + 1
-        ours = [self.ours()] if self.mode is not STOCK and number in self.row.with_callback else []
+        ours = [self.ours()] if self.mode != STOCK and number in self.row.with_callback else []
         watching = [*ours, *callbacks, Watcher(self.journal), *([Arm(self.faults)] if self.mode.fails and ours else [])]
         if settings.get("barebones"):  # which takes no argument that turns off what it has not
             return pl.Trainer(max_epochs=2, callbacks=watching, accelerator="cpu", devices=1, **settings)
         self.loggers.append(Rows())
         saves = any(isinstance(each, stock.Checkpoint) for each in callbacks)
         own = {"logger": self.loggers[-1], "enable_checkpointing": saves, "log_every_n_steps": 1}
+        own |= ddp() if self.row.ranks > 1 else {}
         return reference.quiet_trainer(*watching, **{**own, "default_root_dir": self.folder, **settings})
 
     def ours(self) -> AutoAccumulate:
         """The callback, as the mode sets it."""
-        if self.mode is DEFAULTS:
+        if self.mode == DEFAULTS:
             return AutoAccumulate(**self.row.ours)
         size = CUT if self.mode.cut else self.row.batch
         own = {"verify": False, "micro_batch_size": size, "micro_batching": self.mode.where}
@@ -131,20 +133,25 @@ class Row:
     ours: Mapping[str, Any] = field(default_factory=dict)
     with_callback: tuple[int, ...] = (0, 1, 2, 3)  # trainers
     oracle: str = ""  # a scenario with the same outcome if the loader cuts
+    stock: Mapping[str, Any] = field(default_factory=dict)  # fields that are others for stock Lightning
+    ranks: int = 1
+    merges: bool = False  # with nothing set, the loader makes one batch of those that the recipe accumulates
+    by_windows: bool = False  # what hooks see of a batch differs on purpose, in every mode
+    rounds: bool = False  # validation is due within a window: at its end, if the loader makes the windows
 
 
 def record(row: Row, mode: Mode, folder: Path) -> Record:
-    """Run a scenario in a folder, whose path is part of checkpoints, and keep what is left."""
-    shutil.rmtree(folder, ignore_errors=True)
-    run = Run(row, mode, folder)
+    """Run a scenario in an empty folder, whose path is part of checkpoints, and keep what is left."""
+    run = Run(replace(row, **row.stock) if mode == STOCK else row, mode, folder)
     pl.seed_everything(7, verbose=False)
     with warnings.catch_warnings(), run.faults if mode.fails else contextlib.nullcontext():
         warnings.simplefilter("ignore")
         row.train(run)
     assert bool(run.survived) == (mode.fails and run.faults.count >= FAILS_AT)
     journal, rows = run.journal, [each for logger in run.loggers for each in logger.rows]
-    kept = {"calls": journal.calls, "rates": journal.rates, "validations": journal.validations}
-    return {**kept, "ends": run.ends, "rows": rows, "checkpoints": checkpoints(folder), "notes": run.notes}
+    kept = {name: getattr(journal, name) for name in ("calls", "rates", "validations", "ends_of_windows")}
+    found = checkpoints(folder) if os.environ.get("RANK", "0") == "0" else {}
+    return {**kept, "ends": run.ends, "rows": rows, "checkpoints": found, "notes": run.notes}
 
 
 class Samples(reference.Samples):

@@ -1,17 +1,23 @@
 """Trainings with the callback against the same trainings of stock Lightning."""
 
 import re
+import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recorder import Record, differences, outcome, promised
+import recipes
+from ranks import on_ranks
+from recipes import RECIPES
+from recorder import Record, differences, outcome, promised, rounded
 from scenarios import ALL, DEFAULTS, SCENARIOS, STOCK, WITH_DEFAULTS, WRONG, Mode, Row, Run, record
 
 from lightning_ga import UserError
 
+assert not SCENARIOS.keys() & RECIPES.keys()
+TABLE = SCENARIOS | RECIPES
 SHOWN = 12  # differences that a failure prints
 
 
@@ -22,40 +28,69 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock(folder: Path) -> Callable[[str], Record]:
-    """Run a scenario without the callback, once for all modes."""
-    return cache(lambda name: record(SCENARIOS[name], STOCK, folder))
+def run(folder: Path) -> Callable[[str, Mode], Record]:
+    """Run a scenario; without the callback once for all modes, and on ranks together with all others that have some."""
+    shared = lru_cache(maxsize=2)(lambda name: here(name, STOCK))
+    on_two_ranks = cache(lambda mode: recorded_on_ranks(mode, folder.with_name("ranks")))
+
+    def here(name: str, mode: Mode) -> Record:
+        shutil.rmtree(folder, ignore_errors=True)
+        return record(TABLE[name], mode, folder)
+
+    def run(name: str, mode: Mode) -> Record:
+        if TABLE[name].ranks == 1:
+            return shared(name) if mode is STOCK else here(name, mode)
+        first, second = (each[name] for each in on_two_ranks(mode))
+        assert isinstance(first, dict), first
+        assert not [*differences(*([end["state"] for end in each["ends"]] for each in (second, first)))]
+        return first
+
+    return run
+
+
+def recorded_on_ranks(mode: Mode, folder: Path) -> list[Any]:
+    """The records of two ranks."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return on_ranks(recipes.on_rank, folder, mode, folder)
 
 
 def cases() -> list[Any]:
-    """Every scenario in both modes: uncut, cut, and after an error; one of these is quick, by turns."""
+    """Every scenario in both modes: uncut, cut, and after an error; one of these is quick, by turns.
+
+    Recipes that fit are quick with nothing set.
+    """
     rows = []
-    for number, (name, row) in enumerate(SCENARIOS.items()):
-        quick = ALL[number % len(ALL)]
+    for number, (name, row) in enumerate(TABLE.items()):
+        quick = DEFAULTS if name in RECIPES else ALL[number % len(ALL)]
         modes = [(mode, mode is quick or quick not in row.modes) for mode in row.modes]
         modes += [(DEFAULTS, WITH_DEFAULTS.index(name) % 2 == 0)] if name in WITH_DEFAULTS else []
-        rows += [
-            pytest.param(name, mode, id=f"{name}-{mode.name}", marks=() if is_quick else pytest.mark.slow)
-            for mode, is_quick in modes
-        ]
+        for mode, is_quick in modes:
+            marks = [*([] if is_quick else [pytest.mark.slow]), *([pytest.mark.distributed] if row.ranks > 1 else [])]
+            rows.append(pytest.param(name, mode, id=f"{name}-{mode.name}", marks=marks))
     return rows
 
 
+def compared(row: Row, mode: Mode) -> Callable[[Record], Record]:
+    """What of a record has to equal stock Lightning's: all, if nothing is cut and batches are the recipe's."""
+    in_step = mode.where == "step"
+    if row.rounds and not in_step and (mode.cut or mode is DEFAULTS):
+        return rounded
+    if mode.cut or row.by_windows or (row.merges and mode is DEFAULTS):
+        return partial(promised, in_step=in_step and not row.by_windows, failed=mode.fails)
+    return lambda record: record
+
+
 @pytest.mark.parametrize(("name", "mode"), cases())
-def test_a_training_is_that_of_stock_lightning(
-    name: str, mode: Mode, stock: Callable[[str], Record], folder: Path
-) -> None:
-    row = SCENARIOS[name]
+def test_a_training_is_that_of_stock_lightning(name: str, mode: Mode, run: Callable[[str, Mode], Record]) -> None:
+    row = TABLE[name]
     # In the step the loader is the user's own, and so is where a resume finds it.
     oracle = "" if mode.where == "step" and name.startswith("resumed") else row.oracle
-    theirs, ours = stock(oracle or name), record(row, mode, folder)
-    if oracle:
-        ours, theirs = outcome(ours), outcome(theirs)
-    elif mode.cut:
-        ours, theirs = (promised(each, in_step=mode.where == "step", failed=mode.fails) for each in (ours, theirs))
-    exact = not mode.cut and not oracle
+    theirs = run(oracle or name, STOCK)
+    ours = run(name, mode)
+    view = outcome if oracle else compared(row, mode)
+    is_exact = not (mode.cut or oracle or row.by_windows or row.merges)
     found: dict[str, str] = {}
-    for difference in differences(ours, theirs, 0.0 if exact else row.tolerance):
+    for difference in differences(view(ours), view(theirs), 0.0 if is_exact else row.tolerance):
         found.setdefault(re.sub(r"\[\d+\]", "[n]", difference.partition(":")[0]), difference)
     assert not found, "\n".join([f"{len(found)} kinds of differences:", *list(found.values())[:SHOWN]])
 

@@ -92,8 +92,11 @@ def test_what_micro_batches_cannot_train_exactly_is_told(seed: int, tmp_path: Pa
 @pytest.mark.distributed
 @pytest.mark.parametrize("seed", ON_RANKS)
 def test_ranks_train_as_a_plain_loop(seed: int, tmp_path: Path) -> None:
-    """Two or three, with errors of memory, and on another number of ranks after a resume."""
+    """Two or three, with errors of memory, and on another number of ranks after a resume; all in the same way."""
     recipe = draw_on_ranks(seed)
     course = draw_course_on_ranks(recipe, len(plain(recipe, 3).windows))
-    for ours in train_on_ranks(recipe, course, tmp_path):
-        check(ours, plain(recipe, course.ranks), f"\n{recipe}\n{course}")
+    shown = f"\n{recipe}\n{course}"
+    every = train_on_ranks(recipe, course, tmp_path)
+    for ours in every:
+        check(ours, plain(recipe, course.ranks), shown)
+        assert ours.weights.equal(every[0].weights), shown

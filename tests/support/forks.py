@@ -30,7 +30,7 @@ from unittest import mock
 import psutil
 
 SUPPORT = Path(__file__).parent
-PATHS = (SUPPORT, SUPPORT.parents[1])
+PATHS = (SUPPORT, SUPPORT.parent / "differential", SUPPORT.parents[1])
 PRELOADED = ("forks", "random_training", "address_space")
 AT_WORK = 3.0  # seconds of CPU time that show that a process goes on; a rank that waits uses 0.3 in two minutes
 PATIENCE = 120  # seconds in which less than that is used by something that hangs

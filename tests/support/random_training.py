@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ import torch
 import torchmetrics
 from faults import Faults
 from ranks import ddp, on_ranks
-from reference import FEATURES, Samples, SaveAt, SizedStreamOf, StreamOf, cut, permutation, quiet_trainer
+from reference import FEATURES, Samples, SaveAt, SizedStreamOf, StreamOf, permutation, quiet_trainer
 from texts import LONGEST, WORDS, Texts, pad
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
-from torch.utils.data import DataLoader, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from lightning_ga import AutoAccumulate, ExactnessWarning, optimizer_steps
 from lightning_ga.schedule import by_samples, by_step, geometric, linear
@@ -75,6 +76,10 @@ class Recipe:
     measures: bool  # the module logs a metric
     transfers: bool  # the module moves its batches itself
     coupling: str | None
+    interval: str = "step"  # of the schedule
+    frequency: int = 1
+    first_fit: int = 0  # epochs of a first fit, after which ``max_epochs`` is raised
+    broken: tuple[int, ...] = ()  # samples that the dataset does not have, and the collate function leaves out
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def draw(seed: int, *, coupling: bool = False) -> Recipe:
         limit = None
     optimizer = r.choice(["adam", "momentum", "sgd", *(["sparse"] if texts else [])])
     own = [batch] * samples if windows.arguments or limit else [r.randint(1, batch) for _ in range(samples)]
-    return Recipe(
+    recipe = Recipe(
         seed=seed,
         samples=samples,
         batch=batch,
@@ -148,6 +153,26 @@ def draw(seed: int, *, coupling: bool = False) -> Recipe:
         transfers=r.random() < 0.2,
         coupling=r.choice(COUPLINGS[: None if texts else 4]) if coupling else None,
     )
+    return replace(recipe, **draw_counts(r, recipe))
+
+
+def draw_counts(r: random.Random, recipe: Recipe) -> dict[str, Any]:
+    """What is counted in batches, epochs and samples of the recipe: schedules, fits and samples that are broken.
+
+    Frequencies by step count batches, so the windows are the recipe's.
+    """
+    interval = r.choice(["step", "step", "epoch"]) if recipe.schedule == "step" else "step"
+    counts = recipe.schedule == "step" and (interval == "epoch" or recipe.windows.kind == "recipe")
+    frequency = r.choice([1, 2, 2, 3, 5])
+    first_fit = r.randint(1, recipe.epochs - 1) if recipe.epochs > 1 and r.random() < 0.4 else 0
+    broken = tuple(sorted(r.sample(range(recipe.samples), r.randint(1, 4)))) if r.random() < 0.3 else ()
+    is_read = recipe.data in READY or recipe.by_size or recipe.coupling is not None
+    return {
+        "interval": interval,
+        "frequency": frequency if counts else 1,
+        "first_fit": first_fit,
+        "broken": () if is_read else broken,
+    }
 
 
 def draw_windows(r: random.Random, batch: int, factor: int, data: str) -> Windows:
@@ -202,8 +227,9 @@ def covering(count: int, seeds: range, *, usable: Callable[[Recipe], bool]) -> l
 
 def traits(recipe: Recipe) -> list[tuple[str, Any]]:
     """What two recipes may differ in."""
-    names = "factor data workers drop_last limit texts layout mean optimizer schedule by_size verify measures transfers"
-    found = [(name, getattr(recipe, name)) for name in names.split()]
+    names = "factor data workers drop_last limit texts layout mean optimizer schedule interval by_size verify measures"
+    found = [(name, getattr(recipe, name)) for name in (*names.split(), "transfers")]
+    found += [("fits", recipe.first_fit > 0), ("frequency", recipe.frequency > 1), ("broken", bool(recipe.broken))]
     return [*found, ("windows", recipe.windows.kind), ("epochs", recipe.epochs > 1)]
 
 
@@ -220,7 +246,7 @@ def draw_courses(recipe: Recipe, ends: list[int]) -> dict[str, Course]:
         "cut": draw_life(r, recipe),
         "out of memory": replace(draw_life(r, recipe), fails=draw_fails(r, recipe), fits=r.choice([1, 3])),
     }
-    if places:
+    if places and not recipe.first_fit:
         courses["resumed"] = replace(lives[0], stops=r.choice(places), then=lives[1])
     return courses
 
@@ -228,7 +254,7 @@ def draw_courses(recipe: Recipe, ends: list[int]) -> dict[str, Course]:
 def modes_of(recipe: Recipe) -> list[str]:
     """Where batches of a recipe may be cut with the same windows: in the step they are those of the loader."""
     is_in_turn = recipe.data in ("in order", "own class") or (recipe.data == "own sampler" and not recipe.workers)
-    is_in_turn &= not recipe.drop_last and not recipe.by_size
+    is_in_turn &= not recipe.by_size
     in_step = recipe.data not in MAPPED or (is_in_turn and recipe.windows.by_batches)
     return ["loader", "step"] if in_step else ["loader"]
 
@@ -251,23 +277,31 @@ def draw_fails(r: random.Random, recipe: Recipe) -> tuple[tuple[str, int], ...]:
 def draw_on_ranks(seed: int) -> Recipe:
     """A recipe whose samples ranks share out."""
     recipes = (draw(number) for number in (seed, *range(1000 * (seed + 1), 1000 * (seed + 2))))
-    return replace(next(filter(is_shared, recipes)), workers=0, drop_last=False, transfers=False)
+    return replace(next(filter(is_shared, recipes)), workers=0, transfers=False)
 
 
 def is_shared(recipe: Recipe) -> bool:
     """Whether ranks share its samples out, in the order of one rank."""
-    return recipe.data == "shuffled" and recipe.limit is None
+    return recipe.data == "shuffled" and recipe.limit is None and is_trained(recipe, 2) and is_trained(recipe, 3)
 
 
 def draw_course_on_ranks(recipe: Recipe, steps: int) -> Course:
-    """One life on two ranks or three, and another on as many or, where that changes no window, another number."""
+    """One life on two ranks or three, and another on as many or, where that changes no window, another number.
+
+    ``drop_last`` leaves out batches, which a number of ranks makes.
+    """
     r = random.Random(f"ranks of {recipe.seed}")
     count = recipe.windows.count
     least = 3 if recipe.windows.by_batches else min(count(e, k, n) for e in range(3) for k in (0, 9) for n in (0, 99))
     first = r.choice([2, 2, min(3, least)])  # each rank needs a sample of every window
-    ranks = (first, first if recipe.windows.by_batches else r.choice([1, 2, min(3, least)]))
+    is_same = recipe.windows.by_batches or recipe.drop_last
+    ranks = (first, first if is_same else r.choice([1, 2, min(3, least)]))
     lives = [replace(draw_life(r, recipe, n), fails=r.choice([(), draw_fails(r, recipe)])) for n in ranks]
-    return replace(lives[0], stops=r.randint(1, steps - 1), then=lives[1]) if steps > 1 else lives[0]
+    return (
+        replace(lives[0], stops=r.randint(1, steps - 1), then=lives[1])
+        if steps > 1 and not recipe.first_fit
+        else lives[0]
+    )
 
 
 # --- data ---------------------------------------------------------------------------------------
@@ -337,8 +371,26 @@ def dataset(recipe: Recipe, size: int) -> Any:
     return Texts(size) if recipe.texts else Samples(size)
 
 
+class Broken(Dataset):
+    """A dataset without some of its samples."""
+
+    def __init__(self, data: Any, broken: tuple[int, ...]) -> None:
+        self.data, self.broken = data, broken
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index in self.broken else self.data[index]
+
+
 def collate(recipe: Recipe, samples: Sequence[Any]) -> Any:
-    return pad(samples) if recipe.texts else LAYOUTS[recipe.layout][0](*default_collate(list(samples)))
+    """A batch of the samples that are there; one without samples, if none is."""
+    found = [sample for sample in samples if sample is not None]
+    some = found or [dataset(recipe, 1)[0]]
+    if recipe.texts:
+        return {name: part[: len(found)] for name, part in pad(some).items()}
+    return LAYOUTS[recipe.layout][0](*[part[: len(found)] for part in default_collate(some)])
 
 
 def parts_of(recipe: Recipe, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -356,7 +408,7 @@ def own_batches(recipe: Recipe) -> list[list[int]]:
 
 def loader(recipe: Recipe) -> Any:
     """The training data, as the recipe gives them."""
-    data = dataset(recipe, recipe.samples)
+    data = Broken(dataset(recipe, recipe.samples), recipe.broken)
     if recipe.data in READY:
         data = [collate(recipe, [data[index] for index in batch]) for batch in own_batches(recipe)]
     more: dict[str, Any] = {"collate_fn": lambda samples: collate(recipe, samples), "num_workers": recipe.workers}
@@ -368,41 +420,52 @@ def loader(recipe: Recipe) -> Any:
 # --- the plain loop -----------------------------------------------------------------------------
 
 
+def batches_of(recipe: Recipe, ranks: int = 1) -> int:
+    """The batches of an epoch on each rank, as the user's own loader and the Trainer's limit have it."""
+    share = ceil(recipe.samples / ranks)
+    count = share // recipe.batch if recipe.drop_last else ceil(share / recipe.batch)
+    if recipe.data in WHOLE_BATCHES:
+        count = len(own_batches(recipe))
+    if isinstance(recipe.limit, float):
+        return int(count * recipe.limit)
+    return count if recipe.limit is None else min(count, recipe.limit)
+
+
 def windows_by_epoch(recipe: Recipe, ranks: int = 1) -> list[list[list[int]]]:
-    """The samples behind each optimizer step, epoch by epoch."""
+    """The samples behind each optimizer step, epoch by epoch, also those that are broken."""
     epochs: list[list[list[int]]] = []
     step = seen = 0
     for epoch in range(recipe.epochs):
-        order = list(range(recipe.samples))
+        left = list(range(recipe.samples))
         if recipe.data in SEEDS_OF_ORDERS:
-            order = permutation(recipe.samples, SEEDS_OF_ORDERS[recipe.data], epoch)
-        full = cut(order, recipe.batch, recipe.drop_last)
+            left = permutation(recipe.samples, SEEDS_OF_ORDERS[recipe.data], epoch)
+        sizes = [recipe.batch * ranks] * batches_of(recipe, ranks)
         if recipe.data in WHOLE_BATCHES:
-            full = own_batches(recipe)
-        limit = int(len(full) * recipe.limit) if isinstance(recipe.limit, float) else recipe.limit or len(full)
-        left = order if limit >= len(full) else list(chain.from_iterable(full[:limit]))
-        drops = recipe.drop_last and limit >= len(full)
-        sizes = [len(batch) for batch in full] if recipe.data in WHOLE_BATCHES and not recipe.windows.arguments else []
+            sizes = [len(batch) for batch in own_batches(recipe)][: len(sizes)]
+        left = left[: sum(sizes)]
         found: list[list[int]] = []
         while left:
-            ours = recipe.windows.count(epoch, step, seen) * (ranks if recipe.windows.by_batches else 1)
-            count = sum(sizes[len(found) * recipe.factor :][: recipe.factor]) or ours
-            if drops and len(left) < count:
-                break
+            count = recipe.windows.count(epoch, step, seen) * (ranks if recipe.windows.by_batches else 1)
+            if recipe.data in WHOLE_BATCHES and not recipe.windows.arguments:
+                count = sum(sizes[len(found) * recipe.factor :][: recipe.factor])
             found.append(left[:count])
             step, seen, left = step + 1, seen + len(found[-1]), left[count:]
         epochs.append(found)
     return epochs
 
 
-def is_trained(recipe: Recipe) -> bool:
-    """Whether each epoch has a window, of unequal samples if sizes count: what would be refused is not drawn."""
-    epochs, lengths = windows_by_epoch(recipe), Texts(recipe.samples).lengths
+def is_trained(recipe: Recipe, ranks: int = 1) -> bool:
+    """Whether each epoch has windows, and each of these a sample: what would be refused is not drawn.
+
+    The samples are unequal if sizes count.
+    """
+    epochs, lengths = windows_by_epoch(recipe, ranks), Texts(recipe.samples).lengths
     trained = {lengths[index] for windows in epochs for window in windows for index in window}
     is_read = recipe.data not in READY or recipe.sizes[:2] != (1, 1)  # where samples lie, in a batch of several
     asked = recipe.data in WHOLE_BATCHES and "effective_batch_size" in recipe.windows.arguments
     is_read &= not asked or recipe.samples >= recipe.batch  # the first batch says how many samples one has
     is_read &= not asked or recipe.schedule != "one cycle"  # how many steps there are is known only then
+    is_read &= all(set(window) - set(recipe.broken) for windows in epochs for window in windows)
     return all(epochs) and is_read and not (recipe.by_size and len(trained) == 1)
 
 
@@ -413,14 +476,18 @@ def ends_of(recipe: Recipe) -> list[int]:
 
 
 def plain(recipe: Recipe, ranks: int = 1) -> Outcome:
-    """Train in a plain loop, each window in one pass."""
+    """Train in a plain loop, each window in one pass; each fit makes an optimizer and a schedule of its own."""
     data, net, epochs = dataset(recipe, recipe.samples), network(recipe), windows_by_epoch(recipe, ranks)
-    optimizer = optimizer_of(recipe, net)
-    schedule = schedule_of(recipe, optimizer, sum(map(len, epochs)))
+    epochs = [[[i for i in window if i not in recipe.broken] for window in windows] for windows in epochs]
+    batches = batches_of(recipe, ranks)
     rates, logged = [], []
-    for windows in filter(None, epochs):
+    for epoch, windows in enumerate(epochs):
+        if epoch in (0, recipe.first_fit):
+            optimizer = optimizer_of(recipe, net)
+            until = recipe.first_fit if epoch < recipe.first_fit else recipe.epochs
+            schedule = schedule_of(recipe, optimizer, sum(map(len, epochs[:until])))
         losses: list[tuple[float, int]] = []
-        for window in windows:
+        for number, window in enumerate(windows):
             batch = collate(recipe, [data[index] for index in window])
             optimizer.zero_grad()
             loss = loss_of(recipe, net, batch)
@@ -429,9 +496,14 @@ def plain(recipe: Recipe, ranks: int = 1) -> Outcome:
                 nn.utils.clip_grad_norm_(net.parameters(), recipe.clip)
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
-            if schedule is not None:
+            done = number + 1  # windows, or batches, of which the last window may have fewer
+            if recipe.frequency > 1:
+                done = min(done * recipe.factor, batches)
+            if schedule is not None and recipe.interval == "step" and done % recipe.frequency == 0:
                 schedule.step()
             losses.append((loss.item(), weight_of(recipe, batch)))
+        if schedule is not None and recipe.interval == "epoch" and (epoch + 1) % recipe.frequency == 0:
+            schedule.step()
         numbers = torch.tensor([float(index) for window in windows for index in window])
         with torch.no_grad():
             validated = loss_of(recipe, net, collate(recipe, list(map(dataset(recipe, 99).__getitem__, range(11)))))
@@ -468,6 +540,8 @@ def loss_of(recipe: Recipe, net: Net, batch: Any) -> Tensor:
     """The mean over samples or words, and what couples the samples."""
     inputs, targets, _ = parts_of(recipe, batch)
     predicted = net(inputs)
+    if not len(inputs):
+        return predicted.sum()
     losses = (predicted - targets.flatten()).square() if not recipe.texts else torch.empty(0)
     if recipe.texts:
         real = targets != -100
@@ -499,7 +573,8 @@ def optimizer_of(recipe: Recipe, net: nn.Module) -> Optimizer:
 def schedule_of(recipe: Recipe, optimizer: Optimizer, steps: float | None) -> Any:
     if recipe.schedule == "one cycle" and recipe.data not in UNSIZED and steps:
         return lr_scheduler.OneCycleLR(optimizer, 5e-2, total_steps=int(steps))
-    return lr_scheduler.StepLR(optimizer, 3, 0.7) if recipe.schedule else None
+    every = 3 if recipe.interval == "step" and recipe.frequency == 1 else 1
+    return lr_scheduler.StepLR(optimizer, every, 0.7) if recipe.schedule else None
 
 
 def flat(module: nn.Module) -> Tensor:
@@ -591,8 +666,8 @@ class Program(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self.recipe, self.net)
         schedule = schedule_of(self.recipe, optimizer, optimizer_steps(self.trainer))
-        schedules = [{"scheduler": schedule, "interval": "step"}] if schedule is not None else []
-        return [optimizer], schedules
+        config = {"scheduler": schedule, "interval": self.recipe.interval, "frequency": self.recipe.frequency}
+        return [optimizer], [config] if schedule is not None else []
 
 
 class Moving(Program):
@@ -628,7 +703,7 @@ def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) ->
     module, ours = (Moving if recipe.transfers else Program)(recipe), accumulate(recipe, course)
     machine = Machine(course, recipe.by_size)
     callbacks = [ours, machine, *([StopAt(path, course.stops)] if course.stops else [])]
-    settings: dict[str, Any] = {"max_epochs": recipe.epochs, "gradient_clip_val": recipe.clip}
+    settings: dict[str, Any] = {"max_epochs": recipe.first_fit or recipe.epochs, "gradient_clip_val": recipe.clip}
     settings |= {"accumulate_grad_batches": recipe.factor, "limit_train_batches": recipe.limit}
     if course.ranks > 1:
         settings |= ddp()
@@ -642,7 +717,11 @@ def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) ->
         ):
             warnings.simplefilter("always")
             trainer = quiet_trainer(*callbacks, **settings)
-            trainer.fit(module, loader(recipe), ckpt_path=path if resumes else None)
+            data = loader(recipe)
+            trainer.fit(module, data, ckpt_path=path if resumes else None)
+            if recipe.first_fit:
+                trainer.fit_loop.max_epochs = recipe.epochs
+                trainer.fit(module, data)
     finally:
         Machine.in_use = None
     steps = range(min(machine.windows, default=0), max(machine.windows, default=-1) + 1)
