@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ga.batch.pytree import open_container, rebuild, same_values
 from lightning_ga.compat.closures import logging_redirected, plain
+from lightning_ga.loading.cutter import BatchCutter
 
 # By the name of ``reduce_fx``, a function or a text (``_Metadata`` in Lightning's ``result.py``); else a mean.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
@@ -62,6 +63,15 @@ class Pieces:
         if len(pieces) == 1:
             return pieces[0].output
         return merge(*zip(*[(piece.output, piece.samples, piece.weight) for piece in pieces]))
+
+
+def cut_in_pieces(cutter: BatchCutter, batch: Any, sizes: Sequence[int]) -> Iterator[tuple[Any, int, bool]]:
+    """Yield each piece of a batch when it is asked for, its samples, and whether it is the last; one piece is uncut."""
+    start = 0
+    for number, size in enumerate(sizes, 1):
+        piece = cutter.cut(batch, start, start + size) if len(sizes) > 1 else batch
+        yield piece, size, number == len(sizes)
+        start += size
 
 
 def merge(outputs: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
