@@ -3,7 +3,9 @@
 ``python -m lightning_ga.batch_size ckpt_path=RUN`` does so for a run of the command line; ``--help`` lists the keys.
 """
 
+import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -50,7 +52,7 @@ def measure_batch_size(
         ckpt_path: A checkpoint of a fit with one optimizer.
         batch: Effective batch B that the checkpoint's learning rate belongs to.
         samples: Samples of each branch, over all ranks: rounded to whole epochs, or to steps of 4B within one.
-        folder: For ``batch_size.json``, from which a second call continues.
+        folder: For ``batch_size.json``, from which a second call continues if checkpoint and arguments are the same.
         seeds: Branches of each batch, which differ in the order of samples; at least two.
         scale_lr: How the learning rate follows the batch, as in ``AutoAccumulate``.
         lr: Learning rate at B of all parameter groups, instead of the checkpoint's.
@@ -76,8 +78,8 @@ def measure_batch_size(
     if len(content.get("optimizer_states") or ()) != 1:
         raise UserError(f"ckpt_path={ckpt_path} has no state of one optimizer: give one of a fit, such as last.ckpt.")
     run = _Branches(make, content, scale_lr, batch, lr, monitor, trainer)
-    setting = {"batch": batch, "samples": samples, "lr": lr, "monitor": monitor, "scale_lr": scale_lr}
-    setting["step"] = content["global_step"]
+    arguments = {"batch": batch, "samples": samples, "lr": lr, "monitor": monitor, "scale_lr": scale_lr}
+    setting = _setting(Path(ckpt_path), {**arguments, "trainer": trainer})
     losses, sizes = _known(Path(folder), setting), batches_around(batch, samples)
     left = [(size, seed) for seed in range(seeds) for size in sizes if f"{size}/{seed}" not in losses]
     for number, (size, seed) in enumerate(left, 1):
@@ -140,6 +142,18 @@ def _whole(samples: int, multiple: int, data: Any) -> tuple[int, int]:
     if multiple > total:
         raise UserError(f"samples={samples} of {total} contain no window of {multiple} samples: give a smaller batch.")
     return min(-(-samples // multiple), total // multiple) * multiple, 0
+
+
+def _setting(ckpt_path: Path, arguments: Mapping[str, Any]) -> Any:
+    """Return, as JSON holds it, what losses depend on: the checkpoint's content and the arguments."""
+    with ckpt_path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return json.loads(json.dumps({**arguments, "checkpoint": digest}, default=_described))
+
+
+def _described(value: Any) -> str:
+    """Describe an object in the same words in every process: without its address in memory."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _known(folder: Path, setting: Mapping[str, Any]) -> Any:

@@ -97,6 +97,53 @@ def test_a_branch_is_a_plain_training_from_the_checkpoint(checkpoint, tmp_path):
     assert len(told) == 9
 
 
+def test_branches_of_another_setting_are_measured_anew(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another checkpoint of the same step and name, another precision or Trainer; those of the same are kept."""
+
+    def measured(branches: _Branches, size: int, seed: int, _: Any) -> float:
+        calls.append((size, seed))
+        return float(branches.content["state_dict"]["net.0.weight"].sum()) + size + seed
+
+    def losses(**trainer: Any) -> tuple[int, float]:
+        """How many branches ran, and the first loss."""
+        calls.clear()
+        found = measure_batch_size(
+            lambda: (Judged(), Data()),
+            path,
+            batch=4,
+            samples=64,
+            folder=tmp_path,
+            seeds=2,
+            tell=str,
+            **QUIET,
+            **trainer,
+        )
+        return len(calls), found.points[0].losses[0]
+
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(_Branches, "loss", measured)
+    content, path = torch.load(checkpoint, weights_only=True), tmp_path / "last.ckpt"
+    path.write_bytes(checkpoint.read_bytes())
+    first = losses()
+    assert first[0] == 8
+    assert losses() == (0, first[1])
+    content["state_dict"]["net.0.weight"] += 1
+    torch.save(content, path)
+    other = losses()
+    assert other == (8, pytest.approx(first[1] + content["state_dict"]["net.0.weight"].numel()))
+    assert losses() == (0, other[1])
+    for trainer in ({"precision": "bf16-mixed"}, {"gradient_clip_val": 0.5}, {"plugins": [Plugin()]}):
+        assert losses(**trainer)[0] == 8
+        assert losses(**trainer)[0] == 0
+    assert losses(plugins=[Plugin()])[0] == 0  # an equal one, as another process makes it
+
+
+class Plugin:
+    """An object that JSON cannot hold."""
+
+
 def test_what_would_show_nothing_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     """One seed, a rate that has fallen to nothing, no such metric, too few samples."""
     settings: dict[str, Any] = {"batch": 4, "samples": 64, "folder": tmp_path, "tell": lambda _: None, **QUIET}

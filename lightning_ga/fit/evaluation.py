@@ -8,13 +8,13 @@ from lightning_ga.batch.pytree import LayoutError
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
-from lightning_ga.fit.pieces import Pieces
+from lightning_ga.fit.pieces import Pieces, cut_in_pieces
+from lightning_ga.fit.retry import go_back
 from lightning_ga.loading.cutter import BatchCutter
-from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import attempt, is_ambiguous_out_of_memory, may_be_out_of_memory, retry_once
-from lightning_ga.plan.accumulation import split_evenly
+from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
 from lightning_ga.plan.config import Options
-from lightning_ga.snapshot.copies import with_own_containers
+from lightning_ga.plan.pieces import piece_sizes
+from lightning_ga.snapshot.kept_batch import KeptBatch, undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
 _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
@@ -40,23 +40,33 @@ class Evaluation:
         """Run a step; if memory runs out, undo what it has done, and run it on half of the samples, and so on."""
         if not self._retries or isinstance(batch, Iterator):  # such a step fetches batches by itself
             return step(batch, *others)
-        trainer, kept, event = self._trainer, with_own_containers(batch), None
-        loader = loaders.loader_of_step(trainer, others)
-        ranks.share_buffers_before_forward(trainer.strategy.model)
-        if self._savepoint is None or loaders.batches_begun(trainer) == 1:  # a new evaluation may have new metrics
-            results = trainer._results  # none in prediction
-            find = partial(Savepoint, trainer.lightning_module, lambda: {} if results is None else results)
-            self._savepoint = retry_once(find)
-        retry_once(self._savepoint.take)
+        trainer = self._trainer
         stage = name.removesuffix("_step").replace("predict", "prediction")
+        loader = loaders.loader_of_step(trainer, others)
         known = self._loaders.setdefault((stage, loader), _LoaderPieces(trainer, stage, loader))
-        collectives_before = ranks.collectives_run()
-        run = partial(known.run, lambda part: step(part, *others), batch, kept, collectives_before)
+        ranks.share_buffers_before_forward(trainer.strategy.model)
+        savepoint = self._taken_savepoint()
+        kept = retry_once(partial(KeptBatch, batch))
+        exchanged = partial(_exchanged, before=ranks.collectives_run())
+        run = partial(known.run, lambda part: step(part, *others), batch, kept.batch, exchanged)
         while (outcome := attempt(run, _is_survived)).failure is not None:
-            event = known.shrink(outcome.failure, kept, collectives_before, self._savepoint)
-        if event is not None:
+            failed = known.failed_samples(kept.batch, outcome.failure)
+            back = partial(undo, savepoint, [kept])
+            event = go_back(trainer, stage, outcome.failure, failed=failed, why_not_alone=exchanged, undo=back)
+            known.lower(event.fits)
             self._reporter.report(event, _RESULT)
         return outcome.result
+
+    def _taken_savepoint(self) -> Savepoint:
+        """Return the savepoint, taken now."""
+        if (
+            self._savepoint is None or loaders.batches_begun(self._trainer) == 1
+        ):  # a new evaluation may have new metrics
+            results = self._trainer._results  # none in prediction
+            find = partial(Savepoint, self._trainer.lightning_module, lambda: {} if results is None else results)
+            self._savepoint = retry_once(find)
+        retry_once(self._savepoint.take)
+        return self._savepoint
 
 
 class _LoaderPieces:
@@ -65,42 +75,45 @@ class _LoaderPieces:
     def __init__(self, trainer: Any, stage: str, loader: int) -> None:
         self._trainer, self._stage = trainer, stage
         self._cutter = BatchCutter(*loaders.loaders_of(trainer, loader), loaders.BatchTransfer(trainer, loader))
-        self._limit: int | None = None
+        self._limit: int | None = None  # most samples of a pass; ``None`` before an error
+        self._running = 0  # samples of the pass that runs; 0 if none does, or if they were not counted
 
-    def run(self, step: Callable[[Any], Any], batch: Any, kept: Any, collectives_before: int) -> Any:
+    def lower(self, limit: int) -> None:
+        """Lower the limit: the batch runs again, and so do later ones."""
+        self._limit = limit
+
+    def run(self, step: Callable[[Any], Any], batch: Any, kept_batch: Any, exchanged: Callable[[], str | None]) -> Any:
         """Run the step on a batch, or on pieces of its copy."""
-        samples, start = 0 if self._limit is None else self._cutter.count(kept), 0
-        sizes = split_evenly(samples, max(1, -(-samples // (self._limit or 1))))
-        in_pieces, is_held = len(sizes) > 1, len(sizes) > 1 or self._trainer.world_size > 1
-        pieces = Pieces(self._trainer._results if is_held else None)  # ranks log values after the step
-        for size in sizes:
-            piece = self._cutter.cut(kept, start, start + size) if in_pieces else batch
-            start += size
+        self._running = 0
+        samples = 0 if self._limit is None else self._cutter.count(kept_batch)
+        sizes = piece_sizes(samples, self._limit)
+        in_pieces = len(sizes) > 1
+        is_held = in_pieces or self._trainer.world_size > 1  # ranks log values after the step
+        pieces = Pieces(self._trainer._results if is_held else None)
+        for piece, size, _ in cut_in_pieces(self._cutter, kept_batch if in_pieces else batch, sizes):
+            self._running = size
             with pieces.piece(samples=size, weight=float(size)):
                 pieces.add(step(piece))
-            if in_pieces and ranks.collectives_run() != collectives_before:
-                raise self._error(messages.OTHERS_WAIT, _EXCHANGES)
+            others = exchanged() if in_pieces else None
+            if others is not None:
+                raise messages.out_of_memory(self._trainer, self._stage, messages.OTHERS_WAIT, others)
+        self._running = sizes[0]  # what follows needs the outputs of all
         return pieces.finish()
 
-    def shrink(self, failure: Exception, kept: Any, collectives_before: int, savepoint: Savepoint) -> messages.OomEvent:
-        """Undo a failed run and halve the pieces."""
+    def failed_samples(self, batch: Any, failure: Exception) -> int:
+        """Return the samples of the pass that failed; raise an error if the batch cannot be cut."""
         try:
-            samples = retry_once(partial(self._cutter.count, kept))
+            samples = int(retry_once(partial(self._cutter.count, batch)))
         except LayoutError as why:
-            raise self._error("({memory}). {what}", why) from failure
-        failed = min(samples, self._limit or samples)
-        if failed == 1:
-            raise failure if is_ambiguous_out_of_memory(failure) else self._error(messages.ONE_SAMPLE) from failure
-        if ranks.collectives_run() != collectives_before:
-            raise self._error(messages.OTHERS_WAIT, _EXCHANGES) from failure
-        if moved := retry_once(savepoint.restore):
-            raise self._error(messages.CHANGED, moved) from failure
-        self._limit = (failed + 1) // 2
-        memory, step = describe_memory(self._trainer.strategy.root_device), self._trainer.global_step
-        return messages.OomEvent(self._stage, step, failed, self._limit, memory)
+            raise messages.out_of_memory(self._trainer, self._stage, "({memory}). {what}", why) from failure
+        if self._running > 1:
+            return self._running
+        return min(samples, self._limit or samples)  # one sample is no reason to give up while other pieces have two
 
-    def _error(self, sentence: str, what: object = "") -> UserError:
-        return messages.out_of_memory(self._trainer, self._stage, sentence, what)
+
+def _exchanged(*, before: int) -> str | None:
+    """Return why other ranks wait for this one, if it has begun collectives since there were so many ``before``."""
+    return None if ranks.collectives_run() == before else _EXCHANGES
 
 
 def _is_survived(error: Exception) -> bool:

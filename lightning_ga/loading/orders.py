@@ -4,7 +4,7 @@ So window k of epoch e has the same samples for every micro-batch and number of 
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -19,44 +19,63 @@ _SEEDS = 2**63  # seeds of torch.Generator have 64 bits
 
 
 class Sequential:
-    """The dataset's order."""
+    """The dataset's order.
 
-    def __init__(self, size: int) -> None:
-        self._size = self.dataset_size = size
+    Args:
+        length: The samples of the dataset, or a function that returns them: they may change from epoch to epoch.
+        multiple: An epoch has a multiple of so many samples; the rest is left out.
+    """
+
+    def __init__(self, length: int | Callable[[], int], *, multiple: int = 1) -> None:
+        self._length, self._multiple = length, multiple
+        self._begun: tuple[int, int] | None = None  # the last epoch that training has begun, and its ``dataset_size``
+
+    @property
+    def dataset_size(self) -> int:
+        """The samples of the dataset, now."""
+        return self._length() if callable(self._length) else self._length
 
     def size(self, epoch: int, seed: int) -> int:
-        """Return the samples of an epoch."""
-        return self._size
+        """Return the samples of an epoch, by the length of the dataset now; once training has begun it, the same."""
+        samples = self._dataset_size(epoch)
+        return samples - samples % self._multiple
 
     def draw(self, epoch: int, seed: int) -> Any:
         """Return the indices of one epoch, of which slices are read."""
-        return range(self._size)
+        return range(self.size(epoch, seed))
 
     def begin(self, epoch: int, seed: int) -> Any:
-        """Return the order that training begins an epoch with."""
+        """Return the order that training begins an epoch with; once it has begun, the same."""
+        self._begun = epoch, self._dataset_size(epoch)
         return self.draw(epoch, seed)
 
     def pool(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the indices that training may meet."""
-        return range(self.dataset_size)
+        return range(self._dataset_size(epoch))
+
+    def _dataset_size(self, epoch: int) -> int:
+        if self._begun is not None and self._begun[0] == epoch:
+            return self._begun[1]
+        return self.dataset_size
 
 
 class Shuffled(Sequential):
     """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``.
 
-    It is drawn over the whole dataset (``dataset_size``); an epoch may leave some samples out.
+    It is drawn over the whole dataset; an epoch may leave some samples out.
     """
 
-    def __init__(self, size: int, seed: int | None = None, *, dataset_size: int | None = None) -> None:
-        super().__init__(size)
-        self.seed, self.dataset_size = seed, size if dataset_size is None else dataset_size
+    def __init__(self, length: int | Callable[[], int], seed: int | None = None, *, multiple: int = 1) -> None:
+        super().__init__(length, multiple=multiple)
+        self.seed = seed
 
     def draw(self, epoch: int, seed: int) -> torch.Tensor:
         """Return the permutation of one epoch, four bytes a sample of up to 2³¹."""
         seed = ((seed if self.seed is None else self.seed) + epoch) % _SEEDS
-        dtype = torch.int32 if self.dataset_size < 2**31 else torch.int64
+        samples = self._dataset_size(epoch)
+        dtype = torch.int32 if samples < 2**31 else torch.int64
         with uncounted():  # it lies on the host
-            return torch.randperm(self.dataset_size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+            return torch.randperm(samples, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 class FromSampler:
@@ -69,28 +88,34 @@ class FromSampler:
 
     def __init__(self, sampler: Any, dataset: Any = None, *, batch: int = 1, shuffles: bool = False) -> None:
         self._sampler, self._dataset, self._batch, self._shuffles = sampler, dataset, batch, shuffles
-        self._drawn_for: tuple[int, int] | None = None  # epoch and seed of ``_drawn``
-        self._begun_for: tuple[int, int] | None = None  # the same, once training has begun with it
-        self._drawn: list[Any] = []
+        self._drawn_for: tuple[int, int, int] | None = None  # epoch, seed and length of the sampler
+        self._drawn: list[Any] = []  # to plan an epoch
+        self._begun_for: tuple[int, int] | None = None  # epoch and seed
+        self._begun: list[Any] = []  # of the epoch that training has begun
 
     def size(self, epoch: int, seed: int) -> int:
         """Return the samples of an epoch: those that the sampler yields."""
         return len(self.draw(epoch, seed))
 
     def draw(self, epoch: int, seed: int) -> list[Any]:
-        """Return the sampler's own order for one epoch."""
-        if self._drawn_for != (epoch, seed):
+        """Return the sampler's own order for one epoch; of the epoch that training has begun, what that runs."""
+        if self._begun_for == (epoch, seed):
+            return self._begun
+        wanted = epoch, seed, len(self._sampler)  # which may change before the epoch begins
+        if self._drawn_for != wanted:
             with borrowed(self._sampler, self._dataset) as sampler:
                 self._drawn = self._read(sampler, epoch, seed)
-            self._drawn_for = epoch, seed
+            self._drawn_for = wanted
         return self._drawn
 
     def begin(self, epoch: int, seed: int) -> list[Any]:
         """Return the order that training begins an epoch with; once it has begun, the same."""
         if self._begun_for != (epoch, seed):
-            self._drawn = self._read(self._sampler, epoch, seed)
-            self._drawn_for = self._begun_for = epoch, seed
-        return self._drawn
+            self._begun = self._read(self._sampler, epoch, seed)
+            self._begun_for = epoch, seed
+            self._drawn = []
+            self._drawn_for = None
+        return self._begun
 
     def pool(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the indices that a sampler of torch draws from, or those of the epoch."""

@@ -7,6 +7,7 @@ copy keeps everything, and the user's own loader stays untouched.
 import copy
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,24 +76,29 @@ def why_in_step(loader: Any) -> str:
 
 
 def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | None:
-    """Return the order that all ranks share; ``None`` if each has one of its own."""
+    """Return the order that all ranks share; ``None`` if each has one of its own.
+
+    Datasets may change their length from epoch to epoch, so orders ask for it.
+    """
     batches: Any = loader.batch_sampler
     sampler, world_size = batches.sampler, settings.world_size
     if not settings.may_shuffle:
-        return Sequential(len(loader.dataset))  # type: ignore[arg-type]
+        return Sequential(partial(len, loader.dataset))  # type: ignore[arg-type]
     if type(sampler) is DistributedSampler and sampler.num_replicas == world_size:
         # Its ranks read samples in turn from one order; windows of that order need no padding to equal shares.
-        samples = len(sampler.dataset)  # type: ignore[arg-type]
-        size = samples - samples % world_size if sampler.drop_last else samples
-        return Shuffled(size, sampler.seed, dataset_size=samples) if sampler.shuffle else Sequential(size)
+        length = partial(len, sampler.dataset)  # type: ignore[arg-type]
+        multiple = world_size if sampler.drop_last else 1
+        if sampler.shuffle:
+            return Shuffled(length, sampler.seed, multiple=multiple)
+        return Sequential(length, multiple=multiple)
     if world_size > 1 and (isinstance(sampler, DistributedSampler) or not settings.shard):
         return None
     if type(sampler) is SequentialSampler:
-        size = len(sampler.data_source)
-        return Shuffled(size) if settings.must_shuffle else Sequential(size)
+        length = partial(len, sampler.data_source)
+        return Shuffled(length) if settings.must_shuffle else Sequential(length)
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         own = sampler.generator
-        return Shuffled(len(sampler), None if own is None else own.initial_seed())
+        return Shuffled(partial(len, sampler), None if own is None else own.initial_seed())
     shuffles = settings.must_shuffle and not isinstance(sampler, DistributedSampler)
     batch = 1 if batches.drop_last else batches.batch_size
     return FromSampler(sampler, loader.dataset, batch=batch, shuffles=shuffles)

@@ -29,22 +29,33 @@ class KeptBatch:
         self.batch = with_own_containers(batch)
         self._tensors = [*tensors_in(batch)]
         self._versions = versions(self._tensors)
+        self._copies: JoinedCopies | None = None
+        self._large: list[Tensor] = []
+        self._fingerprints: list[Tensor] = []
         with torch._C.DisableTorchFunction():  # a class of the user's own may refuse anything
-            parts = _unversioned(self._tensors)
-            copied = list[Tensor]()
-            free = SMALL
-            while parts and parts[0].nbytes <= free:
-                free -= parts[0].nbytes
-                copied.append(parts.pop(0))
-            self._copies = JoinedCopies(copied)
-            self._copies.take()
-        self._large = parts
-        self._fingerprints = _fingerprints(parts)
+            unversioned = [tensor for tensor in self._tensors if tensor.is_inference()]
+            if unversioned:
+                self._keep(unversioned)
+
+    def _keep(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the smallest tensors, as long as there is room for them, and take fingerprints of the others."""
+        found = {id(tensor): tensor for tensor in tensors}
+        parts = [part for tensor in found.values() for part in _memory_of(tensor)]
+        parts.sort(key=lambda part: part.nbytes)
+        copied = list[Tensor]()
+        free = SMALL
+        for part in parts:
+            free -= part.nbytes
+            (copied if free >= 0 else self._large).append(part)
+        self._copies = JoinedCopies(copied)
+        self._copies.take()
+        self._fingerprints = _fingerprints(self._large)
 
     def restore(self) -> None:
         """Put back the tensors of which copies are kept."""
-        with torch.inference_mode(), torch._C.DisableTorchFunction():  # elsewhere they cannot be written to
-            self._copies.restore()
+        if self._copies is not None:
+            with torch.inference_mode(), torch._C.DisableTorchFunction():  # elsewhere they cannot be written to
+                self._copies.restore()
 
     def changed(self) -> bool:
         """Return whether a tensor of which no copy is kept was written to; large ones wait for the device."""
@@ -64,13 +75,6 @@ def undo(savepoint: Savepoint, batches: Sequence[KeptBatch]) -> str | None:
         if kept.changed():
             return "a tensor of its batch in place, and the batch cannot be read again"
     return None
-
-
-def _unversioned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the memory of the tensors of inference mode, the smallest first."""
-    found = {id(tensor): tensor for tensor in tensors if tensor.is_inference()}
-    parts = [part for tensor in found.values() for part in _memory_of(tensor)]
-    return sorted(parts, key=lambda part: part.nbytes)
 
 
 def _memory_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -116,7 +116,9 @@ class _Attributes:
         if isinstance(value, list):
             self._lengths.append((value, len(value)))
         elif isinstance(value, Tensor):
-            if is_writable(value) and value.nbytes <= SMALL and not value.is_inference():
+            # Outside of inference mode, in which Lightning evaluates, no step can change a tensor of it, nor can we.
+            is_fixed = value.is_inference() and not torch.is_inference_mode_enabled()
+            if is_writable(value) and value.nbytes <= SMALL and not is_fixed:
                 with torch._C.DisableTorchFunctionSubclass():  # a copy needs nothing of a class of the user's own
                     self._tensors.append((value, value.detach().clone()))
         elif isinstance(value, _CONTAINERS) and len(value) <= _MAX_ENTRIES:

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from reference import Regression, Samples, quiet_trainer
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
 
+from lightning_ga import AutoAccumulate
 from lightning_ga.fit.pieces import Pieces, merge
 
 BATCHES = [torch.randn(size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(size)) for size in (8, 5)]
@@ -204,3 +207,45 @@ def test_sequences_that_cannot_be_joined_are_listed() -> None:
         whole = merge(outputs, [1, 1], [1, 1])
         assert isinstance(whole, list)
         assert len(whole) == 2
+
+
+class Summed(Regression):
+    """Logs sums over batches: of sums over samples, of means over samples, and of ones."""
+
+    def __init__(self, *, fits: int = 10**9) -> None:
+        super().__init__()
+        self.fits = fits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.step("train", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.step("val", batch)
+        if len(batch[0]) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def step(self, stage: str, batch: Any) -> Tensor:
+        errors = (self.net(batch[0]) - batch[1]).square()
+        sums = {"sum": errors.sum(), "mean": errors.mean(), "batches": 1.0}
+        for name, value in sums.items():
+            self.log(f"{stage}/{name}", value, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log(f"{stage}/default", errors.mean(), on_step=False, on_epoch=True)
+        return errors.mean()
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out in validation:UserWarning")
+def test_a_sum_is_the_sum_over_pieces() -> None:
+    """That of sums over samples is stock Lightning's; means over samples and counts of batches are four times larger.
+
+    So says *What hooks see*. In validation, memory runs out with more than two samples.
+    """
+    found: list[dict[str, float]] = []
+    cut_in_step = AutoAccumulate(micro_batching="step", micro_batch_size=2, verify=False)
+    for module, callbacks in ((Summed(fits=2), [cut_in_step]), (Summed(), [])):
+        trainer = quiet_trainer(*callbacks, max_epochs=1)
+        trainer.fit(module, DataLoader(Samples(24), 8), DataLoader(Samples(24), 8))
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    ours, stock = found
+    for stage in ("train", "val"):
+        for name, factor in {"sum": 1, "default": 1, "mean": 4, "batches": 4}.items():
+            assert ours[f"{stage}/{name}"] == pytest.approx(factor * stock[f"{stage}/{name}"], rel=1e-6)

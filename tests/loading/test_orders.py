@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_ga.loading.orders import FromSampler, Order, Sequential, Shuffled, borrowed
+from lightning_ga.loading.sampler import listed
 
 SIZE = 24
 GLOBAL = (torch.get_rng_state, lambda: np.random.get_state()[1], random.getstate)
@@ -123,6 +124,75 @@ def test_a_sampler_that_yields_another_number_than_its_length(size: int, yields:
     """As in stock Lightning, which counts batches by the length: what is there is trained on, up to that many."""
     order = FromSampler(Changing(size, yields, copies=True), batch=batch)
     assert order.size(0, 7) == len(order.draw(0, 7)) == samples
+
+
+def orders_that_change() -> dict[str, tuple[Any, Order]]:
+    """What has a length that changes, and the order of it."""
+    changing, shuffled, doubled, sampler = [*range(8)], [*range(8)], [*range(8)], Changing(8, 100, copies=True)
+    return {
+        "sequential": (changing, Sequential(changing.__len__)),
+        "shuffled": (shuffled, Shuffled(shuffled.__len__, seed=3)),
+        "multiple": (doubled, Shuffled(doubled.__len__, multiple=2)),
+        "sampler": (sampler, FromSampler(sampler)),
+    }
+
+
+def resize(data: Any, length: int) -> None:
+    if isinstance(data, Changing):
+        data.size = length
+    else:
+        data[:] = range(length)
+
+
+@pytest.mark.parametrize("kind", orders_that_change())
+@pytest.mark.parametrize("lengths", [(8, 5, 11), (8, 13, 4)])
+def test_an_epoch_has_the_samples_that_are_there_as_it_begins(kind: str, lengths: tuple[int, ...]) -> None:
+    """Later changes wait for the next epoch, also if the epoch begins again after an error; others may be asked for."""
+    data, order = orders_that_change()[kind]
+    order.size(2, 7)  # as for the number of optimizer steps
+    for epoch, length in enumerate(lengths):
+        resize(data, length)
+        expected = length - length % 2 if kind == "multiple" else length
+        assert order.size(epoch, 7) == expected
+        begun = listed(order.begin(epoch, 7))
+        if kind != "sampler":
+            assert sorted(begun) == [*range(length)]
+        for other in (length + 3, length - 3, length):
+            resize(data, other)
+            assert order.size(len(lengths), 7) == (other - other % 2 if kind == "multiple" else other)
+            assert order.size(epoch, 7) == expected
+            assert listed(order.draw(epoch, 7)) == listed(order.begin(epoch, 7)) == begun
+
+
+def test_the_length_is_not_asked_for_each_sample() -> None:
+    """It may take a query of a database."""
+    asked: list[int] = []
+
+    def length() -> int:
+        asked.append(1000)
+        return 1000
+
+    for order in (Sequential(length), Shuffled(length)):
+        drawn = order.begin(0, 7)
+        assert len([int(drawn[place]) for place in range(1000)]) == 1000
+        order.begin(0, 7)
+        order.size(0, 7)
+        assert len(asked) == 1
+        asked.clear()
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_look_at_other_epochs_leaves_the_epoch_that_runs(copies: bool) -> None:
+    """``optimizer_steps()`` may be asked in mid-epoch, and then memory runs out: the epoch goes on in its order."""
+    sampler = Changing(20, 20, copies=copies)
+    order = FromSampler(sampler)
+    for epoch in range(2):
+        begun = [*order.begin(epoch, 7)]
+        for other in range(4):
+            assert order.size(other, 7) == 20
+        assert order.draw(epoch, 7) == order.begin(epoch, 7) == begun
+        assert sampler.ended == epoch + 1
+        assert [*order.draw(epoch + 1, 7)] != begun
 
 
 def test_datasets_that_a_sampler_holds_are_not_copied() -> None:

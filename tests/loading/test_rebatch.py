@@ -119,6 +119,35 @@ def test_what_ranks_share_is_shuffled_as_by_lightning(own: bool) -> None:
     assert [int(index) for index in order.draw(3, 7)] == theirs[:SIZE]
 
 
+@pytest.mark.parametrize(
+    ("make", "settings", "multiple"),
+    [
+        (lambda data: DataLoader(data, 3), {}, 1),
+        (lambda data: DataLoader(data, 3), {"world_size": 2, "must_shuffle": True}, 1),
+        (lambda data: DataLoader(data, 3, shuffle=True), {}, 1),
+        (lambda data: DataLoader(data, 3, shuffle=True, drop_last=True), {}, 1),
+        (lambda data: DataLoader(data, 3, shuffle=True), {"may_shuffle": False}, 1),
+        (lambda data: DataLoader(data, 3, sampler=DistributedSampler(data, 2, 0)), {"world_size": 2}, 1),
+        (lambda data: DataLoader(data, 3, sampler=DistributedSampler(data, 2, 1, shuffle=False)), {"world_size": 2}, 1),
+        (
+            lambda data: DataLoader(data, 3, sampler=DistributedSampler(data, 2, 0, drop_last=True)),
+            {"world_size": 2},
+            2,
+        ),
+    ],
+)
+def test_an_order_follows_the_length_of_its_dataset(make: Any, settings: dict[str, Any], multiple: int) -> None:
+    """A shorter epoch ends earlier, and a longer one shows the new samples."""
+    data = [*range(SIZE)]
+    order = read_order(make(data), settings_of(**settings))
+    assert order is not None
+    for epoch, length in enumerate((SIZE, 7, 20, 1, 12)):
+        data[:] = range(length)
+        assert order.size(epoch, 7) == length - length % multiple
+        assert sorted(map(int, order.pool(epoch, 7))) == [*range(length)]
+        assert sorted(map(int, order.begin(epoch, 7))) == [*range(length)]
+
+
 class Endless:
     """A sampler of indices, or of batches, without a length."""
 
