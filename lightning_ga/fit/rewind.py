@@ -6,7 +6,6 @@ passes change. Gradients of a failed attempt are zeroed by the loop, as always, 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +16,10 @@ from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
+from lightning_ga.fit.retry import go_back
 from lightning_ga.fit.windows import Windows
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import (
-    is_ambiguous_out_of_memory,
-    is_out_of_memory,
-    may_be_out_of_memory,
-    release,
-    retry_once,
-)
-from lightning_ga.plan.pieces import halved
+from lightning_ga.memory.oom import is_out_of_memory, may_be_out_of_memory, release
 from lightning_ga.probe.limit import Limit
 from lightning_ga.snapshot.kept_batch import undo
 from lightning_ga.snapshot.savepoint import Savepoint
@@ -135,29 +128,24 @@ class Rewinder:
 
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again in smaller micro-batches; raise an error if that is not possible."""
-        failed = self._windows.largest_pass
-        fits = halved(failed)
-        if fits is None:
-            one = messages.ONE_CHUNK if self._limit.unit == "chunks" else messages.ONE_SAMPLE
-            raise failure if is_ambiguous_out_of_memory(failure) else self._error(one) from failure
-        why = self._why_not_alone()
-        if why is not None:
-            raise self._error(messages.OTHERS_WAIT, why) from failure
-        moved = self._restore()
-        if moved is not None:
-            raise self._error(messages.CHANGED, moved) from failure
-        self._limit.fall(fits)
+        event = go_back(
+            self._trainer,
+            "training",
+            failure,
+            failed=self._windows.largest_pass,
+            why_not_alone=self._why_not_alone,
+            undo=self._undo,
+            unit=self._limit.unit,
+        )
+        self._limit.fall(event.fits)
         self._windows.begin_again()
-        memory = describe_memory(self._trainer.strategy.root_device)
-        step = self._trainer.global_step
-        self._reporter.pending.append(messages.OomEvent("training", step, failed, fits, memory, self._limit.unit))
+        self._reporter.pending.append(event)
 
-    def _restore(self) -> str | None:
+    def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""
         if self._savepoint is None or not self._is_begun:
             return None
-        moved: str | None = retry_once(partial(undo, self._savepoint, self._windows.batches))
-        return moved
+        return undo(self._savepoint, self._windows.batches)
 
     def _why_not_alone(self) -> str | None:
         if self._is_begun and ranks.collectives_run() != self._collectives:
