@@ -522,7 +522,7 @@ RECIPES: dict[str, Row] = {
         module=by_step(frequency=5), data=lambda: loader(Samples(18), 4, sampler=BySeedAndEpoch(Samples(18)))
     ),
     "sparse_gradients_that_are_coalesced": recipe(24, 6, module=partial(Sparse, lambda_lr), by_windows=True),
-    "a_loader_that_is_changed_too_late": recipe(callback=lambda folder: ChangesLoader()),
+    "a_loader_that_is_changed_too_late": recipe(callback=lambda folder: ChangesLoader(), modes=IN_LOADER),
     # Two ranks.
     "ranks": recipe(40, ranks=2),
     "ranks_of_windows": recipe(64, accumulate=2, ranks=2),
