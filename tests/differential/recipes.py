@@ -37,7 +37,10 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 
 from lightning_ga import AutoAccumulate
 
-BOTH, IN_STEP = (DEFAULTS, *NEUTRAL, *CUT_MODES), (DEFAULTS, NEUTRAL[1], CUT_MODES[1])
+BOTH = (DEFAULTS, *NEUTRAL, *CUT_MODES)
+IN_LOADER, IN_STEP = (
+    tuple(mode for mode in BOTH if mode.where == where or mode == DEFAULTS) for where in ("loader", "step")
+)
 SEED = 7
 OVER_EPOCHS = {"check_val_every_n_epoch": None}
 
@@ -234,13 +237,13 @@ def fits(*ends: int) -> Callable[[Run], None]:
 def resumes(step: int, **when: Any) -> Callable[[Run], None]:
     """A life that ends after so many steps, and another that goes on from the checkpoint that was written there.
 
-    Stock Lightning gets a loader that goes on, too.
+    Stock Lightning gets a loader that goes on in mid-epoch, too.
     """
 
     def train(run: Run) -> None:
         for path in (None, run.folder / "resumed" / f"step={step}.ckpt"):
             data = run.row.data()
-            if run.mode == STOCK:
+            if run.mode == STOCK and "every_n_train_steps" in when:
                 data = Stateful(data.dataset, data.batch_size, drop_last=data.drop_last)
             saves = stock.ModelCheckpoint(run.folder / "resumed", **when, save_top_k=-1, filename="{step}")
             callbacks = [saves, *([Ends(step)] if path is None else [])]
@@ -249,8 +252,9 @@ def resumes(step: int, **when: Any) -> Callable[[Run], None]:
     return train
 
 
-def in_mid_epoch(step: int) -> Callable[[Run], None]:
-    return resumes(step, every_n_train_steps=step)
+def in_mid_epoch(step: int) -> dict[str, Any]:
+    """A resume there; batches that are cut in the step are read from the start of their epoch again."""
+    return {"train": resumes(step, every_n_train_steps=step), "modes": IN_LOADER}
 
 
 def after_an_epoch(step: int) -> Callable[[Run], None]:
@@ -300,7 +304,7 @@ def shuffled(data: Callable[[], Samples], *, drop_last: bool = False, **more: An
         return loader(samples, 4, drop_last=drop_last, sampler=BySeedAndEpoch(samples))
 
     ours = lambda: loader(data(), 4, drop_last=drop_last, shuffle=True)  # noqa: E731
-    return recipe(data=ours, stock={"data": in_our_order}, **more)
+    return recipe(data=ours, stock={"data": in_our_order}, modes=IN_LOADER, **more)
 
 
 RECIPES: dict[str, Row] = {
@@ -349,7 +353,7 @@ RECIPES: dict[str, Row] = {
     "by_epoch": recipe(accumulate=2, module=by_epoch(), ragged=True),
     "by_two_epochs": recipe(accumulate=2, module=by_epoch(frequency=2), ragged=True, max_epochs=4),
     "plateau_by_epoch": recipe(accumulate=2, module=by_epoch(plateau, monitor="val"), ragged=True),
-    "plateau_by_step": recipe(module=by_step(plateau, monitor="loss")),
+    "plateau_by_step": recipe(module=by_step(plateau, monitor="loss"), modes=(DEFAULTS, *NEUTRAL)),
     "plateau_by_step_of_windows": recipe(32, accumulate=2, module=by_step(plateau, 4, monitor="val", strict=False)),
     "one_cycle": recipe(module=OneCycle),
     "one_cycle_of_ragged_windows": recipe(accumulate=3, module=OneCycle, ragged=True),
@@ -405,22 +409,22 @@ RECIPES: dict[str, Row] = {
     "fits_with_one_cycle": recipe(accumulate=2, module=OneCycle, train=fits(1, 3), ragged=True),
     "fits_by_epoch": recipe(accumulate=2, module=by_epoch(frequency=2), train=fits(1, 4), ragged=True),
     # Resumes: stock Lightning with a loader that goes on where it was.
-    "resumed_in_mid_epoch_by_batches": recipe(train=in_mid_epoch(7), by_windows=True),
-    "resumed_in_mid_epoch_by_windows": recipe(accumulate=2, train=in_mid_epoch(5), ragged=True),
+    "resumed_in_mid_epoch_by_batches": recipe(**in_mid_epoch(7), by_windows=True),
+    "resumed_in_mid_epoch_by_windows": recipe(accumulate=2, **in_mid_epoch(5), ragged=True),
     "resumed_in_mid_epoch_with_a_frequency": recipe(
-        24, accumulate=2, module=by_step(frequency=6), train=in_mid_epoch(4), by_windows=True
+        24, accumulate=2, module=by_step(frequency=6), **in_mid_epoch(4), by_windows=True
     ),
     "resumed_in_mid_epoch_between_validations": recipe(
-        accumulate=2, val_check_interval=4, train=in_mid_epoch(4), ragged=True
+        accumulate=2, val_check_interval=4, **in_mid_epoch(4), ragged=True
     ),
     "resumed_in_mid_epoch_with_validation_over_epochs": recipe(
-        accumulate=2, val_check_interval=9, **OVER_EPOCHS, max_epochs=4, train=in_mid_epoch(4), ragged=True, rounds=True
+        accumulate=2, val_check_interval=9, **OVER_EPOCHS, max_epochs=4, **in_mid_epoch(4), ragged=True, rounds=True
     ),
     "resumed_in_mid_epoch_that_drops_the_last": recipe(
-        22, accumulate=2, drop_last=True, train=in_mid_epoch(4), ragged=True
+        22, accumulate=2, drop_last=True, **in_mid_epoch(4), ragged=True
     ),
     "resumed_in_mid_epoch_from_stock": recipe(
-        24, accumulate=2, module=by_step(frequency=6), train=in_mid_epoch(4), by_windows=True, with_callback=(1,)
+        24, accumulate=2, module=by_step(frequency=6), **in_mid_epoch(4), by_windows=True, with_callback=(1,)
     ),
     "resumed_after_an_epoch_of_windows": recipe(accumulate=2, train=after_an_epoch(3), ragged=True),
     "resumed_after_an_epoch_with_a_frequency": recipe(
@@ -518,7 +522,7 @@ RECIPES: dict[str, Row] = {
         module=by_step(frequency=5), data=lambda: loader(Samples(18), 4, sampler=BySeedAndEpoch(Samples(18)))
     ),
     "sparse_gradients_that_are_coalesced": recipe(24, 6, module=partial(Sparse, lambda_lr), by_windows=True),
-    "a_loader_that_is_changed_too_late": recipe(callback=lambda folder: ChangesLoader()),
+    "a_loader_that_is_changed_too_late": recipe(callback=lambda folder: ChangesLoader(), modes=IN_LOADER),
     # Two ranks.
     "ranks": recipe(40, ranks=2),
     "ranks_of_windows": recipe(64, accumulate=2, ranks=2),

@@ -161,13 +161,16 @@ def draw_counts(r: random.Random, recipe: Recipe) -> dict[str, Any]:
 
     Frequencies by step count batches, so the windows are the recipe's.
     """
-    interval = r.choice(["step", "step", "epoch"]) if recipe.schedule == "step" else "step"
-    counts = recipe.schedule == "step" and (interval == "epoch" or recipe.windows.kind == "recipe")
+    is_plain = recipe.windows.kind == "recipe"
+    schedule = "step" if is_plain and r.random() < 0.7 else recipe.schedule
+    interval = r.choice(["step", "step", "epoch"]) if schedule == "step" else "step"
+    counts = schedule == "step" and (interval == "epoch" or is_plain)
     frequency = r.choice([1, 2, 2, 3, 5])
     first_fit = r.randint(1, recipe.epochs - 1) if recipe.epochs > 1 and r.random() < 0.4 else 0
     broken = tuple(sorted(r.sample(range(recipe.samples), r.randint(1, 4)))) if r.random() < 0.3 else ()
     is_read = recipe.data in READY or recipe.by_size or recipe.coupling is not None
     return {
+        "schedule": schedule,
         "interval": interval,
         "frequency": frequency if counts else 1,
         "first_fit": first_fit,
