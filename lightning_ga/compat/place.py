@@ -4,7 +4,7 @@ Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py``, ``loops/pro
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from math import inf
 from typing import Any
@@ -132,6 +132,16 @@ class LoopPlace(LoopReader):
         for counter in (counts.step, counts.zero_grad):  # of a failed step
             for each in (counter.current, counter.total):
                 vars(each).update(dict.fromkeys(set(vars(each)), each.completed))
+
+    def before_reading(self, call: Callable[[], None]) -> AbstractContextManager[None]:
+        """Return a context in which ``call`` runs after hooks of an epoch's start, before it reads its first batch."""
+        stock = self._loop.on_run_start
+
+        def on_run_start(fetcher: Any) -> None:
+            call()
+            stock(fetcher)
+
+        return patching.shadowed(self._loop, "on_run_start", on_run_start)
 
     def windows_begin_anywhere(self) -> AbstractContextManager[None]:
         """Return a context in which windows may begin anywhere, so that the factor may change within an epoch."""

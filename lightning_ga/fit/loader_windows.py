@@ -175,9 +175,23 @@ class LoaderWindows:
         self._arrange(number, enabled=True)
         counts_differ = is_first and self._place.batches_before_epoch != self._parts.progress.position.batches_before
         self._place.begin_epoch()
-        self._place.size_epoch(self._source.plan.length)
         if counts_differ or not self._is_recipe():
             self._use_intervals()
+        self._size_loop()
+
+    def _size_loop(self) -> None:
+        """Let the loop expect as many micro-batches as are planned; if they are the recipe's, leave its own number."""
+        is_cut = self._intervals is not None
+        self._place.size_epoch(self._source.plan.length if is_cut else self._source.batches_at_set_up)
+
+    def _follow_length(self) -> None:
+        """Plan the epoch again if a hook has changed the length of the data since it began."""
+        number = self._epoch.number
+        if self._source.epoch(number) != self._epoch.recipe:
+            self._arrange(number, enabled=True)
+            if not self._is_recipe():
+                self._use_intervals()
+            self._size_loop()
 
     def _is_recipe(self) -> bool:
         """Return whether the loop's batches and windows are the recipe's.
@@ -209,11 +223,11 @@ class LoaderWindows:
     @contextmanager
     def patches(self, gradients: Gradients, exchange: Exchange | None) -> Iterator[None]:
         """Return a context in which the loop runs these windows; the last pass of each exchanges gradients."""
-        if exchange is None:
-            yield
-            return
-        passes = WholePasses(self._place, exchange)
-        with closures.intercepted_closures(self._trainer, passes.closure, self._index_in_window):
+        with ExitStack() as stack:
+            stack.enter_context(self._place.before_reading(self._follow_length))
+            if exchange is not None:
+                passes = WholePasses(self._place, exchange)
+                stack.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._index_in_window))
             yield
 
     def _index_in_window(self) -> int:

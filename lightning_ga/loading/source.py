@@ -60,7 +60,7 @@ class LoaderSource:
             limit=settings.limit_batches,
         )
         # Lightning keeps this number until data are loaded again, also if a dataset becomes longer.
-        self._batches_at_set_up = self.recipe.batches_within_limit(order.size(settings.epoch, settings.seed))
+        self.batches_at_set_up = self.recipe.batches_within_limit(order.size(settings.epoch, settings.seed))
         self.may_drop_samples = loader.collate_fn is not default_collate  # those of a micro-batch
         self._sampler = WindowBatchSampler(order, rank=settings.rank, seed=settings.seed, generator=loader.generator)
         self.loader = rebatch(loader, self._sampler, shuffle=settings.may_shuffle)  # the fit loop reads this one
@@ -78,7 +78,7 @@ class LoaderSource:
 
     def epoch(self, number: int) -> RecipeEpoch:
         """Return the batches of the recipe, and their samples, in an epoch of the dataset as long as it is now."""
-        return self.recipe.epoch(self._order.size(number, self._seed), self._batches_at_set_up)
+        return self.recipe.epoch(self._order.size(number, self._seed), self.batches_at_set_up)
 
     def within_epoch(self, effective: int, epoch: int) -> int:
         """Return the effective batch, at most the samples of an epoch."""
