@@ -80,8 +80,9 @@ def test_state_in_a_checkpoint_is_plain_values(tmp_path: Path) -> None:
     path, _ = saver.saved[3]
     assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
     state = torch.load(path, weights_only=True)["callbacks"]["AutoAccumulate"]
-    before = {"windows_before": 0, "steps_before": 0, "samples_before": 0, "shuffles": False}
-    assert state["position"] == {"seed": 7, "epoch": 0, "samples_done": 20, "windows_done": 2, **before}
+    done = {"samples_done": 20, "batches_done": 4, "windows_done": 2}
+    before = {"samples_before": 0, "batches_before": 0, "steps_before": 0, "shuffles": False}
+    assert state["position"] == {"seed": 7, "epoch": 0, **done, **before}
     assert state["probe"] is None
 
 

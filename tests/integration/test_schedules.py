@@ -204,9 +204,18 @@ def test_the_frequency_of_a_schedule_counts_the_recipes_batches_whatever_the_mic
     for module, micro_batch in ((one, 4), (other, 2)):
         train(in_order(), scheduled(8, micro_batch), module=module, accumulate_grad_batches=2)
     assert one.read == other.read
-    grown = Rates(SCHEDULERS["by step"][0], frequency=2)
-    train(in_order(), scheduled(by_step({0: 4, 3: 8}), micro_batching="step"), module=grown, max_epochs=1)
-    assert [rate[0] for rate in grown.read] == pytest.approx([0.01] * 2 + [0.009] * 2 + [0.0081] * 2 + [0.00729] * 2)
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize(("frequency", "due_after"), [(2, [2, 4, 5, 6, 7, 8]), (3, [3, 5, 6, 8]), (6, [5, 8])])
+def test_a_frequency_in_windows_that_grow_is_due_at_the_end_of_the_window(
+    mode: Any, frequency: int, due_after: list[int]
+) -> None:
+    """Windows end after 1, 2, 3, 5, 7, 9, 11 and 12 or 13 batches of four."""
+    grown = Rates(SCHEDULERS["by step"][0], frequency=frequency)
+    train(in_order(52), scheduled(by_step({0: 4, 3: 8}), micro_batching=mode), module=grown, max_epochs=1)
+    expected = [0.01 * 0.9 ** sum(step < read for step in due_after) for read in range(1, len(grown.read) + 1)]
+    assert [rate[0] for rate in grown.read] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", [by_step({0: 4, 2: 8}), 4])

@@ -12,6 +12,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import read_source
+from lightning_ga.loading.step_source import StepSource
 
 SIZE = 24
 ROWS: Any = [(torch.full((3,), float(index)), index) for index in range(SIZE)]
@@ -111,14 +112,15 @@ def settings_of(world_size: int = 1) -> SourceSettings:
 def test_windows_of_batches_that_are_kept() -> None:
     """A whole number of them; if a loader does not tell how many samples they hold, the first one does."""
     known = read_source(DataLoader(StreamOf(range(SIZE)), 4), settings_of(2))
-    assert (known.cut_in_step, known.batch_size, known.recipe_effective()) == (True, 4, 16)
-    assert known.factor_for(24, 2) == 3
+    assert isinstance(known, StepSource)
+    assert (known.batch_size, known.recipe_effective()) == (4, 16)
+    assert known.factor_for(24) == 3
     with pytest.raises(UserError, match=r"=12 is no whole number of batches: with an iterable dataset, .* of 8"):
-        known.factor_for(12, 2)
+        known.factor_for(12)
     unknown = read_source([torch.zeros(6, 2), torch.zeros(6, 2)], settings_of())
-    assert (unknown.batch_size, unknown.recipe_effective()) == (None, None)
+    assert unknown.batch_size is None
     unknown.see(torch.zeros(6, 2), cutter([torch.zeros(6, 2)]))
-    assert (unknown.batch_size, unknown.recipe_effective(), unknown.factor_for(18, 1)) == (6, 12, 3)
+    assert (unknown.batch_size, unknown.recipe_effective(), unknown.factor_for(18)) == (6, 12, 3)
     turned = DataLoader(ROWS, batch_sampler=[range(6)], collate_fn=time_first)
     own = read_source(turned, settings_of())
     own.see(next(iter(turned)), cutter(turned))

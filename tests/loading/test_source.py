@@ -17,6 +17,7 @@ from lightning_ga.loading.source import LoaderSource, read_source
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.lengths import SizeLimits
+from lightning_ga.plan.schedule import Growth
 
 SEED = 11
 TOTALS = st.integers(1, 80)
@@ -53,9 +54,8 @@ def trained_on(ranks: list[LoaderSource]) -> list[list[int]]:
     return [sorted(samples) for _, samples in sorted(windows.items())]
 
 
-def cut(order: list[int], size: int, *, drop_last: bool = False) -> list[list[int]]:
-    windows = [sorted(order[start : start + size]) for start in range(0, len(order), size)]
-    return windows[:-1] if drop_last and windows and len(windows[-1]) < size else windows
+def cut(order: list[int], size: int) -> list[list[int]]:
+    return [sorted(order[start : start + size]) for start in range(0, len(order), size)]
 
 
 def recipe_length(size: int, batch: int, world_size: int, limit: int | float, *, drop_last: bool = False) -> int:
@@ -73,28 +73,23 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
     """Training uses the samples that stock Lightning's batches would hold, whatever they are cut into."""
     batches = recipe_length(total, batch, world_size, trainer_limit, drop_last=drop_last)
     unlimited = recipe_length(total, batch, world_size, 1.0, drop_last=drop_last)
-    ranks = feeds(
-        lambda rank: DataLoader(range(total), batch, drop_last=drop_last),  # type: ignore[arg-type]
-        world_size,
-        limit_batches=trainer_limit,
-    )
-    whole = batches == unlimited
-    used = total if whole else min(total, batches * batch * world_size)
+
+    def make(rank: int) -> DataLoader[int]:
+        return DataLoader(range(total), batch, drop_last=drop_last)  # type: ignore[arg-type]
+
     if not batches and unlimited:
         with pytest.raises(UserError, match=f"limit_train_batches={trainer_limit} of {unlimited} batches leaves none"):
-            ranks[0].total(0)
+            feeds(make, world_size, limit_batches=trainer_limit)
         return
-    assert (ranks[0].total(0), ranks[0].recipe_batches(0)) == (used, batches)
-    if batches and drop_last and whole and used < effective:
-        with pytest.raises(UserError, match="drop_last"):
-            ranks[0].arrange(0, effective, limit)
-        return
-    expected = cut(list(range(used)), effective, drop_last=drop_last and whole)
+    ranks = feeds(make, world_size, limit_batches=trainer_limit)
+    used = min(total, batches * batch * world_size)
+    assert (ranks[0].epoch(0).samples, ranks[0].epoch(0).batches) == (used, batches)
+    expected = cut(list(range(used)), effective)
     for feed in ranks:
-        plan = feed.arrange(0, effective, limit)
+        plan = feed.arrange(0, Growth.constant(effective), limit)
         assert plan == plan_accumulation(effective, micro_batch=limit, world_size=world_size)
         assert plan.factor == feed.plan.factor
-        assert feed.steps_of(0, effective) == (len(expected), sum(map(len, expected)))
+        assert feed.steps_of(0, Growth.constant(effective)) == (len(expected), sum(map(len, expected)))
     assert trained_on(ranks) == expected
 
 
@@ -109,9 +104,9 @@ def test_a_distributed_sampler_is_never_sharded_twice(world_size: int, shard: bo
         return DataLoader(dataset, 2, sampler=sampler)
 
     ranks = feeds(make, world_size, 2, shard=shard)
-    assert ranks[0].recipe_effective() == 4 * world_size
+    assert ranks[0].recipe.effective == 4 * world_size
     for feed in ranks:
-        feed.arrange(4, feed.recipe_effective(), 2)
+        feed.arrange(4, Growth.constant(feed.recipe.effective), 2)
     order = torch.randperm(23, generator=torch.Generator().manual_seed(3 + 4)).tolist()
     assert trained_on(ranks) == cut(order, 4 * world_size)
 
@@ -141,12 +136,12 @@ def test_windows_are_cut_by_the_sizes_of_samples(sizes, window, world_size, shuf
         size_of=lambda dataset, index: sizes[index],
     )
     for feed in ranks:
-        plain = feed.arrange(0, effective, 2)
+        plain = feed.arrange(0, Growth.constant(effective), 2)
         assert plain.size_budget is None
         assert feed.sizes is not None
         assert feed.sizes.longest == max(sizes)
         feed.sizes.limits = 2, limits
-        plan = feed.arrange(0, effective, 2)
+        plan = feed.arrange(0, Growth.constant(effective), 2)
         assert plan.size_budget == limits.budget
     order = list(range(len(sizes)))
     if shuffle:

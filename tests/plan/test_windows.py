@@ -10,15 +10,13 @@ SIZES = st.integers(1, 40)
 WORLD_SIZES = st.integers(1, 4)
 
 
-def plain(total: int, sizes: list[int], done: int, *, drop_last: bool) -> list[list[int]]:
+def plain(total: int, sizes: list[int], done: int) -> list[list[int]]:
     """The plain way: slices of the order, from where an earlier run has ended; sizes are repeated."""
     windows, start = [], min(done, total)
     while start < total:
         size = sizes[len(windows) % len(sizes)]
         windows.append(list(range(start, min(start + size, total))))
         start += size
-        if drop_last and len(windows[-1]) < size:
-            windows.pop()
     return windows
 
 
@@ -47,20 +45,20 @@ def check(plan: EpochPlan, expected: list[list[int]]) -> None:
         assert found == samples
 
 
-@given(TOTALS, SIZES, st.integers(1, 9), WORLD_SIZES, TOTALS, st.integers(0, 5), st.booleans())
-def test_windows_of_one_size(total, size, micro_batch, world_size, done, windows_done, drop_last):
+@given(TOTALS, SIZES, st.integers(1, 9), WORLD_SIZES, TOTALS, st.integers(0, 5))
+def test_windows_of_one_size(total, size, micro_batch, world_size, done, windows_done):
     """From any place on, on any hardware; only the last is smaller, and has as many micro-batches as it needs."""
     done = min(done, total)
-    windows = RegularWindows(total, size, drop_last, done, windows_done)
+    windows = RegularWindows(total, size, done, windows_done)
     plan = EpochPlan(windows, micro_batch, world_size)
-    expected = plain(total, [size], done, drop_last=drop_last)
+    expected = plain(total, [size], done)
     check(plan, expected)
     assert all(plan.factor_of(window) == plan.factor for window in range(plan.done, plan.count - 1))
     assert not expected or plan.factor_of(plan.count - 1) <= plan.factor
 
 
-@given(TOTALS, st.lists(SIZES, min_size=1, max_size=5), st.integers(1, 9), WORLD_SIZES, TOTALS, st.booleans())
-def test_windows_that_a_schedule_sizes(total, sizes, micro_batch, world_size, done, drop_last):
+@given(TOTALS, st.lists(SIZES, min_size=1, max_size=5), st.integers(1, 9), WORLD_SIZES, TOTALS)
+def test_windows_that_a_schedule_sizes(total, sizes, micro_batch, world_size, done):
     """Each has its own number of micro-batches; the schedule is asked by windows and samples of the epoch."""
     done, asked = min(done, total), []
 
@@ -68,9 +66,9 @@ def test_windows_that_a_schedule_sizes(total, sizes, micro_batch, world_size, do
         asked.append((window, start))
         return sizes[(window - 2) % len(sizes)]
 
-    windows = GrowingWindows(total, size_at, drop_last, done, 2)
+    windows = GrowingWindows(total, size_at, done, 2)
     plan = EpochPlan(windows, micro_batch, world_size)
-    expected = plain(total, sizes, done, drop_last=drop_last)
+    expected = plain(total, sizes, done)
     check(plan, expected)
     assert asked[: len(expected)] == [(2 + number, samples[0]) for number, samples in enumerate(expected)]
     assert plan.factor >= max((plan.factor_of(2 + k) for k in range(len(expected))), default=1)
