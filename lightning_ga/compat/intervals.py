@@ -5,13 +5,11 @@ Lightning's ``loops/training_epoch_loop.py``.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_ga.compat import patching
 from lightning_ga.errors import UserError
-from lightning_ga.plan.recipe import Recipe, is_due
 
 
 def optimizer_steps(trainer: Any) -> int | float:
@@ -34,13 +32,14 @@ def optimizer_steps(trainer: Any) -> int | float:
     return inf if steps is None and estimate == -1 else estimate if steps is None else int(steps)
 
 
-@dataclass(frozen=True, slots=True)
-class WindowSpan:
-    """The batches of the recipe that are done before and after a window, in its epoch, and those of earlier epochs."""
+class WindowEnd(Protocol):
+    """The end of a window, which knows what is due there by the recipe's batches (``plan/recipe.py``)."""
 
-    before: int
-    after: int
-    earlier: int = 0
+    def validates(self, every: int, *, over_epochs: bool) -> bool:
+        """Return whether validation is due, ``every`` so many batches."""
+
+    def steps_schedule(self, frequency: int, *, is_last: bool) -> bool:
+        """Return whether a schedule by step is due; the window may be the last of its epoch."""
 
 
 class RecipeIntervals:
@@ -50,12 +49,11 @@ class RecipeIntervals:
     (``training_epoch_loop.py:486``, ``:560``). Both are replaced while it asks.
     """
 
-    def __init__(self, trainer: Any, recipe: Recipe, span: Callable[[], WindowSpan]) -> None:
-        """``span`` returns the batches of the window that runs or has just ended."""
+    def __init__(self, trainer: Any, window_end: Callable[[], WindowEnd]) -> None:
+        """``window_end`` returns that of the window that runs or has just ended."""
         self._trainer = trainer
         self._loop = trainer.fit_loop.epoch_loop
-        self._recipe = recipe
-        self._span = span
+        self._window_end = window_end
 
     def of_schedules(self) -> AbstractContextManager[None]:
         """Return a context in which frequencies of schedules by step count batches of the recipe."""
@@ -85,15 +83,13 @@ class RecipeIntervals:
         return patching.shadowed(self._loop, "_should_check_val_fx", should_check)
 
     def _replace_frequencies(self, stack: ExitStack) -> None:
-        span = self._span()
+        end = self._window_end()
         is_last = bool(self._loop._num_ready_batches_reached())
         counted = self._loop.batch_idx + 1
         for config in self._trainer.lr_scheduler_configs:
             if config.interval != "step" or config.frequency == 1:
                 continue
-            is_due = self._recipe.steps_schedule(
-                config.frequency, before=span.before, after=span.after, is_last=is_last
-            )
+            is_due = end.steps_schedule(config.frequency, is_last=is_last)
             stack.enter_context(patching.replaced(config, frequency=counted if is_due else counted + 1))
 
     @property
@@ -108,9 +104,7 @@ class RecipeIntervals:
     def _validates(self, every: int) -> bool:
         if self._loop._should_accumulate():
             return False
-        span = self._span()
-        earlier = span.earlier if self._is_over_epochs else 0
-        return is_due(every, before=earlier + span.before, after=earlier + span.after)
+        return self._window_end().validates(every, over_epochs=self._is_over_epochs)
 
 
 def before_schedulers(trainer: Any, call: Callable[[], None]) -> AbstractContextManager[None]:

@@ -10,7 +10,6 @@ from math import inf
 from typing import Any
 
 from lightning_ga.compat import patching
-from lightning_ga.plan.state import Position
 
 _LEFT = "_lightning_ga_left"  # an attribute of the Trainer between two fits
 _COUNTS = ("ready", "started", "processed", "completed")
@@ -82,8 +81,8 @@ class LoopPlace(LoopReader):
         """Set the micro-batches of a window; nothing else sets ``trainer.accumulate_grad_batches``."""
         self._trainer.accumulate_grad_batches = factor
 
-    def take_back(self) -> Position | None:
-        """Restore the recipe's factor after an earlier fit of this Trainer; return where that fit has ended."""
+    def take_back(self) -> Any:
+        """Restore the recipe's factor after an earlier fit of this Trainer; return where that fit ended, or ``None``."""
         left = vars(self._trainer).pop(_LEFT, None)
         if left is None:
             return None
@@ -92,7 +91,7 @@ class LoopPlace(LoopReader):
             self.set_factor(recipe_factor)
         return position if steps == self._trainer.global_step else None
 
-    def leave(self, recipe_factor: int, position: Position) -> None:
+    def leave(self, recipe_factor: int, position: object) -> None:
         """Note for the next fit where this one ends. The factor stays, as with Lightning's own scheduler."""
         vars(self._trainer)[_LEFT] = (self.factor, recipe_factor, self._trainer.global_step, position)
 

@@ -158,7 +158,7 @@ class Gradients:
         gradient_dtype.narrow(self._half)
         if 0 < self._losses < self._passes and not self._warned:
             self._warned = True
-            meaning = AS_MEAN if self.weights.rescales else AS_ZEROS
+            meaning = AS_ZEROS if self.normalize is None else AS_MEAN
             rank_zero_warn(LEFT_OUT.format(meaning=meaning), category=ExactnessWarning)
         self._passes = self._losses = 0  # LBFGS and SAM evaluate the window again
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import closures, loaders, place
-from lightning_ga.compat.intervals import RecipeIntervals, WindowSpan
+from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_passes import WholePasses
@@ -18,7 +18,7 @@ from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation
-from lightning_ga.plan.recipe import RecipeEpoch
+from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import Window
 
@@ -50,7 +50,7 @@ class LoaderWindows:
         self._held = ExitStack()  # what the loop gets back in the end
         self._begun: tuple[LoaderSource, int] | None = None  # the epoch that the loop is set up for
         self._window: Window | None = None  # the running one
-        self._span = WindowSpan(0, 0)  # of the running window
+        self._span = WindowSpan(source.recipe.factor)  # of the running window
         self._intervals: RecipeIntervals | None = None  # none while the loop's own counts are the recipe's
         self.use(source)
 
@@ -210,15 +210,14 @@ class LoaderWindows:
         """Let validation and schedules be due by the recipe's batches, from here to the end of the fit."""
         if self._intervals is not None:
             return
-        self._intervals = RecipeIntervals(self._trainer, self._source.recipe, self._span_done)
+        self._intervals = RecipeIntervals(self._trainer, self._span_done)
         self._held.enter_context(self._intervals.of_schedules())
         self._held.enter_context(self._intervals.of_validation())
 
     def _span_done(self) -> WindowSpan:
         """Return the batches of the running window; none before its first micro-batch, when a restored loop asks."""
-        if self._place.ready == self._place.window_start:
-            return WindowSpan(self._span.before, self._span.before, self._span.earlier)
-        return self._span
+        has_begun = self._place.ready != self._place.window_start
+        return self._span if has_begun else replace(self._span, after=self._span.before)
 
     @contextmanager
     def patches(self, gradients: Gradients, exchange: Exchange | None) -> Iterator[None]:
@@ -258,7 +257,7 @@ class LoaderWindows:
                 self._relocate(number, factor)
         self._window = window
         done = self._epoch.recipe.batches_done(window.end)
-        self._span = WindowSpan(position.batches_done, done, position.batches_before)
+        self._span = WindowSpan(self._source.recipe.factor, position.batches_done, done, position.batches_before)
 
     def weigh(self, batch: Any, gradients: Gradients) -> None:
         """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import advance, closures, ranks
-from lightning_ga.compat.intervals import RecipeIntervals, WindowSpan
+from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_passes import BatchPasses
@@ -16,7 +16,7 @@ from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of, plan_in_step
-from lightning_ga.plan.recipe import Recipe, RecipeEpoch
+from lightning_ga.plan.recipe import Recipe, RecipeEpoch, WindowSpan
 from lightning_ga.snapshot.kept_batch import KeptBatch
 
 
@@ -187,12 +187,12 @@ class StepWindows:
         self._place.set_factor(factor)
         if factor != self._source.recipe_factor and not self._uses_intervals:
             self._uses_intervals = True
-            intervals = RecipeIntervals(self._trainer, self._recipe, self._span)
+            intervals = RecipeIntervals(self._trainer, self._span)
             self._held.enter_context(intervals.of_schedules())
 
     def _span(self) -> WindowSpan:
         """Return the batches before and after the window that ends; the loop counts the recipe's by itself."""
-        return WindowSpan(self._place.window_start, self._place.ready)
+        return WindowSpan(self._source.recipe_factor, self._place.window_start, self._place.ready)
 
     @contextmanager
     def patches(self, gradients: Gradients, exchange: Exchange | None) -> Iterator[None]:

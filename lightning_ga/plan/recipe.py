@@ -57,16 +57,6 @@ class Recipe:
         """Return the samples of so many full batches, over all ranks."""
         return batches * self.batch_size * self.world_size
 
-    def steps_schedule(self, frequency: int, *, before: int, after: int, is_last: bool) -> bool:
-        """Return whether a schedule by step is due after a window, which goes from batch ``before`` to ``after``.
-
-        Lightning asks at the ends of the recipe's windows whether the frequency divides the batches that are done
-        (``loops/training_epoch_loop.py``). An epoch's last window ends at its last batch.
-        """
-        if is_last and after % frequency == 0:
-            return True
-        return is_due(lcm(frequency, self.factor), before=before, after=after)
-
 
 @dataclass(frozen=True, slots=True)
 class RecipeEpoch:
@@ -81,6 +71,31 @@ class RecipeEpoch:
         if samples >= self.samples:
             return self.batches
         return samples // self.recipe.samples_of(1)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSpan:
+    """The batches of the recipe that are done before and after a window, in its epoch, and those of earlier epochs."""
+
+    factor: int  # of the recipe
+    before: int = 0
+    after: int = 0
+    earlier: int = 0
+
+    def validates(self, every: int, *, over_epochs: bool) -> bool:
+        """Return whether validation is due after the window, ``every`` so many batches."""
+        offset = self.earlier if over_epochs else 0
+        return is_due(every, before=offset + self.before, after=offset + self.after)
+
+    def steps_schedule(self, frequency: int, *, is_last: bool) -> bool:
+        """Return whether a schedule by step is due after the window, which may be the last of its epoch.
+
+        Lightning asks at the ends of the recipe's windows whether the frequency divides the batches that are done
+        (``loops/training_epoch_loop.py``). An epoch's last window ends at its last batch.
+        """
+        if is_last and self.after % frequency == 0:
+            return True
+        return is_due(lcm(frequency, self.factor), before=self.before, after=self.after)
 
 
 def is_due(every: int, *, before: int, after: int) -> bool:

@@ -27,11 +27,6 @@ class WindowWeights:
     reached: float = 0.0  # counts that have reached their backward passes in this window
     any_reached: bool = False  # whether a backward pass of the window has been reached
 
-    @property
-    def rescales(self) -> bool:
-        """Whether the gradient is the mean over what has reached a backward pass, if some has not."""
-        return False
-
     def weigh_share(self, count: float, *, of: float, first: bool) -> Self:
         """Weigh a piece by its share in its batch, and leave it there whatever the other passes of the window do."""
         reached = 0.0 if first else self.reached
@@ -54,11 +49,6 @@ class KnownWindow(WindowWeights):
     window: float = 0.0  # its samples as planned, over all ranks
     seen: float = 0.0  # samples of this rank's micro-batches so far, as planned
     sum_over_ranks: Callable[[float], float] | None = None  # if samples may be dropped on several ranks
-
-    @property
-    def rescales(self) -> bool:
-        """Whether the gradient is the mean over what has reached a backward pass, if some has not."""
-        return self.world_size == 1 or self.sum_over_ranks is not None
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
         """Weigh the next micro-batch of this rank by its samples.
@@ -84,17 +74,15 @@ class KnownWindow(WindowWeights):
     def close(self, factor: int) -> tuple[float, Self]:
         """Return a scale above one if micro-batches were skipped or samples dropped.
 
-        Ranks have averaged their gradients, so all must have the same scale. If samples may be dropped, their counts
-        are summed. If not, only a step that returns ``None`` leaves samples out, and they count as zeros.
+        Ranks have averaged their gradients, so all must have the same scale: counts are summed if samples may be
+        dropped. No rank skips a micro-batch, because Lightning refuses a step that returns ``None`` there.
         """
-        reached = self.reached
-        planned = self.seen
-        if self.world_size > 1:
-            if self.sum_over_ranks is None:
-                return 1.0, self
-            reached = self.sum_over_ranks(self.reached)
-            planned = self.window
-        skipped = planned - reached
+        if self.sum_over_ranks is not None:
+            skipped = self.window - self.sum_over_ranks(self.reached)
+        elif self.world_size == 1:
+            skipped = self.seen - self.reached
+        else:
+            skipped = 0.0
         return self.window / (self.window - skipped) if 0 < skipped < self.window else 1.0, self
 
 
@@ -113,11 +101,6 @@ class LateWindow(WindowWeights):
     reference: float | None = None
     largest_mean: float = 0.0  # count of a window ÷ ranks, so far
     may_be_empty: bool = False  # whether a window may have no samples
-
-    @property
-    def rescales(self) -> bool:
-        """Whether the gradient is the mean over what has reached a backward pass, if some has not."""
-        return True
 
     def weigh(self, count: float, *, factor: int, first: bool) -> Self:
         """Weigh the next micro-batch by its count."""

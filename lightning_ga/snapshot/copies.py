@@ -137,9 +137,14 @@ def coalesce_gradients(parameters: Iterable[Tensor]) -> None:
 @torch.no_grad()
 def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
     """Scale all gradients in place; sparse ones stay sparse and coalesced."""
-    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    found = [each._values() if each.is_sparse else each for each in gradients if each is not None]
-    if found:
+    kinds = dict[type, list[Tensor]]()  # one call cannot take plain tensors and DTensors
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None:
+                values = gradient._values() if gradient.is_sparse else gradient
+                kinds.setdefault(type(values), []).append(values)
+    for found in kinds.values():
         torch._foreach_mul_(found, scale)
 
 

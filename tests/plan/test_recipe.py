@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.recipe import Recipe, is_due
+from lightning_ga.plan.recipe import Recipe, WindowSpan, is_due
 
 LIMITS = st.just(1.0) | st.integers(1, 12) | st.sampled_from([0.3, 0.5, 0.75])
 RECIPES = st.builds(Recipe, st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.booleans(), LIMITS)
@@ -71,10 +71,9 @@ def test_windows_of_the_recipe_are_lightnings_to_the_batch(recipe, lengths, ever
         for window, (done, validations, steps) in enumerate(stock.run(epoch.batches), 1):
             samples = min(epoch.samples, window * recipe.effective)
             assert epoch.batches_done(samples) == done
-            offset = earlier if over_epochs else 0
-            validated += is_due(every, before=offset + before, after=offset + done)
-            is_last = done == epoch.batches
-            stepped += recipe.steps_schedule(frequency, before=before, after=done, is_last=is_last)
+            span = WindowSpan(recipe.factor, before, done, earlier)
+            validated += span.validates(every, over_epochs=over_epochs)
+            stepped += span.steps_schedule(frequency, is_last=done == epoch.batches)
             before = done
             assert stepped == steps
             expected += validations > seen  # one, however many fell into the window
