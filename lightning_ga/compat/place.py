@@ -82,7 +82,7 @@ class LoopPlace(LoopReader):
         self._trainer.accumulate_grad_batches = factor
 
     def take_back(self) -> Any:
-        """Restore the recipe's factor after an earlier fit of this Trainer; return where that fit ended, or ``None``."""
+        """Restore the recipe's factor after an earlier fit of this Trainer; return where that fit ended, if any."""
         left = vars(self._trainer).pop(_LEFT, None)
         if left is None:
             return None
