@@ -65,7 +65,7 @@ class NoiseScale(Callback):
                 getattr(trainer.precision_plugin, "scaler", None) and any(group.get("fused") for group in groups)
             ),
             "the model has no LayerNorm, GroupNorm or RMSNorm that is trained": not self._norms,
-            "a window is one micro-batch: set micro_batch_size=…": alone and fit.request.by_window is None,
+            "a window is one micro-batch: set micro_batch_size=…": alone and not fit.request.is_by_window,
         }
         if problem := next((text for text, holds in problems.items() if holds), None):
             raise UserError(f"NoiseScale cannot measure here: {problem}.")

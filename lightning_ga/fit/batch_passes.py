@@ -53,11 +53,10 @@ class BatchPasses(WholePasses):
         place: LoopPlace,
         gradients: Gradients,
         limit: Limit,
-        exchange: Exchange | None,
         cutter: Callable[[], BatchCutter],
-        batch_size: int,
+        batch_size: Callable[[], int],
     ) -> None:
-        super().__init__(place, exchange)
+        super().__init__(place, None)
         self._trainer = trainer
         self._gradients = gradients
         self._limit = limit
@@ -66,6 +65,10 @@ class BatchPasses(WholePasses):
         self.samples = 0  # of the window's batches so far, on this rank
         self.sizes: tuple[int, ...] = ()  # of the pieces of the batch that runs
         self.in_pieces = False  # whether a batch was cut
+
+    def exchange_through(self, exchange: Exchange | None) -> None:
+        """Exchange gradients in the last pass of each window from here on, if there are ranks to do so."""
+        self._exchange = exchange
 
     def begin_window(self) -> None:
         """Begin a window, or begin it again."""
@@ -97,7 +100,7 @@ class BatchPasses(WholePasses):
             samples = cutter.count(batch)
             weight = cutter.weight(batch, samples)
         except LayoutError:  # a batch that cannot be cut runs whole if it fits
-            samples = weight = self._batch_size
+            samples = weight = self._batch_size()
             if limit is not None and limit < samples:
                 raise
         self._limit.cut_evenly(samples)

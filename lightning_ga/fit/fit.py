@@ -51,8 +51,8 @@ class Fit:
         chunked = ChunkedModules(trainer, options.whole) if options.whole else None
         self.limit = Limit(trainer, request, options, chunked)
         self.progress = Progress(trainer, place, earlier)
-        self.data = TrainingData(trainer, request, options, self.limit, self.progress)
         self.gradients = Gradients(trainer, None if options.whole else options.normalize)
+        self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients)
         self.verdict = Verdict(trainer, options, lambda: self.windows.several_passes)
         self.evaluation = Evaluation(trainer, reporter, options)
         self.rates: WindowRates | None = None  # none if they are neither scaled nor logged
@@ -135,7 +135,7 @@ class Fit:
         if exchange is not None:
             members.append(exchange.begin_window)
         self._held.enter_context(rewinder.guarding(members))
-        self._held.enter_context(self.windows.patches(self.gradients, exchange))
+        self._held.enter_context(self.windows.patches(exchange))
 
     def _begin_rates(self) -> None:
         """Scale and log the rates of a window by its effective batch."""
@@ -163,7 +163,7 @@ class Fit:
                 self.verdict.measure_in_training(batch, cutter, limit=limit, in_step=self.windows.in_step)
             if after_error:
                 self.reporter.report_pending(self.verdict.exactness)
-        self.windows.weigh(batch, self.gradients)
+        self.windows.weigh(batch)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark that the update begins, and scale the gradients if their window was not known in advance."""
@@ -234,7 +234,7 @@ class Fit:
     def summary(self) -> str:
         """Return plan and probe in one line, and a verdict that no warning shows."""
         plan = str(self.windows.plan)
-        if self.request.by_window is not None:
+        if self.request.is_by_window:
             plan += f", the largest of {self.request.by_window!r}"
         found = [plan]
         how_cut = self.windows.how_cut()

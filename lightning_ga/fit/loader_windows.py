@@ -11,7 +11,6 @@ from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_passes import WholePasses
-from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.windows import FitParts
 from lightning_ga.loading.sized import SampleSizes
 from lightning_ga.loading.source import LoaderSource
@@ -20,7 +19,7 @@ from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.plan.schedule import Growth
-from lightning_ga.plan.windows import Window
+from lightning_ga.plan.windows import NO_WINDOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,9 @@ class LoaderWindows:
         self._place = parts.progress.place
         self._held = ExitStack()  # what the loop gets back in the end
         self._begun: tuple[LoaderSource, int] | None = None  # the epoch that the loop is set up for
-        self._window: Window | None = None  # the running one
+        self._window = NO_WINDOW  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
-        self._intervals: RecipeIntervals | None = None  # none while the loop's own counts are the recipe's
+        self._uses_intervals = False  # whether the loop's counts have been others than the recipe's
         self.use(source)
 
     def use(self, source: LoaderSource | StepSource) -> None:
@@ -62,7 +61,7 @@ class LoaderWindows:
             )
         self._source = source
         self._parts.limit.set_size_limits(source.sizes)
-        self._arrange(self._place.epoch, enabled=self._parts.limit.samples is not None)
+        self._arrange(self._place.epoch, enabled=self._parts.limit.is_known)
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -95,7 +94,7 @@ class LoaderWindows:
     @property
     def several_passes(self) -> bool:
         """Whether a window is several micro-batches."""
-        return self.plan is not None and self.plan.factor > 1
+        return self.plan is not None and self.plan.has_several_passes
 
     @property
     def recipe_effective(self) -> int:
@@ -181,8 +180,7 @@ class LoaderWindows:
 
     def _size_loop(self) -> None:
         """Let the loop expect as many micro-batches as are planned; if they are the recipe's, leave its own number."""
-        is_cut = self._intervals is not None
-        self._place.size_epoch(self._source.plan.length if is_cut else self._source.batches_at_set_up)
+        self._place.size_epoch(self._source.plan.length if self._uses_intervals else self._source.batches_at_set_up)
 
     def _follow_length(self) -> None:
         """Plan the epoch again if a hook has changed the length of the data since it began."""
@@ -202,17 +200,19 @@ class LoaderWindows:
         recipe = self._source.recipe
         plan = self._source.plan
         is_alone = recipe.world_size == 1 or plan.factor == 1
-        is_one_size = self._parts.request.by_window is None
         same_window = self._epoch.batch.largest == self._source.within_epoch(recipe.effective, self._epoch.number)
-        return is_alone and is_one_size and same_window and plan.length == self._epoch.recipe.batches
+        if self._parts.request.is_by_window or not is_alone:
+            return False
+        return same_window and plan.length == self._epoch.recipe.batches
 
     def _use_intervals(self) -> None:
         """Let validation and schedules be due by the recipe's batches, from here to the end of the fit."""
-        if self._intervals is not None:
+        if self._uses_intervals:
             return
-        self._intervals = RecipeIntervals(self._trainer, self._span_done)
-        self._held.enter_context(self._intervals.of_schedules())
-        self._held.enter_context(self._intervals.of_validation())
+        self._uses_intervals = True
+        intervals = RecipeIntervals(self._trainer, self._span_done)
+        self._held.enter_context(intervals.of_schedules())
+        self._held.enter_context(intervals.of_validation())
 
     def _span_done(self) -> WindowSpan:
         """Return the batches of the running window; none before its first micro-batch, when a restored loop asks."""
@@ -220,7 +220,7 @@ class LoaderWindows:
         return self._span if has_begun else replace(self._span, after=self._span.before)
 
     @contextmanager
-    def patches(self, gradients: Gradients, exchange: Exchange | None) -> Iterator[None]:
+    def patches(self, exchange: Exchange | None) -> Iterator[None]:
         """Return a context in which the loop runs these windows; the last pass of each exchanges gradients."""
         with ExitStack() as stack:
             stack.enter_context(self._place.before_reading(self._follow_length))
@@ -259,14 +259,14 @@ class LoaderWindows:
         done = self._epoch.recipe.batches_done(window.end)
         self._span = WindowSpan(self._source.recipe.factor, position.batches_done, done, position.batches_before)
 
-    def weigh(self, batch: Any, gradients: Gradients) -> None:
+    def weigh(self, batch: Any) -> None:
         """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""
-        if self._window is None:
+        if not self._window.sizes:
             return
         may_drop = self._source.may_drop_samples
         samples = self._samples_left(batch) if may_drop else None
         position = self._place.index_in_window
-        gradients.weigh_micro_batch(batch, self._window, position, samples=samples, may_drop=may_drop)
+        self._parts.gradients.weigh_micro_batch(batch, self._window, position, samples=samples, may_drop=may_drop)
 
     def _samples_left(self, batch: Any) -> int | None:
         """Count the samples of a batch whose collate function may drop some; ``None`` if they cannot be counted."""
@@ -277,7 +277,7 @@ class LoaderWindows:
 
     def end_window(self) -> None:
         """Note that a window is done."""
-        if self._window is not None:
+        if self._window.sizes:
             self._parts.progress.end_window(samples=self._window.end, batches=self._span.after)
 
     # --- errors --------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class LoaderWindows:
         """The most samples of a micro-batch of the running window; with ``size_of``, of the longest samples."""
         if self._source.sizes is not None:
             return self._parts.limit.most
-        return 1 if self._window is None else max(self._window.sizes)
+        return max(self._window.sizes, default=1)
 
     def begin_again(self) -> None:
         """Plan the same windows with smaller micro-batches, and move the loop to the start of the running one."""
@@ -314,7 +314,7 @@ class LoaderWindows:
         """Say that validation waits for the end of a window, if it has to."""
         every = getattr(self._trainer, "val_check_interval", None)
         factor = self._epoch.batch.largest / self._source.recipe.samples_of(1)
-        if self._intervals is None or not isinstance(every, int) or every % factor == 0:
+        if not self._uses_intervals or not isinstance(every, int) or every % factor == 0:
             return ""
         return f"validation at the end of the window in which val_check_interval={every} batches are done"
 

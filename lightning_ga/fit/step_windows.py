@@ -10,7 +10,6 @@ from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_passes import BatchPasses
-from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.windows import FitParts
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.step_source import StepSource
@@ -35,8 +34,10 @@ class StepWindows:
         self._held = ExitStack()  # what the loop gets back in the end
         self._plan: AccumulationPlan | None = None
         self._begun: tuple[StepSource, int] | None = None  # the epoch that the loop is set up for
-        self._passes: BatchPasses | None = None  # none before training
         self._uses_intervals = False  # whether windows have been others than the recipe's
+        self._passes = BatchPasses(
+            self._trainer, self._place, parts.gradients, parts.limit, parts.cutter, lambda: self._batch_size
+        )
 
     def use(self, source: LoaderSource | StepSource) -> None:
         """Use a loader that is loaded again."""
@@ -82,18 +83,15 @@ class StepWindows:
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before an epoch is planned."""
         names = self._parts.limit.chunked_names
-        if self._plan is None or not names or self._parts.limit.samples is None:
+        if self._plan is None or not names or not self._parts.limit.is_known:
             return self._plan
-        return in_chunks_of(self._plan, self._parts.limit.samples, names)
+        return in_chunks_of(self._plan, self._parts.limit.most, names)
 
     @property
     def several_passes(self) -> bool:
         """Whether a window runs in several passes, or its pass in several chunks."""
         plan = self.plan
-        if plan is not None and plan.chunk_size is not None:
-            return plan.chunk_size < plan.micro_batch_size
-        was_cut = self._passes is not None and self._passes.in_pieces
-        return was_cut or (plan is not None and plan.factor > 1)
+        return self._passes.in_pieces or (plan is not None and plan.has_several_passes)
 
     @property
     def _recipe(self) -> Recipe:
@@ -129,14 +127,9 @@ class StepWindows:
     def _batches_of_window(self, epoch: int, *, step: int, samples: int) -> int:
         """Return how many of the loader's batches make a window that begins after so many steps and samples."""
         request = self._parts.request
-        schedule = request.by_window
-        effective = request.effective(epoch)
-        factor = request.factor(epoch)
-        if schedule is not None and schedule is request.effective:
-            effective = schedule.at(step, samples)
-        elif schedule is not None:
-            factor = schedule.at(step, samples)
-        if effective is not None:
+        effective = request.effective_at(epoch, step=step, samples=samples)
+        factor = request.factor_at(epoch, step=step, samples=samples)
+        if effective:
             batches = self._source.factor_for(effective)
         else:
             batches = factor or self._source.recipe_factor
@@ -195,15 +188,13 @@ class StepWindows:
         return WindowSpan(self._source.recipe_factor, self._place.window_start, self._place.ready)
 
     @contextmanager
-    def patches(self, gradients: Gradients, exchange: Exchange | None) -> Iterator[None]:
+    def patches(self, exchange: Exchange | None) -> Iterator[None]:
         """Return a context in which the loop's batches run in pieces that fit."""
-        self._passes = BatchPasses(
-            self._trainer, self._place, gradients, self._parts.limit, exchange, self._parts.cutter, self._batch_size
-        )
+        self._passes.exchange_through(exchange)
         with ExitStack() as stack:
             wrap = self._passes.closure
             stack.enter_context(closures.intercepted_closures(self._trainer, wrap, self._index_in_window))
-            if self._parts.request.by_window is not None:
+            if self._parts.request.is_by_window:
                 stack.enter_context(self._place.windows_begin_anywhere())
             yield
 
@@ -215,7 +206,7 @@ class StepWindows:
         self._source.forget()
         place = self._place
         place.begin_epoch_after_last_batch()
-        if self._parts.request.by_window is not None and place.ready != place.batches_of_epoch:
+        if self._parts.request.is_by_window and place.ready != place.batches_of_epoch:
             place.count_windows_from_here()  # a run that is resumed in mid-epoch begins with a window
 
     def begin_window(self) -> None:
@@ -223,23 +214,20 @@ class StepWindows:
         self.batches = []
         if self._place.skips_backward:
             return
-        if self._passes is not None:
-            self._passes.begin_window()
-        if self._parts.request.by_window is not None:
+        self._passes.begin_window()
+        if self._parts.request.is_by_window:
             self._place.count_windows_from_here()
             self._plan_window()
 
-    def weigh(self, batch: Any, gradients: Gradients) -> None:
+    def weigh(self, batch: Any) -> None:
         """Leave the weights to the pieces."""
 
     def end_window(self) -> None:
         """Note that a window is done, and the samples of its batches."""
-        samples = 0 if self._passes is None else self._passes.samples
-        schedule = self._parts.request.by_window
-        if schedule is not None and schedule.unit == "samples":
-            samples = int(ranks.sum_over_ranks(self._trainer, samples))
+        if self._parts.request.is_by_samples:
+            samples = int(ranks.sum_over_ranks(self._trainer, self._passes.samples))
         else:
-            samples *= self._source.world_size
+            samples = self._passes.samples * self._source.world_size
         progress = self._parts.progress
         progress.end_window(samples=progress.position.samples_done + samples, batches=self._place.ready)
 
@@ -247,8 +235,7 @@ class StepWindows:
 
     def keeps(self, batch: Any) -> None:
         """Keep a batch as the loader made it, because steps change containers."""
-        if self._passes is not None:
-            self._passes.begin_batch()
+        self._passes.begin_batch()
         self.batches.append(KeptBatch(batch))
 
     def can_read_again(self, batches_before: int) -> bool:
@@ -260,8 +247,7 @@ class StepWindows:
         """The most samples of a piece of the running batch; with ``whole=``, of a chunk."""
         if self._parts.limit.chunked_names:
             return self._parts.limit.most
-        sizes = () if self._passes is None else self._passes.sizes
-        largest = max(sizes, default=1)
+        largest = max(self._passes.sizes, default=1)
         if largest > 1:
             return largest
         return min(self._parts.limit.most, self._batch_size)  # before the first pass, or in a batch of one sample

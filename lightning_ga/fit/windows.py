@@ -30,6 +30,7 @@ class FitParts:
     request: Request
     limit: Limit
     progress: Progress
+    gradients: Gradients
     cutter: Callable[[], BatchCutter]  # of the batches that the step gets
 
 
@@ -95,7 +96,7 @@ class Windows(Protocol):
     def begin_epoch(self, number: int) -> None:
         """Cut an epoch for training and set the loop up for it, once."""
 
-    def patches(self, gradients: Gradients, exchange: Exchange | None) -> AbstractContextManager[None]:
+    def patches(self, exchange: Exchange | None) -> AbstractContextManager[None]:
         """Return a context in which the loop runs these windows."""
 
     def begin_reading(self, *, same_epoch: bool) -> None:
@@ -104,7 +105,7 @@ class Windows(Protocol):
     def begin_window(self) -> None:
         """Set the factor of the window that the loop has come to, and what is due after it."""
 
-    def weigh(self, batch: Any, gradients: Gradients) -> None:
+    def weigh(self, batch: Any) -> None:
         """Weigh the loop's next batch, unless its pieces are weighed one by one."""
 
     def end_window(self) -> None:

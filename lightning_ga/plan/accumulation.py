@@ -40,6 +40,13 @@ class AccumulationPlan:
     samples_at_most: int | None = None
     size_budget: int | None = None
 
+    @property
+    def has_several_passes(self) -> bool:
+        """Whether a window is several micro-batches, or its submodules of ``whole=`` run in several chunks."""
+        if self.chunk_size is None:
+            return self.factor > 1
+        return self.chunk_size < self.micro_batch_size
+
     def __str__(self) -> str:
         if self.chunk_size is not None:
             chunks = -(-self.micro_batch_size // self.chunk_size)

@@ -43,8 +43,7 @@ class Request:
     @property
     def counts_samples(self) -> bool:
         """Whether the windows of some epoch depend on the number of samples of a batch."""
-        by_samples = self.by_window is not None and self.by_window.unit == "samples"
-        return by_samples or self.effective(0) is not None or self.effective(10**9) is not None
+        return self.is_by_samples or self.effective(0) is not None or self.effective(10**9) is not None
 
     @property
     def by_window(self) -> PiecewiseSchedule | None:
@@ -53,11 +52,31 @@ class Request:
         return next((each for each in schedules if each.by_window), None)
 
     @property
+    def is_by_window(self) -> bool:
+        """Whether windows may change within an epoch."""
+        return self.by_window is not None
+
+    @property
+    def is_by_samples(self) -> bool:
+        """Whether windows change with the samples that training has seen."""
+        return self.by_window is not None and self.by_window.unit == "samples"
+
+    def effective_at(self, epoch: int, *, step: int, samples: int) -> int | None:
+        """Return the effective batch of a window that begins after so many steps and samples; ``None`` if not given."""
+        schedule = self.by_window
+        return schedule.at(step, samples) if schedule is self.effective else self.effective(epoch)
+
+    def factor_at(self, epoch: int, *, step: int, samples: int) -> int | None:
+        """Return the factor of a window that begins after so many steps and samples; ``None`` if not given."""
+        schedule = self.by_window
+        return schedule.at(step, samples) if schedule is self.factor else self.factor(epoch)
+
+    @property
     def varies(self) -> bool:
         """Whether windows may change in training."""
         schedules = (self.effective, self.factor)
         starts = [each.starts if isinstance(each, PiecewiseSchedule) else None for each in schedules]
-        return self.by_window is not None or any(each not in ((), (0,)) for each in starts)
+        return self.is_by_window or any(each not in ((), (0,)) for each in starts)
 
     def growth(self, micro_batch: int, world_size: int, steps: int, samples: int) -> Growth | None:
         """Return the effective batches of an epoch that begins after so many steps and samples of all ranks."""
@@ -200,7 +219,7 @@ def _refuse_together(options: Options, request: Request) -> None:
         "accumulate=": request.factor(0) is not None,
         "micro_batching='step'": options.micro_batching == "step",
         f"whole={options.whole!r}": options.whole,
-        f"effective_batch_size={request.by_window!r}": request.by_window is not None,
+        f"effective_batch_size={request.by_window!r}": request.is_by_window,
     }
     pairs = [("size_of=", name) for name in others if options.size_of is not None]
     pairs += [(f"whole={options.whole!r}", "objective='throughput'")] if options.whole else []

@@ -87,6 +87,10 @@ class Window:
         return self.start + self.samples
 
 
+NO_WINDOW = Window(-1, 0, 0, ())
+"""Before the first window of a training."""
+
+
 @dataclass(frozen=True, eq=False)
 class EpochPlan:
     """The windows of an epoch and their micro-batches, on every rank.

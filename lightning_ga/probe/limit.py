@@ -35,6 +35,11 @@ class Limit:
         self.initial_micro_batch: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
 
     @property
+    def is_known(self) -> bool:
+        """Whether it has been found, or given."""
+        return self.samples is not None
+
+    @property
     def most(self) -> int:
         """The most samples of a micro-batch, piece or chunk; ``NO_LIMIT`` before that is known."""
         return NO_LIMIT if self.samples is None else self.samples
