@@ -159,7 +159,6 @@ class AutoAccumulate(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Find the weight of the micro-batch."""
-        messages.check_automatic(pl_module)
         self._started_fit.begin_micro_batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from lightning_ga.compat.reduction import Exchange
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
-from lightning_ga.fit.messages import OomReporter, check_trainer
+from lightning_ga.fit.messages import OomReporter, check_automatic, check_trainer
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.rewind import Rewinder
@@ -155,7 +155,9 @@ class Fit:
         place = self.progress.place
         if place.skips_backward:
             return
-        if place.index_in_window == 0:
+        position = place.index_in_window
+        if position == 0:
+            check_automatic(self.trainer.lightning_module)
             after_error = bool(self.reporter.pending)
             if self.verdict.is_due(after_error=after_error):
                 cutter = self.data.cutter_of_training()
@@ -163,7 +165,7 @@ class Fit:
                 self.verdict.measure_in_training(batch, cutter, limit=limit, in_step=self.windows.in_step)
             if after_error:
                 self.reporter.report_pending(self.verdict.exactness)
-        self.windows.weigh(batch)
+        self.windows.weigh(batch, position)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark that the update begins, and scale the gradients if their window was not known in advance."""
@@ -177,8 +179,9 @@ class Fit:
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
-        if self.progress.place.window_is_over and not self.progress.place.skips_backward:
-            self.windows.end_window()
+        windows = self.windows
+        if windows.is_over and not self.progress.place.skips_backward:
+            windows.end_window()
 
     def close(self) -> None:
         """Restore what the fit changed. The factor stays until the next fit, as with Lightning's own scheduler."""

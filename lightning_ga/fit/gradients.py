@@ -37,6 +37,7 @@ class Gradients:
         self._world_size = ranks.data_ranks(trainer)[0]
         self.weights = WindowWeights()  # of the window so far
         self._sum = partial(ranks.sum_over_ranks, trainer)
+        self._known: KnownWindow | None = None  # once a window's samples have been known in advance
         self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counts is None)
         self._zeroing: list[Any] = []  # hooks during a pass of weight 0
         self._sparse: list[torch.nn.Parameter] | None = None
@@ -80,18 +81,18 @@ class Gradients:
         if self._counts is not None:
             self._weigh_late(count_items(self._counts, batch) if planned else 0, factor)
             return
-        known = self.weights if isinstance(self.weights, KnownWindow) else self._known_window(may_drop=may_drop)
-        self.weights = known.weigh(
-            (planned if samples is None else samples) if planned else 0,
+        if self._known is None:
+            sums = self._sum if may_drop and self._world_size > 1 else None
+            self._known = KnownWindow(self._world_size, sum_over_ranks=sums)
+        count = planned if samples is None else samples
+        self.weights = self._known.weigh(
+            count if planned else 0,
             planned=planned,
             window=window.samples,
             factor=factor,
             first=position == 0,
         )
         self._passes += 1
-
-    def _known_window(self, *, may_drop: bool) -> KnownWindow:
-        return KnownWindow(self._world_size, sum_over_ranks=self._sum if may_drop and self._world_size > 1 else None)
 
     def weigh_piece(self, piece: Any, batch: Any, *, samples: int, of: int) -> float:
         """Weigh the next pass: a piece of ``samples`` samples, cut in the step from a batch of ``of``.
@@ -110,25 +111,25 @@ class Gradients:
             self.weights = self.weights.weigh_share(count, of=total, first=is_first)
             self._passes += 1
         elif factor * self._world_size == 1 and (total or self._counts is None):  # the batch is a window of its own
-            known = self.weights if isinstance(self.weights, KnownWindow) else KnownWindow(1)
             if not total:  # without samples, the loss is whatever the step says
                 count = total = 1.0
-            self.weights = known.weigh(count, planned=count, window=total, factor=1, first=is_first)
+            if self._known is None:
+                self._known = KnownWindow(1)
+            self.weights = self._known.weigh(count, planned=count, window=total, factor=1, first=is_first)
             self._passes += 1
         else:
             self._weigh_late(count, factor)
         return share
 
     def _weigh_late(self, count: float, factor: int) -> None:
-        self._late = self._late.weigh(count, factor=factor, first=self._passes == 0)
-        self.weights = self._late
+        self.weights = self._late.weigh(count, factor=factor, first=self._passes == 0)
         self._passes += 1
 
     def apply_weight(self, loss: torch.Tensor) -> None:
         """Multiply the backward pass that begins by its weight; at weight 0, make its gradients zero."""
         weight = self.weights.weight
         self._losses += 1
-        self._set_weights(self.weights.trained())
+        self.weights.reach()
         if weight != 1.0:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
         if weight == 0.0:
@@ -138,10 +139,14 @@ class Gradients:
 
     def settle(self) -> None:
         """After a backward pass, coalesce sparse gradients and widen half-precision ones."""
-        self._stop_zeroing()
+        if self._zeroing:
+            self._stop_zeroing()
         if self._sparse is None:
             self._sparse = sparse_parameters(self._trainer.lightning_module)
-        coalesce_gradients(self._sparse)
+        if self._sparse:
+            coalesce_gradients(self._sparse)
+        if not self._half and not self._rounding_is_unreported:
+            return
         is_sum = self._trainer.accumulate_grad_batches > 1 or self._passes > 1 or self.weights.weight != 1.0
         if is_sum and self._half:
             gradient_dtype.widen(self._half)
@@ -151,8 +156,7 @@ class Gradients:
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients to the mean over the window, after the GradScaler's unscaling and before clipping."""
-        scale, weights = self.weights.close(int(self._trainer.accumulate_grad_batches))
-        self._set_weights(weights)
+        scale = self.weights.close(int(self._trainer.accumulate_grad_batches))
         if scale != 1.0:
             scale_gradients(optimizer, scale)
         gradient_dtype.narrow(self._half)
@@ -161,11 +165,6 @@ class Gradients:
             meaning = AS_ZEROS if self.normalize is None else AS_MEAN
             rank_zero_warn(LEFT_OUT.format(meaning=meaning), category=ExactnessWarning)
         self._passes = self._losses = 0  # LBFGS and SAM evaluate the window again
-
-    def _set_weights(self, weights: WindowWeights) -> None:
-        self.weights = weights
-        if isinstance(weights, LateWindow):
-            self._late = weights
 
     def _stop_zeroing(self) -> None:
         while self._zeroing:

@@ -259,13 +259,12 @@ class LoaderWindows:
         done = self._epoch.recipe.batches_done(window.end)
         self._span = WindowSpan(self._source.recipe.factor, position.batches_done, done, position.batches_before)
 
-    def weigh(self, batch: Any) -> None:
+    def weigh(self, batch: Any, position: int) -> None:
         """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""
         if not self._window.sizes:
             return
         may_drop = self._source.may_drop_samples
         samples = self._samples_left(batch) if may_drop else None
-        position = self._place.index_in_window
         self._parts.gradients.weigh_micro_batch(batch, self._window, position, samples=samples, may_drop=may_drop)
 
     def _samples_left(self, batch: Any) -> int | None:
@@ -274,6 +273,11 @@ class LoaderWindows:
             return self._parts.cutter().count(batch)
         except LayoutError:
             return None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop's running micro-batch is the last of its window."""
+        return self._place.ready - self._place.window_start == len(self._window.sizes)
 
     def end_window(self) -> None:
         """Note that a window is done."""

@@ -104,7 +104,8 @@ class Rewinder:
         for begin_window in self._members:
             begin_window()
         self._is_begun = True
-        self._collectives = ranks.collectives_run()
+        if self._trainer.world_size > 1:
+            self._collectives = ranks.collectives_run()
 
     def _may_run_again(self, error: Exception, batches: int) -> bool:
         """Return whether the window can run again, or raise why not; so many batches were kept before the error."""
@@ -148,7 +149,7 @@ class Rewinder:
         return undo(self._savepoint, self._windows.batches)
 
     def _why_not_alone(self) -> str | None:
-        if self._is_begun and ranks.collectives_run() != self._collectives:
+        if self._is_begun and self._trainer.world_size > 1 and ranks.collectives_run() != self._collectives:
             return "the step exchanges values with the other ranks (all_gather, all_reduce, a log with sync_dist)"
         return None if self._exchange is None else self._exchange.failed()
 

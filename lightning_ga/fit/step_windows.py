@@ -219,8 +219,13 @@ class StepWindows:
             self._place.count_windows_from_here()
             self._plan_window()
 
-    def weigh(self, batch: Any) -> None:
+    def weigh(self, batch: Any, position: int) -> None:
         """Leave the weights to the pieces."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop's running batch is the last of its window."""
+        return self._place.window_is_over
 
     def end_window(self) -> None:
         """Note that a window is done, and the samples of its batches."""

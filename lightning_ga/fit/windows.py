@@ -105,8 +105,12 @@ class Windows(Protocol):
     def begin_window(self) -> None:
         """Set the factor of the window that the loop has come to, and what is due after it."""
 
-    def weigh(self, batch: Any) -> None:
-        """Weigh the loop's next batch, unless its pieces are weighed one by one."""
+    def weigh(self, batch: Any, position: int) -> None:
+        """Weigh the loop's next batch, at a position in its window, unless its pieces are weighed one by one."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop's running batch is the last of its window."""
 
     def end_window(self) -> None:
         """Note that a window is done."""

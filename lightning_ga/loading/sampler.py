@@ -64,9 +64,14 @@ class WindowBatchSampler(Sampler[list[Any]]):
             window = plan.window(index, self.rank)
             of_window = listed(drawn[window.start : window.end])
             for position in range(len(window.sizes)):
-                places, left = plan.places(window, position), window.start + len(of_window)
-                if found := [of_window[place - window.start] for place in places if place < left]:
-                    yield found  # always, unless hooks have made the user's sampler shorter since the plan
+                places = plan.places(window, position)
+                if isinstance(places, range):
+                    found = of_window[places.start - window.start : places.stop - window.start]
+                else:
+                    left = window.start + len(of_window)
+                    found = [of_window[place - window.start] for place in places if place < left]
+                if found:  # always, unless hooks have made the user's sampler shorter since the plan
+                    yield found
 
 
 def listed(indices: Any) -> list[Any]:

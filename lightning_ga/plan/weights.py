@@ -5,12 +5,11 @@ A loss is a mean over the samples of one micro-batch. Lightning divides it by th
 so the optimizer sees Σ gᵢ / (A·W). The mean over the whole window of N samples is Σ nᵢ gᵢ / N: the micro-batch of nᵢ
 samples must weigh A·W·nᵢ / N. The same is true for a mean over tokens, with nᵢ tokens of N.
 
-The weights of a window are a record that is never changed, but replaced: to undo a failed pass, use the record from
-before. (It is not frozen: two are made in every micro-batch, and frozen ones cost several times as much.)
+An error begins the whole window again, and with it its weights: nothing of a failed pass has to be undone here.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from lightning_ga.errors import UserError
@@ -29,17 +28,27 @@ class WindowWeights:
 
     def weigh_share(self, count: float, *, of: float, first: bool) -> Self:
         """Weigh a piece by its share in its batch, and leave it there whatever the other passes of the window do."""
-        reached = 0.0 if first else self.reached
-        weight = count / of if of else 1.0
-        return replace(self, weight=weight, count=count, pending=count, reached=reached)
+        if first:
+            self._begin()
+        self.count = count
+        self.pending = count
+        self.weight = count / of if of else 1.0
+        return self
 
-    def trained(self) -> Self:
-        """Note that the backward pass has been reached; a step that returns ``None`` does not reach it."""
-        return replace(self, reached=self.reached + self.pending, pending=0.0, any_reached=True)
+    def reach(self) -> Self:
+        """Note that the backward pass is reached; a step that returns ``None`` does not reach it."""
+        self.reached += self.pending
+        self.pending = 0.0  # a closure that is evaluated again reaches nothing more
+        self.any_reached = True
+        return self
 
-    def close(self, factor: int) -> tuple[float, Self]:
-        """Return the scale of the window's gradients, and the record for the next window; ranks call it together."""
-        return 1.0, self
+    def close(self, factor: int) -> float:
+        """Return the scale of the window's gradients; ranks call it together."""
+        return 1.0
+
+    def _begin(self) -> None:
+        self.reached = 0.0
+        self.any_reached = False
 
 
 @dataclass(slots=True)
@@ -56,22 +65,21 @@ class KnownWindow(WindowWeights):
         ``window`` are the samples that were planned for the window over all ranks, and ``planned`` those of the
         micro-batch, if a collate_fn has dropped some.
         """
+        if first:
+            self._begin()
+            self.seen = 0.0
+        if planned is None:
+            planned = count
         if count and planned == window and self.world_size == 1:  # one micro-batch is its own mean, to the bit
             window = planned = count
-        weight = factor * self.world_size * count / window
-        reached, seen = (0.0, 0.0) if first else (self.reached, self.seen)
-        seen += count if planned is None else planned
-        # ``replace`` is several times slower; so below.
-        known = self.world_size, weight, count, count, reached, self.any_reached, window, seen
-        return type(self)(*known, self.sum_over_ranks)
+        self.weight = factor * self.world_size * count / window
+        self.count = count
+        self.pending = count
+        self.window = window
+        self.seen += planned
+        return self
 
-    def trained(self) -> Self:
-        """Note that the backward pass has been reached."""
-        reached = self.reached + self.pending
-        known = self.world_size, self.weight, self.count, 0.0, reached, True, self.window, self.seen
-        return type(self)(*known, self.sum_over_ranks)
-
-    def close(self, factor: int) -> tuple[float, Self]:
+    def close(self, factor: int) -> float:
         """Return a scale above one if micro-batches were skipped or samples dropped.
 
         Ranks have averaged their gradients, so all must have the same scale: counts are summed if samples may be
@@ -83,7 +91,7 @@ class KnownWindow(WindowWeights):
             skipped = self.seen - self.reached
         else:
             skipped = 0.0
-        return self.window / (self.window - skipped) if 0 < skipped < self.window else 1.0, self
+        return self.window / (self.window - skipped) if 0 < skipped < self.window else 1.0
 
 
 @dataclass(slots=True)
@@ -106,18 +114,21 @@ class LateWindow(WindowWeights):
         """Weigh the next micro-batch by its count."""
         if not 0 <= count < float("inf"):
             raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
-        reference = self._reference_for(count, factor=factor, first=first)
-        begun = replace(self, reached=0.0, any_reached=False) if first else self
-        weight = 0.0 if reference is None else factor * count / reference
-        return replace(begun, reference=reference, weight=weight, count=count, pending=count)
+        if first:
+            self._begin()
+        self.reference = self._reference_for(count, factor=factor, first=first)
+        self.count = count
+        self.pending = count
+        self.weight = 0.0 if self.reference is None else factor * count / self.reference
+        return self
 
-    def close(self, factor: int) -> tuple[float, Self]:
+    def close(self, factor: int) -> float:
         """Return the scale that makes the weighted sum of all ranks the mean over what was counted."""
         if not self.any_reached and self.world_size == 1:
-            return 1.0, self
+            return 1.0
         total = self.sum_over_ranks(self.reached)
         if not total and self.may_be_empty:
-            return 1.0, self
+            return 1.0
         if not total:
             raise UserError(
                 "normalize counted 0 in all micro-batches of a window, so its gradient is no mean of anything: check "
@@ -125,7 +136,8 @@ class LateWindow(WindowWeights):
             )
         assert self.reference is not None
         mean = total / self.world_size
-        return self.reference / mean, replace(self, largest_mean=max(self.largest_mean, mean))
+        self.largest_mean = max(self.largest_mean, mean)
+        return self.reference / mean
 
     def _reference_for(self, count: float, *, factor: int, first: bool) -> float | None:
         """Return the divisor of the next count; ``None`` while nothing was counted."""
