@@ -152,7 +152,7 @@ class _Reads:
 class _Seen:
     """One optimizer step."""
 
-    read: int  # micro-batches so far
+    read: int  # micro-batches since the step before
     weights: list[Tensor]
     modes: list[bool]  # whether each module is in training mode
     gradients: dict[str, Tensor]  # by the name of the parameter
@@ -168,6 +168,7 @@ class _Recorder:
         self.ranks = 1
         self._read = read or self._passes
         self._counts: Counter[Any] = Counter()
+        self._total = 0
         self._after: list[Tensor] = []
         self._is_stepping = False
         self._stack = ExitStack()
@@ -220,20 +221,27 @@ class _Recorder:
         foreign = len([each for each in stepped if each not in names])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.ranks = torch.distributed.get_world_size()
-        read = self._read()
-        if foreign == len(stepped) or not read:  # of another model, or before training
+        total = self._read()
+        if foreign == len(stepped) or not total:  # of another model, or before training
             return
+        read = total - self._total
+        self._total = total
         if foreign:
             raise UserError(f"The optimizer steps {foreign} tensors that model= lacks: give one module that has all.")
         gradients = {}
         for parameter in stepped:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients[names[parameter]] = gradient.detach().to_dense().flatten().clone()
-        if self.steps and self.steps[-1].read == read and not self.steps[-1].gradients.keys() & gradients.keys():
+        if self.steps and not read and not self.steps[-1].gradients.keys() & gradients.keys():
             self.steps[-1].gradients.update(gradients)  # two optimizers share a backward pass
             return
         weights = [each.detach().clone() for each in names]
-        has_moved = any(not torch.equal(one, other) for one, other in zip(weights, self._after))
+        has_moved = not all(map(torch.equal, weights, self._after))
+        last = self.steps[-1] if self.steps else None
+        if last is not None and all(map(torch.equal, weights, last.weights)):
+            if has_moved or not any(each.any() for each in last.gradients.values()):
+                self.steps.pop()  # a trial, which was put back
+                has_moved = False
         self.steps.append(_Seen(read, weights, [each.training for each in self.model.modules()], gradients, has_moved))
 
 
@@ -244,11 +252,10 @@ def _measured(recorder: _Recorder, reads: _Reads, factor: int | None) -> Audit:
     steps: list[AuditStep] = []
     dropped: list[int] = []
     start = 0
-    read = 0
     previous: Tensor | None = None
     for seen in recorder.steps:
         columns = _Columns(recorder.model, seen, reads)
-        stop = start + seen.read - read
+        stop = start + seen.read
         places, weights, residual, carried = _explained(columns, previous, start, stop)
         if not reads.is_exact and any(weights):  # later ones may not have been read
             places = places[: max(number for number, weight in enumerate(weights, start=1) if weight)]
@@ -269,7 +276,6 @@ def _measured(recorder: _Recorder, reads: _Reads, factor: int | None) -> Audit:
         steps.append(step if residual <= EXPLAINED else columns.unexplained(step, [*sizes]))
         dropped += lost
         start = stop
-        read = seen.read
         previous = columns.gradient
     end = start + -start % len(reads.batches)
     numbers = [place % len(reads.batches) + 1 for place in [*dropped, *range(start, end)]]
@@ -499,8 +505,8 @@ class _Script:
             raise UserError("The script trained no LightningModule, and no model that returns its loss: use audit(…).")
         self._is_fit = True  # its calls are no more training
         model = self._recorder.model
-        if len(self.calls) == self.most and self._recorder.steps:
-            del self.calls[self._recorder.steps[-1].read :]
+        if len(self.calls) == self.most:
+            del self.calls[sum(step.read for step in self._recorder.steps) :]  # the last window was cut off
         reads = _Reads(self.calls, _call_loss, lambda call: _targets(model, *call), is_exact=True)
         return _measured(self._recorder, reads, None)
 
