@@ -22,13 +22,12 @@ import lightning.pytorch as pl
 import pytorch_lightning
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, RNNBase
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.audit import Audit, AuditStep, judge
@@ -176,7 +175,8 @@ class _Recorder:
     def __enter__(self) -> "_Recorder":
         hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._finish)]
         for parameter in self.model.parameters():
-            hooks.append(parameter.register_post_accumulate_grad_hook(self._count))  # type: ignore[no-untyped-call]
+            if parameter.requires_grad:
+                hooks.append(parameter.register_post_accumulate_grad_hook(self._count))  # type: ignore[no-untyped-call]
         for hook in hooks:
             self._stack.callback(hook.remove)
         return self
@@ -237,9 +237,8 @@ class _Recorder:
             return
         weights = [each.detach().clone() for each in names]
         has_moved = not all(map(torch.equal, weights, self._after))
-        last = self.steps[-1] if self.steps else None
-        if last is not None and all(map(torch.equal, weights, last.weights)):
-            if has_moved or not any(each.any() for each in last.gradients.values()):
+        if self.steps and all(map(torch.equal, weights, self.steps[-1].weights)):
+            if has_moved or not any(each.any() for each in self.steps[-1].gradients.values()):
                 self.steps.pop()  # a trial, which was put back
                 has_moved = False
         self.steps.append(_Seen(read, weights, [each.training for each in self.model.modules()], gradients, has_moved))
@@ -273,6 +272,8 @@ def _measured(recorder: _Recorder, reads: _Reads, factor: int | None) -> Audit:
             float(columns.gradient.norm()),
             carried,
         )
+        if seen.has_moved and (residual > EXPLAINED or not step.norm):
+            raise UserError(MOVED)
         steps.append(step if residual <= EXPLAINED else columns.unexplained(step, [*sizes]))
         dropped += lost
         start = stop
@@ -313,7 +314,7 @@ def _explained(
 
 
 class _Columns:
-    """Gradients of single micro-batches at the weights of a step."""
+    """Gradients of single micro-batches at the weights of a step, which the model is put back to."""
 
     def __init__(self, model: Module, seen: _Seen, reads: _Reads) -> None:
         self.model = model
@@ -321,28 +322,23 @@ class _Columns:
         self.reads = reads
         self.gradient = torch.cat([*seen.gradients.values()])
         self._known: dict[int, Tensor] = {}
+        named = dict(model.named_parameters())
+        self._wanted = [named[name] for name in seen.gradients]
+        for parameter, weight in zip(named.values(), seen.weights):
+            parameter.data.copy_(weight)
+        for module, mode in zip(model.modules(), seen.modes):
+            module.training = mode
 
     def __getitem__(self, place: int) -> Tensor:
         place %= len(self.reads.batches)
         if place not in self._known:
-            self._known[place] = self._compute(self.reads[place])
+            loss = self.reads.loss(self.model, self.reads[place])
+            gradients = torch.autograd.grad(loss, self._wanted, allow_unused=True, materialize_grads=True)
+            self._known[place] = torch.cat([gradient.to_dense().flatten() for gradient in gradients])
         return self._known[place]
-
-    def _compute(self, batch: Any) -> Tensor:
-        named = dict(self.model.named_parameters())
-        for parameter, weight in zip(named.values(), self.seen.weights):
-            parameter.data.copy_(weight)
-        for module, mode in zip(self.model.modules(), self.seen.modes):
-            module.training = mode
-        wanted = [named[name] for name in self.seen.gradients]
-        loss = self.reads.loss(self.model, batch)
-        gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
-        return torch.cat([gradient.to_dense().flatten() for gradient in gradients])
 
     def unexplained(self, step: AuditStep, places: Sequence[int]) -> AuditStep:
         """Say why no weights explain the gradient, unless it is the wanted one and its numbers were clipped."""
-        if self.seen.has_moved:
-            raise UserError(MOVED)
         known = [self[place] for place in places]
         mean = sum((weight * each for weight, each in zip(step.wanted, known)), torch.zeros_like(self.gradient))
         most = float(self.gradient.abs().max())
@@ -387,6 +383,8 @@ def _in_double(model: Module) -> Iterator[None]:
         stack.callback(torch.set_default_dtype, usual)
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
+            if isinstance(module, RNNBase):  # it compares the types itself
+                stack.callback(module.register_forward_pre_hook(lambda _, args: _promoted(args)).remove)
             for name, value in [*vars(module).items()]:
                 if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
                     stack.callback(setattr, module, name, value)
@@ -404,16 +402,25 @@ class _Promotion(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of PyTorch."""
         kwargs = kwargs or {}
-        if any(isinstance(each, Tensor) and each.dtype in LOWER for each in (*args, *kwargs.values())):
-            name = getattr(func, "__name__", "")
-            changes_first = name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
-            types_in = [each.dtype for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-            if torch.float64 in types_in and not changes_first:
-                args, kwargs = tree_map(_promoted, (args, kwargs))
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, Tensor) and each.dtype in LOWER:
+                return _promoted_call(func, args, kwargs)
         return func(*args, **kwargs)
 
 
+def _promoted_call(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function with all in float64 if an argument, or the first of a list, is: unless it changes the first."""
+    name = getattr(func, "__name__", "")
+    changes_first = name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
+    firsts = [each[0] if isinstance(each, (list, tuple)) and each else each for each in (*args, *kwargs.values())]
+    if changes_first or not any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in firsts):
+        return func(*args, **kwargs)
+    return func(*map(_promoted, args), **{key: _promoted(each) for key, each in kwargs.items()})
+
+
 def _promoted(value: Any) -> Any:
+    if type(value) in (list, tuple):  # states and weights of an LSTM
+        return type(value)(map(_promoted, value))
     return value.double() if isinstance(value, Tensor) and value.dtype in LOWER else value
 
 

@@ -169,14 +169,15 @@ def _name(step: AuditStep, factor: int, ranks: int) -> Verdict:
 
 
 def _with_clipping(steps: tuple[AuditStep, ...]) -> tuple[AuditStep, ...]:
-    """Tell a norm that was clipped from a wrong scale: scaled steps have one norm, and no step a larger one.
+    """Tell a norm that was clipped from a wrong scale: scaled steps have one norm, and no step has a larger one.
 
     A gradient of this norm whose weights were scaled down is what clipping makes of the mean; one whose weights were
     scaled up was clipped, too, but was a sum.
     """
     scaled = [step.norm for step in steps if step.verdict == "scaled"]
     is_one = all(isclose(norm, scaled[0], rel_tol=SAME_NORM) for norm in scaled)
-    if not scaled or not is_one or any(step.norm > scaled[0] * (1 + SAME_NORM) for step in steps):
+    has_others = len(scaled) > 1 or any(step.is_right for step in steps)
+    if not scaled or not is_one or not has_others or any(step.norm > scaled[0] * (1 + SAME_NORM) for step in steps):
         return steps
     clipped: dict[bool, Verdict] = {True: "clipped", False: "sum"}
     return tuple(
