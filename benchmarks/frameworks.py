@@ -1,4 +1,4 @@
-"""What does each framework do with accumulated gradients? ``python -m benchmarks.frameworks``, by hand before a release.
+"""What do frameworks do with accumulated gradients? ``python -m benchmarks.frameworks``, by hand before a release.
 
 Each framework is installed, pinned, into an environment of its own in a temporary folder, by uv; those on PyTorch use
 the one of this environment. There ``benchmarks.loops`` trains two epochs of its program, which the audit measures.
@@ -33,7 +33,7 @@ PINS: dict[str, tuple[str, ...]] = {
     "pytorch_accelerated": ("pytorch-accelerated==0.1.61",),
     "torchtnt": ("torchtnt==0.2.4", "setuptools<81"),
     "catalyst": ("catalyst==22.4",),
-    "keras_tensorflow": ("keras==3.15.1", "tensorflow-cpu"),
+    "keras_tensorflow": ("keras==3.15.1", "tensorflow-cpu==2.21.0"),
     "keras_jax": ("keras==3.15.1", "jax==0.10.2"),
     "optax": ("optax==0.2.8", "flax==0.12.8", "jax==0.10.2"),
     "flax": ("optax==0.2.8", "flax==0.12.8", "jax==0.10.2"),

@@ -51,7 +51,7 @@ class Task:
 
     def schedule(self, optimizer: Any) -> Any:
         """A schedule whose steps are counted."""
-        self.schedules.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+        self.schedules.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
         return self.schedules[-1]
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
@@ -467,7 +467,7 @@ def flax(task: Linear) -> None:
     task.note(model.kernel[...].tolist())
     for _ in range(EPOCHS):
         for inputs, targets in task.batches():
-            gradients = nnx.grad(lambda net: ((net(inputs) - targets) ** 2).mean())(model)
+            gradients = nnx.grad(lambda net, batch: ((net(batch[0]) - batch[1]) ** 2).mean())(model, (inputs, targets))
             optimizer.update(model, gradients)
             task.note(model.kernel[...].tolist())
 

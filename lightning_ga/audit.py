@@ -344,7 +344,7 @@ class _Columns:
         most = float(self.gradient.abs().max())
         if float((mean.clamp(-most, most) - self.gradient).norm()) <= EXPLAINED * step.norm:
             return replace(step, weights=step.wanted)
-        detail = "a loss that couples micro-batches, noise, or another loss"
+        detail = "a loss that couples micro-batches, noise, other batches, or another loss"
         if any(isinstance(module, _NormBase) for module in self.model.modules()):
             detail = "BatchNorm, " + detail
         with suppress(UserError):
@@ -548,7 +548,7 @@ def _targets(module: Module, args: Any, kwargs: Mapping[str, Any]) -> int:
     labels = kwargs.get("labels")
     if labels is None or labels.dim() < 2:
         return Samples()([*args, *kwargs.values()])
-    return TargetTokens(shift="CausalLM" in str(getattr(module, "loss_type", "")))(kwargs)
+    return TargetTokens(shift="CausalLM" in getattr(getattr(module, "loss_function", None), "__name__", ""))(kwargs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
