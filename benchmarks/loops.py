@@ -406,7 +406,7 @@ def audited_by_weights(program: Callable[[Linear], object], samples: int, max_no
         read += 1
         if not torch.equal(before, after):
             gradients = {"weight": (before - after).flatten() / LR}
-            recorder.steps.append(tool._Seen(read, [before], [True, True], gradients, False))
+            recorder.steps.append(tool._Seen(read, before.flatten(), [True], gradients, False))
             read = 0
     batches = [(torch.tensor(inputs), torch.tensor(targets)) for inputs, targets in task.batches()]
     return tool._measured(recorder, tool._Reads(batches, loss_of, lambda batch: len(batch[0])), FACTOR)

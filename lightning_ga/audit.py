@@ -14,17 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
-import pytorch_lightning
 import torch
 from torch import Tensor
 from torch.nn import Module, RNNBase
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import vector_to_parameters
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -98,7 +98,7 @@ def audit(
     batches = [*micro_batches]
     reads = _Reads([*{id(batch): batch for batch in batches}.values()], loss, sizes or Samples())
     with _in_double(model):
-        with _Recorder(model) as recorder:
+        with _Promotion(), _Recorder(model).watching() as recorder:
             train()
         return _measured(recorder, reads, factor)
 
@@ -152,7 +152,7 @@ class _Seen:
     """One optimizer step."""
 
     read: int  # micro-batches since the step before
-    weights: list[Tensor]
+    weights: Tensor  # of the whole model, flat
     modes: list[bool]  # whether each module is in training mode
     gradients: dict[str, Tensor]  # by the name of the parameter
     has_moved: bool  # whether weights changed since the step before
@@ -166,26 +166,24 @@ class _Recorder:
         self.steps: list[_Seen] = []
         self.ranks = 1
         self._read = read or self._passes
-        self._counts: Counter[Any] = Counter()
+        self._counts: Counter[int] = Counter()
         self._total = 0
-        self._after: list[Tensor] = []
+        self._after = _flat(model)
         self._is_stepping = False
-        self._stack = ExitStack()
 
-    def __enter__(self) -> "_Recorder":
-        hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._finish)]
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                hooks.append(parameter.register_post_accumulate_grad_hook(self._count))  # type: ignore[no-untyped-call]
-        for hook in hooks:
-            self._stack.callback(hook.remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    @contextmanager
+    def watching(self) -> Iterator["_Recorder"]:
+        """See what happens within."""
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._before).remove)
+            stack.callback(register_optimizer_step_post_hook(self._finish).remove)
+            for each in self.model.parameters():
+                if each.requires_grad:
+                    stack.callback(each.register_post_accumulate_grad_hook(self._count).remove)  # type: ignore[no-untyped-call]
+            yield self
 
     def _count(self, parameter: Tensor) -> None:
-        self._counts[parameter] += 1
+        self._counts[id(parameter)] += 1  # hashing a tensor takes longer
 
     def _passes(self) -> int:
         return max(self._counts.values(), default=0) * self.ranks
@@ -212,13 +210,13 @@ class _Recorder:
 
     def _finish(self, *_: Any) -> None:
         self._is_stepping = False
-        self._after = [each.detach().clone() for each in self.model.parameters()]
+        self._after = _flat(self.model)
 
     def _note(self, optimizer: Optimizer) -> None:
         """Keep the gradients that a step uses, and the weights they belong to."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         stepped = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        foreign = len([each for each in stepped if each not in names])
+        foreign = len([each for each in stepped if id(each) not in names])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.ranks = torch.distributed.get_world_size()
         total = self._read()
@@ -231,17 +229,21 @@ class _Recorder:
         gradients = {}
         for parameter in stepped:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[names[parameter]] = gradient.detach().to_dense().flatten().clone()
+            gradients[names[id(parameter)]] = gradient.detach().to_dense().flatten().clone()
         if self.steps and not read and not self.steps[-1].gradients.keys() & gradients.keys():
             self.steps[-1].gradients.update(gradients)  # two optimizers share a backward pass
             return
-        weights = [each.detach().clone() for each in names]
-        has_moved = not all(map(torch.equal, weights, self._after))
-        if self.steps and all(map(torch.equal, weights, self.steps[-1].weights)):
-            if has_moved or not any(each.any() for each in self.steps[-1].gradients.values()):
-                self.steps.pop()  # a trial, which was put back
-                has_moved = False
+        weights = _flat(self.model)
+        has_moved = bool(self.steps) and not torch.equal(weights, self._after)
+        is_put_back = bool(self.steps) and torch.equal(weights, self.steps[-1].weights)
+        if is_put_back and (has_moved or not any(each.any() for each in self.steps[-1].gradients.values())):
+            self.steps.pop()  # a trial
+            has_moved = False
         self.steps.append(_Seen(read, weights, [each.training for each in self.model.modules()], gradients, has_moved))
+
+
+def _flat(model: Module) -> Tensor:
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
 def _measured(recorder: _Recorder, reads: _Reads, factor: int | None) -> Audit:
@@ -324,15 +326,15 @@ class _Columns:
         self._known: dict[int, Tensor] = {}
         named = dict(model.named_parameters())
         self._wanted = [named[name] for name in seen.gradients]
-        for parameter, weight in zip(named.values(), seen.weights):
-            parameter.data.copy_(weight)
+        vector_to_parameters(seen.weights, named.values())
         for module, mode in zip(model.modules(), seen.modes):
             module.training = mode
 
     def __getitem__(self, place: int) -> Tensor:
         place %= len(self.reads.batches)
         if place not in self._known:
-            loss = self.reads.loss(self.model, self.reads[place])
+            with _Promotion():
+                loss = self.reads.loss(self.model, self.reads[place])
             gradients = torch.autograd.grad(loss, self._wanted, allow_unused=True, materialize_grads=True)
             self._known[place] = torch.cat([gradient.to_dense().flatten() for gradient in gradients])
         return self._known[place]
@@ -371,7 +373,7 @@ class _Columns:
 
 @contextmanager
 def _in_double(model: Module) -> Iterator[None]:
-    """Put a model into float64 and its dropout off, let its data follow, and put all of it back."""
+    """Put a model into float64 and its dropout off, and put all of it back."""
     tensors = [*model.parameters(), *model.buffers()]
     kept = [tensor.data for tensor in tensors]
     for tensor in tensors:
@@ -389,7 +391,6 @@ def _in_double(model: Module) -> Iterator[None]:
                 if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
                     stack.callback(setattr, module, name, value)
                     setattr(module, name, 0.0)
-        stack.enter_context(_Promotion())
         yield
     for tensor, data in zip(tensors, kept):
         tensor.grad = None
@@ -444,10 +445,13 @@ class _Script:
         with self._stack as stack:
             stack.enter_context(mock.patch.object(sys, "argv", [str(path), *arguments]))
             stack.enter_context(mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]))
+            stack.enter_context(_Promotion())
             stack.callback(register_module_forward_pre_hook(self._before_forward).remove)
             stack.callback(register_module_forward_hook(self._after_forward, with_kwargs=True).remove)
-            for trainer in (pl.Trainer, pytorch_lightning.Trainer):
-                stack.enter_context(mock.patch.object(trainer, "fit", self._instead_of(trainer.fit)))
+            for library in ("lightning.pytorch", "pytorch_lightning"):
+                with suppress(ImportError):  # the older name may not be installed
+                    trainer = import_module(library).Trainer
+                    stack.enter_context(mock.patch.object(trainer, "fit", self._instead_of(trainer.fit)))
             with suppress(_EnoughError):
                 runpy.run_path(str(path), run_name="__main__")
             if self.result is None:
@@ -463,6 +467,8 @@ class _Script:
                     f"A script is audited on one device, with automatic optimization: this has {trainer.world_size} "
                     f"devices and automatic_optimization={model.automatic_optimization}; use audit(…)."
                 )
+            from lightning.pytorch.callbacks import LambdaCallback  # only scripts need Lightning
+
             self._is_fit = True
             factor = trainer.accumulate_grad_batches
             trainer.limit_train_batches = self._shortened(_batches_of(model, *args, **kwargs), factor)
@@ -472,9 +478,9 @@ class _Script:
             def note(_: Any, __: Any, batch: Any, index: int) -> None:
                 self.calls.append(((copy.copy(batch), index)[:given], {}))
 
-            trainer.callbacks.append(pl.callbacks.LambdaCallback(on_train_batch_start=note))
+            trainer.callbacks.append(LambdaCallback(on_train_batch_start=note))
             with _in_double(model):
-                with _Recorder(model, lambda: len(self.calls)) as recorder:
+                with _Recorder(model, lambda: len(self.calls)).watching() as recorder:
                     fit(trainer, model, *args, **kwargs)
                 silent = mock.patch.multiple(model, log=mock.DEFAULT, log_dict=mock.DEFAULT)
                 with silent:
@@ -497,10 +503,10 @@ class _Script:
     def _after_forward(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record calls of the first module that returns a loss."""
         loss = _loss_in(output)
-        if self._is_fit or loss is None or not loss.requires_grad:
+        if self._is_fit or not isinstance(loss, Tensor) or not loss.requires_grad:
             return
         if self._recorder is None:
-            self._recorder = self._stack.enter_context(_Recorder(module, lambda: len(self.calls)))
+            self._recorder = self._stack.enter_context(_Recorder(module, lambda: len(self.calls)).watching())
         if module is self._recorder.model:
             if len(self.calls) == self.most:
                 raise _EnoughError
@@ -529,18 +535,18 @@ def _batches_of(model: Any, loader: Any = None, *_: Any, **given: Any) -> int:
     return len(loader) if hasattr(loader, "__len__") else sys.maxsize
 
 
-def _step_loss(module: Any, call: tuple[Any, Any]) -> Tensor:
+def _step_loss(module: Any, call: tuple[Any, Any]) -> Any:
     output = module.training_step(*call[0])
-    return output if isinstance(output, Tensor) else _loss_in(output)  # type: ignore[return-value]
+    return output if isinstance(output, Tensor) else _loss_in(output)
 
 
-def _call_loss(module: Module, call: tuple[Any, Any]) -> Tensor:
-    return _loss_in(module(*call[0], **call[1]))  # type: ignore[return-value]
+def _call_loss(module: Module, call: tuple[Any, Any]) -> Any:
+    return _loss_in(module(*call[0], **call[1]))
 
 
-def _loss_in(output: Any) -> Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return loss if isinstance(loss, Tensor) else None
+def _loss_in(output: Any) -> Any:
+    """Return the loss, ``None`` if an output has none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def _targets(module: Module, args: Any, kwargs: Mapping[str, Any]) -> int:

@@ -23,6 +23,7 @@ FACTOR = 4
 def task(sizes: Any = (4,) * 11) -> tuple[nn.Module, list[Tensor]]:
     """A model with dropout in float32, and its micro-batches."""
     generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1))
     return model, [torch.randn(size, 7, generator=generator) for size in sizes]
 
@@ -134,16 +135,17 @@ def test_losses_may_be_added_before_one_backward_pass() -> None:
 def test_clipping_is_right_and_a_sum_that_is_clipped_is_not() -> None:
     """By norm, where some steps are clipped and others not, and by value."""
 
-    def by_norm(model: nn.Module, _: Any) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.6)
+    norms = sorted(step.norm for step in audited().steps)
+    limit = sum(norms[2:4]) / 2
 
-    norms = [step.norm for step in audited().steps]
-    assert min(norms) < 1.6 < max(norms)
+    def by_norm(model: nn.Module, _: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+
     found = audited(before_step=by_norm)
     assert found.is_right
     assert {step.verdict for step in found.steps} == {"clipped", "mean over samples"}
     assert audited(lambda place, window: 1, before_step=by_norm).verdict == "sum"
-    assert audited(before_step=lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 0.2)).is_right
+    assert audited(before_step=lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 0.1)).is_right
 
 
 def test_parameters_that_are_scaled_apart_are_named() -> None:
