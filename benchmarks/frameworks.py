@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.output import benchmark, shown
 
 ROOT = Path(__file__).parents[1]
+FACTOR, MICRO_BATCHES, EPOCHS = 4, 11, 2  # of benchmarks.loops
 PINS: dict[str, tuple[str, ...]] = {
     "lightning": (),
     "fabric": (),
@@ -75,13 +76,13 @@ def measured(name: str, pins: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def measure(names: tuple[str, ...] = tuple(PINS)) -> dict[str, Any]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             print(f"\r{name} …".ljust(40), end="", flush=True)
             rows.append({"name": name, "pins": PINS[name], **measured(name, PINS[name], Path(folder))})
     missed = [f"{row['name']}: {row['failed']}" for row in rows if "failed" in row]
-    return {"rows": rows, "missing": MISSING, "missed": missed}
+    return {"rows": [row for row in rows if "failed" not in row], "missing": MISSING, "missed": missed}
 
 
 def of_whole_windows(row: Mapping[str, Any]) -> str:
@@ -91,32 +92,28 @@ def of_whole_windows(row: Mapping[str, Any]) -> str:
         >>> of_whole_windows({"tail": {"steps": [{"weights": [0.25] * 4, "verdict": "mean over samples"}]}})
         'mean'
     """
-    verdicts = {step["verdict"] for step in row["tail"]["steps"] if len(step["weights"]) == 4}
+    verdicts = {step["verdict"] for step in row["tail"]["steps"] if len(step["weights"]) == FACTOR}
     return "sum" if "sum" in verdicts else "mean"
 
 
 def of_last_window(row: Mapping[str, Any]) -> str:
     """What happens to the three micro-batches that are left at the end of an epoch."""
     tail = row["tail"]
-    verdicts = [step["verdict"] for step in tail["steps"]]
-    if "carried over" in verdicts:
-        lengths = {len(step["weights"]) for step in tail["steps"] if step["verdict"] == "carried over"}
-        return "goes on in the next epoch" if lengths == {4} else "added to the next window"
-    if tail["dropped"]:
-        return "dropped"
-    last = tail["steps"][-1]
-    if last["verdict"] == "sum":
-        return "sum"
-    return {"last window divided by the factor": "divided by the factor"}.get(last["verdict"], last["verdict"])
+    carried = [len(step["weights"]) for step in tail["steps"] if step["verdict"] == "carried over"]
+    if carried:
+        return "goes on" if max(carried) == FACTOR else "added on"
+    last = tail["steps"][-1]["verdict"]
+    words = {"last window divided by the factor": "÷ factor", "mean over micro-batches": "÷ its number"}
+    return "dropped" if tail["dropped"] else words.get(last, last.replace("mean over", "by"))
 
 
 def of_unequal(row: Mapping[str, Any]) -> str:
     """How a micro-batch of two samples is weighed beside three of four."""
-    steps = row["unequal"]["steps"]
-    verdict = steps[0]["verdict"] if steps else "–"
-    return {"mean over samples": "by samples", "mean over micro-batches": "equally", "sum": "equally"}.get(
-        verdict, verdict
-    )
+    for step in row["unequal"]["steps"]:
+        weights = dict(zip(step["micro_batches"], step["weights"]))
+        if 4 in weights and 3 in weights:
+            return {1.0: "equally", 0.5: "by samples"}.get(round(weights[4] / weights[3], 3), "otherwise")
+    return "–"
 
 
 def of_schedule(row: Mapping[str, Any]) -> str:
@@ -124,24 +121,23 @@ def of_schedule(row: Mapping[str, Any]) -> str:
     counted = row["tail"].get("schedule_steps")
     if counted is None:
         return "–"
-    return "steps" if counted == len(row["tail"]["steps"]) else "micro-batches" if counted == 22 else str(counted)
+    return {len(row["tail"]["steps"]): "steps", EPOCHS * MICRO_BATCHES: "batches"}.get(counted, str(counted))
 
 
 def of_clipping(row: Mapping[str, Any]) -> str:
     """Whether clipping applies to the gradient of the window."""
     if "clipped" not in row:
         return "–"
-    return "window" if row["clipped"]["verdict"] == "clipped" else "micro-batch"
+    return "its parts" if row["clipped"]["verdict"] == "not a combination" else "window"
 
 
 def text(record: Mapping[str, Any]) -> str:
     rows = []
     for row in record["rows"]:
-        if "failed" not in row:
-            cells = (of_whole_windows(row), of_last_window(row), of_unequal(row), of_schedule(row), of_clipping(row))
-            rows.append((row["name"], *cells))
-    missing = "\n".join(f"Not measured: {name}, which {reason}." for name, reason in record["missing"].items())
-    return shown(("framework", "window", "last window", "unequal", "schedule", "clipped"), (), rows, missing)
+        cells = (of_whole_windows(row), of_last_window(row), of_unequal(row), of_schedule(row), of_clipping(row))
+        rows.append((row["name"].replace("_", " "), *cells))
+    missing = "\n".join(f"Not measured: {name}: {reason}." for name, reason in record["missing"].items())
+    return shown(("", "window", "last window", "unequal", "schedule", "clipped"), (), rows, missing)
 
 
 main = benchmark("frameworks", __doc__, measure, text, quick={"names": ("lightning", "fabric")})

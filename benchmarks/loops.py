@@ -418,9 +418,15 @@ def keras(task: Linear) -> None:
     keras.config.set_floatx("float64")
     model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1, use_bias=False)])
     model.compile(keras.optimizers.SGD(LR, gradient_accumulation_steps=FACTOR, global_clipnorm=task.max_norm), "mse")
-    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: task.note(model.get_weights()[0]))
+
+    class Note(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            if keras.config.backend() == "jax":
+                model.jax_state_sync()  # JAX keeps the weights of a fit elsewhere
+            task.note(model.get_weights()[0])
+
     task.note(model.get_weights()[0])
-    model.fit(task.inputs, task.targets, BATCH, EPOCHS, verbose=0, shuffle=False, callbacks=[note])
+    model.fit(task.inputs, task.targets, BATCH, EPOCHS, verbose=0, shuffle=False, callbacks=[Note()])
 
 
 def keras_tensorflow(task: Linear) -> None:

@@ -48,6 +48,11 @@ MOVED = (
     "optimizer that steps within the backward pass cannot be audited, turn that off."
 )
 
+ORDER = (
+    "The loop reads all of micro_batches= equally often, but in another order: list them in the order in which they are "
+    "read, those of all epochs if it changes."
+)
+
 
 def audit(
     train: Callable[[], object],
@@ -65,7 +70,7 @@ def audit(
     rank calls this with the micro-batches of all of them: the first of every rank, then the second of every rank.
 
     Args:
-        train: Runs the loop on ``model``, with an optimizer of ``torch.optim``.
+        train: Runs the loop on ``model``, with optimizers of ``torch.optim`` that it makes itself.
         model: Has all the parameters that the optimizer steps.
         micro_batches: Batches of one epoch, in the order in which the loop reads them. A loop of several epochs reads
             them again; if their order changes, list those of all epochs.
@@ -75,8 +80,8 @@ def audit(
             ``None`` for its samples, the length of its first tensor.
 
     Raises:
-        UserError: If the weights cannot be known: fewer independent gradients than micro-batches, parameters that are
-            not the model's, an optimizer that steps within the backward pass.
+        UserError: If the weights cannot be known: fewer independent gradients than micro-batches, another order of
+            them, parameters that are not the model's, an optimizer that steps within the backward pass.
 
     Examples:
         >>> model = torch.nn.Linear(9, 1)
@@ -282,6 +287,10 @@ def _measured(recorder: _Recorder, reads: _Reads, factor: int | None) -> Audit:
         previous = columns.gradient
     end = start + -start % len(reads.batches)
     numbers = [place % len(reads.batches) + 1 for place in [*dropped, *range(start, end)]]
+    used = Counter(each for step in steps for each, weight in zip(step.micro_batches, step.weights) if weight)
+    is_each_used = len(used) == len(reads.batches) and len(set(used.values())) == 1
+    if is_each_used and not reads.is_exact and any(0.0 in step.weights for step in steps):
+        raise UserError(ORDER)
     factor = None if factor is None else factor * recorder.ranks
     return judge(steps, factor=factor, dropped=[*dict.fromkeys(numbers)], ranks=recorder.ranks)
 

@@ -112,15 +112,20 @@ def test_unequal_micro_batches_are_weighted_by_samples() -> None:
     assert_accumulates(plain(model, batches), model=model, micro_batches=batches, loss=loss, sizes=lambda batch: 1)
 
 
-def plain(model: nn.Module, batches: list[Tensor], divisor: float = 1.0, added: bool = False) -> Callable[[], None]:
-    """A loop of one window."""
+def plain(
+    model: nn.Module, batches: list[Tensor], divisor: float = 1.0, added: bool = False, window: int = 100
+) -> Callable[[], None]:
+    """A loop of one epoch, and of one window unless another number of micro-batches is asked for."""
 
     def train() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        losses = (loss(model, batch) / len(batches) / divisor for batch in batches)
-        for each in [sum(losses)] if added else losses:
-            each.backward()
-        optimizer.step()
+        for start in range(0, len(batches), window):
+            part = batches[start : start + window]
+            losses = (loss(model, batch) / len(part) / divisor for batch in part)
+            for each in [sum(losses)] if added else losses:
+                each.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     return train
 
@@ -248,6 +253,26 @@ def test_optimizers_within_the_backward_pass_are_refused() -> None:
         audit(lambda: train(steps=False), model=model, micro_batches=batches, loss=loss)
     with pytest.raises(UserError, match="steps within the backward pass cannot be audited"):
         audit(lambda: train(steps=True), model=model, micro_batches=batches, loss=loss)
+
+
+def test_another_order_of_micro_batches_is_refused() -> None:
+    model, batches = task()
+    with pytest.raises(UserError, match="but in another order"):
+        audit(plain(model, batches, window=4), model=model, micro_batches=batches[::2] + batches[1::2], loss=loss)
+
+
+def test_a_step_without_a_new_gradient_carries_the_last_one_over() -> None:
+    model, batches = task()
+
+    def train() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in batches:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert audit(train, model=model, micro_batches=batches, loss=loss).verdict == "carried over"
 
 
 def test_models_that_were_not_named_are_refused() -> None:

@@ -187,7 +187,7 @@ def _with_clipping(steps: tuple[AuditStep, ...]) -> tuple[AuditStep, ...]:
 
 def _same(weights: Sequence[float], others: Sequence[float]) -> bool:
     """Return whether two rows of weights agree."""
-    tolerance = SAME_WEIGHT * max(map(abs, others))
+    tolerance = SAME_WEIGHT * max(map(abs, others), default=0.0)
     return all(abs(weight - other) <= tolerance for weight, other in zip(weights, others))
 
 
