@@ -49,8 +49,8 @@ MOVED = (
 )
 
 ORDER = (
-    "The loop reads all of micro_batches= equally often, but in another order: list them in the order in which they are "
-    "read, those of all epochs if it changes."
+    "The loop reads all of micro_batches= equally often, but in another order: list them in the order in which they "
+    "are read, those of all epochs if it changes."
 )
 
 

@@ -329,6 +329,25 @@ def test_auto_accumulate_is_right(mode: str, limit: dict[str, int]) -> None:
     assert found(accumulate_grad_batches=4).verdict == "mean over micro-batches"
 
 
+@pytest.mark.parametrize("samples", [42, 14])
+def test_without_weights_the_step_adds_as_stock_lightning_does(samples: int) -> None:
+    """A recipe's own numbers: equal weights of unequal batches, and the last window divided by the factor."""
+    loader = DataLoader(Samples(samples, torch.float32), batch_size=4)
+
+    def found(*callbacks: Any, **settings: Any) -> list[list[float]]:
+        module = Regression(torch.float32)
+        run = audit(
+            lambda: fit(loader, *callbacks, module=module, **settings),
+            model=module,
+            micro_batches=loader,
+            loss=samples_loss,
+        )
+        return weights(run)
+
+    callback = AutoAccumulate(16, micro_batch_size=4, normalize=None, micro_batching="step")
+    assert found(callback) == found(accumulate_grad_batches=4)
+
+
 @pytest.mark.parametrize("mode", ["loader", "step"])
 def test_auto_accumulate_is_right_for_counted_items(mode: str) -> None:
     """Under normalize= the loss is a mean over targets that are not ignored."""
