@@ -148,9 +148,6 @@ class _Reads:
     def __getitem__(self, place: int) -> Any:
         return self.batches[place % len(self.batches)]
 
-    def epoch(self, place: int) -> int:
-        return place // len(self.batches)
-
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
@@ -266,7 +263,7 @@ def _measured(recorder: _Recorder, reads: _Reads, factor: int | None) -> Audit:
         if not reads.is_exact and any(weights):  # later ones may not have been read
             places = places[: max(number for number, weight in enumerate(weights, start=1) if weight)]
             stop = places[-1] + 1
-        own = [reads.epoch(place) == reads.epoch(places[-1]) for place in places]
+        own = [place // len(reads.batches) == places[-1] // len(reads.batches) for place in places]
         lost = [place for place, weight, is_own in zip(places, weights, own) if not (weight or is_own)]
         sizes = {place: float(reads.size(reads[place])) for place in places if place not in lost}
         total = sum(size for size, is_own in zip([sizes.get(place, 0.0) for place in places], own) if is_own)
@@ -491,9 +488,8 @@ class _Script:
             with _in_double(model):
                 with _Recorder(model, lambda: len(self.calls)).watching() as recorder:
                     fit(trainer, model, *args, **kwargs)
-                silent = mock.patch.multiple(model, log=mock.DEFAULT, log_dict=mock.DEFAULT)
-                with silent:
-                    reads = _Reads(self.calls, _step_loss, lambda call: Samples()(call[0]), is_exact=True)
+                with mock.patch.multiple(model, log=mock.DEFAULT, log_dict=mock.DEFAULT):
+                    reads = _Reads(self.calls, _loss_of, lambda call: Samples()(call[0]), is_exact=True)
                     self.result = _measured(recorder, reads, factor if factor > 1 else None)
             raise _EnoughError
 
@@ -529,7 +525,7 @@ class _Script:
         model = self._recorder.model
         if len(self.calls) == self.most:
             del self.calls[sum(step.read for step in self._recorder.steps) :]  # the last window was cut off
-        reads = _Reads(self.calls, _call_loss, lambda call: _targets(model, *call), is_exact=True)
+        reads = _Reads(self.calls, _loss_of, lambda call: _targets(model, *call), is_exact=True)
         return _measured(self._recorder, reads, None)
 
 
@@ -544,17 +540,13 @@ def _batches_of(model: Any, loader: Any = None, *_: Any, **given: Any) -> int:
     return len(loader) if hasattr(loader, "__len__") else sys.maxsize
 
 
-def _step_loss(module: Any, call: tuple[Any, Any]) -> Any:
-    output = module.training_step(*call[0])
+def _loss_of(module: Any, call: tuple[Any, Any]) -> Any:
+    """Return the loss of one micro-batch, of a LightningModule or of a model that returns it."""
+    output = getattr(module, "training_step", module)(*call[0], **call[1])
     return output if isinstance(output, Tensor) else _loss_in(output)
 
 
-def _call_loss(module: Module, call: tuple[Any, Any]) -> Any:
-    return _loss_in(module(*call[0], **call[1]))
-
-
 def _loss_in(output: Any) -> Any:
-    """Return the loss, ``None`` if an output has none."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
