@@ -138,6 +138,7 @@ def train(task: Task, mutant: str = "") -> None:
     """The loop, and what is wrong with it."""
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=3e-3, weight_decay=task.weight_decay)
     optimizer.zero_grad()
+    sizes = [float(task.size(batch)) for batch in task.batches]
     steps = 0
     for _ in range(EPOCHS):
         if mutant == "tail zeroed":
@@ -146,7 +147,7 @@ def train(task: Task, mutant: str = "") -> None:
             if mutant == "zeroed before every backward":
                 optimizer.zero_grad()
             if not (mutant == "every second skipped" and place % 2 == 0 and place != MICRO_BATCHES - 1):
-                backward(task, mutant, place)
+                backward(task, mutant, place, sizes)
             if mutant == "zeroed after the first" and place % FACTOR == 0:
                 optimizer.zero_grad()
             is_end = (place + 1) % FACTOR == 0
@@ -165,11 +166,11 @@ def train(task: Task, mutant: str = "") -> None:
                 optimizer.zero_grad()
 
 
-def backward(task: Task, mutant: str, place: int) -> None:
+def backward(task: Task, mutant: str, place: int, sizes: Sequence[float]) -> None:
     loss = task.loss(task.model, task.batches[place])
     if mutant == "another loss":
         loss = loss + 0.01 * sum(each.square().sum() for each in task.model.parameters())
-    (loss * weight(mutant, place, [float(task.size(batch)) for batch in task.batches])).backward()
+    (loss * weight(mutant, place, sizes)).backward()
 
 
 def spoil(task: Task, mutant: str) -> None:

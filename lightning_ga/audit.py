@@ -408,11 +408,10 @@ class _Promotion(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of PyTorch."""
-        kwargs = kwargs or {}
-        for each in (*args, *kwargs.values()):
+        for each in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(each, Tensor) and each.dtype in LOWER:
-                return _promoted_call(func, args, kwargs)
-        return func(*args, **kwargs)
+                return _promoted_call(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _promoted_call(func: Any, args: Any, kwargs: Any) -> Any:
