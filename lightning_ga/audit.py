@@ -379,16 +379,15 @@ class _Columns:
 
 @contextmanager
 def _in_double(model: Module) -> Iterator[None]:
-    """Put a model into float64 and its dropout off, and put all of it back."""
-    tensors = [*model.parameters(), *model.buffers()]
-    kept = [tensor.data for tensor in tensors]
-    for tensor in tensors:
-        tensor.data = tensor.data.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
-        tensor.grad = None
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    """Put a model into float64 and its dropout off, and put all of it back, also after an error."""
     with ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, usual)
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        for tensor in (*model.parameters(), *model.buffers()):
+            stack.callback(setattr, tensor, "data", tensor.data)
+            stack.callback(setattr, tensor, "grad", None)
+            tensor.grad = None
+            tensor.data = tensor.data.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
             if isinstance(module, RNNBase):  # it compares the types itself
@@ -398,9 +397,6 @@ def _in_double(model: Module) -> Iterator[None]:
                     stack.callback(setattr, module, name, value)
                     setattr(module, name, 0.0)
         yield
-    for tensor, data in zip(tensors, kept):
-        tensor.grad = None
-        tensor.data = data
 
 
 class _Promotion(TorchFunctionMode):
@@ -476,7 +472,8 @@ class _Script:
 
             self._is_fit = True
             factor = trainer.accumulate_grad_batches
-            trainer.limit_train_batches = self._shortened(_batches_of(model, *args, **kwargs), factor)
+            batches = min(_batches_of(model, *args, **kwargs), _limit_of(trainer))
+            trainer.limit_train_batches = self._shortened(batches, factor)
             trainer.fit_loop.max_epochs = 2
             given = model.training_step.__code__.co_argcount - 1  # with or without batch_idx
 
@@ -526,6 +523,11 @@ class _Script:
             del self.calls[sum(step.read for step in self._recorder.steps) :]  # the last window was cut off
         reads = _Reads(self.calls, _loss_of, lambda call: _targets(model, *call), is_exact=True)
         return _measured(self._recorder, reads, None)
+
+
+def _limit_of(trainer: Any) -> int:
+    limit = trainer.limit_train_batches
+    return limit if isinstance(limit, int) else sys.maxsize
 
 
 def _batches_of(model: Any, loader: Any = None, *_: Any, **given: Any) -> int:

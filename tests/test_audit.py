@@ -296,6 +296,7 @@ def test_losses_that_are_evaluated_several_times_are_refused() -> None:
 
     with pytest.raises(UserError, match="LBFGS evaluates its loss several times"):
         audit(train, model=model, micro_batches=batches, loss=loss)
+    assert model[0].weight.dtype == torch.get_default_dtype() == torch.float32  # put back after an error, too
 
 
 def test_the_assertion_shows_the_table() -> None:
