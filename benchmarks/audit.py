@@ -222,7 +222,7 @@ def residual(found: Audit) -> float:
     return max(step.residual for step in found.steps)
 
 
-def measure(repeats: int = 5) -> dict[str, Any]:
+def measure(repeats: int = 20) -> dict[str, Any]:
     rows = [row(name, make, repeats) for name, make in TASKS.items()]
     all_mutants = [mutant for one in rows for mutant in one["mutants"].values()]
     named = [mutant["is_found"] and mutant["verdict"] == mutant["expected"] for mutant in all_mutants]

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.nn import Module, RNNBase
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -197,7 +198,8 @@ class _Recorder:
         self._is_stepping = True
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._note(optimizer)
+            with DisableTorchFunction():
+                self._note(optimizer)
             return None
         results: list[Any] = []
 
@@ -212,7 +214,8 @@ class _Recorder:
 
     def _finish(self, *_: Any) -> None:
         self._is_stepping = False
-        self._after = _flat(self.model)
+        with DisableTorchFunction():  # the mode that promotes takes time
+            self._after = _flat(self.model)
 
     def _note(self, optimizer: Optimizer) -> None:
         """Keep the gradients that a step uses, and the weights they belong to."""
@@ -230,7 +233,8 @@ class _Recorder:
             raise UserError(f"The optimizer steps {foreign} tensors that model= lacks: give one module that has all.")
         gradients = {}
         for parameter in stepped:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradient = parameter.grad
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient
             gradients[names[id(parameter)]] = gradient.detach().to_dense().flatten().clone()
         if self.steps and not read and not self.steps[-1].gradients.keys() & gradients.keys():
             self.steps[-1].gradients.update(gradients)  # two optimizers share a backward pass
@@ -265,20 +269,21 @@ def _measured(recorder: _Recorder, reads: _Reads, factor: int | None) -> Audit:
             stop = places[-1] + 1
         own = [place // len(reads.batches) == places[-1] // len(reads.batches) for place in places]
         lost = [place for place, weight, is_own in zip(places, weights, own) if not (weight or is_own)]
-        sizes = {place: float(reads.size(reads[place])) for place in places if place not in lost}
-        total = sum(size for size, is_own in zip([sizes.get(place, 0.0) for place in places], own) if is_own)
+        kept = [number for number, place in enumerate(places) if place not in lost]
+        sizes = [float(reads.size(reads[places[number]])) for number in kept]
+        own_sizes = [size * own[number] for number, size in zip(kept, sizes)]
         step = AuditStep(
-            tuple(place % len(reads.batches) + 1 for place in sizes),
-            tuple(weight for place, weight in zip(places, weights) if place in sizes),
-            tuple(sizes[place] / total * is_own for place, is_own in zip(places, own) if place in sizes),
-            tuple(sizes.values()),
-            residual,
-            float(columns.gradient.norm()),
-            carried,
+            micro_batches=tuple(places[number] % len(reads.batches) + 1 for number in kept),
+            weights=tuple(weights[number] for number in kept),
+            wanted=tuple(size / (sum(own_sizes) or 1.0) for size in own_sizes),
+            sizes=tuple(sizes),
+            residual=residual,
+            norm=float(columns.gradient.norm()),
+            carried=carried,
         )
         if seen.has_moved and (residual > EXPLAINED or not step.norm):
             raise UserError(MOVED)
-        steps.append(step if residual <= EXPLAINED else columns.unexplained(step, [*sizes]))
+        steps.append(step if residual <= EXPLAINED else columns.unexplained(step, [places[number] for number in kept]))
         dropped += lost
         start = stop
         previous = columns.gradient
@@ -302,7 +307,7 @@ def _explained(
     """
     epoch = range(start, start + len(columns.reads.batches))
     guess = range(start, min(stop, epoch.stop))
-    best: tuple[Sequence[int], list[float], float, float] | None = None
+    first = None
     for places in (guess,) if columns.reads.is_exact else (guess, epoch):
         known = [columns[place] for place in places]
         weights, residual = fit_weights(known, columns.gradient)
@@ -314,11 +319,11 @@ def _explained(
                     weights, residual, carried = others, rest, last
         least = NO_WEIGHT * max(map(abs, weights), default=0.0)
         found = places, [weight if abs(weight) > least else 0.0 for weight in weights], residual, carried
+        first = first or found
         if residual <= EXPLAINED:
             return found
-        best = best or found
-    assert best is not None
-    return best
+    assert first is not None
+    return first
 
 
 class _Columns:
