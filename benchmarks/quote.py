@@ -9,7 +9,8 @@ from pathlib import Path
 
 from benchmarks.output import read_json
 
-PAGES = tuple(sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.md")))
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = (*sorted((DOCS / "results").glob("*.md")), DOCS / "guide" / "frameworks.md")
 _PLACE = re.compile(r"(<!-- benchmark: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_ga import audit as audit
     from lightning_ga import callbacks as callbacks
     from lightning_ga import data as data
     from lightning_ga import models as models
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = version("lightning_ga")
 
-_MODULES = ("callbacks", "data", "models", "report", "schedule", "split", "testing", "train", "weights")
+_MODULES = ("audit", "callbacks", "data", "models", "report", "schedule", "split", "testing", "train", "weights")
 _HOMES = {
     "AccumulationPlan": "plan.accumulation",
     "AtomicCheckpointIO": "app.checkpoints",

@@ -1,11 +1,12 @@
-"""Memory that runs out on any machine, for tests: at a budget, or at a chosen operation."""
+"""For tests: memory that runs out on any machine, at a budget or a chosen operation; and accumulation that is right."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ga.memory.live_tensors import LiveTensorMeter
@@ -90,3 +91,32 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.operations == self.fails_at:
             raise torch.OutOfMemoryError(f"Injected: out of memory at operation {self.operations}, {func}.")
         return func(*args, **(kwargs or {}))
+
+
+def assert_accumulates(
+    train: Callable[[], object],
+    *,
+    model: Module,
+    micro_batches: Iterable[Any],
+    loss: Callable[[Any, Any], Tensor],
+    factor: int | None = None,
+    sizes: Callable[[Any], float] | None = None,
+) -> None:
+    """Assert that every micro-batch of a training loop reaches the optimizer with its weight in a mean over samples.
+
+    The arguments, and errors for what cannot be decided, are those of ``lightning_ga.audit.audit``.
+
+    Raises:
+        AssertionError: If a weight is wrong; its text is the table of the audit.
+
+    Examples:
+        In a test::
+
+            def test_accumulation():
+                assert_accumulates(train, model=model, micro_batches=loader, loss=loss)
+    """
+    from lightning_ga.audit import audit  # the other contexts do without Lightning
+
+    found = audit(train, model=model, micro_batches=micro_batches, loss=loss, factor=factor, sizes=sizes)
+    if not found.is_right:
+        raise AssertionError(f"{found.verdict}\n{found}")
