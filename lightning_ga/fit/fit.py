@@ -41,7 +41,6 @@ class Fit:
     def __init__(
         self, trainer: Any, request: Request, options: Options, reporter: OomReporter, is_installed: Callable[[], bool]
     ) -> None:
-        self.trainer = trainer
         self.request = request
         self.options = options
         self.reporter = reporter
@@ -67,6 +66,11 @@ class Fit:
                 around=lambda set_up: self.data.set_up(set_up) if is_installed() else set_up(),
             )
         )
+
+    @property
+    def trainer(self) -> Any:
+        """The Trainer that fits."""
+        return self.progress.trainer
 
     @property
     def windows(self) -> Windows:
