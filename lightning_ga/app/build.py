@@ -15,7 +15,9 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_ga.app.arguments import check_arguments
 from lightning_ga.app.checkpoints import AtomicCheckpointIO
+from lightning_ga.app.errors import chain
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
 from lightning_ga.app.plan_report import PlanReport
@@ -43,9 +45,9 @@ def build(cfg: DictConfig, settings: Settings, folder: Path) -> Fit:
     torch.set_float32_matmul_precision((cfg.get("precision") or {}).get("float32_matmul", "highest"))
     metric = OptimizedMetric(settings.optimized_metric, getattr(settings.optimized_direction, "name", None))
     trainer = build_trainer(cfg, settings, folder, metric)
-    data = make(cfg.data)
+    data = make(cfg, "data")
     follow_classes(cfg, data)
-    model = make(cfg.model)
+    model = make(cfg, "model")
     if not isinstance(model, LightningModule) or not isinstance(data, LightningDataModule):
         raise UserError("model._target_ must name a LightningModule, and data._target_ a LightningDataModule.")
     return Fit(cfg, settings, folder, model, data, trainer, metric)
@@ -65,7 +67,7 @@ def follow_classes(cfg: DictConfig, data: LightningDataModule) -> None:
 def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: OptimizedMetric) -> Trainer:
     """The Trainer; a dry run has no loggers, no checkpoints and no bar."""
     dry_run, progress = settings.dry_run, settings.progress
-    accumulate = [make(cfg.accumulate)] if cfg.get("accumulate") else []
+    accumulate = [make(cfg, "accumulate")] if cfg.get("accumulate") else []
     others: list[Callback] = [] if dry_run else make_all(cfg, "callbacks")
     loggers: list[Logger] = [] if dry_run else make_all(cfg, "logger")
     lines = [] if dry_run or progress is Progress.none else [EpochLine()]
@@ -76,7 +78,7 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in others),
         "enable_progress_bar": not dry_run and (wants_bar or any(isinstance(one, ProgressBar) for one in others)),
     }
-    trainer: Trainer = make(cfg.trainer, **made)
+    trainer: Trainer = make(cfg, "trainer", **made)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # one of the user's own stays
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     require_one_run(trainer, cfg, folder)
@@ -94,10 +96,18 @@ def require_one_run(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
             require_free(Path(place), cfg, leaves=("*.ckpt", "metrics.csv"))
 
 
-def make(node: Any, **arguments: Any) -> Any:
-    """Build what a node names, of plain dicts and lists, which checkpoints can contain."""
-    content: Any = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    return instantiate(content, **arguments, _convert_="all")
+def make(cfg: DictConfig, key: str, **arguments: Any) -> Any:
+    """Build what a key names, of plain dicts and lists, which checkpoints can contain."""
+    node = OmegaConf.select(cfg, key)
+    raw, content = (OmegaConf.to_container(node, resolve=resolve) for resolve in (False, True))
+    check_arguments(key, raw, content)
+    OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    try:
+        return instantiate(content, **arguments, _convert_="all")
+    except Exception as error:
+        if not any(isinstance(link, UserError) for link in chain(error)):
+            check_arguments(key, raw, content, failed=True)
+        raise
 
 
 def make_all(cfg: DictConfig, group: str) -> list[Any]:
@@ -106,4 +116,4 @@ def make_all(cfg: DictConfig, group: str) -> list[Any]:
     for name, node in nodes.items():
         if not (OmegaConf.is_dict(node) and "_target_" in node):
             raise UserError(f"{group}.{name} has no _target_: choose {group}=OPTION, or give it a class.")
-    return [*map(make, nodes.values())]
+    return [make(cfg, f"{group}.{name}") for name in nodes]

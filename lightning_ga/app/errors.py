@@ -11,11 +11,20 @@ from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from lightning_ga.app.other_tools import PLUGINS, config_folder, in_our_words
 from lightning_ga.errors import UserError
 
-LONGEST = 600  # signs of a message: names of weights may be many
+LONGEST = 600  # signs of a library's message: names of weights may be many
+ARGUMENTS = (  # of AutoAccumulate, as its messages name them
+    *("effective_batch_size", "micro_batch_size", "max_micro_batch_size", "objective", "memory_budget", "normalize"),
+    *("micro_batching", "on_oom", "batch_norm", "whole", "size_of", "scale_lr", "verify", "cache"),
+)
+REMEDIES = {  # what libraries say without a way out
+    r"No supported \w+ backend found": "use trainer.accelerator=auto, which takes what there is, or trainer=cpu.",
+    r"machine only has": "use trainer.devices=1, or trainer.devices=auto for all there are.",
+}
 
 
 def explain(
@@ -26,24 +35,57 @@ def explain(
     own = (link for kind in (UserError, OmegaConfBaseException) for link in links if isinstance(link, kind))
     said = next(own, error)
     key = str(getattr(said, "full_key", None) or "")
-    typed = of_line(error, said, overrides, groups or {})
-    if typed is not None:
-        text = typed
-    elif isinstance(error, InstantiationException) and not isinstance(said, UserError | OmegaConfBaseException):
+    text = of_line(error, said, overrides, groups or {}) or of_run(error, said, links, overrides)
+    for group in ("model", "data"):
+        named = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}._target_=")]
+        has_no_such = text.startswith(f"{group}.") and "has no argument" in text
+        if named and (key.startswith(f"{group}.") or has_no_such) and f"{group}=own" not in overrides:
+            text += f" {group}._target_ alone keeps the keys of the {group} that is chosen: add {group}=own."
+    return " ".join([text, *(note for link in links for note in getattr(link, "__notes__", ()))])
+
+
+def of_run(error: BaseException, said: BaseException, links: Sequence[BaseException], overrides: Sequence[str]) -> str:
+    """A sentence about what classes say: the package's own is printed whole, because its end is the remedy."""
+    key = str(getattr(said, "full_key", None) or "")
+    if isinstance(said, UserError):
+        return on_the_line(" ".join(str(said).split()))
+    if isinstance(said, OmegaConfBaseException):
+        typed = next((word for word in overrides if word.lstrip("+").partition("=")[0] == key), key)
+        text = f"{typed}: {one_line(said)}" if key else one_line(said)
+        return f"{text}: give {key}=VALUE." if isinstance(said, MissingMandatoryValue) else text
+    if isinstance(error, InstantiationException):
         target = re.search(r"'([^']+)'", str(error))
         cause = next((link for link in links if not isinstance(link, HydraException)), error)
         text = f"{target[1] if target else 'A class'} could not be built: {one_line(cause)} (--traceback shows where)"
-    elif isinstance(said, UserError | HydraException | OmegaConfBaseException):
-        text = f"{key}: {one_line(said)}" if key else one_line(said)
-    else:
-        cause = next((link for link in links if isinstance(link, OSError)), error)  # torch hides a full disk
-        text = f"{type(cause).__name__}: {one_line(cause)} (--traceback shows all)"
-    for group in ("model", "data"):
-        named = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}._target_=")]
-        is_met = key.startswith(f"{group}.") or ("unexpected keyword" in text and text.startswith(tuple(named)))
-        if named and is_met and f"{group}=own" not in overrides:
-            text += f" {group}._target_ alone keeps the keys of the {group} that is chosen: add {group}=own."
-    return " ".join([text, *(note for link in links for note in getattr(link, "__notes__", ()))])
+        return of_values(text, overrides)
+    if isinstance(said, HydraException):
+        return one_line(said)
+    weights = re.search(r"Error\(s\) in loading state_dict for (\w+):\s*(.*)", str(error))
+    state = re.search(r"loaded state dict (contains|has) ", str(error))  # of an optimizer
+    if weights or state:
+        given = next((word for word in overrides if word.startswith("ckpt_path=")), "The checkpoint")
+        text = f"another model than this {weights[1]} ({shorten(weights[2], 150)})" if weights else "another optimizer"
+        return f"{given} is of {text}: choose model, data and optimizer as config.yaml of its run does."
+    cause = next((link for link in links if isinstance(link, OSError)), error)  # torch hides a full disk
+    return of_values(f"{type(cause).__name__}: {one_line(cause)} (--traceback shows all)", overrides)
+
+
+def of_values(text: str, overrides: Sequence[str]) -> str:
+    """The message of a library, after the typed values that it names, and with a way out where that is known."""
+    for message, remedy in REMEDIES.items():
+        if re.search(message, text):
+            text = f"{text.partition(' (--traceback')[0]}: {remedy}"
+    typed = [word.lstrip("+") for word in overrides if re.match(r"\+*[\w.]+\.\w+=", word)]
+    named = [word for word in typed if is_named(word, text)]
+    return f"{', '.join(named)}: {text}" if named else text
+
+
+def is_named(word: str, text: str) -> bool:
+    """Whether a message names the value of an override, or the last part of its key."""
+    key, _, value = word.partition("=")
+    name = key.rpartition(".")[2]
+    found = [one for one in (name, value) if len(one) > 2 or one.startswith("-")]
+    return any(re.search(rf"(?<![\w.-]){re.escape(one)}(?!\w)", text, re.IGNORECASE) for one in found)
 
 
 def of_line(
@@ -52,13 +94,14 @@ def of_line(
     """A sentence about the override that cannot be read, or that names no option or key."""
     text = str(error)
     if isinstance(error, OverrideParseException) and re.match(r"\S+=", str(error.override)):  # ckpt_path=epoch=1.ckpt
-        key, _, value = str(error.override).partition("=")
-        quoted = f"'{key}=\"{value}\"'"
-        return f"{error.override} cannot be read: a value with signs such as = or , is quoted twice: {quoted}"
+        return of_value(str(error.override), text)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:  # model=nope
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        options = ", ".join(error.options or groups.get(group, ())) or "none"
-        return f"{f'{group}={option}' if group else option} does not exist. There are: {options}."
+        return of_option(group, option, error.options or groups.get(group, ()), groups)
+    ambiguous = re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'\n", text)
+    if ambiguous:
+        word, key, values = ambiguous.groups()
+        return f"{word} has several values: add -m to run each of them, or write '{key}=[{values}]' for a list."
     if "Config group override must be" in text:  # precision=16
         for word in overrides:
             group, _, value = word.lstrip("+").partition("=")
@@ -68,24 +111,104 @@ def of_line(
     repeated = re.match(r"Multiple values for (\w+)\.", text)  # +experiment=mine
     if repeated:
         return f"{repeated[1]} is among the defaults already: write {repeated[1]}=OPTION, without a +."
+    if isinstance(said, InterpolationKeyError) and said.full_key:
+        return of_reference(str(said.full_key), str(said), groups)
     unknown = re.match(r"Could not override '([^']+)'", text)
-    return of_key(unknown[1], getattr(said, "parent_node", None), [*groups]) if unknown else None
+    if unknown is None:
+        return None
+    words = (word.partition("=") for word in overrides)
+    value = next((value for key, _, value in words if key.lstrip("+~") == unknown[1]), "VALUE")
+    return of_key(unknown[1], value, said, groups)
 
 
-def of_key(key: str, section: Any, groups: Sequence[str]) -> str:
-    """A key that does not exist, with the nearest name, if one is near."""
-    parent, _, name = key.rpartition(".")
-    first, _, rest = key.partition(".")
-    if first in ("callbacks", "logger") and "." in rest:
-        part = rest.partition(".")[0]
-        return f"There is no {first}.{part}: choose it by {first}=[default,{part}], or give {first}.{part}._target_."
-    names = {str(known): f"{parent}.{known}".lstrip(".") for known in section or groups}
-    if section is not None and not parent:  # lr, batch_size, max_epochs: the last part of a key in a section
-        inner = ((group, known) for group in groups if hasattr(section.get(group), "keys") for known in section[group])
-        names = {str(known): f"{group}.{known}" for group, known in inner} | names
+def of_value(word: str, text: str) -> str:
+    """A value that Hydra cannot read: it is taken for a function, a bracket or quote is open, or it needs quotes."""
+    key, _, value = word.partition("=")
+    function = re.search(r"Unknown function '(\w+)'", text)
+    if function:
+        return f"{word} cannot be read: a function is written as '{key}={{_target_:{function[1]},ARGUMENT:VALUE}}'."
+    for begin, end in ("[]", "{}", "()"):
+        lacks = value.count(begin) - value.count(end)
+        if lacks:
+            whole = f"{word}{end}" if lacks > 0 else f"{key}={begin}{value}"
+            return f"{word} lacks a {end if lacks > 0 else begin}: write '{whole}', in quotes because of the shell."
+    if value.count("'") % 2 or value.count('"') % 2:
+        return f"{word} has a quote that is not closed: close it, or leave it out."
+    return f"{word} cannot be read: a value with signs such as = or , is quoted twice: '{key}=\"{value}\"'"
+
+
+def of_option(group: str, option: str, options: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
+    """An option that does not exist: those that do, or the plugin of Hydra that has it."""
+    plugin = PLUGINS.get(f"{group}/{option}")
+    if plugin is not None:
+        return f"{group}={option} belongs to a plugin of Hydra: {plugin}."
+    ours = in_our_words(group, option, groups) or ""
+    of_timm = f" If it is one of timm, write {ours}." if ours.startswith(f"{group}=timm") else ""
+    named = f"{group}={option}" if group else option
+    return f"{named} does not exist. There are: {', '.join(options) or 'none'}.{of_timm}"
+
+
+def of_reference(key: str, text: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """A value that is taken from a key which does not exist, such as one of another data set."""
+    found = re.search(r"Interpolation key '([^']+)' not found", text)
+    needed = found[1] if found else "another key"
+    section, _, name = needed.partition(".")
+    files = {option: config_folder() / section / f"{option}.yaml" for option in groups.get(section, ())}
+    having = [
+        option for option, file in files.items() if re.search(rf"^{name}:", file.read_text("utf-8"), re.MULTILINE)
+    ]
+    remedy = f"add {section}={' or '.join(having)}" if having else f"add +{needed}=VALUE"
+    return f"{key} is taken from {needed}, which is not there: {remedy}, or set {key}=VALUE."
+
+
+def of_key(key: str, value: str, said: Any, groups: Mapping[str, Sequence[str]]) -> str:
+    """A key that does not exist: what other programs mean by it, or the nearest name, or how it is added."""
+    section: Any = getattr(said, "parent_node", None)
+    known = [*map(str, section)] if OmegaConf.is_dict(section) else []
+    missing = str(getattr(said, "full_key", None) or key)
+    if missing.startswith(f"{key}."):  # in a mapping, which Hydra merges into the one that is there
+        listed = ", ".join(known) or "no keys"
+        remedy = f"to replace it, write '~{key}' '+{key}={value}'"
+        return f"{key} has no {missing.removeprefix(f'{key}.')}, but {listed}: {remedy}."
+    parent, _, name = missing.rpartition(".")
+    if parent in ("callbacks", "logger") and name in groups.get(parent, ()):
+        return f"There is no {missing}: choose it by {parent}=[default,{name}]."
+    target = str(section.get("_target_", "")) if known else ""
+    is_own = "." in parent or (bool(target) and target.partition(".")[0] not in ("lightning", "lightning_ga"))
+    ours = None if is_own else in_our_words(key, value, groups)
+    nearest = nearest_key(key, missing, section if known else dict.fromkeys(groups))
+    if ours is None and nearest is None and not is_own and name != "name":
+        ours = in_our_words(key.rpartition(".")[2], value, groups)
+    if ours is not None and ours != f"{key}={value}":
+        return f"There is no key {key}: write {ours}."
+    hint = f"; did you mean {nearest}?" if nearest else "."
+    if target:
+        return f"There is no key {key}{hint} +{key}={value} passes {name} to {target.rpartition('.')[2]}."
+    return f"There is no key {key}{hint}" + ("" if nearest else f" +{key}={value} adds a key for files of your own.")
+
+
+def nearest_key(key: str, missing: str, section: Mapping[Any, Any]) -> str | None:
+    """The nearest key: of the section, or of all sections if ``missing`` is at the top, by its last part alone too."""
+    parent, _, name = missing.rpartition(".")
+    names = {str(one): f"{parent}.{one}".lstrip(".") for one in section}
+    if not parent:  # lr, batch_size, max_epochs
+        inner = {group: content for group, content in section.items() if OmegaConf.is_dict(content)}
+        names = {str(one): f"{group}.{one}" for group, content in inner.items() for one in content} | names
+        whole = get_close_matches(
+            key, [f"{group}.{one}" for group, content in inner.items() for one in content], 1, 0.85
+        )
+        if whole:
+            return whole[0]
     nearest = get_close_matches(name, names, n=1, cutoff=0.7)
-    hint = f"; did you mean {names[nearest[0]]}?" if nearest else "."
-    return f"There is no key {key}{hint} +{key}=VALUE adds one of your own."
+    return names[nearest[0]] if nearest else None
+
+
+def on_the_line(text: str) -> str:
+    """A sentence of the callback, with its arguments as keys of this command line."""
+    text = re.sub(r"(?<![\w.])whole=\((.*?),?\)", r"whole=[\1]", text)
+    text = text.replace("give the right key=…", "name it, as in 'accumulate.normalize={_target_:TargetTokens,key:1}'")
+    text = re.sub(r"lightning_ga\.weights\.(\w+)\(\)", r"\1", text)
+    return re.sub(rf"(?<![\w.])({'|'.join(ARGUMENTS)})(?==)", r"accumulate.\1", text)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -86,7 +86,7 @@ def report_sweep(folder: Path) -> None:
     for job in sorted(jobs, key=lambda job: math.inf if values[job] is None else sign * values[job]):
         outcome = "done" if results[job] else "failed"
         name, value = str(job.relative_to(folder)), values[job]
-        rows.append([name, value, outcome, *overrides[job]])
+        rows.append([name, value, outcome, " ".join(overrides[job])])
         differing = " ".join(word for word in overrides[job] if word not in shared)
         print(printable(f"{name:>3}  {outcome if value is None else f'{value:.4f}':12} {differing}")[: columns()])
     with (folder / "sweep.csv").open("w", newline="", encoding="utf-8") as file:

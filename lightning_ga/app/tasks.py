@@ -155,7 +155,8 @@ def outcome(run: Fit) -> str:
     if path is None:
         return f"{steps}, and no checkpoint had been saved yet. Start again: {line}"
     line = f"{line} ckpt_path={shlex.quote(str(path))}"
-    return f"{steps}; the state after the {path.stem} epoch is in {path}. Resume with: {line}"
+    saved = checkpoints.read_safely(path)["global_step"]
+    return f"{steps}; the state after step {saved:,} is in {path}. Resume with: {line}"
 
 
 def summarize(run: Fit, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:
