@@ -138,11 +138,11 @@ def described(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(map(str, inner))
     if inspect.isclass(origin) and issubclass(origin, Mapping):
-        return "a mapping, {KEY: VALUE}"
+        return "a mapping ({KEY: VALUE})"
     if inspect.isclass(origin) and issubclass(origin, Sequence) and origin is not str:
         each = described(inner[0]) if inner else "a value"
-        return f"a list, [VALUE, …], each {each}"
-    return PLAIN.get(origin, "a class, {_target_: NAME}")
+        return f"a list ([VALUE, …], each {each})"
+    return PLAIN.get(origin, "a class ({_target_: NAME})")
 
 
 def written(value: Any) -> str:

@@ -1,6 +1,7 @@
 """From a configuration to objects: data, model and Trainer, in the order in which each needs the others."""
 
 import sys
+from inspect import isclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,22 +9,28 @@ import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_ga import schedule as schedules
+from lightning_ga import weights
 from lightning_ga.app.arguments import check_arguments
 from lightning_ga.app.checkpoints import AtomicCheckpointIO
 from lightning_ga.app.errors import chain
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
-from lightning_ga.app.plan_report import PlanReport
+from lightning_ga.app.plan_report import PlanReport, schedule_text
 from lightning_ga.app.progress import EpochLine
 from lightning_ga.app.settings import Progress, Settings
 from lightning_ga.errors import UserError
+from lightning_ga.plan.schedule import PiecewiseSchedule, as_schedule
+
+GET = "hydra.utils.get_method"
+NO_VALUES = ("Schedule", "ScheduleLike", "as_schedule", "count_items")  # of the public names of schedules and weights
 
 
 class Fit(NamedTuple):
@@ -67,13 +74,15 @@ def follow_classes(cfg: DictConfig, data: LightningDataModule) -> None:
 def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: OptimizedMetric) -> Trainer:
     """The Trainer; a dry run has no loggers, no checkpoints and no bar."""
     dry_run, progress = settings.dry_run, settings.progress
-    accumulate = [make(cfg, "accumulate")] if cfg.get("accumulate") else []
+    use_full_names(cfg.get("accumulate") or {})
+    accumulate, schedule = ([make(cfg, "accumulate")] if cfg.get("accumulate") else []), batch_schedule(cfg)
+    text = schedule_text(schedule, "factor " * (getattr(schedule, "name", "") == "accumulate"))
     others: list[Callback] = [] if dry_run else make_all(cfg, "callbacks")
     loggers: list[Logger] = [] if dry_run else make_all(cfg, "logger")
-    lines = [] if dry_run or progress is Progress.none else [EpochLine()]
+    lines = [] if dry_run or progress is Progress.none else [EpochLine(schedule)]
     wants_bar = progress is Progress.bar or (progress is Progress.auto and sys.stdout.isatty())
     made = {
-        "callbacks": [*accumulate, PlanReport(folder, dry_run=dry_run), metric, *others, *lines],
+        "callbacks": [*accumulate, PlanReport(folder, dry_run=dry_run, schedule=text), metric, *others, *lines],
         "logger": loggers or False,
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in others),
         "enable_progress_bar": not dry_run and (wants_bar or any(isinstance(one, ProgressBar) for one in others)),
@@ -83,6 +92,35 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     require_one_run(trainer, cfg, folder)
     return trainer
+
+
+def use_full_names(section: Any) -> None:
+    """Let ``accumulate.normalize=TargetTokens`` and ``{_target_: linear, …}`` name what ``lightning_ga`` has."""
+    for key, module in {"normalize": weights, "effective_batch_size": schedules, "accumulate": schedules}.items():
+        value = section.get(key)
+        node = value if OmegaConf.is_dict(value) else {}
+        name = node.get("_target_") or value
+        if not isinstance(name, str) or name == "samples" or (not node and module is schedules):
+            continue
+        known = [one for one in module.__all__ if one not in NO_VALUES]
+        if "." not in name and name not in known:
+            raise UserError(
+                f"accumulate.{key}={name} is none of {', '.join(known)}: write one of these, or my_package.NAME."
+            )
+        full = name if "." in name else f"{module.__name__}.{name}"
+        is_function = not node and not isclass(get_object(full))
+        section[key] = {"_target_": GET, "path": full} if is_function else {**node, "_target_": full}
+
+
+def batch_schedule(cfg: DictConfig) -> PiecewiseSchedule | None:
+    """How the configuration changes the batch or the factor in training, if it is written as a mapping or schedule."""
+    for name in ("effective_batch_size", "accumulate"):
+        if OmegaConf.is_dict((cfg.get("accumulate") or {}).get(name)):
+            content = make(cfg, f"accumulate.{name}")
+            content = {0: 1, **content} if name == "accumulate" and isinstance(content, dict) else content
+            schedule = as_schedule(content, name=name)
+            return schedule if isinstance(schedule, PiecewiseSchedule) else None
+    return None
 
 
 def require_one_run(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:

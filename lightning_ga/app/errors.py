@@ -153,10 +153,12 @@ def of_reference(key: str, text: str, groups: Mapping[str, Sequence[str]]) -> st
     found = re.search(r"Interpolation key '([^']+)' not found", text)
     needed = found[1] if found else "another key"
     section, _, name = needed.partition(".")
-    files = {option: config_folder() / section / f"{option}.yaml" for option in groups.get(section, ())}
-    having = [
-        option for option, file in files.items() if re.search(rf"^{name}:", file.read_text("utf-8"), re.MULTILINE)
-    ]
+    folder, having = config_folder() / section, []
+    for option in groups.get(section, ()):
+        text = (folder / f"{option}.yaml").read_text("utf-8")
+        for base in re.findall(r"^  - (\w+)$", text, re.MULTILINE):
+            text += (folder / f"{base}.yaml").read_text("utf-8")
+        having += [option] if re.search(rf"^{name}:", text, re.MULTILINE) else []
     remedy = f"add {section}={' or '.join(having)}" if having else f"add +{needed}=VALUE"
     return f"{key} is taken from {needed}, which is not there: {remedy}, or set {key}=VALUE."
 

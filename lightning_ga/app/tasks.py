@@ -20,6 +20,7 @@ from sklearn.metrics import classification_report
 from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build
 from lightning_ga.app.errors import one_line
+from lightning_ga.app.folders import roots_of_runs
 from lightning_ga.app.page import write_page
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import loss_figure
@@ -63,8 +64,7 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
         if is_fit or model.get("pretrained"):
             return None
         raise UserError(f"task={run.settings.task.name} needs trained weights: give ckpt_path=best, last or a path.")
-    paths: Any = run.config.get("paths") or {}
-    roots = [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
+    roots = roots_of_runs(run.config)
     weights, kind = run.model.state_dict(), "last" if is_fit else "best"
     path = checkpoints.find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder)
     content = checkpoints.read_safely(path)  # Lightning 2.5 would load anything: it gets nothing but plain values

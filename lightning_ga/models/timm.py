@@ -72,8 +72,8 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
     except OSError as error:  # every error of huggingface_hub is one
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): "
-            "check the network, use model.pretrained=false, or a copy, by +model.options.pretrained_cfg_overlay.file=PATH."
+            f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): check "
+            "the network, or use model.pretrained=false, or a copy: +model.options.pretrained_cfg_overlay.file=PATH."
         ) from error
 
 
