@@ -10,34 +10,28 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_ga import weights
 from lightning_ga.callback import AutoAccumulate
+from lightning_ga.compat.patching import Callback
 from lightning_ga.errors import UserError
 
 
-class FromEnvironment(AutoAccumulate):
-    """Leaves a Trainer to the ``AutoAccumulate`` that a script has put there itself."""
+class FromEnvironment(Callback):
+    """Adds a callback to the Trainer when it starts, unless the script has put ``AutoAccumulate`` there itself."""
 
-    _is_alone = False
-
-    @property
-    def state_key(self) -> str:
-        """In checkpoints that of ``AutoAccumulate``; another one before, as Lightning refuses two of one key."""
-        return (AutoAccumulate if self._is_alone else FromEnvironment).__qualname__
+    def __init__(self, accumulate: AutoAccumulate) -> None:
+        self._accumulate = accumulate
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Join the fit or evaluation, or leave the Trainer."""
-        others = [callback for callback in trainer.callbacks if callback is not self]
-        self._is_alone = not any(isinstance(callback, AutoAccumulate) for callback in others)
-        if self._is_alone:
-            super().setup(trainer, pl_module, stage)
-        else:
-            trainer.callbacks = others
+        """Add it; the Trainer calls its later hooks, and its ``setup`` in a second fit."""
+        if not any(isinstance(callback, AutoAccumulate) for callback in trainer.callbacks):
+            trainer.callbacks = [self._accumulate, *trainer.callbacks]
+            self._accumulate.setup(trainer, pl_module, stage)
 
 
-def make(variable: str, given: str) -> AutoAccumulate:
+def make(variable: str, given: str) -> FromEnvironment:
     """Make the callback for the value of a variable, and say once that it is in use."""
-    callback = FromEnvironment(**read(variable, given))
-    say(f"{variable}={given}: {callback!r} is in every Trainer of this process.")
-    return callback
+    accumulate = AutoAccumulate(**read(variable, given))
+    say(f"{variable}={given}: {accumulate!r} is in every Trainer of this process.")
+    return FromEnvironment(accumulate)
 
 
 @cache

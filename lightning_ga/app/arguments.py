@@ -2,15 +2,17 @@
 
 import inspect
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from pkgutil import resolve_name
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_object
 
+from lightning_ga.app.errors import one_line
 from lightning_ga.errors import UserError
 
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
@@ -37,10 +39,9 @@ def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -
     keys = {str(name): referred(raw[name]) or f"{key}.{name}" for name in content}
     for name, value in content.items():
         check_arguments(keys[str(name)], raw[name], value, failed=failed)
-    try:
-        target = get_object(str(content["_target_"]))
-    except Exception:  # Hydra says why; a mapping has none
+    if "_target_" not in content or content["_target_"] == "???":
         return
+    target = found_at(f"{key}._target_", str(content["_target_"]))
     known, closed = arguments_of(target)
     given = [name for name in keys if not (name.startswith("_") and name.endswith("_"))]
     for name in given:
@@ -48,6 +49,7 @@ def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -
         if name not in known and (closed or (failed and known)):
             nearest = get_close_matches(name, known, n=1, cutoff=0.6)
             hint = f"; did you mean {nearest[0]}? It" if nearest else ": it"
+            title = f"{key}.{name}={written(content[name])}"
             raise UserError(f"{title}: {target.__name__} has no argument {name}{hint} takes {', '.join(known)}.")
         hint, default = known.get(name, (Any, None))
         if (failed or is_typed(keys[name])) and not (fits(value, hint) or type(value) is type(default)):
@@ -57,7 +59,19 @@ def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -
             name for name, (_, default) in known.items() if default is inspect.Parameter.empty and name not in given
         ]
         for name in lacking:
-            raise UserError(f"{key}.{name} is missing, which {target.__name__} needs: add +{key}.{name}=VALUE.")
+            added = "_partial_=true, as the module gives it" if name in ("params", "optimizer") else f"{name}=VALUE"
+            raise UserError(f"{key}.{name} is missing, which {target.__name__} needs: add +{key}.{added}.")
+
+
+def found_at(key: str, path: str) -> Any:
+    """The class or function of a full name."""
+    try:
+        return resolve_name(path)
+    except Exception as error:  # modules raise anything
+        home, _, name = path.rpartition(".")
+        nearest = get_close_matches(name, dir(sys.modules.get(home, object)), n=1, cutoff=0.6)
+        remedy = f"did you mean {home}.{nearest[0]}?" if nearest else "give the full name of a class that Python finds."
+        raise UserError(f"{key}={path} cannot be imported ({one_line(error)}): {remedy}") from error
 
 
 def referred(raw: Any) -> str | None:
@@ -97,7 +111,9 @@ def arguments_of(target: Any) -> tuple[dict[str, tuple[Any, Any]], bool]:
             if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
                 takes_others = takes_others or one.kind is one.VAR_KEYWORD
             else:
-                known.setdefault(one.name, (hints.get(one.name, Any), one.default))
+                is_handed_on = place and one.default is one.empty  # as the class itself gives it
+                if not is_handed_on:
+                    known.setdefault(one.name, (hints.get(one.name, Any), one.default))
         if not takes_others:
             return known, not place
     return known, False
@@ -134,7 +150,8 @@ def described(hint: Any) -> str:
     """An annotation in words."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(described(one) for one in inner if one is not torch.Tensor))
+        parts = [part for one in inner if one is not torch.Tensor for part in described(one).split(" or ")]
+        return " or ".join(dict.fromkeys(part for part in parts if part != PLAIN[int] or PLAIN[float] not in parts))
     if origin is Literal:
         return " or ".join(map(str, inner))
     if inspect.isclass(origin) and issubclass(origin, Mapping):

@@ -20,7 +20,7 @@ from lightning_ga import schedule as schedules
 from lightning_ga import weights
 from lightning_ga.app.arguments import check_arguments
 from lightning_ga.app.checkpoints import AtomicCheckpointIO
-from lightning_ga.app.errors import chain
+from lightning_ga.app.errors import chain, is_named
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
 from lightning_ga.app.plan_report import PlanReport, schedule_text
@@ -145,7 +145,16 @@ def make(cfg: DictConfig, key: str, **arguments: Any) -> Any:
     except Exception as error:
         if not any(isinstance(link, UserError) for link in chain(error)):
             check_arguments(key, raw, content, failed=True)
+            typed = [word for word in words_of(key) if not is_named(word, str(error))]
+            if typed:
+                error.add_note(f"Typed there: {', '.join(typed)}.")
         raise
+
+
+def words_of(key: str) -> list[str]:
+    """What is typed of a section."""
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return [word for word in words if word.lstrip("+").startswith(f"{key}.")]
 
 
 def make_all(cfg: DictConfig, group: str) -> list[Any]:

@@ -13,7 +13,7 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_ga.app.other_tools import PLUGINS, config_folder, in_our_words
+from lightning_ga.app.other_tools import PLUGINS, WORDS, config_folder, in_our_words
 from lightning_ga.errors import UserError
 
 LONGEST = 600  # signs of a library's message: names of weights may be many
@@ -35,7 +35,8 @@ def explain(
     own = (link for kind in (UserError, OmegaConfBaseException) for link in links if isinstance(link, kind))
     said = next(own, error)
     key = str(getattr(said, "full_key", None) or "")
-    text = of_line(error, said, overrides, groups or {}) or of_run(error, said, links, overrides)
+    typed = of_line(error, said, overrides, groups or {})
+    text = of_run(error, said, links, overrides) if typed is None else typed
     for group in ("model", "data"):
         named = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}._target_=")]
         has_no_such = text.startswith(f"{group}.") and "has no argument" in text
@@ -60,12 +61,27 @@ def of_run(error: BaseException, said: BaseException, links: Sequence[BaseExcept
         return of_values(text, overrides)
     if isinstance(said, HydraException):
         return one_line(said)
+    lacking = re.search(r"(\w+)\.__init__\(\) missing \d+ required .*?: (.*)", str(error))
+    if lacking:  # of a partial, which is called in training
+        typed = next((word.partition("=")[0].lstrip("+") for word in overrides if lacking[1] in word), None)
+        added = f"add +{typed}.NAME=VALUE" if typed else f"add it where _target_ is {lacking[1]}"
+        return f"{lacking[1]} needs {lacking[2]}, which its section does not give: {added}."
     weights = re.search(r"Error\(s\) in loading state_dict for (\w+):\s*(.*)", str(error))
     state = re.search(r"loaded state dict (contains|has) ", str(error))  # of an optimizer
-    if weights or state:
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    is_of_optimizer = isinstance(error, KeyError) and any(
+        "torch/optim" in Path(one.filename).as_posix() for one in frames
+    )
+    if weights or state or is_of_optimizer:
         given = next((word for word in overrides if word.startswith("ckpt_path=")), "The checkpoint")
-        text = f"another model than this {weights[1]} ({shorten(weights[2], 150)})" if weights else "another optimizer"
-        return f"{given} is of {text}: choose model, data and optimizer as config.yaml of its run does."
+        text = (
+            f"another model than this {weights[1]} ({shorten(weights[2], 150)})"
+            if weights
+            else "another optimizer or schedule"
+        )
+        return (
+            f"{given} is of {text}: choose model, data, optimizer and lr_scheduler as the config.yaml of its run does."
+        )
     cause = next((link for link in links if isinstance(link, OSError)), error)  # torch hides a full disk
     return of_values(f"{type(cause).__name__}: {one_line(cause)} (--traceback shows all)", overrides)
 
@@ -97,6 +113,8 @@ def of_line(
         return of_value(str(error.override), text)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:  # model=nope
         group, _, option = str(error.missing_cfg_file).rpartition("/")
+        first, _, rest = str(error.missing_cfg_file).partition("/")
+        group, option = (first, rest) if first in groups else (group, option)
         return of_option(group, option, error.options or groups.get(group, ()), groups)
     ambiguous = re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'\n", text)
     if ambiguous:
@@ -124,6 +142,9 @@ def of_line(
 def of_value(word: str, text: str) -> str:
     """A value that Hydra cannot read: it is taken for a function, a bracket or quote is open, or it needs quotes."""
     key, _, value = word.partition("=")
+    if ".." in key or key.endswith(".") or value.startswith("="):
+        plain = re.sub(r"\.+", ".", key).strip(".")
+        return f"{word} cannot be read: write {plain}={value.lstrip('=')}."
     function = re.search(r"Unknown function '(\w+)'", text)
     if function:
         return f"{word} cannot be read: a function is written as '{key}={{_target_:{function[1]},ARGUMENT:VALUE}}'."
@@ -144,8 +165,13 @@ def of_option(group: str, option: str, options: Sequence[str], groups: Mapping[s
         return f"{group}={option} belongs to a plugin of Hydra: {plugin}."
     ours = in_our_words(group, option, groups) or ""
     of_timm = f" If it is one of timm, write {ours}." if ours.startswith(f"{group}=timm") else ""
-    named = f"{group}={option}" if group else option
-    return f"{named} does not exist. There are: {', '.join(options) or 'none'}.{of_timm}"
+    if not group:
+        return f"{option}.yaml is in no folder of configurations: leave --config-name out, or add --config-dir FOLDER."
+    of_timm = (
+        f" For pictures, write data=image_folder data.root={option}." if "/" in option and group == "data" else of_timm
+    )
+    listed = ", ".join(one for one in options if not one.startswith("_")) or "none"
+    return f"{group}={option} does not exist. There are: {listed}.{of_timm}"
 
 
 def of_reference(key: str, text: str, groups: Mapping[str, Sequence[str]]) -> str:
@@ -177,7 +203,7 @@ def of_key(key: str, value: str, said: Any, groups: Mapping[str, Sequence[str]])
         return f"There is no {missing}: choose it by {parent}=[default,{name}]."
     target = str(section.get("_target_", "")) if known else ""
     is_own = "." in parent or (bool(target) and target.partition(".")[0] not in ("lightning", "lightning_ga"))
-    ours = None if is_own else in_our_words(key, value, groups)
+    ours = in_our_words(key, value, groups) if not is_own or key in WORDS else None
     nearest = nearest_key(key, missing, section if known else dict.fromkeys(groups))
     if ours is None and nearest is None and not is_own and name != "name":
         ours = in_our_words(key.rpartition(".")[2], value, groups)
@@ -185,8 +211,9 @@ def of_key(key: str, value: str, said: Any, groups: Mapping[str, Sequence[str]])
         return f"There is no key {key}: write {ours}."
     hint = f"; did you mean {nearest}?" if nearest else "."
     if target:
-        return f"There is no key {key}{hint} +{key}={value} passes {name} to {target.rpartition('.')[2]}."
-    return f"There is no key {key}{hint}" + ("" if nearest else f" +{key}={value} adds a key for files of your own.")
+        return f"There is no key {key}{hint} If {target.rpartition('.')[2]} takes {name}, write +{key}={value}."
+    added = f" +{key}={value} adds it{f' to {parent}' if parent else ', for files of your own'}."
+    return f"There is no key {key}{hint}" + ("" if nearest else added)
 
 
 def nearest_key(key: str, missing: str, section: Mapping[Any, Any]) -> str | None:

@@ -63,13 +63,13 @@ def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[st
 
 
 def roots_of_runs(config: Mapping[str, Any]) -> list[Path]:
-    """Folders below which runs are: those of ``paths``, and where ``hydra.run.dir`` and ``hydra.sweep.dir`` put them."""
+    """Folders below which runs are: those of ``paths``, and those of ``hydra.run.dir`` and ``hydra.sweep.dir``."""
     paths: Any = config.get("paths") or {}
     roots = [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
     own = HydraConfig.get()
     written: Any = OmegaConf.to_container(own, resolve=False)
     for kind in ("run", "sweep"):
-        parts, place = written[kind]["dir"].split("/"), Path(own[kind].dir)
+        parts, place = written[kind]["dir"].split("/"), Path(getattr(own, kind).dir)
         first_by_clock = next((number for number, part in enumerate(parts) if "${now:" in part), len(parts) - 1)
         root = place.parents[len(parts) - 1 - first_by_clock]
         if not Path.cwd().is_relative_to(root.resolve()):  # that would be the whole project

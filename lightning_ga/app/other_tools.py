@@ -91,6 +91,7 @@ WORDS = {  # what is typed, or what is typed with a certain value: what to type 
     "layer_decay": "optimizer=timm optimizer.layer_decay={}",
     "opt_eps": "+optimizer.eps={}",
     "opt_betas": "+optimizer.betas=[0.9,0.999]",
+    **dict.fromkeys(("callbacks.best.mode", "callbacks.early_stopping.mode"), "optimized_direction={}"),
     "momentum": "optimizer.momentum={}",
     "warmup_epochs": "lr_scheduler.warmup_epochs={}",
     "min_lr": "lr_scheduler.final=SHARE (of optimizer.lr, 0 to 1)",
@@ -156,10 +157,10 @@ def config_folder() -> Path:
 def in_our_words(typed: str, value: str, groups: Groups) -> str | None:
     """Return what to type here for a key or option of another program; ``None`` for names that are not known."""
     name = typed.lstrip("-").replace("-", "_").replace(".init_args", "")
-    for parent, ours in PARENTS.items():
-        if name.startswith(f"{parent}."):
-            return f"{ours}{name.removeprefix(parent)}={value}"
     template = WORDS.get(f"{name}={value}".lower()) or WORDS.get(name)
+    for parent, ours in PARENTS.items():
+        if name.startswith(f"{parent}.") and template is None:
+            return f"{ours}{name.removeprefix(parent)}={value}"
     is_class = name in ("model", "data") and "." in value and value.partition(".")[0].isidentifier()
     if is_class and "/" not in value:
         template = f"{name}=own {name}._target_={{}}"
@@ -209,5 +210,6 @@ def _about_word(word: str, before: str, after: str, groups: Groups) -> str:
         return f"{word} stands alone: write task={task}{', or leave it out: it is the default' * (task == 'fit')}."
     if "/" in word or word.startswith("."):
         return f"{word} stands alone: write KEY=VALUE, such as data=image_folder data.root={word} or ckpt_path={word}."
-    ours = in_our_words(word, "", groups)
+    name, colon, value = word.partition(":")
+    ours = f"{name}={value}" if colon else in_our_words(word, "", groups)
     return f"{word} stands alone: write KEY=VALUE{f', such as {ours}' if ours else '; --help lists the keys'}."

@@ -86,15 +86,16 @@ class PlanReport(Callback):
 
 def schedule_text(schedule: Any, what: str) -> str:
     """How a batch changes: ``32, from epoch 2 on 64``; empty for one number, and for functions of the epoch."""
-    if not isinstance(schedule, PiecewiseSchedule) or len(schedule.counts) < 2:
+    if not isinstance(schedule, PiecewiseSchedule) or schedule.starts in ((), (0,)):
         return ""
-    first, *later = zip(schedule.starts, schedule.counts)
+    changes = [*zip(schedule.starts, schedule.counts)]
+    first = "the recipe's" if schedule.starts[0] else f"{changes.pop(0)[1]:,}"
     unit = schedule.unit.removesuffix("s")
-    parts = [f"from {unit} {start:,} on {count:,}" for start, count in later]
+    parts = [f"from {unit} {start:,} on {count:,}" for start, count in changes]
     if len(parts) > MOST_CHANGES:
         parts = [*parts[: MOST_CHANGES - 1], "…", parts[-1]]
     counted_from = " (epochs count from 0)" * (unit == "epoch")
-    return ", ".join([f"{what}{first[1]:,}", *parts]) + counted_from
+    return ", ".join([f"{what}{first}", *parts]) + counted_from
 
 
 def find_accumulate(trainer: Trainer) -> Any:

@@ -33,9 +33,10 @@ RANGES: dict[str, tuple[float, float, str]] = {  # of typed numbers, by the last
     **dict.fromkeys(("gradient_clip_val", "warmup_epochs", "limit_train_batches", "limit_val_batches"), AMOUNT),
     "warmup": (0, 1, "a share of the steps from 0 to 1; lr_scheduler.warmup_epochs=… counts epochs"),
     "final": (0, 1, "a share of optimizer.lr from 0 to 1"),
-    "max_epochs": (-1, math.inf, "at least 1, or -1 for no end"),
-    "max_steps": (-1, math.inf, "at least 1, or -1 for no end"),
-    "save_top_k": (-1, math.inf, "at least 0, or -1 for all"),
+    "max_epochs": (1, math.inf, "at least 1, or -1 for no end"),
+    "max_steps": (1, math.inf, "at least 1, or -1 for no end"),
+    "save_top_k": (0, math.inf, "at least 0, or -1 for all"),
+    "seed": (0, 2**32 - 1, "from 0 to 4294967295, or null"),
     "temperature": (1e-9, math.inf, "above 0"),
     "layer_decay": (1e-9, 1, "above 0 and at most 1"),
 }
@@ -96,7 +97,8 @@ def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[s
         key, _, value = word.lstrip("+~").partition("=")
         first, name = re.split(r"[./@]", key)[0], key.rpartition(".")[2]
         low, high, rule = RANGES.get(name, (-math.inf, math.inf, ""))
-        if first in SECTIONS and re.fullmatch(NUMBER, value) and not low <= float(value) <= high:
+        is_number = first in (*SECTIONS, "seed") and re.fullmatch(NUMBER, value) is not None
+        if is_number and not low <= float(value) <= high and (value != "-1" or "-1" not in rule):
             raise UserError(f"{word} must be {rule}.")
         others = "".join(text for other, text in texts.items() if other != first)
         if first in known or word.startswith(("-", "~")) or re.search(rf"[{{:]{re.escape(first)}\b", others):

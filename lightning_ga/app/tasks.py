@@ -72,6 +72,9 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
         raise UserError(f"{str(path)!r} is no checkpoint of a run: give a run's own.")
     epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
     log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
+    most = run.trainer.max_epochs
+    if is_fit and most is not None and 0 < most <= epoch:
+        warn(f"The checkpoint has trained trainer.max_epochs={most} epochs: to go on, set a larger number.")
     return path
 
 
