@@ -3,12 +3,12 @@
 import ast
 import shlex
 from functools import cache
+from importlib import import_module
 from inspect import signature
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_ga import weights
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.compat.patching import Callback
 from lightning_ga.errors import UserError
@@ -62,5 +62,6 @@ def read(variable: str, given: str) -> dict[str, Any]:
         try:
             arguments[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            arguments[name] = getattr(weights, value)() if value in weights.__all__ else value
+            counters = import_module("lightning_ga.weights")
+            arguments[name] = getattr(counters, value)() if value in counters.__all__ else value
     return arguments

@@ -50,7 +50,8 @@ def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -
             nearest = get_close_matches(name, known, n=1, cutoff=0.6)
             hint = f"; did you mean {nearest[0]}? It" if nearest else ": it"
             title = f"{key}.{name}={written(content[name])}"
-            raise UserError(f"{title}: {target.__name__} has no argument {name}{hint} takes {', '.join(known)}.")
+            text = f"{title}: {target.__name__} got an unexpected keyword argument {name!r}"
+            raise UserError(f"{text}{hint} takes {', '.join(known)}.")
         hint, default = known.get(name, (Any, None))
         if (failed or is_typed(keys[name])) and not (fits(value, hint) or type(value) is type(default)):
             raise UserError(f"{title} does not fit: {target.__name__} takes {described(hint)} as {name}.")

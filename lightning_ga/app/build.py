@@ -1,6 +1,7 @@
 """From a configuration to objects: data, model and Trainer, in the order in which each needs the others."""
 
 import sys
+from importlib import import_module
 from inspect import isclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,6 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga import schedule as schedules
-from lightning_ga import weights
 from lightning_ga.app.arguments import check_arguments
 from lightning_ga.app.checkpoints import AtomicCheckpointIO
 from lightning_ga.app.errors import chain, is_named
@@ -96,18 +95,18 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
 
 def use_full_names(section: Any) -> None:
     """Let ``accumulate.normalize=TargetTokens`` and ``{_target_: linear, …}`` name what ``lightning_ga`` has."""
-    for key, module in {"normalize": weights, "effective_batch_size": schedules, "accumulate": schedules}.items():
+    for key, home in {"normalize": "weights", "effective_batch_size": "schedule", "accumulate": "schedule"}.items():
         value = section.get(key)
         node = value if OmegaConf.is_dict(value) else {}
         name = node.get("_target_") or value
-        if not isinstance(name, str) or name == "samples" or (not node and module is schedules):
+        if not isinstance(name, str) or name == "samples" or (not node and home == "schedule"):
             continue
-        known = [one for one in module.__all__ if one not in NO_VALUES]
+        known = [one for one in import_module(f"lightning_ga.{home}").__all__ if one not in NO_VALUES]
         if "." not in name and name not in known:
             raise UserError(
                 f"accumulate.{key}={name} is none of {', '.join(known)}: write one of these, or my_package.NAME."
             )
-        full = name if "." in name else f"{module.__name__}.{name}"
+        full = name if "." in name else f"lightning_ga.{home}.{name}"
         is_function = not node and not isclass(get_object(full))
         section[key] = {"_target_": GET, "path": full} if is_function else {**node, "_target_": full}
 

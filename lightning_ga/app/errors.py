@@ -39,7 +39,7 @@ def explain(
     text = of_run(error, said, links, overrides) if typed is None else typed
     for group in ("model", "data"):
         named = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}._target_=")]
-        has_no_such = text.startswith(f"{group}.") and "has no argument" in text
+        has_no_such = text.startswith(f"{group}.") and "unexpected keyword" in text
         if named and (key.startswith(f"{group}.") or has_no_such) and f"{group}=own" not in overrides:
             text += f" {group}._target_ alone keeps the keys of the {group} that is chosen: add {group}=own."
     return " ".join([text, *(note for link in links for note in getattr(link, "__notes__", ()))])
@@ -51,8 +51,7 @@ def of_run(error: BaseException, said: BaseException, links: Sequence[BaseExcept
     if isinstance(said, UserError):
         return on_the_line(" ".join(str(said).split()))
     if isinstance(said, OmegaConfBaseException):
-        typed = next((word for word in overrides if word.lstrip("+").partition("=")[0] == key), key)
-        text = f"{typed}: {one_line(said)}" if key else one_line(said)
+        text = f"{key}: {one_line(said)}" if key else one_line(said)
         return f"{text}: give {key}=VALUE." if isinstance(said, MissingMandatoryValue) else text
     if isinstance(error, InstantiationException):
         target = re.search(r"'([^']+)'", str(error))
@@ -63,8 +62,8 @@ def of_run(error: BaseException, said: BaseException, links: Sequence[BaseExcept
         return one_line(said)
     lacking = re.search(r"(\w+)\.__init__\(\) missing \d+ required .*?: (.*)", str(error))
     if lacking:  # of a partial, which is called in training
-        typed = next((word.partition("=")[0].lstrip("+") for word in overrides if lacking[1] in word), None)
-        added = f"add +{typed}.NAME=VALUE" if typed else f"add it where _target_ is {lacking[1]}"
+        section = next((word.partition("=")[0].lstrip("+") for word in overrides if lacking[1] in word), None)
+        added = f"add +{section}.NAME=VALUE" if section else f"add it where _target_ is {lacking[1]}"
         return f"{lacking[1]} needs {lacking[2]}, which its section does not give: {added}."
     weights = re.search(r"Error\(s\) in loading state_dict for (\w+):\s*(.*)", str(error))
     state = re.search(r"loaded state dict (contains|has) ", str(error))  # of an optimizer
@@ -204,6 +203,7 @@ def of_key(key: str, value: str, said: Any, groups: Mapping[str, Sequence[str]])
     target = str(section.get("_target_", "")) if known else ""
     is_own = "." in parent or (bool(target) and target.partition(".")[0] not in ("lightning", "lightning_ga"))
     ours = in_our_words(key, value, groups) if not is_own or key in WORDS else None
+    ours = None if ours is not None and re.match(rf"\w+\.{key}=[^ ]*$", ours) else ours  # max_epochs of trainer
     nearest = nearest_key(key, missing, section if known else dict.fromkeys(groups))
     if ours is None and nearest is None and not is_own and name != "name":
         ours = in_our_words(key.rpartition(".")[2], value, groups)
@@ -221,13 +221,14 @@ def nearest_key(key: str, missing: str, section: Mapping[Any, Any]) -> str | Non
     parent, _, name = missing.rpartition(".")
     names = {str(one): f"{parent}.{one}".lstrip(".") for one in section}
     if not parent:  # lr, batch_size, max_epochs
-        inner = {group: content for group, content in section.items() if OmegaConf.is_dict(content)}
-        names = {str(one): f"{group}.{one}" for group, content in inner.items() for one in content} | names
-        whole = get_close_matches(
-            key, [f"{group}.{one}" for group, content in inner.items() for one in content], 1, 0.85
-        )
-        if whole:
-            return whole[0]
+        top, names = names, {}
+        for group, content in section.items():
+            if OmegaConf.is_dict(content) and group != "hydra":
+                names |= {str(one): f"{group}.{one}" for one in content}
+                names |= {f"{group}.{one}": f"{group}.{one}" for one in content}
+        of_top = get_close_matches(key, top, n=1, cutoff=0.7) if key == name and key not in names else []
+        names |= {one: top[one] for one in of_top}
+        name = of_top[0] if of_top else key
     nearest = get_close_matches(name, names, n=1, cutoff=0.7)
     return names[nearest[0]] if nearest else None
 

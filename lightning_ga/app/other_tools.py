@@ -46,7 +46,11 @@ OF_TRAINER = (
     *("accumulate_grad_batches", "gradient_clip_val", "limit_train_batches", "limit_val_batches", "log_every_n_steps"),
     *("val_check_interval", "check_val_every_n_epoch", "fast_dev_run", "overfit_batches", "deterministic", "benchmark"),
 )
-TASKS = {"train": "fit", "val": "validate", "eval": "validate", "fit": "fit", "validate": "validate", "test": "test"}
+TASKS = {"train": "fit", "val": "validate", "eval": "validate", "inference": "predict"}
+COMMANDS = {  # words that stand alone
+    **{word: f"task={TASKS.get(word, word)}" for word in (*TASKS, "fit", "validate", "test", "predict")},
+    **dict.fromkeys(("classify", "detect", "segment", "yolo"), ""),
+}
 WORDS = {  # what is typed, or what is typed with a certain value: what to type here, {} for the value
     **dict.fromkeys(
         ("b", "batch_size", "batch", "train_batch_size", "per_device_train_batch_size"), "data.batch_size={}"
@@ -76,7 +80,7 @@ WORDS = {  # what is typed, or what is typed with a certain value: what to type 
     **dict.fromkeys(("eval_metric", "monitor"), "optimized_metric={}"),
     **dict.fromkeys(("name", "task_name", "exp_name", "experiment_name"), "run.name={}"),
     **dict.fromkeys(("seed_everything", "random_seed"), "seed={}"),
-    **dict.fromkeys(("amp", "half", "fp16"), "precision=bf16-mixed (or 16-mixed, on a GPU)"),
+    **dict.fromkeys(("amp", "half", "fp16"), "precision=bf16-mixed"),
     **dict.fromkeys(
         ("patience", "early_stopping"), "callbacks=[default,early_stopping] callbacks.early_stopping.patience={}"
     ),
@@ -92,12 +96,14 @@ WORDS = {  # what is typed, or what is typed with a certain value: what to type 
     "opt_eps": "+optimizer.eps={}",
     "opt_betas": "+optimizer.betas=[0.9,0.999]",
     **dict.fromkeys(("callbacks.best.mode", "callbacks.early_stopping.mode"), "optimized_direction={}"),
+    "trainer.callbacks": "callbacks=[default,early_stopping]",
+    "trainer.logger": "logger=[default,wandb]",
     "momentum": "optimizer.momentum={}",
     "warmup_epochs": "lr_scheduler.warmup_epochs={}",
-    "min_lr": "lr_scheduler.final=SHARE (of optimizer.lr, 0 to 1)",
+    "min_lr": "lr_scheduler.final=SHARE",
     "lrf": "lr_scheduler.final={}",
     "cos_lr": "lr_scheduler=cosine",
-    "aa": "data.rand_augment=9 (its magnitude)",
+    "aa": "data.rand_augment=9",
     "mixup": "data.mixup={}",
     "cutmix": "data.cutmix={}",
     "num_classes": "model.num_classes={}",
@@ -175,41 +181,57 @@ def in_our_words(typed: str, value: str, groups: Groups) -> str | None:
 
 
 def check_words(words: Sequence[str], groups: Groups) -> None:
-    """Refuse a word that is neither an option of this command line nor KEY=VALUE, with what to type instead."""
+    """Refuse words that are neither options of this command line nor KEY=VALUE, with what to type instead of them."""
+    typed: list[str] = []
+    ours: list[str] = []
     before = ""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         is_option = name.startswith("-") and name != "-"
-        if is_option and (name not in OPTIONS or (name == "-c" and after.endswith("ml"))):
-            follows = bool(after) and not after.startswith("-") and "=" not in after
-            typed = f"{word} {after}" if follows and not equals else word
-            raise UserError(_about_option(typed, name, value or (after if follows else "true"), groups))
-        if not is_option and not equals and not word.startswith("~") and before not in MAY_TAKE_ONE:
-            raise UserError(_about_word(word, before, after, groups))
+        if before and before == name and not equals:  # the value of an option of another program
+            typed.append(word)
+        elif is_option and (name not in OPTIONS or (name == "-c" and after.endswith("ml"))):
+            follows = bool(after) and not after.startswith("-") and "=" not in after and not equals
+            typed.append(word)
+            ours.append(_option_in_our_words(name, value or (after if follows else "true"), groups))
+            before = after if follows else ""
+            continue
+        elif not is_option and not equals and not word.startswith("~") and before not in MAY_TAKE_ONE:
+            typed.append(word)
+            ours.append(_word_in_ours(word, before, after))
         if re.search(r"=[\[{(].*,$", word) and after:  # model.hidden=[32, 64]
             raise UserError(f"{word} {after} …: quote a value with blanks because of the shell: '{word} {after} …'.")
         before = word
+    if typed:
+        are = "are words" if len(typed) > 1 else "is a word"
+        raise UserError(
+            f"{' '.join(typed)} {are} of another program; here is KEY=VALUE: write {' '.join(filter(None, ours))}."
+        )
 
 
-def _about_option(typed: str, name: str, value: str, groups: Groups) -> str:
-    ours, key = in_our_words(name, value, groups), name.lstrip("-").replace(".init_args", "")
+def _option_in_our_words(name: str, value: str, groups: Groups) -> str:
+    key = name.lstrip("-").rstrip("+").replace(".init_args", "")
+    ours = in_our_words(key, value, groups)
     if ours is None and key.partition(".")[0] in (*OWN_KEYS, *SECTIONS):
         ours = f"{key}={value}"
-    if ours is not None:
-        return f"{typed} is no option of this command line, which sets keys without dashes: write {ours}."
-    nearest = get_close_matches(name, OPTIONS, n=1, cutoff=0.7)
-    hint = f"did you mean {nearest[0]}?" if nearest else "keys are set as KEY=VALUE, without dashes; --help lists them."
-    return f"{name} is no option of this command line: {hint}"
+    if ours is None:
+        nearest = get_close_matches(name, OPTIONS, n=1, cutoff=0.7)
+        hint = (
+            f"did you mean {nearest[0]}?"
+            if nearest
+            else "keys are set as KEY=VALUE, without dashes; --help lists them."
+        )
+        raise UserError(f"{name} is no option of this command line: {hint}")
+    return ours
 
 
-def _about_word(word: str, before: str, after: str, groups: Groups) -> str:
+def _word_in_ours(word: str, before: str, after: str) -> str:
     if after.startswith("=") or before.endswith("="):  # trainer.max_epochs = 3
-        return f"{word} stands alone: write KEY=VALUE without blanks around the =."
-    if word in TASKS or word in ("predict", "train"):
-        task = TASKS.get(word, word)
-        return f"{word} stands alone: write task={task}{', or leave it out: it is the default' * (task == 'fit')}."
-    if "/" in word or word.startswith("."):
-        return f"{word} stands alone: write KEY=VALUE, such as data=image_folder data.root={word} or ckpt_path={word}."
-    name, colon, value = word.partition(":")
-    ours = f"{name}={value}" if colon else in_our_words(word, "", groups)
-    return f"{word} stands alone: write KEY=VALUE{f', such as {ours}' if ours else '; --help lists the keys'}."
+        raise UserError(f"{word} stands alone: write KEY=VALUE without blanks around the =.")
+    if word in COMMANDS:
+        return COMMANDS[word]
+    if "/" in word:
+        return f"data=image_folder data.root={word}"
+    key, colon, value = word.partition(":")
+    example = f", such as {key}={value}" if colon else "; --help lists the keys"
+    raise UserError(f"{word} stands alone: write KEY=VALUE{example}.")

@@ -204,12 +204,19 @@ def test_a_standard_module_of_the_template_trains_and_goes_on(typed):
     assert "Epoch 2/3" not in resumed.out
 
 
+def test_a_metric_that_the_sanity_check_does_not_show_is_refused(typed):
+    """Before anything is trained, with the nearest of those that are logged."""
+    run = typed(*BARE, "trainer.max_epochs=2", "optimized_metric=val/msee")
+    assert "optimized_metric=val/msee is not logged by validation, which logs val/mse, val/epoch" in run.mistake
+    assert "write optimized_metric=val/mse" in run.mistake
+    assert "Epoch" not in run.out
+
+
 @pytest.mark.parametrize("said", ["val/msee is not logged by validation", "train/msee is not logged by training"])
-def test_a_metric_that_is_not_logged_ends_nothing(typed, said):
+def test_a_metric_that_may_begin_later_ends_nothing(typed, said):
     """A warning with those that are, as soon as they are known; no checkpoint is called the best."""
-    run = typed(
-        *BARE, "trainer.max_epochs=2", f"optimized_metric={said.split()[0]}", "callbacks=[default,early_stopping]"
-    )
+    late = ("trainer.num_sanity_val_steps=0", f"optimized_metric={said.split()[0]}")
+    run = typed(*BARE, "trainer.max_epochs=2", *late, "callbacks=[default,early_stopping]")
     assert run.code == 0, run.err
     assert run.err.count(f"{said}, which logs val/mse") == 1
     assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"last.ckpt"}
