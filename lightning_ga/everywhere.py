@@ -1,7 +1,6 @@
 """The callback that an environment variable puts into every Trainer of a process."""
 
 import ast
-import shlex
 from functools import cache
 from importlib import import_module
 from inspect import signature
@@ -52,7 +51,7 @@ def read(variable: str, given: str) -> dict[str, Any]:
     """
     known = [name for name in signature(AutoAccumulate).parameters if name != "scale_beta2"]
     arguments: dict[str, Any] = {}
-    for word in shlex.split(given) if given != "1" else ():
+    for word in given.split() if given != "1" else ():
         name, _, value = word.partition("=")
         if name not in known or not value:
             raise UserError(

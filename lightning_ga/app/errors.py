@@ -201,7 +201,9 @@ def of_key(key: str, value: str, said: Any, groups: Mapping[str, Sequence[str]])
     if parent in ("callbacks", "logger") and name in groups.get(parent, ()):
         return f"There is no {missing}: choose it by {parent}=[default,{name}]."
     target = str(section.get("_target_", "")) if known else ""
-    is_own = "." in parent or (bool(target) and target.partition(".")[0] not in ("lightning", "lightning_ga"))
+    is_own = ("." in parent and bool(known)) or (
+        bool(target) and target.partition(".")[0] not in ("lightning", "lightning_ga")
+    )
     ours = in_our_words(key, value, groups) if not is_own or key in WORDS else None
     ours = None if ours is not None and re.match(rf"\w+\.{key}=[^ ]*$", ours) else ours  # max_epochs of trainer
     nearest = nearest_key(key, missing, section if known else dict.fromkeys(groups))

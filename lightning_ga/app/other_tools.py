@@ -42,9 +42,18 @@ OWN_KEYS = (
     "tags",
 )
 OF_TRAINER = (
-    *("max_epochs", "max_steps", "min_epochs", "max_time", "devices", "accelerator", "strategy", "num_nodes"),
-    *("accumulate_grad_batches", "gradient_clip_val", "limit_train_batches", "limit_val_batches", "log_every_n_steps"),
-    *("val_check_interval", "check_val_every_n_epoch", "fast_dev_run", "overfit_batches", "deterministic", "benchmark"),
+    *("max_epochs", "max_steps", "devices", "accelerator", "strategy", "num_nodes", "accumulate_grad_batches"),
+    *("gradient_clip_val", "limit_train_batches", "limit_val_batches", "limit_test_batches", "log_every_n_steps"),
+    *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps", "enable_model_summary"),
+)
+ADDED_TO_TRAINER = (
+    "min_epochs",
+    "max_time",
+    "fast_dev_run",
+    "overfit_batches",
+    "deterministic",
+    "benchmark",
+    "profiler",
 )
 TASKS = {"train": "fit", "val": "validate", "eval": "validate", "inference": "predict"}
 COMMANDS = {  # words that stand alone
@@ -90,6 +99,8 @@ WORDS = {  # what is typed, or what is typed with a certain value: what to type 
     **dict.fromkeys(("log_wandb", "wandb"), "logger=[default,wandb]"),
     **dict.fromkeys(("hpo", "hparams_search"), "-m KEY=VALUE,VALUE … (a grid), or hydra/sweeper=optuna ({plugin})"),
     **{name: f"trainer.{name}={{}}" for name in OF_TRAINER},
+    **{name: f"+trainer.{name}={{}}" for name in ADDED_TO_TRAINER},
+    **{f"trainer.{name}": f"+trainer.{name}={{}}" for name in ADDED_TO_TRAINER},
     "model.name": "model=timm model.name={}",
     "optimizer.name": "optimizer=timm optimizer.name={}",
     "layer_decay": "optimizer=timm optimizer.layer_decay={}",
@@ -114,7 +125,6 @@ WORDS = {  # what is typed, or what is typed with a certain value: what to type 
     "log_interval": "trainer.log_every_n_steps={}",
     "datamodule": "data={}",
     "dataset": "data={}",
-    "profiler": "+trainer.profiler={}",
     "effective_batch_size": "accumulate.effective_batch_size={}",
     "memory_budget": "accumulate.memory_budget={}",
     "resume=true": "ckpt_path=last",
