@@ -13,7 +13,7 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_ga.app.other_tools import PLUGINS, WORDS, config_folder, in_our_words
+from lightning_ga.app.other_tools import OWN_KEYS, PLUGINS, WORDS, config_folder, in_our_words
 from lightning_ga.errors import UserError
 
 LONGEST = 600  # signs of a library's message: names of weights may be many
@@ -200,6 +200,8 @@ def of_key(key: str, value: str, said: Any, groups: Mapping[str, Sequence[str]])
     parent, _, name = missing.rpartition(".")
     if parent in ("callbacks", "logger") and name in groups.get(parent, ()):
         return f"There is no {missing}: choose it by {parent}=[default,{name}]."
+    if key in OWN_KEYS or key in groups:
+        return f"Your train.yaml does not have {key}, which is read here: write +{key}={value}."
     target = str(section.get("_target_", "")) if known else ""
     is_own = ("." in parent and bool(known)) or (
         bool(target) and target.partition(".")[0] not in ("lightning", "lightning_ga")

@@ -66,7 +66,8 @@ def read_settings(cfg: DictConfig) -> Settings:
     if {"callbacks", "logger"} & {*(cfg.get("trainer") or ())}:
         raise UserError("trainer.callbacks and trainer.logger are read by nothing: set callbacks.NAME._target_=…")
     if cfg.get("train") is False:  # of lightning-hydra-template
-        raise UserError("train=false is read by nothing here: write task=test ckpt_path=best.")
+        added = "" if "task" in cfg else "+"
+        raise UserError(f"train=false is read by nothing here: write {added}task=test ckpt_path=best.")
     for name in ("model", "data", "trainer"):
         if "_target_" not in [*(cfg.get(name) or ())]:
             raise UserError(f"{name}._target_ is missing: choose {name}=OPTION.")
