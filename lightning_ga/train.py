@@ -116,9 +116,10 @@ def refuse(_: argparse.ArgumentParser, message: str) -> NoReturn:
 
 def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     """Do what a configuration says; return the optimized metric, for sweepers."""
-    own, settings = HydraConfig.get(), read_settings(cfg)
+    own, unread = HydraConfig.get(), check_typed(cfg, arguments, options())
+    settings = read_settings(cfg)
     unread_groups(cfg, arguments)
-    for sentence in check_typed(cfg, arguments, options()):
+    for sentence in unread:
         warn(sentence)
     is_sweep = own.mode == RunMode.MULTIRUN
     result = done_before(Path(own.runtime.output_dir), shown(cfg)) if is_sweep else None

@@ -51,7 +51,8 @@ def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -
             hint = f"; did you mean {nearest[0]}? It" if nearest else ": it"
             title = f"{key}.{name}={written(content[name])}"
             text = f"{title}: {target.__name__} got an unexpected keyword argument {name!r}"
-            raise UserError(f"{text}{hint} takes {', '.join(known)}.")
+            listed = [one for one, (annotation, _) in known.items() if annotation is not type(None)]  # some are removed
+            raise UserError(f"{text}{hint} takes {', '.join(listed)}.")
         hint, default = known.get(name, (Any, None))
         if (failed or is_typed(keys[name])) and not (fits(value, hint) or type(value) is type(default)):
             raise UserError(f"{title} does not fit: {target.__name__} takes {described(hint)} as {name}.")

@@ -23,6 +23,7 @@ ARGUMENTS = (  # of AutoAccumulate, as its messages name them
 )
 REMEDIES = {  # what libraries say without a way out
     r"No supported \w+ backend found": "use trainer.accelerator=auto, which takes what there is, or trainer=cpu.",
+    r"does not support sparse gradients": "use optimizer=adagrad, or model.sparse=false.",
     r"machine only has": "use trainer.devices=1, or trainer.devices=auto for all there are.",
 }
 
@@ -141,9 +142,9 @@ def of_line(
 def of_value(word: str, text: str) -> str:
     """A value that Hydra cannot read: it is taken for a function, a bracket or quote is open, or it needs quotes."""
     key, _, value = word.partition("=")
-    if ".." in key or key.endswith(".") or value.startswith("="):
-        plain = re.sub(r"\.+", ".", key).strip(".")
-        return f"{word} cannot be read: write {plain}={value.lstrip('=')}."
+    plain = f"{re.sub(r'[.]+', '.', key).strip('.')}={value.strip('=,')}"
+    if ".." in key or key.endswith(".") or value.startswith("=") or re.fullmatch(r"[\w.-]+,", value):
+        return f"{word} cannot be read: write {plain}."
     function = re.search(r"Unknown function '(\w+)'", text)
     if function:
         return f"{word} cannot be read: a function is written as '{key}={{_target_:{function[1]},ARGUMENT:VALUE}}'."
@@ -203,13 +204,12 @@ def of_key(key: str, value: str, said: Any, groups: Mapping[str, Sequence[str]])
     if key in OWN_KEYS or key in groups:
         return f"Your train.yaml does not have {key}, which is read here: write +{key}={value}."
     target = str(section.get("_target_", "")) if known else ""
-    is_own = ("." in parent and bool(known)) or (
-        bool(target) and target.partition(".")[0] not in ("lightning", "lightning_ga")
-    )
-    ours = in_our_words(key, value, groups) if not is_own or key in WORDS else None
+    is_own = bool(target) and target.partition(".")[0] not in ("lightning", "lightning_ga", "torch")
+    is_inner = "." in parent and bool(known)  # of an optimizer of one's own, or of a callback
+    ours = None if is_own or (is_inner and key not in WORDS) else in_our_words(key, value, groups)
     ours = None if ours is not None and re.match(rf"\w+\.{key}=[^ ]*$", ours) else ours  # max_epochs of trainer
     nearest = nearest_key(key, missing, section if known else dict.fromkeys(groups))
-    if ours is None and nearest is None and not is_own and name != "name":
+    if ours is None and nearest is None and not is_own and not is_inner and name != "name":
         ours = in_our_words(key.rpartition(".")[2], value, groups)
     if ours is not None and ours != f"{key}={value}":
         return f"There is no key {key}: write {ours}."
@@ -242,6 +242,7 @@ def on_the_line(text: str) -> str:
     text = re.sub(r"(?<![\w.])whole=\((.*?),?\)", r"whole=[\1]", text)
     text = text.replace("give the right key=…", "name it, as in 'accumulate.normalize={_target_:TargetTokens,key:1}'")
     text = re.sub(r"lightning_ga\.weights\.(\w+)\(\)", r"\1", text)
+    text = re.sub(r"(?<![\w.])accumulate=(?=[\d{])", "accumulate.accumulate=", text)
     return re.sub(rf"(?<![\w.])({'|'.join(ARGUMENTS)})(?==)", r"accumulate.\1", text)
 
 

@@ -28,8 +28,10 @@ RANGES: dict[str, tuple[float, float, str]] = {  # of typed numbers, by the last
     **dict.fromkeys(("batch_size", "eval_batch_size", "image_size", "channels", "in_channels", "num_classes"), COUNT),
     **dict.fromkeys(("samples", "max_length", "context", "width", "depth", "heads", "vocabulary", "rows"), COUNT),
     **dict.fromkeys(("log_every_n_steps", "check_val_every_n_epoch", "num_nodes", "step_size", "T_max"), COUNT),
-    **dict.fromkeys(("val_fraction", "test_fraction", "label_smoothing", "pct_start", "decay", "noise"), SHARE),
-    **dict.fromkeys(("lr", "weight_decay", "momentum", "mixup", "cutmix", "num_workers", "patience", "max_lr"), AMOUNT),
+    **dict.fromkeys(
+        ("val_fraction", "test_fraction", "label_smoothing", "momentum", "pct_start", "decay", "noise"), SHARE
+    ),
+    **dict.fromkeys(("lr", "weight_decay", "mixup", "cutmix", "num_workers", "patience", "max_lr"), AMOUNT),
     **dict.fromkeys(("gradient_clip_val", "warmup_epochs", "limit_train_batches", "limit_val_batches"), AMOUNT),
     "warmup": (0, 1, "a share of the steps from 0 to 1; lr_scheduler.warmup_epochs=… counts epochs"),
     "final": (0, 1, "a share of optimizer.lr from 0 to 1"),
@@ -97,6 +99,8 @@ def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[s
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
         first, name = re.split(r"[./@]", key)[0], key.rpartition(".")[2]
+        if value == "None" and not word.startswith("-"):
+            raise UserError(f"{word} is the text None: write {key}=null for no value.")
         low, high, rule = RANGES.get(name, (-math.inf, math.inf, ""))
         is_number = first in (*SECTIONS, "seed") and re.fullmatch(NUMBER, value) is not None
         if is_number and not low <= float(value) <= high and (value != "-1" or "-1" not in rule):
@@ -105,6 +109,10 @@ def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[s
         if first in known or word.startswith(("-", "~")) or re.search(rf"[{{:]{re.escape(first)}\b", others):
             continue
         ours, nearest = in_our_words(key, value, groups), get_close_matches(first, known, n=1, cutoff=0.75)
+        if (
+            ours is not None and ours.partition("=")[0] in {*OWN_KEYS} - texts.keys()
+        ):  # not in a train.yaml of one's own
+            ours = f"+{ours}"
         if ours is not None or nearest:
             raise UserError(
                 f"{word} is read by nothing: write {ours or key.replace(first, nearest[0], 1) + '=' + value}."

@@ -67,6 +67,8 @@ COMPOSED = [  # what the configuration alone tells
     (["data.batch_size=0", "hydra.run.dir=x"], ["data.batch_size=0 must be at least 1"]),
     (["trainer.max_epochs=0", "hydra.run.dir=x"], ["must be at least 1, or -1 for no end"]),
     (["lr_scheduler.warmup=5", "hydra.run.dir=x"], ["lr_scheduler.warmup_epochs=…"]),
+    (["seed=None", "hydra.run.dir=x"], ["write seed=null"]),
+    (["optimizer.lr=1e-3,"], ["write optimizer.lr=1e-3."]),
     (["seed=-1", "hydra.run.dir=x"], ["from 0 to 4294967295"]),
 ]
 BUILT = [  # what the classes say
@@ -96,6 +98,7 @@ BUILT = [  # what the classes say
     (["model=mlp", "lr_scheduler.warmup_epochs=9"], ["warmup_epochs=9", "trainer.max_epochs=4"]),
     (["model=mlp", "accumulate.normalize=TargetToken"], ["accumulate.normalize=TargetToken", "TargetTokens"]),
     (["model=mlp", "accumulate.normalize=TargetTokens"], ["'accumulate.normalize={_target_:TargetTokens,key:1}'"]),
+    (["model=gpt", "data=definitions", "model.heads=3"], ["model.heads=3 does not divide model.width=128"]),
     (["model=mlp", "accumulate.whole=[encoder]"], ["accumulate.whole= names 'encoder'"]),
     (["model=mlp", "accumulate.memory_budget=1KiB"], ["accumulate.memory_budget='1KiB'", "activation checkpointing"]),
     (["model=mlp", "optimized_metric=val/accuracy"], ["write optimized_metric=val/acc,"]),

@@ -251,6 +251,51 @@ def test_own_keys_are_the_users_business_and_reach_the_loggers(typed):
     assert str(Path.home()) not in kept
 
 
+MISTAKES = [
+    (["model.scheduler={_target_:torch.optim.lr_scheduler.CosineAnnealingLR,T_max:9}"],
+     "model.scheduler has no T_max, but"),
+    (["model.optimizer.lrr=1"], "did you mean model.optimizer.lr?"),
+    (["optimizer.lr=0.1"], "optimizer.lr=0.1 is read by nothing"),
+    (["model.lr=0.1"], "If Regression takes lr, write +model.lr=0.1."),
+    (["+model.hiden=3"], "did you mean hidden?"),
+    (["model.hidden=big"], "Regression takes a whole number as hidden."),
+    (["model.optimizer.lr=fast"], "AdamW takes a number as lr."),
+    (["model._target_=my_package.module.Regresion"], "did you mean my_package.module.Regression?"),
+    (["~model.features"], "model.features is missing, which Regression needs: add +model.features=VALUE."),
+    (["model.optimizer._partial_=false"], "add +model.optimizer._partial_=true"),
+    (["~model.scheduler", "+model.scheduler={_target_:torch.optim.lr_scheduler.CosineAnnealingLR,_partial_:true}"],
+     "CosineAnnealingLR needs 'T_max', which its section does not give: add +model.scheduler.NAME=VALUE."),
+    (["optimized_metric=val/acc"], "which logs val/mse, val/r2: write optimized_metric=val/"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "answer"), MISTAKES, ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_a_mistake_about_ones_own_class_is_answered(typed, words, answer):
+    """By the key that was typed, and what the class takes; nothing is trained."""
+    run = typed(*OWN, *QUICK, *words)
+    assert answer in run.mistake
+    assert "Epoch" not in run.out
+
+
+def test_a_mapping_is_replaced_as_the_sentence_says(typed):
+    """Both words on one line: the file's own keys are gone."""
+    said = typed(*OWN, *QUICK, "model.optimizer={_target_:torch.optim.SGD,_partial_:true,momentum:0.5,lr:0.1}").mistake
+    words = said.partition("write ")[2].rstrip(".").replace("'", "").split()
+    assert result(typed(*OWN, *QUICK, *words))["val/mse"] > 0
+
+
+def test_keys_that_a_train_yaml_of_ones_own_lacks_are_added(typed):
+    """As lightning-hydra-template's lacks those of this package; its own ``train`` is refused."""
+    own_file(
+        "train.yaml",
+        "defaults: [_self_, model: regression, data: diabetes, trainer: cpu, accumulate: auto]\ntrain: true\n",
+    )
+    own_file("trainer/cpu.yaml", "_target_: lightning.pytorch.Trainer\naccelerator: cpu\n")
+    line = ("--config-dir", "conf")
+    assert "write +optimized_metric=val/mse." in typed(*line, "optimized_metric=val/mse").mistake
+    assert "write +task=test ckpt_path=best." in typed(*line, "train=false").mistake
+
+
 @pytest.mark.slow
 def test_the_readme_of_the_example_runs(typed):
     lines = [line for line in Path("README.md").read_text().splitlines() if line.startswith("lightning-ga ")]
