@@ -97,26 +97,20 @@ def arguments_of(target: Any) -> tuple[dict[str, tuple[Any, Any]], bool]:
     ``**arguments`` of a class are looked for in its bases, which usually get them.
     """
     known: dict[str, tuple[Any, Any]] = {}
-    constructors = (
-        [vars(one)["__init__"] for one in inspect.getmro(target) if "__init__" in vars(one)]
-        if inspect.isclass(target)
-        else [target]
-    )
+    constructors = [target]
+    if inspect.isclass(target):
+        constructors = [vars(one)["__init__"] for one in inspect.getmro(target) if "__init__" in vars(one)]
     for place, function in enumerate(constructors):
         try:
             parameters = [*inspect.signature(function).parameters.values()][inspect.isclass(target) :]
             hints = get_type_hints(function)
         except Exception:  # it is not in Python, or an annotation names what is not there
             return known, False
-        takes_others = False
-        for one in parameters:
-            if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-                takes_others = takes_others or one.kind is one.VAR_KEYWORD
-            else:
-                is_handed_on = place and one.default is one.empty  # as the class itself gives it
-                if not is_handed_on:
-                    known.setdefault(one.name, (hints.get(one.name, Any), one.default))
-        if not takes_others:
+        named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        for one in named:
+            if not place or one.default is not one.empty:  # the class itself gives its base the others
+                known.setdefault(one.name, (hints.get(one.name, Any), one.default))
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             return known, not place
     return known, False
 
@@ -130,14 +124,9 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, one) for one in inner)
     if origin is Literal:
         return value in inner
-    if origin is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if origin is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if origin is bool:
-        return value in (False, True)
-    if origin in (str, type(None)):
-        return isinstance(value, origin)
+    if origin in PLAIN:  # 1 is true, but true is no number
+        accepted = {bool: bool | int, float: float | int}.get(origin, origin)
+        return isinstance(value, accepted) and (origin is bool or not isinstance(value, bool))
     if origin is Callable or (inspect.isclass(origin) and issubclass(origin, torch.Tensor | torch.nn.Module)):
         return False
     if inspect.isclass(origin) and issubclass(origin, Mapping):
