@@ -15,11 +15,14 @@ from hydra.core.hydra_config import HydraConfig
 from lightning_ga.app.errors import one_line
 from lightning_ga.errors import UserError
 
+LIBRARIES = ("lightning", "pytorch_lightning", "torch", "lightning_ga")  # their annotations are true
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
 
 
 def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -> None:
-    """Refuse arguments that no class can be called with, and typed values that contradict its annotations.
+    """Refuse arguments that no class can be called with, and values that contradict annotations.
+
+    Those of libraries always count, those of other classes for what is typed.
 
     Args:
         key: The key of the node.
@@ -54,7 +57,8 @@ def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -
             listed = [one for one, (annotation, _) in known.items() if annotation is not type(None)]  # some are removed
             raise UserError(f"{text}{hint} takes {', '.join(listed)}.")
         hint, default = known.get(name, (Any, None))
-        if (failed or is_typed(keys[name])) and not (fits(value, hint) or type(value) is type(default)):
+        is_library = value is not None and target.__module__.partition(".")[0] in LIBRARIES
+        if (failed or is_library or is_typed(keys[name])) and not (fits(value, hint) or type(value) is type(default)):
             raise UserError(f"{title} does not fit: {target.__name__} takes {described(hint)} as {name}.")
     if failed and not content.get("_partial_"):
         lacking = [

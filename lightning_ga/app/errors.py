@@ -126,9 +126,11 @@ def of_line(
             option = OmegaConf.from_dotlist([f"value={value}"])["value"]
             if group in groups and not isinstance(option, str | ListConfig):
                 return f"{word} names no option. There are: {', '.join(groups[group])}."
-    repeated = re.match(r"Multiple values for (\w+)\.", text)  # +experiment=mine
+    repeated = re.match(r"Multiple values for (\w+)\.|(\w+) appears more than once", text)  # +experiment=mine
     if repeated:
-        return f"{repeated[1]} is among the defaults already: write {repeated[1]}=OPTION, without a +."
+        group = repeated[1] or repeated[2]
+        remedy = f"write {group}=OPTION, without a +, or in a file override /{group}."
+        return f"{group} is among the defaults already: {remedy}"
     if isinstance(said, InterpolationKeyError) and said.full_key:
         return of_reference(str(said.full_key), str(said), groups)
     unknown = re.match(r"Could not override '([^']+)'", text)

@@ -96,6 +96,13 @@ def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[s
     """Refuse numbers out of their range and mistyped sections; return warnings of other keys that nothing reads."""
     texts = {str(key): str(value) for key, value in OmegaConf.to_container(cfg).items()}  # type: ignore[union-attr]
     known, unread = (*SECTIONS, *OWN_KEYS, *groups, "hydra"), []
+    for group in ("experiment", "debug"):
+        if OmegaConf.is_dict(cfg.get(group)):
+            raise UserError(f"The keys of {group}=… are below {group}: begin its file with # @package _global_.")
+    for key in texts.keys() - {*known}:
+        nearest = get_close_matches(key, known, n=1, cutoff=0.85)
+        if nearest and not any(f"{{{key}." in text or f"{{{key}}}" in text for text in texts.values()):
+            unread.append(f"{key} in a configuration file is read by nothing: did you mean {nearest[0]}?")
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
         first, name = re.split(r"[./@]", key)[0], key.rpartition(".")[2]

@@ -284,6 +284,27 @@ def test_a_mapping_is_replaced_as_the_sentence_says(typed):
     assert result(typed(*OWN, *QUICK, *words))["val/mse"] > 0
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("trainer: {max_epochs: 1}", "begin its file with # @package _global_."),
+        ("# @package _global_\ntrainer: {max_epochs: three}", "Trainer takes a whole number or null as max_epochs."),
+        ("# @package _global_\ntrainer: {max_epoch: 3}", "did you mean max_epochs?"),
+        ("# @package _global_\ndefaults: [/model: regression]", "or in a file override /model."),
+    ],
+)
+def test_a_mistake_in_a_file_is_answered(typed, text, answer):
+    own_file("experiment/mine.yaml", f"{text}\n")
+    assert answer in typed(*OWN, *QUICK[:2], "experiment=mine").mistake
+
+
+def test_a_section_of_a_file_that_is_mistyped_is_told(typed):
+    """It may be a key of one's own, so the run continues."""
+    own_file("experiment/mine.yaml", "# @package _global_\ntrainre: {max_epochs: 1}\n")
+    run = typed(*OWN, *QUICK, "experiment=mine", "dry_run=true")
+    assert "trainre in a configuration file is read by nothing: did you mean trainer?" in run.err
+
+
 def test_keys_that_a_train_yaml_of_ones_own_lacks_are_added(typed):
     """As lightning-hydra-template's lacks those of this package; its own ``train`` is refused."""
     own_file(
