@@ -11,8 +11,11 @@ from textwrap import wrap
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from lightning_ga.app.errors import on_the_line
+from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.terminal import columns, log
 from lightning_ga.compat import patching  # noqa: F401  # imports both namespaces, which sets their loggers' levels
+from lightning_ga.plan.schedule import PiecewiseSchedule
 
 INFORMATION = ("lightning", "pytorch_lightning", "lightning_utilities")  # loggers
 NOISE = (  # warnings about choices that this application makes on purpose
@@ -30,8 +33,8 @@ NOISE = (  # warnings about choices that this application makes on purpose
 class EpochLine(Callback):
     """Prints one line for every epoch, with its validation, and does not break a progress bar."""
 
-    def __init__(self) -> None:
-        self._validated, self._started = False, 0.0
+    def __init__(self, schedule: PiecewiseSchedule | None = None) -> None:
+        self._validated, self._started, self._schedule = False, 0.0, schedule
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the time."""
@@ -51,6 +54,7 @@ class EpochLine(Callback):
         metrics = {name: float(found[name]) for name in found if self._validated or not name.startswith("val")}
         seconds = time.perf_counter() - self._started
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
+        line += batch_of(trainer, self._schedule)
         with Tqdm.external_write_mode(file=sys.stdout):
             log.info("\n".join(wrap(line, columns(), subsequent_indent="  ")))
 
@@ -67,13 +71,23 @@ def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], sec
     return f"Epoch {epoch}{of}: {'; '.join([*parts, f'{seconds:.1f} s'])}"
 
 
+def batch_of(trainer: Trainer, schedule: PiecewiseSchedule | None) -> str:
+    """The batch of the epoch's last optimizer step, if a schedule changes it."""
+    plan = getattr(find_accumulate(trainer), "plan", None)
+    if schedule is None or plan is None or len(schedule.counts) < 2 or schedule.unit == "samples":
+        return ""
+    by_step = schedule.at(trainer.global_step - 1, 0) if schedule.by_window else None
+    is_factor = schedule.name.startswith("accumulate")
+    return f"; batch {plan.effective_batch_size if by_step is None or is_factor else by_step:,}"
+
+
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Keep Lightning's information and the warnings in ``NOISE`` off the screen, and others to their sentence."""
     levels = {name: logging.getLogger(name).level for name in INFORMATION}
     for name in INFORMATION:
         logging.getLogger(name).setLevel(logging.WARNING)
-    form, warnings.formatwarning = warnings.formatwarning, lambda message, *_: f"Warning: {message}"
+    form, warnings.formatwarning = warnings.formatwarning, lambda message, *_: f"Warning: {on_the_line(str(message))}"
     logging.captureWarnings(True)
     try:
         with warnings.catch_warnings():

@@ -20,6 +20,7 @@ from sklearn.metrics import classification_report
 from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build
 from lightning_ga.app.errors import one_line
+from lightning_ga.app.folders import roots_of_runs
 from lightning_ga.app.page import write_page
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import loss_figure
@@ -63,8 +64,7 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
         if is_fit or model.get("pretrained"):
             return None
         raise UserError(f"task={run.settings.task.name} needs trained weights: give ckpt_path=best, last or a path.")
-    paths: Any = run.config.get("paths") or {}
-    roots = [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
+    roots = roots_of_runs(run.config)
     weights, kind = run.model.state_dict(), "last" if is_fit else "best"
     path = checkpoints.find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder)
     content = checkpoints.read_safely(path)  # Lightning 2.5 would load anything: it gets nothing but plain values
@@ -72,6 +72,9 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
         raise UserError(f"{str(path)!r} is no checkpoint of a run: give a run's own.")
     epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
     log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
+    most = run.trainer.max_epochs
+    if is_fit and most is not None and 0 < most <= epoch:
+        warn(f"The checkpoint has trained trainer.max_epochs={most} epochs: to go on, set a larger number.")
     return path
 
 
@@ -155,7 +158,8 @@ def outcome(run: Fit) -> str:
     if path is None:
         return f"{steps}, and no checkpoint had been saved yet. Start again: {line}"
     line = f"{line} ckpt_path={shlex.quote(str(path))}"
-    return f"{steps}; the state after the {path.stem} epoch is in {path}. Resume with: {line}"
+    saved = checkpoints.read_safely(path)["global_step"]
+    return f"{steps}; the state after step {saved:,} is in {path}. Resume with: {line}"
 
 
 def summarize(run: Fit, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:

@@ -1,6 +1,8 @@
 """Any model of the timm library as a classifier."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -65,10 +67,23 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
     if not pretrained:
         return timm.create_model(name, **arguments)
     try:
-        return timm.create_model(name, pretrained=True, **arguments)
+        with quiet_hub():
+            return timm.create_model(name, pretrained=True, **arguments)
     except OSError as error:  # every error of huggingface_hub is one
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): "
-            "check the network, or use model.pretrained=false."
+            f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): check "
+            "the network, or use model.pretrained=false, or a copy: +model.options.pretrained_cfg_overlay.file=PATH."
         ) from error
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """A context in which the hub's client does not print each of its retries: the error at the end says it all."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
