@@ -14,6 +14,7 @@ from lightning_ga.errors import UserError, printable
 
 Curve = list[tuple[int, float]]
 CONFIG, RESULT, PLAN, SCORES = "config.yaml", "result.json", "plan.json", "classification_report.json"
+WEIGHTS, LOADING = "weights.pt", "load_weights.py"  # of task=export
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a run does: fit, validate, test, predict, and the files that each of these writes."""
+"""What a run does: fit, validate, test, predict, export, and the files that each of these writes."""
 
 import math
 import shlex
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from sklearn.metrics import classification_report
 from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build
 from lightning_ga.app.errors import one_line
+from lightning_ga.app.export import save_weights
 from lightning_ga.app.page import write_page
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import loss_figure
@@ -131,8 +133,17 @@ def predict(run: Fit, checkpoint: Path | None) -> Metrics:
     return {}
 
 
+def export(run: Fit, checkpoint: Path | None) -> Metrics:
+    """Write the weights without optimizer and Trainer, and show the lines that load them."""
+    if run.trainer.is_global_zero:
+        made = {"state_dict": run.model.state_dict(), "hyper_parameters": dict(run.model.hparams)}
+        content = made if checkpoint is None else checkpoints.read_safely(checkpoint)
+        log.info(f"Load them with:\n{indent(save_weights(run.folder, run.model, content), '  ').rstrip()}")
+    return {}
+
+
 TASKS: Mapping[Task, Callable[[Fit, Path | None], Metrics]]
-TASKS = {Task.fit: fit, Task.validate: validate, Task.test: test, Task.predict: predict}
+TASKS = {Task.fit: fit, Task.validate: validate, Task.test: test, Task.predict: predict, Task.export: export}
 
 
 def measured(run: Fit) -> Metrics:

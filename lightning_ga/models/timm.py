@@ -59,9 +59,7 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
     if not timm.is_model(base) or (tag and name not in known):
         nearest = ", ".join(get_close_matches(name, known, n=3, cutoff=0.4))
         raise UserError(f"timm has no model {name!r}; the nearest names: {nearest or 'see timm.list_models()'}.")
-    config = timm.get_pretrained_cfg(name, allow_unregistered=True)
-    if config is not None and config.fixed_input_size:
-        arguments.setdefault("img_size", image_size)
+    arguments = timm_arguments(name, image_size, arguments)
     if not pretrained:
         return timm.create_model(name, **arguments)
     try:
@@ -72,3 +70,10 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
             f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): "
             "check the network, or use model.pretrained=false."
         ) from error
+
+
+def timm_arguments(name: str, image_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``timm.create_model``, with ``img_size`` if the model has a fixed input size."""
+    config = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    is_fixed = config is not None and config.fixed_input_size
+    return {"img_size": image_size, **arguments} if is_fixed else dict(arguments)

@@ -2,7 +2,7 @@ import re
 
 import pytest
 from command_lines import TINY
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_ga.app import progress
 from lightning_ga.app.terminal import number
