@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_ga.app.checkpoints import AtomicCheckpointIO
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
+from lightning_ga.app.pictures import Pictures
 from lightning_ga.app.plan_report import PlanReport
 from lightning_ga.app.progress import EpochLine
 from lightning_ga.app.settings import Progress, Settings
@@ -69,9 +70,10 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
     others: list[Callback] = [] if dry_run else make_all(cfg, "callbacks")
     loggers: list[Logger] = [] if dry_run else make_all(cfg, "logger")
     lines = [] if dry_run or progress is Progress.none else [EpochLine()]
+    pictures = [] if dry_run else [Pictures(folder)]
     wants_bar = progress is Progress.bar or (progress is Progress.auto and sys.stdout.isatty())
     made = {
-        "callbacks": [*accumulate, PlanReport(folder, dry_run=dry_run), metric, *others, *lines],
+        "callbacks": [*accumulate, PlanReport(folder, dry_run=dry_run), metric, *pictures, *others, *lines],
         "logger": loggers or False,
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in others),
         "enable_progress_bar": not dry_run and (wants_bar or any(isinstance(one, ProgressBar) for one in others)),

@@ -1,40 +1,98 @@
-"""The pictures that a run leaves: its loss, and what the probe found."""
+"""The pictures that a run leaves: its curves, its confusion matrix, and what the probe found; those of a sweep."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
 from io import StringIO
+from textwrap import shorten
+from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from sklearn.metrics import ConfusionMatrixDisplay
 
 from lightning_ga.app.run_files import Curve
+from lightning_ga.app.terminal import number
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or repeat what is seen
+STAGES = (  # beginning of a metric's name, in words, and how its curve is drawn
+    ("train", "training, ", "-", "o"),
+    ("val", "validation, ", "--", "s"),
+    ("test", "test, ", ":", "*"),
+    ("", "", "-.", "d"),
+)
+NAME = re.compile(
+    r"^(?:train|training|val|valid|validation|test)[/_.-](?=.)|_(?:step|epoch)(?=$|/dataloader_idx)|/dataloader_idx_\d+$"
+)
+MOST_MARKS = 40  # points of a curve that are marked
+MOST_CLASSES = 20  # of a confusion matrix with numbers
+RING: Mapping[str, Any] = {"s": 170, "facecolors": "none", "edgecolors": "black", "linewidths": 1.5, "zorder": 4}
 WIDE = 2.5  # times the highest value: a budget above is a text, not a line
 
 
-def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
-    """Training and validation losses by optimizer step, else first metrics; ``None`` if no run has any."""
+def measure_of(name: str) -> str:
+    """What a logged value measures, without its stage: ``loss`` of ``train/loss_step``, ``val_loss`` and ``loss``."""
+    return NAME.sub("", name) or name
+
+
+def curves_figure(runs: Mapping[str, Mapping[str, Curve]], measure: str, optimized: str = "", sign: int = 0) -> Figure:
+    """One measure by optimizer step: every stage that logs it, of each run; the best value of the optimized is ringed.
+
+    Args:
+        runs: Curves by name, of each run.
+        measure: What :func:`measure_of` says of the curves to draw.
+        optimized: Name of the optimized metric.
+        sign: 1 if larger is better, -1 if smaller, 0 if that is not known.
+    """
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes, names = figure.subplots(), dict[str, None]()
-    for number, (run, curves) in enumerate(runs.items()):
-        of_run = f"run {run}, " if len(runs) > 1 else ""
-        for stage, word, style in (("train", "training", "-"), ("val", "validation", "o--")):
-            of_stage = [name for name in curves if name.startswith(stage)]
-            for name in sorted(of_stage, key=lambda name: (not name.endswith("/loss"), "loss" not in name))[:1]:
-                label, style = f"{of_run}{word}, {name}", style if len(curves[name]) > 1 else "o"
-                axes.plot(*zip(*curves[name]), style, markersize=4, color=f"C{number % 10}", label=label)
-                names |= {name.rpartition("/")[2]: None}
-    if not axes.lines:
-        return None
-    axes.set(xlabel="optimizer step", ylabel=" and ".join(names), title="Training and validation")
+    axes = figure.subplots()
+    for number_of_run, (run, curves) in enumerate(runs.items()):
+        for name in (name for name in curves if measure_of(name) == measure):
+            stage = next(index for index, (beginning, *_) in enumerate(STAGES) if name.startswith(beginning))
+            _, word, line, marker = STAGES[stage]
+            color = f"C{(number_of_run if len(runs) > 1 else stage) % 10}"
+            points = len(curves[name])
+            axes.plot(
+                *zip(*curves[name]),
+                linestyle=line if points > 1 else "",
+                marker=marker if points <= MOST_MARKS else "",
+                markersize=5,
+                color=color,
+                label=f"{f'run {run}, ' if len(runs) > 1 else ''}{word}{name}",
+            )
+            if name == optimized and sign:
+                step, value = max(curves[name], key=lambda point: sign * point[1])
+                best = f"best: {number(value)} at step {step:,}"
+                axes.scatter([step], [value], label=best if len(runs) == 1 else None, **RING)
+    axes.set(xlabel="optimizer step", ylabel=measure)
     tidy(axes)
     for text in axes.legend(frameon=False).get_texts():
-        text.set_parse_math(False)  # a run's name may contain a $
+        text.set_parse_math(False)  # a name may contain a $
+    axes.yaxis.label.set_parse_math(False)
+    return figure
+
+
+def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
+    """Test samples by class and prediction, with their numbers if the classes are few."""
+    few = len(counts) <= MOST_CLASSES
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes = figure.subplots()
+    labels = [shorten(name, 18, placeholder="…") for name in names] if len(names) == len(counts) else None
+    picture = ConfusionMatrixDisplay(np.asarray(counts), display_labels=labels)
+    picture.plot(ax=axes, cmap="Blues", colorbar=not few, include_values=few, values_format="d", xticks_rotation=90)
+    if not few:
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(10, integer=True))
+            axis.set_major_formatter("{x:.0f}")
+    axes.set(xlabel="predicted class", ylabel="class")
+    for text in [*axes.get_xticklabels(), *axes.get_yticklabels()]:
+        text.set_parse_math(False)
     return figure
 
 
@@ -59,7 +117,7 @@ def probe_figure(probe: ProbeResult) -> Figure:
     axes.text(0.01, height, budget, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
     label = f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}"
     place = [probe.limit], [probe.peak_bytes / scale]
-    axes.scatter(*place, s=170, facecolors="none", edgecolors="black", linewidths=1.5, zorder=4, label=label)
+    axes.scatter(*place, label=label, **RING)
     axes.legend(frameon=False, loc="lower right")
     axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", xlim=(0, None), ylim=(0, 1.15 * top / scale))
     axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")
@@ -82,4 +140,4 @@ def as_svg(figure: Figure, title: str) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(SVG_METADATA))
     svg = file.getvalue()
-    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)

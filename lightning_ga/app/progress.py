@@ -11,9 +11,9 @@ from datetime import timedelta
 from textwrap import wrap
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_ga import optimizer_steps
 from lightning_ga.app.plan_report import find_accumulate

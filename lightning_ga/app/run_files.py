@@ -14,6 +14,7 @@ from lightning_ga.errors import UserError, printable
 
 Curve = list[tuple[int, float]]
 CONFIG, RESULT, PLAN, SCORES = "config.yaml", "result.json", "plan.json", "classification_report.json"
+CONFUSION, PICTURES = "confusion_matrix.json", "pictures.json"
 WEIGHTS, LOADING = "weights.pt", "load_weights.py"  # of task=export
 
 
@@ -26,6 +27,9 @@ class RunFiles:
     result: Mapping[str, Any]
     plan: Mapping[str, Any]
     scores: Mapping[str, Any]
+    confusion: Mapping[str, Any]  # names of ``classes``, and ``counts`` by class and prediction
+    pictures: Mapping[str, Any]  # by chapter: ``[PNG in base64, text]`` of each
+    loading: str  # code that loads exported weights
     curves: Mapping[str, Curve]
 
     @property
@@ -38,8 +42,17 @@ def read_run(folder: Path) -> RunFiles:
     """Read a run's folder, as far as it can be read: its run may have been killed at any time."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{str(folder)!r} contains no config.yaml of a run: give a folder such as outputs/DATE/TIME.")
-    result, plan, scores = (read_json(folder / name) for name in (RESULT, PLAN, SCORES))
-    return RunFiles(folder, read_config(folder), result, plan, scores, read_curves(folder / "csv"))
+    return RunFiles(
+        folder,
+        config=read_config(folder),
+        result=read_json(folder / RESULT),
+        plan=read_json(folder / PLAN),
+        scores=read_json(folder / SCORES),
+        confusion=read_json(folder / CONFUSION),
+        pictures=read_json(folder / PICTURES),
+        loading=text_of(folder / LOADING),
+        curves=read_curves(folder / "csv"),
+    )
 
 
 def text_of(path: Path) -> str:
