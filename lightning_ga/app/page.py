@@ -1,16 +1,19 @@
-"""One page for a run, or for several side by side: a single file made of ``templates``, without scripts or network."""
+"""One page for a run, a sweep, or several runs: a single file made of ``templates``, without scripts or network."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from omegaconf import OmegaConf
 
-from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure
-from lightning_ga.app.run_files import CONFIG, RunFiles, read_run, write_text
+from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure, sweep_figure
+from lightning_ga.app.run_files import CONFIG, Job, RunFiles, read_run, read_sweep, write_text
 from lightning_ga.app.settings import walk
 from lightning_ga.app.terminal import number
+from lightning_ga.errors import printable
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.exactness import warning as exactness_warning
 from lightning_ga.plan.records import probe_or_none
@@ -20,11 +23,17 @@ PAGE = "report.html"
 FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # keys: every run has its own
 TEMPLATES = Environment(loader=PackageLoader("lightning_ga.app"), autoescape=True, trim_blocks=True)
 BETTER, SIGNS = {"max": "larger is better", "min": "smaller is better"}, {"max": 1, "min": -1}
+MOST_COMPARED = 3  # runs in the command that compares the best of a sweep
 STAGES = ("test/", "val/", "")  # beginnings of metrics, in the order in which these are shown
 
 
 def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
-    """Write the page of one run, by default into its folder, or of all of several folders that contain one."""
+    """Write the page of one run or sweep, by default into its folder, or of all of several folders that contain one."""
+    jobs = [] if len(folders) > 1 or (folders[0] / CONFIG).is_file() else read_sweep(folders[0])
+    if jobs:
+        page = path or folders[0] / PAGE
+        write_text(page, sweep_page(folders[0], jobs))
+        return page
     runs = [read_run(folder) for folder in folders if (folder / CONFIG).is_file()] or [read_run(folders[0])]
     page = path or (runs[0].folder / PAGE if len(folders) == 1 else Path(PAGE))
     write_text(page, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
@@ -65,9 +74,41 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
     return TEMPLATES.get_template("comparison.html").render(
         title=f"{len(runs)} runs side by side",
         names=[run.name for run in runs],
-        results=[row for parts in (map(facts, runs), tables) for row in beside_each_other([*parts])],
+        results=beside_each_other([facts(run) for run in runs]),
+        plans=beside_each_other(tables),
         differing=[row for row in beside_each_other(configs) if len({*row[1:]}) > 1],
         curves=curves_of(runs),
+    )
+
+
+def sweep_page(folder: Path, jobs: Sequence[Job]) -> str:
+    """The jobs of a sweep, the best first, the metric by every setting that differs, and how to compare the best."""
+    found: Mapping[str, Any] = next((job.result for job in jobs if job.result.get("optimized_metric")), {})
+    metric, direction = str(found.get("optimized_metric", "metric")), str(found.get("optimized_direction", "min"))
+    sign = SIGNS.get(direction, -1)
+    done = sorted(
+        (job for job in jobs if job.result.get(metric) is not None), key=lambda job: -sign * job.result[metric]
+    )
+    keys = dict.fromkeys(key for job in jobs for key in job.settings)
+    differing = [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
+    rows = []
+    for job in [*done, *(job for job in jobs if job not in done)]:
+        outcome = number(job.result[metric]) if job in done else "done, not finite" if job.result else "failed"
+        rows.append((job, outcome, [job.settings.get(key, "–") for key in differing]))
+    values, pictures = [job.result[metric] for job in done], []
+    for key in differing if done else ():
+        figure = sweep_figure([job.settings.get(key, "–") for job in done], values, key, metric, best=0)
+        pictures.append(as_svg(figure, f"{metric} by {key}"))
+    line = ["python", "-m", "lightning_ga.report", *(str(folder / job.name) for job in done[:MOST_COMPARED])]
+    return TEMPLATES.get_template("sweep.html").render(
+        title=f"Sweep {'/'.join(folder.resolve().parts[-2:])}: {counted(len(jobs), 'job')}",
+        metric=metric,
+        is_better=BETTER[direction],
+        keys=differing,
+        rows=rows,
+        pictures=pictures,
+        command=printable(shlex.join(line)) if len(done) > 1 else "",
+        shared={key: value for key, value in jobs[0].settings.items() if key not in differing},
     )
 
 

@@ -154,8 +154,8 @@ def name_of(label: int, names: Sequence[str]) -> str:
 
 def label_text(label: Tensor, names: Sequence[str]) -> str:
     """A label in words; one that is mixed of several classes by their shares."""
-    if not label.dim():
-        return name_of(int(label), names)
+    if not label.dim() or float(label.max()) > 0.995:
+        return name_of(int(label.argmax()) if label.dim() else int(label), names)
     shares = label.float().sort(descending=True)
     pairs = zip(shares.values.tolist(), shares.indices.tolist())
     return " + ".join(f"{share:.0%} {name_of(index, names)}" for share, index in pairs if share > 0.005)

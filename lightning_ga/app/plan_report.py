@@ -1,6 +1,6 @@
 """The plan of a run: found on the callback that plans, printed as a table and saved as JSON before the first step."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -54,6 +54,7 @@ class PlanReport(Callback):
 
     def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
         self.folder, self.dry_run = folder, dry_run
+        self._records = PlanRecords()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the plan, which AutoAccumulate has by now, as it comes first among the callbacks."""
@@ -64,12 +65,19 @@ class PlanReport(Callback):
             name = pl_module.hparams.get("name", type(pl_module).__name__)
             setting = f"{name}, {size} parameters, {trainer.precision}, on {place}"
             records = PlanRecords(**{key: getattr(found, key, None) for key in RECORDS}, setting=setting)
+            self._records = records
             save_plan(self.folder / "plan.json", records)
             if records.probe is not None:
                 probe_figure(records.probe).savefig(self.folder / "probe.png", dpi=150)
             log.info(printed_plan(records))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the verdict again: it is measured in training, too."""
+        exactness = getattr(find_accumulate(trainer), "exactness", None)
+        if trainer.is_global_zero and exactness != self._records.exactness:
+            save_plan(self.folder / "plan.json", replace(self._records, exactness=exactness))
 
 
 def find_accumulate(trainer: Trainer) -> Any:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from io import StringIO
 from textwrap import shorten
@@ -11,7 +12,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 from sklearn.metrics import ConfusionMatrixDisplay
 
 from lightning_ga.app.run_files import Curve
@@ -30,9 +31,12 @@ STAGES = (  # beginning of a metric's name, in words, and how its curve is drawn
 NAME = re.compile(
     r"^(?:train|training|val|valid|validation|test)[/_.-](?=.)|_(?:step|epoch)(?=$|/dataloader_idx)|/dataloader_idx_\d+$"
 )
+MOST_LINES = 6  # with a legend inside of the picture
 MOST_MARKS = 40  # points of a curve that are marked
 MOST_CLASSES = 20  # of a confusion matrix with numbers
 RING: Mapping[str, Any] = {"s": 170, "facecolors": "none", "edgecolors": "black", "linewidths": 1.5, "zorder": 4}
+WIDE_RANGE = 10  # times the lowest value of a sweep: the axis is logarithmic
+MOST_TICKS = 8  # values of a setting that are named on its axis
 WIDE = 2.5  # times the highest value: a budget above is a text, not a line
 
 
@@ -72,9 +76,14 @@ def curves_figure(runs: Mapping[str, Mapping[str, Curve]], measure: str, optimiz
                 axes.scatter([step], [value], label=best if len(runs) == 1 else None, **RING)
     axes.set(xlabel="optimizer step", ylabel=measure)
     tidy(axes)
-    for text in axes.legend(frameon=False).get_texts():
+    lines = len(axes.lines)
+    if lines <= MOST_LINES:
+        legend = axes.legend(frameon=False)
+    else:
+        figure.set_size_inches(7, 4 + lines / 8)
+        legend = figure.legend(frameon=False, fontsize="small", ncols=2, loc="outside lower center")
+    for text in [axes.yaxis.label, *legend.get_texts()]:
         text.set_parse_math(False)  # a name may contain a $
-    axes.yaxis.label.set_parse_math(False)
     return figure
 
 
@@ -92,6 +101,37 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> F
             axis.set_major_formatter("{x:.0f}")
     axes.set(xlabel="predicted class", ylabel="class")
     for text in [*axes.get_xticklabels(), *axes.get_yticklabels()]:
+        text.set_parse_math(False)
+    return figure
+
+
+def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, metric: str, best: int) -> Figure:
+    """The metric of every job of a sweep by one of its settings; the job at place ``best`` is ringed."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    places: Sequence[Any] = settings
+    with suppress(ValueError):  # of words, which stand side by side
+        places = [*map(float, settings)]
+        tried = sorted(set(places))
+        if tried[0] > 0 and tried[-1] >= WIDE_RANGE * tried[0]:
+            axes.set_xscale("log")
+        if len(tried) <= MOST_TICKS:
+            axes.set_xticks(tried, [f"{place:g}" for place in tried])
+            axes.xaxis.set_minor_locator(NullLocator())
+    if min(values) > 0 and max(values) >= WIDE_RANGE * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.scatter(places, values, s=40)
+    axes.scatter(places[best : best + 1], values[best : best + 1], label=f"best: {number(values[best])}", **RING)
+    axes.legend(frameon=False)
+    axes.set(xlabel=key, ylabel=metric)
+    axes.margins(0.1)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    words = axes.get_xticklabels() if places is settings else []
+    for text in [axes.xaxis.label, axes.yaxis.label, *words]:
         text.set_parse_math(False)
     return figure
 

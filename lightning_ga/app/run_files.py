@@ -55,6 +55,26 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job of a sweep."""
+
+    name: str  # its folder in that of the sweep
+    result: Mapping[str, Any]  # empty if it has failed
+    settings: Mapping[str, str]  # by key, as they were typed or drawn
+
+
+def read_sweep(folder: Path) -> list[Job]:
+    """Read the jobs of a sweep."""
+    jobs = []
+    for path in sorted(folder.glob("**/.hydra/overrides.yaml")):
+        words = [str(word).partition("=") for word in OmegaConf.load(path)]
+        settings = {key.lstrip("+~"): value for key, _, value in words}
+        place = path.parent.parent
+        jobs.append(Job(str(place.relative_to(folder)), read_json(place / RESULT), settings))
+    return jobs
+
+
 def text_of(path: Path) -> str:
     """The text of a file, with signs in place of bytes that are not UTF-8; empty if there is none."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
