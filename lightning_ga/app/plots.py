@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from io import StringIO
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -45,6 +44,11 @@ def measure_of(name: str) -> str:
     return NAME.sub("", name) or name
 
 
+def brief(name: str) -> str:
+    """A name with at most 25 signs: the beginning and the end of a longer one."""
+    return name if len(name) <= 25 else f"{name[:12]}…{name[-12:]}"
+
+
 def curves_figure(runs: Mapping[str, Mapping[str, Curve]], measure: str, optimized: str = "", sign: int = 0) -> Figure:
     """One measure by optimizer step: every stage that logs it, of each run; the best value of the optimized is ringed.
 
@@ -68,13 +72,13 @@ def curves_figure(runs: Mapping[str, Mapping[str, Curve]], measure: str, optimiz
                 marker=marker if points <= MOST_MARKS else "",
                 markersize=5,
                 color=color,
-                label=f"{f'run {run}, ' if len(runs) > 1 else ''}{word}{name}",
+                label=f"{f'run {brief(run)}, ' if len(runs) > 1 else ''}{word}{brief(name)}",
             )
             if name == optimized and sign:
                 step, value = max(curves[name], key=lambda point: sign * point[1])
                 best = f"best: {number(value)} at step {step:,}"
                 axes.scatter([step], [value], label=best if len(runs) == 1 else None, **RING)
-    axes.set(xlabel="optimizer step", ylabel=measure)
+    axes.set(xlabel="optimizer step", ylabel=brief(measure))
     tidy(axes)
     lines = len(axes.lines)
     if lines <= MOST_LINES:
@@ -92,7 +96,7 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> F
     few = len(counts) <= MOST_CLASSES
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.subplots()
-    labels = [shorten(name, 18, placeholder="…") for name in names] if len(names) == len(counts) else None
+    labels = [*map(brief, names)] if len(names) == len(counts) else None
     picture = ConfusionMatrixDisplay(np.asarray(counts), display_labels=labels)
     picture.plot(ax=axes, cmap="Blues", colorbar=not few, include_values=few, values_format="d", xticks_rotation=90)
     if not few:
@@ -109,9 +113,11 @@ def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, met
     """The metric of every job of a sweep by one of its settings; the job at place ``best`` is ringed."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    places: Sequence[Any] = settings
+    places: Sequence[Any] = [*map(brief, settings)]
+    are_words = True
     with suppress(ValueError):  # of words, which stand side by side
         places = [*map(float, settings)]
+        are_words = False
         tried = sorted(set(places))
         if tried[0] > 0 and tried[-1] >= WIDE_RANGE * tried[0]:
             axes.set_xscale("log")
@@ -126,11 +132,11 @@ def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, met
     axes.scatter(places, values, s=40)
     axes.scatter(places[best : best + 1], values[best : best + 1], label=f"best: {number(values[best])}", **RING)
     axes.legend(frameon=False)
-    axes.set(xlabel=key, ylabel=metric)
+    axes.set(xlabel=brief(key), ylabel=brief(metric))
     axes.margins(0.1)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    words = axes.get_xticklabels() if places is settings else []
+    words = axes.get_xticklabels() if are_words else []
     for text in [axes.xaxis.label, axes.yaxis.label, *words]:
         text.set_parse_math(False)
     return figure
