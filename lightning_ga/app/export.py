@@ -1,8 +1,7 @@
 """Weights as a plain state dict, and the lines of code that load them without a Trainer, for ``task=export``."""
 
-import ast
-import inspect
 from collections.abc import Mapping
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -14,52 +13,25 @@ from lightning_ga.models.timm import TimmClassifier, timm_arguments
 
 
 def save_weights(folder: Path, model: LightningModule, checkpoint: Mapping[str, Any]) -> str:
-    """Write ``weights.pt`` and the lines that load it, which are returned; a timm network comes without its module."""
-    weights, hyperparameters = checkpoint["state_dict"], checkpoint.get("hyper_parameters", {})
-    if type(model) is TimmClassifier:
+    """Write ``weights.pt`` and the lines that load it, which are returned; a timm network comes without its module.
+
+    Three dots stand for arguments that checkpoints do not keep. With GroupNorm a network is no longer timm's.
+    """
+    weights, given = checkpoint["state_dict"], checkpoint.get("hyper_parameters", {})
+    kind, parameters = type(model), signature(type(model)).parameters
+    if kind is TimmClassifier and not given.get("group_norm"):
         weights = {name.removeprefix("net."): one for name, one in weights.items() if name.startswith("net.")}
-        code = timm_code(**hyperparameters)
+        basic = {"num_classes": given["num_classes"], "in_chans": given["in_channels"], **(given["options"] or {})}
+        arguments = timm_arguments(given["name"], given["image_size"], basic)
+        first, function = "import timm\nimport torch", f"timm.create_model({given['name']!r}, "
     else:
-        code = module_code(type(model), hyperparameters)
-    code += f"model.load_state_dict(torch.load({WEIGHTS!r}, weights_only=True))\n"
+        variable = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+        needed = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in variable}
+        arguments = {name: given.get(name, ...) for name in parameters if name in given or name in needed}
+        first, function = f"import torch\nfrom {kind.__module__} import {kind.__name__}", f"{kind.__name__}("
+    words = [f"{name}={'...' if value is ... else repr(value)}" for name, value in arguments.items()]
+    load = f"model.load_state_dict(torch.load({WEIGHTS!r}, weights_only=True))"
+    code = f"{first}\nmodel = {function}{', '.join(words)})\n{load}\n"
     AtomicCheckpointIO().save_checkpoint(weights, folder / WEIGHTS)
     write_text(folder / LOADING, code)
     return code
-
-
-def timm_code(*, name: str, group_norm: bool = False, **hyperparameters: Any) -> str:
-    """The lines that make a network by its timm name, from the hyperparameters of a ``TimmClassifier``."""
-    arguments = {"num_classes": hyperparameters["num_classes"], "in_chans": hyperparameters["in_channels"]}
-    arguments |= hyperparameters["options"] or {}
-    made = call("timm.create_model", timm_arguments(name, hyperparameters["image_size"], arguments), name)
-    if not group_norm:
-        return f"import timm\nimport torch\nmodel = {made}\n"
-    imports = "import timm\nimport torch\nfrom lightning_ga.models import to_group_norm\n"
-    return f"{imports}model = to_group_norm({made})\n"
-
-
-def module_code(kind: type[LightningModule], hyperparameters: Mapping[str, Any]) -> str:
-    """The lines that make a LightningModule; ``...`` stands for what checkpoints do not keep."""
-    arguments = {}
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if name in hyperparameters:
-            arguments[name] = hyperparameters[name]
-        elif parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        ):
-            arguments[name] = ...
-    return f"import torch\nfrom {kind.__module__} import {kind.__name__}\nmodel = {call(kind.__name__, arguments)}\n"
-
-
-def call(function: str, arguments: Mapping[str, Any], *first: Any) -> str:
-    """A call as code; ``...`` in place of values that code cannot spell."""
-    words = [repr(value) for value in first]
-    for name, value in arguments.items():
-        text = repr(value)
-        try:
-            ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            text = "..."
-        words.append(f"{name}={text}")
-    return f"{function}({', '.join(words)})"

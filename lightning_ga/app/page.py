@@ -10,12 +10,11 @@ from jinja2 import Environment, PackageLoader
 from omegaconf import OmegaConf
 
 from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure, sweep_figure
-from lightning_ga.app.run_files import CONFIG, Job, RunFiles, read_run, read_sweep, write_text
+from lightning_ga.app.run_files import CONFIG, RunFiles, read_run, read_sweep, write_text
 from lightning_ga.app.settings import walk
 from lightning_ga.app.terminal import number
 from lightning_ga.errors import printable
-from lightning_ga.plan.exactness import Exactness
-from lightning_ga.plan.exactness import warning as exactness_warning
+from lightning_ga.plan.exactness import Exactness, warning
 from lightning_ga.plan.records import probe_or_none
 from lightning_ga.plan.units import counted
 
@@ -29,10 +28,9 @@ STAGES = ("test/", "val/", "")  # beginnings of metrics, in the order in which t
 
 def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
     """Write the page of one run or sweep, by default into its folder, or of all of several folders that contain one."""
-    jobs = [] if len(folders) > 1 or (folders[0] / CONFIG).is_file() else read_sweep(folders[0])
-    if jobs:
+    if len(folders) == 1 and read_sweep(folders[0]):
         page = path or folders[0] / PAGE
-        write_text(page, sweep_page(folders[0], jobs))
+        write_text(page, sweep_page(folders[0]))
         return page
     runs = [read_run(folder) for folder in folders if (folder / CONFIG).is_file()] or [read_run(folders[0])]
     page = path or (runs[0].folder / PAGE if len(folders) == 1 else Path(PAGE))
@@ -54,7 +52,7 @@ def run_page(run: RunFiles) -> str:
         facts=facts(run),
         optimized=optimized_metric(run),
         is_better=BETTER.get(str(run.result.get("optimized_direction")), ""),
-        warnings=warnings(run),
+        warning=verdict_warning(run),
         curves=curves_of([run]),
         memory=as_svg(memory, "Memory by micro-batch") if memory else "",
         confusion=as_svg(classes, "Confusion matrix of the test") if classes else "",
@@ -81,33 +79,27 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
     )
 
 
-def sweep_page(folder: Path, jobs: Sequence[Job]) -> str:
+def sweep_page(folder: Path) -> str:
     """The jobs of a sweep, the best first, the metric by every setting that differs, and how to compare the best."""
+    jobs = read_sweep(folder)
     found: Mapping[str, Any] = next((job.result for job in jobs if job.result.get("optimized_metric")), {})
-    metric, direction = str(found.get("optimized_metric", "metric")), str(found.get("optimized_direction", "min"))
-    sign = SIGNS.get(direction, -1)
-    done = sorted(
-        (job for job in jobs if job.result.get(metric) is not None), key=lambda job: -sign * job.result[metric]
-    )
+    metric, direction = found.get("optimized_metric", "metric"), found.get("optimized_direction", "min")
+    done = [job for job in jobs if job.result.get(metric) is not None]
+    done.sort(key=lambda job: -SIGNS[direction] * job.result[metric])
     keys = dict.fromkeys(key for job in jobs for key in job.settings)
     differing = [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
-    rows = []
-    for job in [*done, *(job for job in jobs if job not in done)]:
-        outcome = number(job.result[metric]) if job in done else "done, not finite" if job.result else "failed"
-        rows.append((job, outcome, [job.settings.get(key, "–") for key in differing]))
-    values, pictures = [job.result[metric] for job in done], []
+    values, figures = [job.result[metric] for job in done], {}
     for key in differing if done else ():
-        figure = sweep_figure([job.settings.get(key, "–") for job in done], values, key, metric, best=0)
-        pictures.append(as_svg(figure, f"{metric} by {key}"))
-    line = ["python", "-m", "lightning_ga.report", *(str(folder / job.name) for job in done[:MOST_COMPARED])]
+        figures[key] = sweep_figure([job.settings.get(key, "–") for job in done], values, key, metric, best=0)
+    best = [str(folder / job.name) for job in done[:MOST_COMPARED]]
     return TEMPLATES.get_template("sweep.html").render(
         title=f"Sweep {'/'.join(folder.resolve().parts[-2:])}: {counted(len(jobs), 'job')}",
         metric=metric,
         is_better=BETTER[direction],
         keys=differing,
-        rows=rows,
-        pictures=pictures,
-        command=printable(shlex.join(line)) if len(done) > 1 else "",
+        rows=[*((job, number(job.result[metric])) for job in done), *((job, "") for job in jobs if job not in done)],
+        pictures=[as_svg(figure, f"{metric} by {key}") for key, figure in figures.items()],
+        command=printable(shlex.join(["python", "-m", "lightning_ga.report", *best])) if len(best) > 1 else "",
         shared={key: value for key, value in jobs[0].settings.items() if key not in differing},
     )
 
@@ -131,20 +123,14 @@ def curves_of(runs: Sequence[RunFiles]) -> dict[str, str]:
     return {one: as_svg(figure, f"Curves of {one}") for one, figure in figures.items()}
 
 
-def warnings(run: RunFiles) -> list[str]:
-    """What a reader of the run has to know first: an inexact gradient, values that are not finite, little memory."""
-    sentences, verdict = [], run.plan.get("exactness")
-    if verdict and (run.plan.get("plan") or {}).get("factor", 1) > 1:
-        accepted = (run.config.get("accumulate") or {}).get("batch_norm", "warn")
-        with suppress(TypeError):  # of another version
-            sentences.append(exactness_warning(Exactness(**verdict), batch_norm=accepted))
-    broken = [name for name, value in run.result.items() if value is None]
-    if broken:
-        sentences.append(f"Not finite: {', '.join(broken)}. Training has diverged, or there was nothing to measure.")
-    errors = run.result.get("oom_events", 0)
-    if errors:
-        sentences.append(f"Survived {counted(errors, 'out-of-memory error')}: train.log has the sizes.")
-    return [sentence for sentence in sentences if sentence is not None]
+def verdict_warning(run: RunFiles) -> str | None:
+    """What a reader of the run has to know first: that its gradients were not exact, or that this is not known."""
+    verdict, accumulate = run.plan.get("exactness"), run.config.get("accumulate") or {}
+    if not verdict or (run.plan.get("plan") or {}).get("factor", 1) == 1:
+        return None
+    with suppress(TypeError):  # of another version
+        return warning(Exactness(**verdict), batch_norm=accumulate.get("batch_norm", "warn"))
+    return None
 
 
 def facts(run: RunFiles) -> dict[str, str]:

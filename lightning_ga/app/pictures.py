@@ -5,28 +5,19 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
 from lightning_ga.app.run_files import PICTURES, write_json
-from lightning_ga.app.terminal import number
 
 MOST = 24  # samples of a chapter
-MOST_VALUES, MOST_SIGNS = 4, 120  # of a prediction
+MOST_SIGNS = 120  # of a prediction in words
 PIXELS, LEAST_PIXELS = 96, 4  # height and width of a picture on the page at most, and of a picture at all
 TRAINING, TEST, PREDICTION = "Training batch, as the model sees it", "Test samples, worst first", "First predictions"
 PROBABILITIES = "class_probabilities"  # key of what a step returns: ``(batch, classes)``
-
-
-class Sample(NamedTuple):
-    """A sample of a chapter."""
-
-    rank: float  # in the chapter: lower ones come first
-    picture: Tensor | None
-    text: str
 
 
 class Pictures(Callback):
@@ -38,18 +29,15 @@ class Pictures(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._chapters: dict[str, list[Sample]] = {}
+        self._chapters: dict[str, list[tuple[float, str, str]]] = {}  # rank, PNG in base64, text
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the first micro-batch, behind all transforms."""
-        if TRAINING in self._chapters or not trainer.is_global_zero:
-            return
-        pictures = pictures_in(batch)
-        labels, names = labels_in(batch, len(pictures)), class_names(trainer)
-        self._chapters[TRAINING] = []
-        for place, picture in enumerate(pictures[:MOST]):
-            text = "" if labels is None else label_text(labels[place].cpu(), names)
-            self._chapters[TRAINING].append(Sample(place, kept(picture), text))
+        if TRAINING not in self._chapters:
+            pictures = pictures_in(batch)
+            labels = labels_in(batch, len(pictures))
+            texts = [""] * MOST if labels is None else [class_name(trainer, one) for one in labels.tolist()]
+            self._chapters[TRAINING] = [(0, as_png(one), text) for one, text in zip(pictures[:MOST], texts)]
 
     def on_test_batch_end(
         self,
@@ -61,25 +49,17 @@ class Pictures(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Keep the worst samples so far."""
-        found = outputs.get(PROBABILITIES) if isinstance(outputs, Mapping) else None
-        pictures = pictures_in(batch)
-        labels, names = labels_in(batch, len(pictures)), class_names(trainer)
-        if not isinstance(found, Tensor) or labels is None or labels.dim() > 1 or not trainer.is_global_zero:
+        pictures, rows = pictures_in(batch), probabilities_in(outputs)
+        labels = labels_in(batch, len(rows))
+        if labels is None or len(pictures) != len(rows) or not 0 <= labels.min() <= labels.max() < rows.shape[1]:
             return
-        probabilities, labels = found.float().cpu(), labels.cpu()
-        if (
-            len(probabilities) != len(labels)
-            or not 0 <= int(labels.min()) <= int(labels.max()) < probabilities.shape[1]
-        ):
-            return
-        of_label = probabilities.gather(1, labels[:, None]).flatten()
+        of_label = rows.gather(1, labels[:, None]).flatten()
         samples = self._chapters.setdefault(TEST, [])
         for place in of_label.argsort()[:MOST].tolist():
-            text, predicted = label_text(labels[place], names), class_text(probabilities[place], names)
-            is_right = int(probabilities[place].argmax()) == int(labels[place])
-            sentence = f"{text}: predicted {predicted}" if is_right else f"✗ {text}: predicted {predicted}"
-            samples.append(Sample(float(of_label[place]), kept(pictures[place]), sentence))
-        self._chapters[TEST] = sorted(samples, key=lambda sample: sample.rank)[:MOST]
+            is_wrong = int(rows[place].argmax()) != int(labels[place])
+            text = f"{class_name(trainer, int(labels[place]))}: predicted {class_text(trainer, rows[place])}"
+            samples.append((float(of_label[place]), as_png(pictures[place]), f"{'✗ ' * is_wrong}{text}"))
+        self._chapters[TEST] = sorted(samples)[:MOST]
 
     def on_predict_batch_end(
         self,
@@ -91,20 +71,17 @@ class Pictures(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Keep the first batch of predictions, in words, with its pictures if there are any."""
-        if PREDICTION in self._chapters or not trainer.is_global_zero:
+        if PREDICTION in self._chapters:
             return
-        pictures, texts = pictures_in(batch)[:MOST], prediction_texts(outputs, class_names(trainer))
-        shown = map(kept, pictures) if len(pictures) == len(texts) else [None] * len(texts)
-        self._chapters[PREDICTION] = [Sample(0, picture, text) for picture, text in zip(shown, texts)]
+        texts = [class_text(trainer, row) for row in probabilities_in(outputs)[:MOST]] or in_words(outputs)
+        pictures = pictures_in(batch)[:MOST]
+        shown = map(as_png, pictures) if len(pictures) == len(texts) else [""] * len(texts)
+        self._chapters[PREDICTION] = [(0, png, text) for png, text in zip(shown, texts)]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write what was kept."""
-        chapters = {
-            name: [["" if one.picture is None else as_png(one.picture), one.text] for one in samples]
-            for name, samples in self._chapters.items()
-            if samples
-        }
-        if chapters:
+        chapters = {name: [sample[1:] for sample in samples] for name, samples in self._chapters.items() if samples}
+        if chapters and trainer.is_global_zero:
             write_json(self.folder / PICTURES, chapters)
 
 
@@ -132,71 +109,45 @@ def is_picture(value: Any) -> bool:
 
 
 def labels_in(batch: Any, samples: int) -> Tensor | None:
-    """The labels of a batch: one whole number a sample, or one row of probabilities ``(batch, classes)``."""
+    """The labels of a batch, one whole number a sample; of mixed ones, rows of probabilities, the largest."""
     for part in parts_of(batch):
-        if isinstance(part, Tensor) and samples and part.shape[:1] == (samples,):
-            if part.dim() == 1 and not part.is_floating_point() and not part.is_complex():
-                return part.long()
-            if part.dim() == 2 and part.is_floating_point() and bool((part.sum(dim=1) - 1).abs().max() < 1e-3):
-                return part
+        if samples and isinstance(part, Tensor) and part.shape[:1] == (samples,):
+            if part.dim() == 1 and not part.is_floating_point():
+                return part.long().cpu()
+            if part.dim() == 2 and bool((part.sum(dim=1) - 1).abs().max() < 1e-3):
+                return part.argmax(dim=1).cpu()
     return None
 
 
-def class_names(trainer: Trainer) -> Sequence[str]:
-    """The names that the data give their classes."""
-    return getattr(trainer.datamodule, "class_names", ())  # type: ignore[attr-defined]
+def probabilities_in(outputs: Any) -> Tensor:
+    """The probabilities that a step has returned, ``(batch, classes)``; none if there are none."""
+    found = outputs.get(PROBABILITIES) if isinstance(outputs, Mapping) else None
+    return found.float().cpu() if isinstance(found, Tensor) and found.dim() == 2 else Tensor()
 
 
-def name_of(label: int, names: Sequence[str]) -> str:
-    """A class in words."""
+def class_name(trainer: Trainer, label: int) -> str:
+    """A class by the name that the data give it."""
+    names = getattr(trainer.datamodule, "class_names", ())  # type: ignore[attr-defined]
     return str(names[label]) if 0 <= label < len(names) else str(label)
 
 
-def label_text(label: Tensor, names: Sequence[str]) -> str:
-    """A label in words; one that is mixed of several classes by their shares."""
-    if not label.dim() or float(label.max()) > 0.995:
-        return name_of(int(label.argmax()) if label.dim() else int(label), names)
-    shares = label.float().sort(descending=True)
-    pairs = zip(shares.values.tolist(), shares.indices.tolist())
-    return " + ".join(f"{share:.0%} {name_of(index, names)}" for share, index in pairs if share > 0.005)
-
-
-def class_text(probabilities: Tensor, names: Sequence[str]) -> str:
+def class_text(trainer: Trainer, probabilities: Tensor) -> str:
     """The most probable class and its probability."""
-    return f"{name_of(int(probabilities.argmax()), names)} ({float(probabilities.max()):.0%})"
+    return f"{class_name(trainer, int(probabilities.argmax()))} ({float(probabilities.max()):.0%})"
 
 
-def prediction_texts(outputs: Any, names: Sequence[str]) -> list[str]:
-    """What a prediction step has returned for the first samples, in words."""
-    entries = outputs if isinstance(outputs, Mapping) else {"": outputs}
-    tensors = {str(name): one for name, one in entries.items() if isinstance(one, Tensor) and one.dim()}
-    if len(tensors) != len(entries) or len({len(one) for one in tensors.values()}) != 1:
+def in_words(outputs: Any) -> list[str]:
+    """What a prediction step has returned for the first samples, if it returned a tensor or list of them."""
+    if isinstance(outputs, Tensor) and outputs.dim():
+        samples: Sequence[Any] = [*outputs.detach().cpu().float().numpy()]
+    else:
         samples = outputs if isinstance(outputs, list | tuple) else [outputs]
-        return [shorten(str(one), MOST_SIGNS, placeholder=" …") for one in samples[:MOST]]
-    texts = []
-    for place in range(min(MOST, *map(len, tensors.values()), MOST)):
-        words = []
-        for name, tensor in tensors.items():
-            row = tensor[place].cpu()
-            if name == PROBABILITIES and row.dim() == 1:
-                words.append(class_text(row.float(), names))
-            else:
-                values = row.flatten()[:MOST_VALUES].tolist()
-                text = ", ".join(number(one) if isinstance(one, float) else str(one) for one in values)
-                more = ", …" * (row.numel() > MOST_VALUES)
-                words.append(f"{name}: {text}{more}" if name else f"{text}{more}")
-        texts.append("; ".join(words))
-    return texts
-
-
-def kept(picture: Tensor) -> Tensor:
-    """A copy on the host, which keeps nothing else of its batch."""
-    return picture.detach().cpu().clone()
+    return [shorten(str(one), MOST_SIGNS, placeholder=" …") for one in samples[:MOST]]
 
 
 def as_png(picture: Tensor) -> str:
     """A PNG in base64, small, with the darkest value of the picture as black and the brightest as white."""
-    pixels = picture.float().nan_to_num()
+    pixels = picture.detach().float().nan_to_num().cpu()
     low, high = pixels.aminmax()
     image = to_pil_image((pixels - low) / (high - low).clamp(min=1e-12))
     image.thumbnail((PIXELS, PIXELS))

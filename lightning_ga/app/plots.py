@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from sklearn.metrics import ConfusionMatrixDisplay
 
 from lightning_ga.app.run_files import Curve
@@ -30,12 +30,10 @@ STAGES = (  # beginning of a metric's name, in words, and how its curve is drawn
 NAME = re.compile(
     r"^(?:train|training|val|valid|validation|test)[/_.-](?=.)|_(?:step|epoch)(?=$|/dataloader_idx)|/dataloader_idx_\d+$"
 )
-MOST_LINES = 6  # with a legend inside of the picture
 MOST_MARKS = 40  # points of a curve that are marked
 MOST_CLASSES = 20  # of a confusion matrix with numbers
 RING: Mapping[str, Any] = {"s": 170, "facecolors": "none", "edgecolors": "black", "linewidths": 1.5, "zorder": 4}
 WIDE_RANGE = 10  # times the lowest value of a sweep: the axis is logarithmic
-MOST_TICKS = 8  # values of a setting that are named on its axis
 WIDE = 2.5  # times the highest value: a budget above is a text, not a line
 
 
@@ -45,8 +43,9 @@ def measure_of(name: str) -> str:
 
 
 def brief(name: str) -> str:
-    """A name with at most 25 signs: the beginning and the end of a longer one."""
-    return name if len(name) <= 25 else f"{name[:12]}…{name[-12:]}"
+    """A name as matplotlib shows it, with at most 25 signs: the beginning and the end of a longer one."""
+    short = name if len(name) <= 25 else f"{name[:12]}…{name[-12:]}"
+    return short.replace("$", r"\$")  # no formula
 
 
 def curves_figure(runs: Mapping[str, Mapping[str, Curve]], measure: str, optimized: str = "", sign: int = 0) -> Figure:
@@ -58,54 +57,43 @@ def curves_figure(runs: Mapping[str, Mapping[str, Curve]], measure: str, optimiz
         optimized: Name of the optimized metric.
         sign: 1 if larger is better, -1 if smaller, 0 if that is not known.
     """
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    several = len(runs) > 1
+    figure = Figure(figsize=(7, 4 + several * len(runs) / 3), layout="constrained")
     axes = figure.subplots()
     for number_of_run, (run, curves) in enumerate(runs.items()):
         for name in (name for name in curves if measure_of(name) == measure):
             stage = next(index for index, (beginning, *_) in enumerate(STAGES) if name.startswith(beginning))
             _, word, line, marker = STAGES[stage]
-            color = f"C{(number_of_run if len(runs) > 1 else stage) % 10}"
-            points = len(curves[name])
             axes.plot(
                 *zip(*curves[name]),
-                linestyle=line if points > 1 else "",
-                marker=marker if points <= MOST_MARKS else "",
+                linestyle=line if len(curves[name]) > 1 else "",
+                marker=marker if len(curves[name]) <= MOST_MARKS else "",
                 markersize=5,
-                color=color,
-                label=f"{f'run {brief(run)}, ' if len(runs) > 1 else ''}{word}{brief(name)}",
+                color=f"C{(number_of_run if several else stage) % 10}",
+                label=f"{f'run {brief(run)}, ' * several}{word}{brief(name)}",
             )
             if name == optimized and sign:
                 step, value = max(curves[name], key=lambda point: sign * point[1])
-                best = f"best: {number(value)} at step {step:,}"
-                axes.scatter([step], [value], label=best if len(runs) == 1 else None, **RING)
+                axes.scatter([step], [value], label=f"best: {number(value)} at step {step:,}", **RING)
     axes.set(xlabel="optimizer step", ylabel=brief(measure))
     tidy(axes)
-    lines = len(axes.lines)
-    if lines <= MOST_LINES:
-        legend = axes.legend(frameon=False)
+    if several:
+        figure.legend(frameon=False, fontsize="small", ncols=2, loc="outside lower center")
     else:
-        figure.set_size_inches(7, 4 + lines / 8)
-        legend = figure.legend(frameon=False, fontsize="small", ncols=2, loc="outside lower center")
-    for text in [axes.yaxis.label, *legend.get_texts()]:
-        text.set_parse_math(False)  # a name may contain a $
+        axes.legend(frameon=False)
     return figure
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
-    """Test samples by class and prediction, with their numbers if the classes are few."""
+    """Test samples by class and prediction, with numbers and names if the classes are few."""
     few = len(counts) <= MOST_CLASSES
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.subplots()
-    labels = [*map(brief, names)] if len(names) == len(counts) else None
-    picture = ConfusionMatrixDisplay(np.asarray(counts), display_labels=labels)
+    picture = ConfusionMatrixDisplay(np.asarray(counts), display_labels=[*map(brief, names)] or None)
     picture.plot(ax=axes, cmap="Blues", colorbar=not few, include_values=few, values_format="d", xticks_rotation=90)
     if not few:
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(10, integer=True))
-            axis.set_major_formatter("{x:.0f}")
+        axes.set(xticks=[], yticks=[])
     axes.set(xlabel="predicted class", ylabel="class")
-    for text in [*axes.get_xticklabels(), *axes.get_yticklabels()]:
-        text.set_parse_math(False)
     return figure
 
 
@@ -114,31 +102,21 @@ def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, met
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     places: Sequence[Any] = [*map(brief, settings)]
-    are_words = True
     with suppress(ValueError):  # of words, which stand side by side
         places = [*map(float, settings)]
-        are_words = False
-        tried = sorted(set(places))
-        if tried[0] > 0 and tried[-1] >= WIDE_RANGE * tried[0]:
+        if min(places) > 0 and max(places) >= WIDE_RANGE * min(places):
             axes.set_xscale("log")
-        if len(tried) <= MOST_TICKS:
-            axes.set_xticks(tried, [f"{place:g}" for place in tried])
-            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter("{x:g}")
     if min(values) > 0 and max(values) >= WIDE_RANGE * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.scatter(places, values, s=40)
     axes.scatter(places[best : best + 1], values[best : best + 1], label=f"best: {number(values[best])}", **RING)
     axes.legend(frameon=False)
     axes.set(xlabel=brief(key), ylabel=brief(metric))
     axes.margins(0.1)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    words = axes.get_xticklabels() if are_words else []
-    for text in [axes.xaxis.label, axes.yaxis.label, *words]:
-        text.set_parse_math(False)
+    frame(axes)
     return figure
 
 
@@ -174,6 +152,11 @@ def probe_figure(probe: ProbeResult) -> Figure:
 def tidy(axes: Axes) -> None:
     """Whole numbers below, a faint grid, and no frame."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    frame(axes)
+
+
+def frame(axes: Axes) -> None:
+    """A faint grid, and no frame."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -41,9 +41,9 @@ class EpochLine(Callback):
 
     def __init__(self) -> None:
         self._validated = False
-        self._fit_began = self._epoch_began = self._validation_began = self._line_at = 0.0  # seconds of the clock
-        self._validation_seconds = 0.0  # of the epoch
-        self._first_step, self._last_step = 0, math.inf  # optimizer steps
+        self._fit_began = self._epoch_began = self._line_at = 0.0  # seconds of the clock
+        self._validation_began = self._validation_seconds = 0.0  # of the epoch
+        self._first_step, self._last_step = 0, math.inf  # optimizer steps of this process
         self._done_before = 0  # samples, or optimizer steps, before the epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -61,24 +61,18 @@ class EpochLine(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Print how far training is, once a minute."""
-        self._print_if_due(trainer, f"step {of(trainer.global_step, self._last_step)}")
+        """Print how far training is, once a minute if there is no bar."""
+        now, steps = time.perf_counter(), trainer.global_step - self._first_step
+        if trainer.progress_bar_callback is None and trainer.is_global_zero and now >= self._line_at + LINE_EVERY:
+            self._line_at = now
+            epoch, step = of(trainer.current_epoch + 1, trainer.max_epochs), of(trainer.global_step, self._last_step)
+            left = (now - self._fit_began) / max(steps, 1) * (self._last_step - trainer.global_step)
+            end = f", {timedelta(seconds=round(left))} left" if steps and left < math.inf else ""
+            self._print(f"Epoch {epoch}, step {step}, {self._rate(trainer)}{end}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the time: samples a second are those of training."""
         self._validation_began = time.perf_counter()
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Print how far validation is, once a minute."""
-        self._print_if_due(trainer, f"validation batch {batch_idx + 1:,}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that the values of validation are of this epoch."""
@@ -95,27 +89,13 @@ class EpochLine(Callback):
         metrics = {name: float(found[name]) for name in found if self._validated or not name.startswith("val")}
         seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
-        self._print(f"{line}, {self._rate(trainer, seconds)}")
+        self._print(f"{line}, {self._rate(trainer)}")
 
-    def _print_if_due(self, trainer: Trainer, where: str) -> None:
-        now = time.perf_counter()
-        is_told = trainer.progress_bar_callback is not None or trainer.sanity_checking or not trainer.is_global_zero
-        if trainer.state.fn != "fit" or is_told or now < self._line_at + LINE_EVERY:
-            return
-        self._line_at = now
-        steps = trainer.global_step - self._first_step
-        line = f"Epoch {of(trainer.current_epoch + 1, trainer.max_epochs)}, {where}"
-        seconds = now - self._epoch_began - (now - self._validation_began) * (not trainer.training)
-        line += f", {self._rate(trainer, seconds)}"
-        if steps and math.isfinite(self._last_step):
-            left = (now - self._fit_began) / steps * (self._last_step - trainer.global_step)
-            line += f", {timedelta(seconds=round(left))} left"
-        self._print(line)
-
-    def _rate(self, trainer: Trainer, seconds: float) -> str:
+    def _rate(self, trainer: Trainer) -> str:
         """What was done in a second of training in this epoch: ``1,234 samples/s``, or optimizer steps."""
         count, unit = done(trainer)
-        rate = (count - self._done_before) / max(seconds - self._validation_seconds, 1e-9)
+        seconds = time.perf_counter() - self._epoch_began - self._validation_seconds
+        rate = (count - self._done_before) / max(seconds, 1e-9)
         return f"{rate:,.{0 if rate >= 10 else 2}f} {unit}/s"
 
     def _print(self, line: str) -> None:

@@ -15,6 +15,7 @@ from lightning_ga.errors import UserError, printable
 Curve = list[tuple[int, float]]
 CONFIG, RESULT, PLAN, SCORES = "config.yaml", "result.json", "plan.json", "classification_report.json"
 CONFUSION, PICTURES = "confusion_matrix.json", "pictures.json"
+SWEEP = "multirun.yaml"  # which Hydra writes into the folder of a sweep
 WEIGHTS, LOADING = "weights.pt", "load_weights.py"  # of task=export
 
 
@@ -65,13 +66,13 @@ class Job:
 
 
 def read_sweep(folder: Path) -> list[Job]:
-    """Read the jobs of a sweep."""
+    """Read the jobs of a sweep; there are none in another folder."""
     jobs = []
-    for path in sorted(folder.glob("**/.hydra/overrides.yaml")):
+    for path in sorted(folder.glob("**/.hydra/overrides.yaml")) if (folder / SWEEP).is_file() else ():
         words = [str(word).partition("=") for word in OmegaConf.load(path)]
         settings = {key.lstrip("+~"): value for key, _, value in words}
-        place = path.parent.parent
-        jobs.append(Job(str(place.relative_to(folder)), read_json(place / RESULT), settings))
+        job = path.parent.parent
+        jobs.append(Job(str(job.relative_to(folder)), read_json(job / RESULT), settings))
     return jobs
 
 
