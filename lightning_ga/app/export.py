@@ -9,21 +9,20 @@ from lightning.pytorch import LightningModule
 
 from lightning_ga.app.checkpoints import AtomicCheckpointIO
 from lightning_ga.app.run_files import LOADING, WEIGHTS, write_text
-from lightning_ga.models.timm import TimmClassifier, timm_arguments
 
 
 def save_weights(folder: Path, model: LightningModule, checkpoint: Mapping[str, Any]) -> str:
     """Write ``weights.pt`` and the lines that load it, which are returned; a timm network comes without its module.
 
-    Three dots stand for arguments that checkpoints do not keep. With GroupNorm a network is no longer timm's.
+    A module says by its attribute ``timm_call`` how ``timm.create_model`` makes its ``net``. Three dots stand for
+    arguments that checkpoints do not keep.
     """
     weights, given = checkpoint["state_dict"], checkpoint.get("hyper_parameters", {})
     kind, parameters = type(model), signature(type(model)).parameters
-    if kind is TimmClassifier and not given.get("group_norm"):
+    timm_call = getattr(model, "timm_call", None)
+    if timm_call:
         weights = {name.removeprefix("net."): one for name, one in weights.items() if name.startswith("net.")}
-        basic = {"num_classes": given["num_classes"], "in_chans": given["in_channels"], **(given["options"] or {})}
-        arguments = timm_arguments(given["name"], given["image_size"], basic)
-        first, function = "import timm\nimport torch", f"timm.create_model({given['name']!r}, "
+        arguments, first, function = timm_call, "import timm\nimport torch", "timm.create_model("
     else:
         variable = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
         needed = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in variable}

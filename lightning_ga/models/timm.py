@@ -42,6 +42,9 @@ class TimmClassifier(Classifier):
         net = build_timm(name, image_size=image_size, pretrained=pretrained, **arguments)
         net = to_group_norm(net) if group_norm else net
         super().__init__(net, num_classes, **training)
+        # What makes a network for its weights with timm alone; GroupNorm's names are others.
+        plain = {"model_name": name, **timm_arguments(name, image_size, arguments)}
+        self.timm_call = {} if group_norm else plain
         pretrained = False  # A checkpoint brings its own weights: loading one must not fetch others.
         self.save_hyperparameters(
             "name", "pretrained", "num_classes", "in_channels", "image_size", "options", "group_norm"

@@ -38,7 +38,7 @@ def test_a_timm_network_is_loaded_by_timm_alone(tmp_path, monkeypatch, name, gro
     monkeypatch.chdir(tmp_path)
     model = TimmClassifier(name, num_classes=3, in_channels=1, image_size=32, group_norm=group_norm, options=options)
     code = save_weights(tmp_path, model, {"state_dict": model.state_dict(), "hyper_parameters": dict(model.hparams)})
-    assert (f"timm.create_model('{name}'" in code) == ("lightning_ga" not in code) == (not group_norm)
+    assert (f"timm.create_model(model_name='{name}'" in code) == ("lightning_ga" not in code) == (not group_norm)
     assert len(code.splitlines()) == 4
     images = torch.randn(2, 1, 32, 32)
     assert torch.equal(loaded(code).eval()(images), model.eval()(images))
