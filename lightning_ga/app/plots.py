@@ -111,6 +111,7 @@ def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, met
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.scatter(places, values, s=40)
     axes.scatter(places[best : best + 1], values[best : best + 1], label=f"best: {number(values[best])}", **RING)
     axes.legend(frameon=False)

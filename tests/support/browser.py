@@ -51,6 +51,17 @@ addEventListener("load", () => {{
 </script>"""
 
 
+def dom_of(page: Path, folder: Path, *further: str) -> str:
+    """The elements of a page after its scripts have run, with further options of the browser."""
+    options = ["--headless", "--disable-gpu", "--dump-dom", "--virtual-time-budget=5000", "--window-size=1200,900"]
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}", *further]
+    options += ["--no-sandbox"] if os.geteuid() == 0 else []  # chromium refuses to start as root with it
+    assert CHROMIUM is not None
+    line = [CHROMIUM, *options, page.resolve().as_uri()]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
+    return unescape(run.stdout)
+
+
 def look_at(page: Path, folder: Path) -> list[dict[str, Any]]:
     """What a browser shows of a page, at each of the widths.
 
@@ -62,23 +73,7 @@ def look_at(page: Path, folder: Path) -> list[dict[str, Any]]:
     )
     around = folder / "frames.html"
     around.write_text(FRAMES.format(frames="".join(frames)), encoding="utf-8")
-    options = [
-        "--headless",
-        "--disable-gpu",
-        "--dump-dom",
-        "--virtual-time-budget=5000",
-        "--allow-file-access-from-files",
-    ]
-    options += [
-        f"--user-data-dir={folder / 'profile'}",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        "--window-size=1200,900",
-    ]
-    options += ["--no-sandbox"] if os.geteuid() == 0 else []  # chromium refuses to start as root with it
-    assert CHROMIUM is not None
-    run = subprocess.run(
-        [CHROMIUM, *options, around.resolve().as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
-    found = re.search(r"FOUND(.*)END", unescape(run.stdout), re.DOTALL)
-    assert found is not None, run.stdout[-2000:] + run.stderr[-2000:]
+    text = dom_of(around, folder, "--allow-file-access-from-files")
+    found = re.search(r"FOUND(.*)END", text, re.DOTALL)
+    assert found is not None, text[-2000:]
     return json.loads(found[1])
