@@ -83,7 +83,7 @@ def sweep_page(folder: Path) -> str:
     """The jobs of a sweep, the best first, the metric by every setting that differs, and how to compare the best."""
     jobs = read_sweep(folder)
     found: Mapping[str, Any] = next((job.result for job in jobs if job.result.get("optimized_metric")), {})
-    metric, direction = found.get("optimized_metric", "metric"), found.get("optimized_direction", "min")
+    metric, direction = found.get("optimized_metric", "metric"), found.get("optimized_direction") or "min"
     done = [job for job in jobs if job.result.get(metric) is not None]
     done.sort(key=lambda job: -SIGNS[direction] * job.result[metric])
     keys = dict.fromkeys(key for job in jobs for key in job.settings)

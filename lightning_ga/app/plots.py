@@ -89,7 +89,8 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> F
     few = len(counts) <= MOST_CLASSES
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.subplots()
-    picture = ConfusionMatrixDisplay(np.asarray(counts), display_labels=[*map(brief, names)] or None)
+    labels = [*map(brief, names)] if len(names) == len(counts) else None
+    picture = ConfusionMatrixDisplay(np.asarray(counts), display_labels=labels)
     picture.plot(ax=axes, cmap="Blues", colorbar=not few, include_values=few, values_format="d", xticks_rotation=90)
     if not few:
         axes.set(xticks=[], yticks=[])
