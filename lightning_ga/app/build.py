@@ -22,6 +22,7 @@ from lightning_ga.app.checkpoints import AtomicCheckpointIO
 from lightning_ga.app.errors import chain, is_named
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
+from lightning_ga.app.pictures import Pictures
 from lightning_ga.app.plan_report import PlanReport, schedule_text
 from lightning_ga.app.progress import EpochLine
 from lightning_ga.app.settings import Progress, Settings
@@ -79,9 +80,11 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
     others: list[Callback] = [] if dry_run else make_all(cfg, "callbacks")
     loggers: list[Logger] = [] if dry_run else make_all(cfg, "logger")
     lines = [] if dry_run or progress is Progress.none else [EpochLine(schedule)]
+    pictures = [] if dry_run else [Pictures(folder)]
+    report = PlanReport(folder, dry_run=dry_run, schedule=text)
     wants_bar = progress is Progress.bar or (progress is Progress.auto and sys.stdout.isatty())
     made = {
-        "callbacks": [*accumulate, PlanReport(folder, dry_run=dry_run, schedule=text), metric, *others, *lines],
+        "callbacks": [*accumulate, report, metric, *pictures, *others, *lines],
         "logger": loggers or False,
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in others),
         "enable_progress_bar": not dry_run and (wants_bar or any(isinstance(one, ProgressBar) for one in others)),

@@ -3,6 +3,7 @@
 import csv
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
 from pathlib import Path
@@ -12,10 +13,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.errors import explain
+from lightning_ga.app.errors import explain, one_line
 from lightning_ga.app.run_files import PLAN, RESULT, read_config, read_json
 from lightning_ga.app.settings import Config
-from lightning_ga.app.terminal import columns, is_first_rank, report_error
+from lightning_ga.app.terminal import columns, is_first_rank, number, report_error
 from lightning_ga.errors import UserError, printable
 
 LEAVES = (RESULT, PLAN, "checkpoints/*.ckpt", "csv/metrics.csv")  # files that show that a folder contains a run
@@ -103,9 +104,15 @@ def report_sweep(folder: Path) -> None:
         name, value = str(job.relative_to(folder)), values[job]
         rows.append([name, value, outcome, " ".join(overrides[job])])
         differing = " ".join(word for word in overrides[job] if word not in shared)
-        print(printable(f"{name:>3}  {outcome if value is None else f'{value:.4f}':12} {differing}")[: columns()])
+        print(printable(f"{name:>3}  {outcome if value is None else number(value):12} {differing}")[: columns()])
     with (folder / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
+    try:
+        from lightning_ga.app.page import write_page  # imports matplotlib: not before it is needed
+
+        print(f"Page: {printable(write_page([folder]))}")
+    except Exception as error:  # it is for people only
+        print(f"Warning: report.html could not be written: {one_line(error)}", file=sys.stderr)
     print(f"Files: {folder}")
     if any(row[2] == "failed" for row in rows):
         print(f"To run again what is missing, add hydra.sweep.dir={folder} to the same command line.")

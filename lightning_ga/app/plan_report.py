@@ -1,6 +1,6 @@
 """The plan of a run: found on the callback that plans, printed as a table and saved as JSON before the first step."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -65,6 +65,7 @@ class PlanReport(Callback):
 
     def __init__(self, folder: Path, *, dry_run: bool = False, schedule: str = "") -> None:
         self.folder, self.dry_run, self.schedule = folder, dry_run, schedule
+        self._records = PlanRecords()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the plan, which AutoAccumulate has by now, as it comes first among the callbacks."""
@@ -76,12 +77,19 @@ class PlanReport(Callback):
             setting = f"{name}, {size} parameters, {trainer.precision}, on {place}"
             known = {key: getattr(found, key, None) for key in RECORDS}
             records = PlanRecords(**known, setting=setting, schedule=self.schedule)
+            self._records = records
             save_plan(self.folder / "plan.json", records)
             if records.probe is not None:
                 probe_figure(records.probe).savefig(self.folder / "probe.png", dpi=150)
             log.info(printed_plan(records))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the verdict again: it is measured in training, too."""
+        exactness = getattr(find_accumulate(trainer), "exactness", None)
+        if trainer.is_global_zero and exactness != self._records.exactness:
+            save_plan(self.folder / "plan.json", replace(self._records, exactness=exactness))
 
 
 def schedule_text(schedule: Any, what: str) -> str:

@@ -14,7 +14,7 @@ from lightning_ga.app.other_tools import OWN_KEYS, SECTIONS, Groups, in_our_word
 from lightning_ga.errors import UserError
 
 Config = dict[str, Any]
-Task = Enum("Task", ["fit", "validate", "test", "predict"])
+Task = Enum("Task", ["fit", "validate", "test", "predict", "export"])
 Progress = Enum("Progress", ["auto", "bar", "plain", "none"])
 Direction = Enum("Direction", ["min", "max"])
 LARGER_IS_BETTER = re.compile(  # words of metrics, without their digits: f is that of f1, r that of r2

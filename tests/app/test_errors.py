@@ -23,7 +23,7 @@ COMPOSED = [  # what the configuration alone tells
     (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
     (["logger=[csv,nope]"], ["logger=nope does not exist", "csv, default, many, mlflow, none"]),
     (["--config-dir", "none-of-mine"], ["none-of-mine"]),
-    (["task=train", "hydra.run.dir=x"], ["task: ", "'train', expected one of [fit, validate, test, predict]"]),
+    (["task=train", "hydra.run.dir=x"], ["task: ", "'train', expected one of [fit, validate, test, predict, export]"]),
     (["seed=abc", "hydra.run.dir=x"], ["seed", "abc"]),
     (["dry_run=true", "task=test", "hydra.run.dir=x"], ["task=test has none"]),
     (["+trainer.callbacks=[]", "hydra.run.dir=x"], ["trainer.callbacks and trainer.logger are read by nothing"]),

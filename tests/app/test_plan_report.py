@@ -1,9 +1,11 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import torch
 from command_lines import TINY
 
-from lightning_ga.app.plan_report import PlanRecords, printed_plan, save_plan, schedule_text
+from lightning_ga.app.plan_report import PlanRecords, PlanReport, printed_plan, save_plan, schedule_text
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult, Trial
@@ -70,3 +72,20 @@ def test_a_plan_is_saved_whole(tmp_path):
     content = json.loads((tmp_path / "none.json").read_text())
     assert content["plan"] is content["probe"] is content["exactness"] is None
     assert content["table"] == {"training": ""}
+
+
+def test_a_verdict_of_training_replaces_that_of_the_start(tmp_path):
+    """The rest of the plan stays as it was at the start."""
+    accumulate = SimpleNamespace(plan=plan_accumulation(10, micro_batch=4), probe=None, exactness=None)
+    accumulate.exactness = Exactness(1e-7, 1e-3, "exact")
+    module = torch.nn.Linear(1, 1)
+    module.hparams, module.device = {}, torch.device("cpu")
+    trainer = SimpleNamespace(callbacks=[accumulate], is_global_zero=True, world_size=1, precision="32-true")
+    report = PlanReport(tmp_path)
+    report.on_train_start(trainer, module)
+    accumulate.plan = plan_accumulation(20, micro_batch=4)
+    accumulate.exactness = Exactness(0.11, 1e-3, "weighted")
+    report.on_train_end(trainer, module)
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert (content["plan"]["effective_batch_size"], content["exactness"]["cause"]) == (10, "weighted")
+    assert content["table"]["exactness"].startswith("relative error 1.1e-01: the loss is a mean over something else")
