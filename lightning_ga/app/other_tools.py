@@ -57,7 +57,7 @@ ADDED_TO_TRAINER = (
 )
 TASKS = {"train": "fit", "val": "validate", "eval": "validate", "inference": "predict"}
 COMMANDS = {  # words that stand alone
-    **{word: f"task={TASKS.get(word, word)}" for word in (*TASKS, "fit", "validate", "test", "predict")},
+    **{word: f"task={TASKS.get(word, word)}" for word in (*TASKS, "fit", "validate", "test", "predict", "export")},
     **dict.fromkeys(("classify", "detect", "segment", "yolo"), ""),
 }
 WORDS = {  # what is typed, or what is typed with a certain value: what to type here, {} for the value
