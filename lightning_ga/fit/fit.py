@@ -179,7 +179,7 @@ class Fit:
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
-        windows = self.windows
+        windows = self.data.windows
         if windows.is_over and not self.progress.place.skips_backward:
             windows.end_window()
 

@@ -6,7 +6,7 @@ micro-batch: whatever changes the micro-batch leaves window k with the same samp
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from lightning_ga.plan.accumulation import ceil_div, split_evenly
 
@@ -124,9 +124,7 @@ class EpochPlan:
 
     def window(self, index: int, rank: int = 0) -> Window:
         """Return one window as one rank runs it."""
-        start, samples = self.windows.span(index)
-        shares = split_evenly(samples, self.world_size)
-        return Window(index, start, samples, split_evenly(shares[rank], self.factor_of(index)), sum(shares[:rank]))
+        return _window(self, index, rank)
 
     def places(self, window: Window, position: int) -> Sequence[int]:
         """Return the places, in the epoch's order, of one micro-batch; of a stand-in, that of the last sample."""
@@ -143,3 +141,11 @@ class EpochPlan:
     def _factor(self, samples: int) -> int:
         share = ceil_div(samples, self.world_size)
         return max(1, ceil_div(share, self.micro_batch))
+
+
+@lru_cache(maxsize=8)  # windows: the sampler asks for each, and so does the loop when it gets there
+def _window(plan: EpochPlan, index: int, rank: int) -> Window:
+    start, samples = plan.windows.span(index)
+    shares = split_evenly(samples, plan.world_size)
+    sizes = split_evenly(shares[rank], plan.factor_of(index))
+    return Window(index, start, samples, sizes, sum(shares[:rank]))

@@ -104,8 +104,9 @@ class _Attributes:
     """A module's own attributes in which steps collect values; numbers are left, as they may count attempts."""
 
     def __init__(self, module: LightningModule) -> None:
-        self._own, self._hook = vars(module), vars(module)["_current_fx_name"]
-        self._before = {name: self._own[name] for name in self._own.keys() - LIGHTNINGS_OWN}
+        self._own = vars(module)
+        self._hook = self._own["_current_fx_name"]
+        self._before = {name: value for name, value in self._own.items() if name not in LIGHTNINGS_OWN}
         self._lengths: list[tuple[list[Any], int]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
