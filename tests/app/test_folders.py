@@ -98,15 +98,27 @@ def test_the_last_run_of_a_project_s_own_folders_is_found(command):
     assert "Epoch 2/2" in resumed.out
 
 
-def test_a_resume_that_cannot_go_on_says_what_to_change(command, shared):
-    """Another model, another optimizer, and a run that has trained all of its epochs."""
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "model.hidden=[16]",
+        "optimizer=timm",
+        pytest.param("optimizer=sgd", marks=pytest.mark.slow),
+        pytest.param("lr_scheduler=onecycle", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resume_that_cannot_go_on_says_what_to_change(command, shared, changed):
+    """Another model, another optimizer, another schedule."""
     first = shared(*TINY, folder="first")
-    resume = ("test=false", f"ckpt_path={first.folder}")
-    for changed in ("model.hidden=[16]", "optimizer=sgd", "lr_scheduler=onecycle", "optimizer=timm"):
-        run = command(*TINY, *resume, changed, "trainer.max_epochs=2", folder=changed.partition("=")[2].strip("[]"))
-        assert f"Error: ckpt_path={first.folder} is of another" in run.err
-        assert "as the config.yaml of its run does." in run.err
-    ended = command(*TINY, *resume, folder="ended")
+    run = command(*TINY, "test=false", f"ckpt_path={first.folder}", changed, "trainer.max_epochs=2", folder="changed")
+    assert f"Error: ckpt_path={first.folder} is of another" in run.err
+    assert "as the config.yaml of its run does." in run.err
+
+
+def test_a_resume_of_a_run_that_has_ended_says_so(command, shared):
+    """It has trained all of its epochs."""
+    first = shared(*TINY, folder="first")
+    ended = command(*TINY, "test=false", f"ckpt_path={first.folder}", folder="ended")
     assert ended.code == 0, ended.err
     assert "has trained trainer.max_epochs=1 epochs: to go on, set a larger number" in ended.err
 

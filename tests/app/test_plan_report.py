@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 from command_lines import TINY
 
@@ -12,6 +13,7 @@ from lightning_ga.plan.records import ProbeResult, Trial
 from lightning_ga.plan.schedule import as_schedule, by_samples, linear
 
 PROBE = ProbeResult(48, 2**31, 2_040_109_466, (Trial(48, 2_040_109_466, True, 0.2),), 4, 1.25, "replay")
+SHORT = (*TINY, "test=false", "trainer.max_epochs=2", "trainer.limit_val_batches=1")
 CUT = plan_accumulation(256, micro_batch=48, world_size=2)
 
 
@@ -43,15 +45,18 @@ def test_a_schedule_is_shown():
 
 
 def test_a_schedule_is_shown_in_the_plan_and_with_every_epoch(command):
-    """On the page too, which shows the plan's table; ``factor`` is what the second one changes."""
-    short = (*TINY, "test=false", "trainer.max_epochs=2", "trainer.limit_val_batches=1")
-    mapping = command(*short, "accumulate.effective_batch_size={0:16,1:32}")
+    """On the page too, which shows the plan's table."""
+    mapping = command(*SHORT, "accumulate.effective_batch_size={0:16,1:32}")
     assert mapping.code == 0, mapping.err
     assert "schedule         16, from epoch 1 on 32" in mapping.out
     assert [batch in mapping.out for batch in ("batch 16", "batch 32")] == [True, True]
     assert "16, from epoch 1 on 32" in (mapping.folder / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_schedule_by_its_short_name_is_shown_and_a_number_is_not(command):
     by_name = "accumulate.effective_batch_size={_target_:by_step,counts:{0:16,3:32}}"
-    schedule = command(*short, "logger=none", by_name, folder="by_step")
+    schedule = command(*SHORT, "logger=none", by_name, folder="by_step")
     assert schedule.code == 0, schedule.err
     assert "16, from step 3 on 32" in schedule.out
     constant = command(*TINY, "accumulate.effective_batch_size=16", "dry_run=true", folder="constant")

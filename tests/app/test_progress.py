@@ -8,6 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_ga.app import progress
 from lightning_ga.app.terminal import number
 
+OFF = (*(word for word in TINY if not word.startswith("accumulate.")), "accumulate=off")
+
 
 @pytest.fixture
 def a_line_each_batch(monkeypatch):
@@ -31,19 +33,27 @@ def test_without_a_terminal_a_line_says_how_far_training_is(command):
 
 @pytest.mark.usefixtures("a_line_each_batch")
 def test_without_the_callback_optimizer_steps_are_counted(command, monkeypatch):
-    """Where Lightning does not know the end, no time is left; an evaluation and a bar print no such lines."""
+    """Where Lightning does not know the end, no time is left."""
 
     def unknown(trainer):
         raise MisconfigurationException("Estimated stepping batches cannot be computed")
 
     monkeypatch.setattr(progress, "optimizer_steps", unknown)
-    line = [word for word in TINY if not word.startswith("accumulate.")]
-    run = command(*line, "accumulate=off")
+    run = command(*OFF)
     assert run.code == 0, run.err
     assert re.search(r"^Epoch 1/1, step 1, [\d,.]+ steps/s$", run.out, re.MULTILINE)
     assert " left" not in run.out
-    assert "Epoch" not in command(*line, "accumulate=off", "task=validate", "ckpt_path=last", folder="validate").out
-    assert " step " not in command(*line, "accumulate=off", "progress=bar", folder="bar").out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("a_line_each_batch")
+def test_an_evaluation_and_a_bar_print_no_such_lines(command):
+    run = command(*OFF, "progress=bar")
+    assert run.code == 0, run.err
+    assert " step " not in run.out
+    evaluated = command(*OFF, "task=validate", "ckpt_path=last", folder="validate")
+    assert evaluated.code == 0, evaluated.err
+    assert "Epoch" not in evaluated.out
 
 
 def test_samples_are_those_of_the_whole_epoch(monkeypatch):
