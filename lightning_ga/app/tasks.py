@@ -76,7 +76,7 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
     log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
     most = run.trainer.max_epochs
     if is_fit and most is not None and 0 < most <= epoch:
-        warn(f"The checkpoint has trained trainer.max_epochs={most} epochs: to go on, set a larger number.")
+        warn(f"The checkpoint has trained {counted(epoch, 'epoch')} of trainer.max_epochs={most}: set a larger number.")
     return path
 
 
@@ -142,6 +142,8 @@ def export(run: Fit, checkpoint: Path | None) -> Metrics:
     if run.trainer.is_global_zero:
         made = {"state_dict": run.model.state_dict(), "hyper_parameters": dict(run.model.hparams)}
         content = made if checkpoint is None else checkpoints.read_safely(checkpoint)
+        run.model.configure_model()
+        run.model.load_state_dict(content["state_dict"], strict=run.model.strict_loading)  # another model's are refused
         log.info(f"Load them with:\n{indent(save_weights(run.folder, run.model, content), '  ').rstrip()}")
     return {}
 

@@ -55,6 +55,14 @@ def test_a_module_is_loaded_without_a_trainer(tmp_path, monkeypatch):
     assert torch.serialization.get_unsafe_globals_in_checkpoint(Path("weights.pt")) == []
 
 
+def test_weights_of_another_model_are_not_exported(command, shared):
+    """The lines that load them would be wrong."""
+    shared(*TINY, folder="trained")
+    line = ("model=mlp", "model.hidden=[16]", "task=export", "ckpt_path=outputs/trained")
+    assert "ckpt_path=outputs/trained is of another model than this MLPClassifier" in command(*line).mistake
+    assert not Path("outputs/run/weights.pt").exists()
+
+
 def test_export_writes_the_best_weights_of_a_run(command, shared):
     """And nothing else; the lines that load them are printed, kept and shown on the page."""
     trained = shared(*TINY, folder="trained")

@@ -120,7 +120,7 @@ def test_a_resume_of_a_run_that_has_ended_says_so(command, shared):
     first = shared(*TINY, folder="first")
     ended = command(*TINY, "test=false", f"ckpt_path={first.folder}", folder="ended")
     assert ended.code == 0, ended.err
-    assert "has trained trainer.max_epochs=1 epochs: to go on, set a larger number" in ended.err
+    assert "has trained 1 epoch of trainer.max_epochs=1: set a larger number" in ended.err
 
 
 def test_a_failed_job_of_a_sweep_is_named(command):
