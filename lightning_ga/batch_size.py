@@ -197,9 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cfg: Any = OmegaConf.merge(OmegaConf.load(folder / "config.yaml"), {"paths": {"output_dir": str(folder)}})
 
     def make() -> tuple[Any, Any]:
-        data = build.make(cfg.data)
+        data = build.make(cfg, "data")
         build.follow_classes(cfg, data)
-        return build.make(cfg.model), data
+        return build.make(cfg, "model"), data
 
     section = cfg.get("accumulate") or {}
     is_scheduled = any(OmegaConf.is_dict(section.get(key)) for key in ("effective_batch_size", "accumulate"))

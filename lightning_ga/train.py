@@ -1,5 +1,6 @@
 """The command line: ``python -m lightning_ga.train`` and ``lightning-ga`` are the same program."""
 
+import argparse
 import os
 import re
 import signal
@@ -7,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
+from unittest.mock import patch
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -18,8 +21,9 @@ from omegaconf import DictConfig
 
 from lightning_ga.app.errors import explain
 from lightning_ga.app.folders import done_before, report_sweep
-from lightning_ga.app.settings import read_settings, shown, unread_groups
-from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence
+from lightning_ga.app.other_tools import check_words, config_folder
+from lightning_ga.app.settings import check_typed, read_settings, shown, unread_groups
+from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence, warn
 from lightning_ga.errors import UserError
 
 TRACEBACK, FULL_ERROR = "--traceback", "HYDRA_FULL_ERROR"
@@ -45,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
     try:
+        check_words(arguments, options())
         arguments = in_order([argument for argument in arguments if argument != TRACEBACK])
         if str(Path.cwd()) not in sys.path:  # for the user's own package, as ``python -m`` does
             sys.path.insert(0, str(Path.cwd()))
@@ -70,7 +75,10 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     Plugins.instance().register(PackageConfig)
     given, sweeps = [*arguments, *rank_overrides(arguments, os.environ)], set[Path]()
 
+    parsing = patch.object(argparse.ArgumentParser, "error", refuse)  # which would print nine lines of usage
+
     def job(cfg: DictConfig) -> float | None:
+        parsing.stop()
         own, is_sweep = HydraConfig.get(), HydraConfig.get().mode == RunMode.MULTIRUN
         sweeps.update([Path(own.sweep.dir)] if is_sweep else [])
         os.environ.pop(FULL_ERROR, None)  # which processes of other ranks would get
@@ -89,9 +97,11 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
 
     before, sys.argv = sys.argv, [sys.argv[0], *given]
     os.environ[FULL_ERROR] = "1"  # Hydra then raises errors, and prints nothing
+    parsing.start()
     try:
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")(job)()
     finally:
+        parsing.stop()
         sys.argv = before
         os.environ.pop(FULL_ERROR, None)
         for folder in sweeps:
@@ -99,10 +109,18 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         sys.stdout.flush()  # here, because Hydra exits after --help
 
 
+def refuse(_: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Refuse options in one sentence, as any other mistake."""
+    raise UserError(f"{message}: --help shows examples, --hydra-help all options.")
+
+
 def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     """Do what a configuration says; return the optimized metric, for sweepers."""
-    own, settings = HydraConfig.get(), read_settings(cfg)
+    own, unread = HydraConfig.get(), check_typed(cfg, arguments, options())
+    settings = read_settings(cfg)
     unread_groups(cfg, arguments)
+    for sentence in unread:
+        warn(sentence)
     is_sweep = own.mode == RunMode.MULTIRUN
     result = done_before(Path(own.runtime.output_dir), shown(cfg)) if is_sweep else None
     if result is None:
@@ -113,17 +131,10 @@ def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     return value
 
 
-def config_folder() -> Path:
-    """``conf``: inside the package in a wheel, beside it in the source tree."""
-    package = Path(__file__).resolve().parent
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
-
-
 def options() -> dict[str, list[str]]:
     """The options of every group of the package."""
     groups = sorted(path for path in config_folder().iterdir() if path.is_dir() and path.name != "hydra")
-    return {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
+    return {group.name: sorted(file.stem for file in group.glob("[!_]*.yaml")) for group in groups}
 
 
 def in_order(arguments: Sequence[str]) -> list[str]:

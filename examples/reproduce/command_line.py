@@ -57,9 +57,9 @@ def built(overrides: Sequence[str]) -> Built:
         config = compose("train", [*overrides, "paths.output_dir=."])
     with seeds_forgotten():
         seed_everything(config.seed, verbose=False)
-        data = make(config.data)
+        data = make(config, "data")
         data.setup("fit")
-        return Built(config, make(config.model), data)
+        return Built(config, make(config, "model"), data)
 
 
 def curve(run: RunFiles, name: str) -> Curve:

@@ -1,6 +1,8 @@
 """From a configuration to objects: data, model and Trainer, in the order in which each needs the others."""
 
 import sys
+from importlib import import_module
+from inspect import isclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,20 +10,27 @@ import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_ga.app.arguments import check_arguments
 from lightning_ga.app.checkpoints import AtomicCheckpointIO
+from lightning_ga.app.errors import chain, is_named
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
-from lightning_ga.app.plan_report import PlanReport
+from lightning_ga.app.pictures import Pictures
+from lightning_ga.app.plan_report import PlanReport, schedule_text
 from lightning_ga.app.progress import EpochLine
 from lightning_ga.app.settings import Progress, Settings
 from lightning_ga.errors import UserError
+from lightning_ga.plan.schedule import PiecewiseSchedule, as_schedule
+
+GET = "hydra.utils.get_method"
+NO_VALUES = ("Schedule", "ScheduleLike", "as_schedule", "count_items")  # of the public names of schedules and weights
 
 
 class Fit(NamedTuple):
@@ -43,9 +52,9 @@ def build(cfg: DictConfig, settings: Settings, folder: Path) -> Fit:
     torch.set_float32_matmul_precision((cfg.get("precision") or {}).get("float32_matmul", "highest"))
     metric = OptimizedMetric(settings.optimized_metric, getattr(settings.optimized_direction, "name", None))
     trainer = build_trainer(cfg, settings, folder, metric)
-    data = make(cfg.data)
+    data = make(cfg, "data")
     follow_classes(cfg, data)
-    model = make(cfg.model)
+    model = make(cfg, "model")
     if not isinstance(model, LightningModule) or not isinstance(data, LightningDataModule):
         raise UserError("model._target_ must name a LightningModule, and data._target_ a LightningDataModule.")
     return Fit(cfg, settings, folder, model, data, trainer, metric)
@@ -65,22 +74,55 @@ def follow_classes(cfg: DictConfig, data: LightningDataModule) -> None:
 def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: OptimizedMetric) -> Trainer:
     """The Trainer; a dry run has no loggers, no checkpoints and no bar."""
     dry_run, progress = settings.dry_run, settings.progress
-    accumulate = [make(cfg.accumulate)] if cfg.get("accumulate") else []
+    use_full_names(cfg.get("accumulate") or {})
+    accumulate, schedule = ([make(cfg, "accumulate")] if cfg.get("accumulate") else []), batch_schedule(cfg)
+    text = schedule_text(schedule, "factor " * (getattr(schedule, "name", "") == "accumulate"))
     others: list[Callback] = [] if dry_run else make_all(cfg, "callbacks")
     loggers: list[Logger] = [] if dry_run else make_all(cfg, "logger")
-    lines = [] if dry_run or progress is Progress.none else [EpochLine()]
+    lines = [] if dry_run or progress is Progress.none else [EpochLine(schedule)]
+    pictures = [] if dry_run else [Pictures(folder)]
+    report = PlanReport(folder, dry_run=dry_run, schedule=text)
     wants_bar = progress is Progress.bar or (progress is Progress.auto and sys.stdout.isatty())
     made = {
-        "callbacks": [*accumulate, PlanReport(folder, dry_run=dry_run), metric, *others, *lines],
+        "callbacks": [*accumulate, report, metric, *pictures, *others, *lines],
         "logger": loggers or False,
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in others),
         "enable_progress_bar": not dry_run and (wants_bar or any(isinstance(one, ProgressBar) for one in others)),
     }
-    trainer: Trainer = make(cfg.trainer, **made)
+    trainer: Trainer = make(cfg, "trainer", **made)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # one of the user's own stays
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     require_one_run(trainer, cfg, folder)
     return trainer
+
+
+def use_full_names(section: Any) -> None:
+    """Let ``accumulate.normalize=TargetTokens`` and ``{_target_: linear, …}`` name what ``lightning_ga`` has."""
+    for key, home in {"normalize": "weights", "effective_batch_size": "schedule", "accumulate": "schedule"}.items():
+        value = section.get(key)
+        node = value if OmegaConf.is_dict(value) else {}
+        name = node.get("_target_") or value
+        if not isinstance(name, str) or name == "samples" or (not node and home == "schedule"):
+            continue
+        known = [one for one in import_module(f"lightning_ga.{home}").__all__ if one not in NO_VALUES]
+        if "." not in name and name not in known:
+            raise UserError(
+                f"accumulate.{key}={name} is none of {', '.join(known)}: write one of these, or my_package.NAME."
+            )
+        full = name if "." in name else f"lightning_ga.{home}.{name}"
+        is_function = not node and not isclass(get_object(full))
+        section[key] = {"_target_": GET, "path": full} if is_function else {**node, "_target_": full}
+
+
+def batch_schedule(cfg: DictConfig) -> PiecewiseSchedule | None:
+    """How the configuration changes the batch or the factor in training, if it is written as a mapping or schedule."""
+    for name in ("effective_batch_size", "accumulate"):
+        if OmegaConf.is_dict((cfg.get("accumulate") or {}).get(name)):
+            content = make(cfg, f"accumulate.{name}")
+            content = {0: 1, **content} if name == "accumulate" and isinstance(content, dict) else content
+            schedule = as_schedule(content, name=name)
+            return schedule if isinstance(schedule, PiecewiseSchedule) else None
+    return None
 
 
 def require_one_run(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
@@ -94,10 +136,27 @@ def require_one_run(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
             require_free(Path(place), cfg, leaves=("*.ckpt", "metrics.csv"))
 
 
-def make(node: Any, **arguments: Any) -> Any:
-    """Build what a node names, of plain dicts and lists, which checkpoints can contain."""
-    content: Any = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    return instantiate(content, **arguments, _convert_="all")
+def make(cfg: DictConfig, key: str, **arguments: Any) -> Any:
+    """Build what a key names, of plain dicts and lists, which checkpoints can contain."""
+    node = OmegaConf.select(cfg, key)
+    raw, content = (OmegaConf.to_container(node, resolve=resolve) for resolve in (False, True))
+    check_arguments(key, raw, content)
+    OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    try:
+        return instantiate(content, **arguments, _convert_="all")
+    except Exception as error:
+        if not any(isinstance(link, UserError) for link in chain(error)):
+            check_arguments(key, raw, content, failed=True)
+            typed = [word for word in words_of(key) if not is_named(word, str(error))]
+            if typed:
+                error.add_note(f"Typed there: {', '.join(typed)}.")
+        raise
+
+
+def words_of(key: str) -> list[str]:
+    """What is typed of a section."""
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return [word for word in words if word.lstrip("+").startswith(f"{key}.")]
 
 
 def make_all(cfg: DictConfig, group: str) -> list[Any]:
@@ -106,4 +165,4 @@ def make_all(cfg: DictConfig, group: str) -> list[Any]:
     for name, node in nodes.items():
         if not (OmegaConf.is_dict(node) and "_target_" in node):
             raise UserError(f"{group}.{name} has no _target_: choose {group}=OPTION, or give it a class.")
-    return [*map(make, nodes.values())]
+    return [make(cfg, f"{group}.{name}") for name in nodes]

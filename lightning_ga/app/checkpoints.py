@@ -9,6 +9,7 @@ import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
     """Writes checkpoints that are never torn: to ``NAME.ckpt.part``, which is flushed and then renamed.
 
-    Remote paths are left to Lightning. Hyperparameters that ``weights_only=True`` refuses are left out, and named once.
+    Remote paths are left to Lightning. Hyperparameters that ``weights_only=True`` refuses are left out, and named once;
+    partials and classes, such as an optimizer of a configuration, without a word: nothing that was trained is in them.
     """
 
     def __init__(self) -> None:
@@ -60,12 +62,19 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
     def _loadable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         given = {name: dict(checkpoint[name]) for name in HYPERPARAMETERS if name in checkpoint}
         kept = {name: {key: one for key, one in values.items() if loads(one)} for name, values in given.items()}
-        left_out = {str(key) for name in given for key in given[name].keys() - kept[name].keys()} - self._left_out
+        left_out = {
+            str(key): value
+            for name, values in given.items()
+            for key, value in values.items()
+            if key not in kept[name] and key not in self._left_out and not isinstance(value, partial | type)
+        }
         if left_out:
-            self._left_out |= left_out
+            self._left_out |= left_out.keys()
+            names = sorted(left_out)
             rank_zero_warn(
-                f"Checkpoints leave out the hyperparameters {', '.join(sorted(left_out))}, as they would not load "
-                "with weights_only=True."
+                f"Checkpoints leave out the hyperparameters {', '.join(names)}, as they would not load with "
+                "weights_only=True. A run of the same configuration makes them again; your own code gives them to "
+                f"load_from_checkpoint(PATH, {', '.join(f'{name}=…' for name in names)})."
             )
         return {**checkpoint, **kept}
 

@@ -3,6 +3,7 @@
 import csv
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
 from pathlib import Path
@@ -12,10 +13,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.errors import explain
+from lightning_ga.app.errors import explain, one_line
 from lightning_ga.app.run_files import PLAN, RESULT, read_config, read_json
 from lightning_ga.app.settings import Config
-from lightning_ga.app.terminal import columns, is_first_rank, report_error
+from lightning_ga.app.terminal import columns, is_first_rank, number, report_error
 from lightning_ga.errors import UserError, printable
 
 LEAVES = (RESULT, PLAN, "checkpoints/*.ckpt", "csv/metrics.csv")  # files that show that a folder contains a run
@@ -62,6 +63,21 @@ def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[st
     )
 
 
+def roots_of_runs(config: Mapping[str, Any]) -> list[Path]:
+    """Folders below which runs are: those of ``paths``, and those of ``hydra.run.dir`` and ``hydra.sweep.dir``."""
+    paths: Any = config.get("paths") or {}
+    roots = [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
+    own = HydraConfig.get()
+    written: Any = OmegaConf.to_container(own, resolve=False)
+    for kind in ("run", "sweep"):
+        parts, place = written[kind]["dir"].split("/"), Path(getattr(own, kind).dir)
+        first_by_clock = next((number for number, part in enumerate(parts) if "${now:" in part), len(parts) - 1)
+        root = place.parents[len(parts) - 1 - first_by_clock]
+        if not Path.cwd().is_relative_to(root.resolve()):  # that would be the whole project
+            roots.append(root)
+    return [*dict.fromkeys(roots)]
+
+
 def done_before(folder: Path, config: Config) -> Mapping[str, Any] | None:
     """The result of a job that an earlier start of the same sweep has completed; the folder of another is refused."""
     if read_config(folder) != config:
@@ -86,11 +102,17 @@ def report_sweep(folder: Path) -> None:
     for job in sorted(jobs, key=lambda job: math.inf if values[job] is None else sign * values[job]):
         outcome = "done" if results[job] else "failed"
         name, value = str(job.relative_to(folder)), values[job]
-        rows.append([name, value, outcome, *overrides[job]])
+        rows.append([name, value, outcome, " ".join(overrides[job])])
         differing = " ".join(word for word in overrides[job] if word not in shared)
-        print(printable(f"{name:>3}  {outcome if value is None else f'{value:.4f}':12} {differing}")[: columns()])
+        print(printable(f"{name:>3}  {outcome if value is None else number(value):12} {differing}")[: columns()])
     with (folder / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
+    try:
+        from lightning_ga.app.page import write_page  # imports matplotlib: not before it is needed
+
+        print(f"Page: {printable(write_page([folder]))}")
+    except Exception as error:  # it is for people only
+        print(f"Warning: report.html could not be written: {one_line(error)}", file=sys.stderr)
     print(f"Files: {folder}")
     if any(row[2] == "failed" for row in rows):
         print(f"To run again what is missing, add hydra.sweep.dir={folder} to the same command line.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ class OptimizedMetric(Callback):
         missing = names - trainer.callback_metrics.keys()
         if trainer.sanity_checking and not logged:
             return
+        if trainer.sanity_checking and self.name in missing:  # nothing is lost yet
+            nearest = get_close_matches(str(self.name), logged, n=1, cutoff=0.0)[0]
+            raise UserError(
+                f"optimized_metric={self.name} is not logged by validation, which logs {', '.join(logged)}: write "
+                f"optimized_metric={nearest}, or trainer.num_sanity_val_steps=0 if it begins in a later epoch."
+            )
         for callback in () if trainer.sanity_checking else watchers(trainer):
             if callback.monitor in missing and isinstance(callback, EarlyStopping):
                 callback.strict = False

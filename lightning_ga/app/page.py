@@ -1,24 +1,37 @@
-"""One page for a run, or for several side by side: a single file made of ``templates``, without scripts or network."""
+"""One page for a run, a sweep, or several runs: a single file made of ``templates``, without scripts or network."""
 
+import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from omegaconf import OmegaConf
 
-from lightning_ga.app.plots import as_svg, loss_figure, probe_figure
-from lightning_ga.app.run_files import CONFIG, RunFiles, read_run, write_text
+from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure, sweep_figure
+from lightning_ga.app.run_files import CONFIG, RunFiles, read_run, read_sweep, write_text
 from lightning_ga.app.settings import walk
+from lightning_ga.app.terminal import number
+from lightning_ga.errors import printable
+from lightning_ga.plan.exactness import Exactness, warning
 from lightning_ga.plan.records import probe_or_none
+from lightning_ga.plan.units import counted
 
 PAGE = "report.html"
 FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # keys: every run has its own
 TEMPLATES = Environment(loader=PackageLoader("lightning_ga.app"), autoescape=True, trim_blocks=True)
+BETTER, SIGNS = {"max": "larger is better", "min": "smaller is better"}, {"max": 1, "min": -1}
+MOST_COMPARED = 3  # runs in the command that compares the best of a sweep
 STAGES = ("test/", "val/", "")  # beginnings of metrics, in the order in which these are shown
 
 
 def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
-    """Write the page of one run, by default into its folder, or of all of several folders that contain one."""
+    """Write the page of one run or sweep, by default into its folder, or of all of several folders that contain one."""
+    if len(folders) == 1 and read_sweep(folders[0]):
+        page = path or folders[0] / PAGE
+        write_text(page, sweep_page(folders[0]))
+        return page
     runs = [read_run(folder) for folder in folders if (folder / CONFIG).is_file()] or [read_run(folders[0])]
     page = path or (runs[0].folder / PAGE if len(folders) == 1 else Path(PAGE))
     write_text(page, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
@@ -27,11 +40,9 @@ def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
 
 def run_page(run: RunFiles) -> str:
     """The page of one run."""
-    probe = probe_or_none(run.plan.get("probe"))
-    figures = {
-        "Memory by micro-batch": probe_figure(probe) if probe is not None else None,
-        "Losses by optimizer step": loss_figure({run.name: run.curves}),
-    }
+    probe, confusion = probe_or_none(run.plan.get("probe")), run.confusion
+    memory = probe_figure(probe) if probe is not None else None
+    classes = confusion_figure(confusion["counts"], confusion["classes"]) if confusion else None
     model, data = run.config.get("model") or {}, run.config.get("data") or {}
     names = [str(section.get("_target_", "?")).rpartition(".")[2] for section in (model, data)]
     kinds = ("precision", "recall", "f1-score")
@@ -39,7 +50,12 @@ def run_page(run: RunFiles) -> str:
         title=f"{model.get('name') or names[0]} on {names[1]}: {run.name}",
         run=run,
         facts=facts(run),
-        pictures=[as_svg(figure, title) for title, figure in figures.items() if figure is not None],
+        optimized=optimized_metric(run),
+        is_better=BETTER.get(str(run.result.get("optimized_direction")), ""),
+        warning=verdict_warning(run),
+        curves=curves_of([run]),
+        memory=as_svg(memory, "Memory by micro-batch") if memory else "",
+        confusion=as_svg(classes, "Confusion matrix of the test") if classes else "",
         scores=[
             [name, *(f"{score[kind]:.4f}" for kind in kinds), f"{score['support']:,.0f}"]
             for name, score in run.scores.items()
@@ -51,27 +67,87 @@ def run_page(run: RunFiles) -> str:
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Several runs side by side: a table of differing settings and results, and their curves."""
-    figure, tables = loss_figure({run.name: run.curves for run in runs}), [run.plan.get("table") or {} for run in runs]
+    tables = [run.plan.get("table") or {} for run in runs]
     configs = [{key: str(one) for key, one in walk(run.config) if not key.endswith(FOLDERS)} for run in runs]
     return TEMPLATES.get_template("comparison.html").render(
         title=f"{len(runs)} runs side by side",
         names=[run.name for run in runs],
-        results=[row for parts in (map(facts, runs), tables) for row in beside_each_other([*parts])],
+        results=beside_each_other([facts(run) for run in runs]),
+        plans=beside_each_other(tables),
         differing=[row for row in beside_each_other(configs) if len({*row[1:]}) > 1],
-        picture=as_svg(figure, "Losses of the runs") if figure is not None else "",
+        curves=curves_of(runs),
     )
 
 
+def sweep_page(folder: Path) -> str:
+    """The jobs of a sweep, the best first, the metric by every setting that differs, and how to compare the best."""
+    jobs = read_sweep(folder)
+    found: Mapping[str, Any] = next((job.result for job in jobs if job.result.get("optimized_metric")), {})
+    metric, direction = found.get("optimized_metric", "metric"), found.get("optimized_direction") or "min"
+    done = [job for job in jobs if job.result.get(metric) is not None]
+    done.sort(key=lambda job: -SIGNS[direction] * job.result[metric])
+    keys = dict.fromkeys(key for job in jobs for key in job.settings)
+    differing = [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
+    values, figures = [job.result[metric] for job in done], {}
+    for key in differing if done else ():
+        figures[key] = sweep_figure([job.settings.get(key, "–") for job in done], values, key, metric, best=0)
+    best = [str(folder / job.name) for job in done[:MOST_COMPARED]]
+    return TEMPLATES.get_template("sweep.html").render(
+        title=f"Sweep {'/'.join(folder.resolve().parts[-2:])}: {counted(len(jobs), 'job')}",
+        metric=metric,
+        is_better=BETTER[direction],
+        keys=differing,
+        rows=[*((job, number(job.result[metric])) for job in done), *((job, "") for job in jobs if job not in done)],
+        pictures=[as_svg(figure, f"{metric} by {key}") for key, figure in figures.items()],
+        command=printable(shlex.join(["python", "-m", "lightning_ga.report", *best])) if len(best) > 1 else "",
+        shared={key: value for key, value in jobs[0].settings.items() if key not in differing},
+    )
+
+
+def optimized_metric(run: RunFiles) -> str:
+    """The metric that the run optimized; of a run that was killed, the one that its configuration names, if any."""
+    return str(run.result.get("optimized_metric") or run.config.get("optimized_metric") or "val/loss")
+
+
+def measures(runs: Sequence[RunFiles]) -> list[str]:
+    """What the runs log, that of the optimized metric first."""
+    logged = dict.fromkeys(measure_of(name) for run in runs for name in run.curves)
+    return sorted(logged, key=lambda measure: measure != measure_of(optimized_metric(runs[0])))
+
+
+def curves_of(runs: Sequence[RunFiles]) -> dict[str, str]:
+    """A picture for each measure that the runs log."""
+    optimized, direction = optimized_metric(runs[0]), str(runs[0].result.get("optimized_direction"))
+    curves = {run.name: run.curves for run in runs}
+    figures = {one: curves_figure(curves, one, optimized, SIGNS.get(direction, 0)) for one in measures(runs)}
+    return {one: as_svg(figure, f"Curves of {one}") for one, figure in figures.items()}
+
+
+def verdict_warning(run: RunFiles) -> str | None:
+    """What a reader of the run has to know first: that its gradients were not exact, or that this is not known."""
+    verdict, accumulate = run.plan.get("exactness"), run.config.get("accumulate") or {}
+    if not verdict or (run.plan.get("plan") or {}).get("factor", 1) == 1:
+        return None
+    with suppress(TypeError):  # of another version
+        return warning(Exactness(**verdict), batch_norm=accumulate.get("batch_norm", "warn"))
+    return None
+
+
 def facts(run: RunFiles) -> dict[str, str]:
-    """The most important facts that are known: labels, then the result."""
+    """The most important facts that are known: the optimized metric, labels, then the other results."""
     name, tags, result = dict(walk(run.config)).get("run.name"), run.config.get("tags"), dict(run.result)
-    found = {"name": str(name)} if name is not None else {}
-    found |= {"tags": ", ".join(map(str, tags))} if tags else {}
     seconds, errors = result.pop("seconds", None), result.pop("oom_events", 0)
-    metrics = {name: value for name, value in result.items() if not name.startswith("optimized_")}
+    texts = {
+        metric: "not finite" if value is None else number(value)
+        for metric, value in result.items()
+        if not metric.startswith("optimized_")
+    }
+    optimized = optimized_metric(run)
+    found = {optimized: texts[optimized]} if optimized in texts else {}
+    found |= {"name": str(name)} if name is not None else {}
+    found |= {"tags": ", ".join(map(str, tags))} if tags else {}
     for stage in STAGES:
-        of_stage = {name: value for name, value in metrics.items() if name not in found and name.startswith(stage)}
-        found |= {name: "not finite" if value is None else f"{value:.4f}" for name, value in of_stage.items()}
+        found |= {metric: text for metric, text in texts.items() if metric not in found and metric.startswith(stage)}
     found |= {"seconds": f"{seconds:,.0f}"} if seconds is not None else {}
     return found | ({"out-of-memory errors": str(errors)} if errors else {})
 

@@ -1,31 +1,38 @@
 """The plan of a run: found on the callback that plans, printed as a table and saved as JSON before the first step."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ga.app.errors import on_the_line
 from lightning_ga.app.plots import probe_figure
 from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import columns, log
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.schedule import PiecewiseSchedule
 from lightning_ga.plan.units import counted, format_bytes
 
+MOST_CHANGES = 5  # of a schedule that are shown
 RECORDS = ("plan", "probe", "exactness")  # attributes of AutoAccumulate
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRecords:
-    """What is known before the first step; ``None`` for what did not run. The setting is a line on model and device."""
+    """What is known before the first step; ``None`` for what did not run. The setting is a line on model and device.
+
+    The schedule says how the batch changes.
+    """
 
     plan: AccumulationPlan | None = None
     probe: ProbeResult | None = None
     exactness: Exactness | None = None
     setting: str = ""
+    schedule: str = ""
 
     def rows(self) -> dict[str, str]:
         """Texts by name; more on memory if a batch is cut, or more than half of the memory is used."""
@@ -34,6 +41,8 @@ class PlanRecords:
         is_whole = plan is not None and plan.factor == 1
         if plan is not None:
             rows["effective batch"] = str(plan).removeprefix("effective batch ")
+        if self.schedule:
+            rows["schedule"] = self.schedule
         if probe is not None:
             peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
             rows["memory"] = f"peak {peak} at the limit, of a budget of {budget}"
@@ -45,15 +54,18 @@ class PlanRecords:
         if probe is not None and probe.fastest is not None:
             rows["fastest"] = f"{counted(probe.fastest, 'sample')}, of {len(probe.timings)} sizes that were timed"
         if self.exactness is not None:
-            rows["exactness"] = "whole windows: nothing is accumulated" if is_whole else str(self.exactness)
+            rows["exactness"] = (
+                "whole windows: nothing is accumulated" if is_whole else on_the_line(str(self.exactness))
+            )
         return rows
 
 
 class PlanReport(Callback):
     """Prints the plan and saves ``plan.json`` and ``probe.png`` before the first step; a dry run ends there."""
 
-    def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
-        self.folder, self.dry_run = folder, dry_run
+    def __init__(self, folder: Path, *, dry_run: bool = False, schedule: str = "") -> None:
+        self.folder, self.dry_run, self.schedule = folder, dry_run, schedule
+        self._records = PlanRecords()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the plan, which AutoAccumulate has by now, as it comes first among the callbacks."""
@@ -63,13 +75,35 @@ class PlanReport(Callback):
             place = f"{f'{trainer.world_size} × ' if trainer.world_size > 1 else ''}{pl_module.device.type}"
             name = pl_module.hparams.get("name", type(pl_module).__name__)
             setting = f"{name}, {size} parameters, {trainer.precision}, on {place}"
-            records = PlanRecords(**{key: getattr(found, key, None) for key in RECORDS}, setting=setting)
+            known = {key: getattr(found, key, None) for key in RECORDS}
+            records = PlanRecords(**known, setting=setting, schedule=self.schedule)
+            self._records = records
             save_plan(self.folder / "plan.json", records)
             if records.probe is not None:
                 probe_figure(records.probe).savefig(self.folder / "probe.png", dpi=150)
             log.info(printed_plan(records))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the verdict again: it is measured in training, too."""
+        exactness = getattr(find_accumulate(trainer), "exactness", None)
+        if trainer.is_global_zero and exactness != self._records.exactness:
+            save_plan(self.folder / "plan.json", replace(self._records, exactness=exactness))
+
+
+def schedule_text(schedule: Any, what: str) -> str:
+    """How a batch changes: ``32, from epoch 2 on 64``; empty for one number, and for functions of the epoch."""
+    if not isinstance(schedule, PiecewiseSchedule) or schedule.starts in ((), (0,)):
+        return ""
+    changes = [*zip(schedule.starts, schedule.counts)]
+    first = "the recipe's" if schedule.starts[0] else f"{changes.pop(0)[1]:,}"
+    unit = schedule.unit.removesuffix("s")
+    parts = [f"from {unit} {start:,} on {count:,}" for start, count in changes]
+    if len(parts) > MOST_CHANGES:
+        parts = [*parts[: MOST_CHANGES - 1], "…", parts[-1]]
+    counted_from = " (epochs count from 0)" * (unit == "epoch")
+    return ", ".join([f"{what}{first}", *parts]) + counted_from
 
 
 def find_accumulate(trainer: Trainer) -> Any:

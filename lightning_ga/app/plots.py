@@ -1,40 +1,124 @@
-"""The pictures that a run leaves: its loss, and what the probe found."""
+"""The pictures that a run leaves: its curves, its confusion matrix, and what the probe found; those of a sweep."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from html import escape
 from io import StringIO
+from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
+from sklearn.metrics import ConfusionMatrixDisplay
 
 from lightning_ga.app.run_files import Curve
+from lightning_ga.app.terminal import number
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or repeat what is seen
+STAGES = (  # beginning of a metric's name, in words, and how its curve is drawn
+    ("train", "training, ", "-", "o"),
+    ("val", "validation, ", "--", "s"),
+    ("test", "test, ", ":", "*"),
+    ("", "", "-.", "d"),
+)
+NAME = re.compile(
+    r"^(?:train|training|val|valid|validation|test)[/_.-](?=.)|_(?:step|epoch)(?=$|/dataloader_idx)|/dataloader_idx_\d+$"
+)
+MOST_MARKS = 40  # points of a curve that are marked
+MOST_CLASSES = 20  # of a confusion matrix with numbers
+RING: Mapping[str, Any] = {"s": 170, "facecolors": "none", "edgecolors": "black", "linewidths": 1.5, "zorder": 4}
+WIDE_RANGE = 10  # times the lowest value of a sweep: the axis is logarithmic
 WIDE = 2.5  # times the highest value: a budget above is a text, not a line
 
 
-def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
-    """Training and validation losses by optimizer step, else first metrics; ``None`` if no run has any."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes, names = figure.subplots(), dict[str, None]()
-    for number, (run, curves) in enumerate(runs.items()):
-        of_run = f"run {run}, " if len(runs) > 1 else ""
-        for stage, word, style in (("train", "training", "-"), ("val", "validation", "o--")):
-            of_stage = [name for name in curves if name.startswith(stage)]
-            for name in sorted(of_stage, key=lambda name: (not name.endswith("/loss"), "loss" not in name))[:1]:
-                label, style = f"{of_run}{word}, {name}", style if len(curves[name]) > 1 else "o"
-                axes.plot(*zip(*curves[name]), style, markersize=4, color=f"C{number % 10}", label=label)
-                names |= {name.rpartition("/")[2]: None}
-    if not axes.lines:
-        return None
-    axes.set(xlabel="optimizer step", ylabel=" and ".join(names), title="Training and validation")
+def measure_of(name: str) -> str:
+    """What a logged value measures, without its stage: ``loss`` of ``train/loss_step``, ``val_loss`` and ``loss``."""
+    return NAME.sub("", name) or name
+
+
+def brief(name: str) -> str:
+    """A name as matplotlib shows it, with at most 25 signs: the beginning and the end of a longer one."""
+    short = name if len(name) <= 25 else f"{name[:12]}…{name[-12:]}"
+    return short.replace("$", r"\$")  # no formula
+
+
+def curves_figure(runs: Mapping[str, Mapping[str, Curve]], measure: str, optimized: str = "", sign: int = 0) -> Figure:
+    """One measure by optimizer step: every stage that logs it, of each run; the best value of the optimized is ringed.
+
+    Args:
+        runs: Curves by name, of each run.
+        measure: What :func:`measure_of` says of the curves to draw.
+        optimized: Name of the optimized metric.
+        sign: 1 if larger is better, -1 if smaller, 0 if that is not known.
+    """
+    several = len(runs) > 1
+    figure = Figure(figsize=(7, 4 + several * len(runs) / 3), layout="constrained")
+    axes = figure.subplots()
+    for number_of_run, (run, curves) in enumerate(runs.items()):
+        for name in (name for name in curves if measure_of(name) == measure):
+            stage = next(index for index, (beginning, *_) in enumerate(STAGES) if name.startswith(beginning))
+            _, word, line, marker = STAGES[stage]
+            axes.plot(
+                *zip(*curves[name]),
+                linestyle=line if len(curves[name]) > 1 else "",
+                marker=marker if len(curves[name]) <= MOST_MARKS else "",
+                markersize=5,
+                color=f"C{(number_of_run if several else stage) % 10}",
+                label=f"{f'run {brief(run)}, ' * several}{word}{brief(name)}",
+            )
+            if name == optimized and sign:
+                step, value = max(curves[name], key=lambda point: sign * point[1])
+                axes.scatter([step], [value], label=f"best: {number(value)} at step {step:,}", **RING)
+    axes.set(xlabel="optimizer step", ylabel=brief(measure))
     tidy(axes)
-    for text in axes.legend(frameon=False).get_texts():
-        text.set_parse_math(False)  # a run's name may contain a $
+    if several:
+        figure.legend(frameon=False, fontsize="small", ncols=2, loc="outside lower center")
+    else:
+        axes.legend(frameon=False)
+    return figure
+
+
+def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
+    """Test samples by class and prediction, with numbers and names if the classes are few."""
+    few = len(counts) <= MOST_CLASSES
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes = figure.subplots()
+    labels = [*map(brief, names)] if len(names) == len(counts) else None
+    picture = ConfusionMatrixDisplay(np.asarray(counts), display_labels=labels)
+    picture.plot(ax=axes, cmap="Blues", colorbar=not few, include_values=few, values_format="d", xticks_rotation=90)
+    if not few:
+        axes.set(xticks=[], yticks=[])
+    axes.set(xlabel="predicted class", ylabel="class")
+    return figure
+
+
+def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, metric: str, best: int) -> Figure:
+    """The metric of every job of a sweep by one of its settings; the job at place ``best`` is ringed."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    places: Sequence[Any] = [*map(brief, settings)]
+    with suppress(ValueError):  # of words, which stand side by side
+        places = [*map(float, settings)]
+        if min(places) > 0 and max(places) >= WIDE_RANGE * min(places):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+    if min(values) > 0 and max(values) >= WIDE_RANGE * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.scatter(places, values, s=40)
+    axes.scatter(places[best : best + 1], values[best : best + 1], label=f"best: {number(values[best])}", **RING)
+    axes.legend(frameon=False)
+    axes.set(xlabel=brief(key), ylabel=brief(metric))
+    axes.margins(0.1)
+    frame(axes)
     return figure
 
 
@@ -59,7 +143,7 @@ def probe_figure(probe: ProbeResult) -> Figure:
     axes.text(0.01, height, budget, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
     label = f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}"
     place = [probe.limit], [probe.peak_bytes / scale]
-    axes.scatter(*place, s=170, facecolors="none", edgecolors="black", linewidths=1.5, zorder=4, label=label)
+    axes.scatter(*place, label=label, **RING)
     axes.legend(frameon=False, loc="lower right")
     axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", xlim=(0, None), ylim=(0, 1.15 * top / scale))
     axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")
@@ -70,6 +154,11 @@ def probe_figure(probe: ProbeResult) -> Figure:
 def tidy(axes: Axes) -> None:
     """Whole numbers below, a faint grid, and no frame."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    frame(axes)
+
+
+def frame(axes: Axes) -> None:
+    """A faint grid, and no frame."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -82,4 +171,4 @@ def as_svg(figure: Figure, title: str) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(SVG_METADATA))
     svg = file.getvalue()
-    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)

@@ -1,18 +1,26 @@
-"""What a run shows while it trains: Lightning's bar on a terminal, and one line an epoch anywhere."""
+"""What a run shows while it trains: Lightning's bar on a terminal, else a line a minute; one line an epoch anywhere."""
 
 import logging
+import math
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from textwrap import wrap
+from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lightning_ga.app.terminal import columns, log
+from lightning_ga import optimizer_steps
+from lightning_ga.app.errors import on_the_line
+from lightning_ga.app.plan_report import find_accumulate
+from lightning_ga.app.terminal import columns, log, number
 from lightning_ga.compat import patching  # noqa: F401  # imports both namespaces, which sets their loggers' levels
+from lightning_ga.plan.schedule import PiecewiseSchedule
 
 INFORMATION = ("lightning", "pytorch_lightning", "lightning_utilities")  # loggers
 NOISE = (  # warnings about choices that this application makes on purpose
@@ -27,19 +35,51 @@ NOISE = (  # warnings about choices that this application makes on purpose
 )
 
 
-class EpochLine(Callback):
-    """Prints one line for every epoch, with its validation, and does not break a progress bar."""
+LINE_EVERY = 60.0  # seconds between two lines in an epoch
 
-    def __init__(self) -> None:
-        self._validated, self._started = False, 0.0
+
+class EpochLine(Callback):
+    """Prints one line for every epoch, with its validation, and one a minute in between if there is no progress bar."""
+
+    def __init__(self, schedule: PiecewiseSchedule | None = None) -> None:
+        self._validated, self._schedule = False, schedule
+        self._fit_began = self._epoch_began = self._line_at = 0.0  # seconds of the clock
+        self._validation_began = self._validation_seconds = 0.0  # of the epoch
+        self._first_step, self._last_step = 0, math.inf  # optimizer steps of this process
+        self._done_before = 0  # samples, or optimizer steps, before the epoch
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note where training begins, as a resumed one has steps behind it, and where it ends, if that is known."""
+        self._fit_began = self._line_at = time.perf_counter()
+        self._first_step = trainer.global_step
+        with suppress(MisconfigurationException):  # Lightning counts none with a schedule of its own
+            self._last_step = optimizer_steps(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the time."""
-        self._started, self._validated = time.perf_counter(), False
+        """Note the time, and what was done before."""
+        self._epoch_began, self._validated, self._validation_seconds = time.perf_counter(), False, 0.0
+        self._done_before = done(trainer)[0]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Print how far training is, once a minute if there is no bar."""
+        now, steps = time.perf_counter(), trainer.global_step - self._first_step
+        if trainer.progress_bar_callback is None and trainer.is_global_zero and now >= self._line_at + LINE_EVERY:
+            self._line_at = now
+            epoch, step = of(trainer.current_epoch + 1, trainer.max_epochs), of(trainer.global_step, self._last_step)
+            left = (now - self._fit_began) / max(steps, 1) * (self._last_step - trainer.global_step)
+            end = f", {timedelta(seconds=round(left))} left" if steps and left < math.inf else ""
+            self._print(f"Epoch {epoch}, step {step}, {self._rate(trainer)}{end}")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the time: samples a second are those of training."""
+        self._validation_began = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that the values of validation are of this epoch."""
         self._validated = True
+        self._validation_seconds += time.perf_counter() - self._validation_began
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the epoch; all ranks ask a model for its ``epoch_means``, which it logs only after this."""
@@ -49,10 +89,37 @@ class EpochLine(Callback):
             return
         found = {**trainer.callback_metrics, **of_epoch}
         metrics = {name: float(found[name]) for name in found if self._validated or not name.startswith("val")}
-        seconds = time.perf_counter() - self._started
+        seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
+        self._print(f"{line}, {self._rate(trainer)}{batch_of(trainer, self._schedule)}")
+
+    def _rate(self, trainer: Trainer) -> str:
+        """What was done in a second of training in this epoch: ``1,234 samples/s``, or optimizer steps."""
+        count, unit = done(trainer)
+        seconds = time.perf_counter() - self._epoch_began - self._validation_seconds
+        rate = (count - self._done_before) / max(seconds, 1e-9)
+        return f"{rate:,.{0 if rate >= 10 else 2}f} {unit}/s"
+
+    def _print(self, line: str) -> None:
+        """Print a line without breaking a progress bar; only a terminal has a width."""
+        lines = wrap(line, columns(), subsequent_indent="  ") if sys.stdout.isatty() else [line]
         with Tqdm.external_write_mode(file=sys.stdout):
-            log.info("\n".join(wrap(line, columns(), subsequent_indent="  ")))
+            log.info("\n".join(lines))
+
+
+def done(trainer: Trainer) -> tuple[int, str]:
+    """What training has done so far over all ranks: the samples, which AutoAccumulate counts, else optimizer steps."""
+    accumulate = find_accumulate(trainer)
+    position = accumulate.state_dict().get("position") if accumulate is not None else None
+    if position is None:
+        return trainer.global_step, "steps"
+    return position["samples_before"] + position["samples_done"], "samples"
+
+
+def of(count: int, total: float | None) -> str:
+    """A count and its end, if it has one: ``3/10``."""
+    has_end = total is not None and 0 < total < math.inf
+    return f"{count:,}/{total:,}" if has_end else f"{count:,}"
 
 
 def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:
@@ -61,10 +128,19 @@ def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], sec
     for name, value in metrics.items():
         stage, _, measure = name.rpartition("/")
         if measure != "top5":  # a line has 80 columns
-            stages.setdefault(stage, []).append(f"{measure} {value:.4f}")
+            stages.setdefault(stage, []).append(f"{measure} {number(value)}")
     parts = [f"{stage} {', '.join(values)}".strip() for stage, values in stages.items() if values]
-    of = f"/{epochs}" if epochs is not None and epochs > 0 else ""
-    return f"Epoch {epoch}{of}: {'; '.join([*parts, f'{seconds:.1f} s'])}"
+    return f"Epoch {of(epoch, epochs)}: {'; '.join([*parts, f'{seconds:.1f} s'])}"
+
+
+def batch_of(trainer: Trainer, schedule: PiecewiseSchedule | None) -> str:
+    """The batch of the epoch's last optimizer step, if a schedule changes it."""
+    plan = getattr(find_accumulate(trainer), "plan", None)
+    if schedule is None or plan is None or len(schedule.counts) < 2 or schedule.unit == "samples":
+        return ""
+    by_step = schedule.at(trainer.global_step - 1, 0) if schedule.by_window else None
+    is_factor = schedule.name.startswith("accumulate")
+    return f"; batch {plan.effective_batch_size if by_step is None or is_factor else by_step:,}"
 
 
 @contextmanager
@@ -73,7 +149,7 @@ def quiet_lightning() -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in INFORMATION}
     for name in INFORMATION:
         logging.getLogger(name).setLevel(logging.WARNING)
-    form, warnings.formatwarning = warnings.formatwarning, lambda message, *_: f"Warning: {message}"
+    form, warnings.formatwarning = warnings.formatwarning, lambda message, *_: f"Warning: {on_the_line(str(message))}"
     logging.captureWarnings(True)
     try:
         with warnings.catch_warnings():

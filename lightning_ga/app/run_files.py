@@ -14,6 +14,9 @@ from lightning_ga.errors import UserError, printable
 
 Curve = list[tuple[int, float]]
 CONFIG, RESULT, PLAN, SCORES = "config.yaml", "result.json", "plan.json", "classification_report.json"
+CONFUSION, PICTURES = "confusion_matrix.json", "pictures.json"
+SWEEP = "multirun.yaml"  # which Hydra writes into the folder of a sweep
+WEIGHTS, LOADING = "weights.pt", "load_weights.py"  # of task=export
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,9 @@ class RunFiles:
     result: Mapping[str, Any]
     plan: Mapping[str, Any]
     scores: Mapping[str, Any]
+    confusion: Mapping[str, Any]  # names of ``classes``, and ``counts`` by class and prediction
+    pictures: Mapping[str, Any]  # by chapter: ``[PNG in base64, text]`` of each
+    loading: str  # code that loads exported weights
     curves: Mapping[str, Curve]
 
     @property
@@ -37,8 +43,37 @@ def read_run(folder: Path) -> RunFiles:
     """Read a run's folder, as far as it can be read: its run may have been killed at any time."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{str(folder)!r} contains no config.yaml of a run: give a folder such as outputs/DATE/TIME.")
-    result, plan, scores = (read_json(folder / name) for name in (RESULT, PLAN, SCORES))
-    return RunFiles(folder, read_config(folder), result, plan, scores, read_curves(folder / "csv"))
+    return RunFiles(
+        folder,
+        config=read_config(folder),
+        result=read_json(folder / RESULT),
+        plan=read_json(folder / PLAN),
+        scores=read_json(folder / SCORES),
+        confusion=read_json(folder / CONFUSION),
+        pictures=read_json(folder / PICTURES),
+        loading=text_of(folder / LOADING),
+        curves=read_curves(folder / "csv"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job of a sweep."""
+
+    name: str  # its folder in that of the sweep
+    result: Mapping[str, Any]  # empty if it has failed
+    settings: Mapping[str, str]  # by key, as they were typed or drawn
+
+
+def read_sweep(folder: Path) -> list[Job]:
+    """Read the jobs of a sweep; there are none in another folder."""
+    jobs = []
+    for path in sorted(folder.glob("**/.hydra/overrides.yaml")) if (folder / SWEEP).is_file() else ():
+        words = [str(word).partition("=") for word in OmegaConf.load(path)]
+        settings = {key.lstrip("+~"): value for key, _, value in words}
+        job = path.parent.parent
+        jobs.append(Job(str(job.relative_to(folder)), read_json(job / RESULT), settings))
+    return jobs
 
 
 def text_of(path: Path) -> str:

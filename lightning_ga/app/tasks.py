@@ -1,4 +1,4 @@
-"""What a run does: fit, validate, test, predict, and the files that each of these writes."""
+"""What a run does: fit, validate, test, predict, export, and the files that each of these writes."""
 
 import math
 import shlex
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,15 @@ from sklearn.metrics import classification_report
 from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build
 from lightning_ga.app.errors import one_line
-from lightning_ga.app.page import write_page
+from lightning_ga.app.export import save_weights
+from lightning_ga.app.folders import roots_of_runs
+from lightning_ga.app.page import measures, write_page
 from lightning_ga.app.plan_report import find_accumulate
-from lightning_ga.app.plots import loss_figure
+from lightning_ga.app.plots import curves_figure
 from lightning_ga.app.progress import quiet_lightning
-from lightning_ga.app.run_files import CONFIG, RESULT, SCORES, read_run, write_json, write_text
+from lightning_ga.app.run_files import CONFIG, CONFUSION, RESULT, SCORES, read_run, write_json, write_text
 from lightning_ga.app.settings import Config, Settings, Task, shown
-from lightning_ga.app.terminal import interruptions_reported, log, warn
+from lightning_ga.app.terminal import interruptions_reported, log, number, warn
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.units import counted
 
@@ -63,8 +66,7 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
         if is_fit or model.get("pretrained"):
             return None
         raise UserError(f"task={run.settings.task.name} needs trained weights: give ckpt_path=best, last or a path.")
-    paths: Any = run.config.get("paths") or {}
-    roots = [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
+    roots = roots_of_runs(run.config)
     weights, kind = run.model.state_dict(), "last" if is_fit else "best"
     path = checkpoints.find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder)
     content = checkpoints.read_safely(path)  # Lightning 2.5 would load anything: it gets nothing but plain values
@@ -72,6 +74,9 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
         raise UserError(f"{str(path)!r} is no checkpoint of a run: give a run's own.")
     epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
     log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
+    most = run.trainer.max_epochs
+    if is_fit and most is not None and 0 < most <= epoch:
+        warn(f"The checkpoint has trained {counted(epoch, 'epoch')} of trainer.max_epochs={most}: set a larger number.")
     return path
 
 
@@ -117,6 +122,7 @@ def test(run: Fit, checkpoint: Path | None) -> Metrics:
         if run.trainer.is_global_zero:
             write_text(run.folder / "classification_report.txt", text)
             write_json(run.folder / SCORES, scores)
+            write_json(run.folder / CONFUSION, {"classes": names, "counts": confusion})
         if len(confusion) <= MOST_CLASSES:
             log.info(f"\n{text.rstrip()}")
     return metrics
@@ -131,8 +137,19 @@ def predict(run: Fit, checkpoint: Path | None) -> Metrics:
     return {}
 
 
+def export(run: Fit, checkpoint: Path | None) -> Metrics:
+    """Write the weights without optimizer and Trainer, and show the lines that load them."""
+    if run.trainer.is_global_zero:
+        made = {"state_dict": run.model.state_dict(), "hyper_parameters": dict(run.model.hparams)}
+        content = made if checkpoint is None else checkpoints.read_safely(checkpoint)
+        run.model.configure_model()
+        run.model.load_state_dict(content["state_dict"], strict=run.model.strict_loading)  # another model's are refused
+        log.info(f"Load them with:\n{indent(save_weights(run.folder, run.model, content), '  ').rstrip()}")
+    return {}
+
+
 TASKS: Mapping[Task, Callable[[Fit, Path | None], Metrics]]
-TASKS = {Task.fit: fit, Task.validate: validate, Task.test: test, Task.predict: predict}
+TASKS = {Task.fit: fit, Task.validate: validate, Task.test: test, Task.predict: predict, Task.export: export}
 
 
 def measured(run: Fit) -> Metrics:
@@ -155,14 +172,15 @@ def outcome(run: Fit) -> str:
     if path is None:
         return f"{steps}, and no checkpoint had been saved yet. Start again: {line}"
     line = f"{line} ckpt_path={shlex.quote(str(path))}"
-    return f"{steps}; the state after the {path.stem} epoch is in {path}. Resume with: {line}"
+    saved = checkpoints.read_safely(path)["global_step"]
+    return f"{steps}; the state after step {saved:,} is in {path}. Resume with: {line}"
 
 
 def summarize(run: Fit, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:
     """The result, on the screen as the last lines, in ``result.json``, and on a page."""
     survived = getattr(find_accumulate(run.trainer), "oom_events", 0)
     seen = [name for name in sorted(metrics) if name == run.metric.name or not name.startswith("train")]
-    values = [f"{name} {metrics[name]:.4f}" for name in seen]
+    values = [f"{name} {number(metrics[name])}" for name in seen]
     broken = [name for name in sorted(metrics) if not math.isfinite(metrics[name])]
     log.info(f"\nResult after {seconds:.0f} s: {', '.join(values) or run.settings.task.name + ' done'}")
     if broken:
@@ -172,9 +190,9 @@ def summarize(run: Fit, metrics: Metrics, result: dict[str, Any], seconds: float
         result["oom_events"] = survived
     write_json(run.folder / RESULT, {**result, "seconds": round(seconds, 1)})
     try:
-        figure = loss_figure({"": read_run(run.folder).curves})
-        if figure is not None:
-            figure.savefig(run.folder / "loss_curves.png", dpi=150)
+        files = read_run(run.folder)
+        for measure in measures([files])[:1]:
+            curves_figure({"": files.curves}, measure).savefig(run.folder / "curves.png", dpi=150)
         write_page([run.folder])
     except Exception as error:  # it is for people only; what was trained is kept
         warn(f"report.html could not be written: {one_line(error)}")

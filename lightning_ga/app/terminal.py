@@ -1,6 +1,7 @@
 """What a run prints and keeps: one logger, its handler for the screen, and the end by Ctrl-C or SIGTERM."""
 
 import logging
+import math
 import os
 import shutil
 import signal
@@ -39,6 +40,21 @@ def silence(stream: Any) -> None:
 def columns() -> int:
     """How many columns a table may have: those of the terminal within reason, 80 without one."""
     return max(60, min(shutil.get_terminal_size((80, 24)).columns, 200))
+
+
+def number(value: float) -> str:
+    """A measured number with four digits behind the point, small and huge ones by their power of ten.
+
+    Examples:
+        >>> number(0.75), number(0.00015), number(1e20)
+        ('0.7500', '1.5e-4', '1e20')
+    """
+    if not math.isfinite(value):
+        return "not finite"
+    if value == 0 or 1e-3 <= abs(value) < 1e9:
+        return f"{value:.4f}"
+    digits, _, power = f"{value:.3e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
 def warn(sentence: str) -> None:

@@ -58,7 +58,14 @@ class Published(ImageData):
     def prepare_data(self) -> None:
         """Fetch the files if ``download`` is set; torchvision skips what is there."""
         if self.download:
-            self.source(self.root, download=True)
+            try:
+                self.source(self.root, download=True)
+            except (OSError, RuntimeError) as error:  # torchvision has tried all mirrors
+                reason = " ".join(str(error).split())
+                raise UserError(
+                    f"data={self.name} could not be fetched into data.root={self.root!r} ({reason}): check the "
+                    "network, or copy its files there; data=digits needs no download."
+                ) from error
 
     def read(self, root: str | None = None) -> Splits:
         """Read training and test images, from another root if one is given; a share of the first is held out."""

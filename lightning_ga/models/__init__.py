@@ -2,6 +2,7 @@
 
 from lightning_ga.models.classifier import Classifier, HashedPatchClassifier, MLPClassifier, to_group_norm
 from lightning_ga.models.gpt import GPT
+from lightning_ga.models.optimizers import timm_optimizer
 from lightning_ga.models.simclr import SimCLR
 from lightning_ga.models.timm import TimmClassifier, build_timm
 
@@ -13,5 +14,6 @@ __all__ = [
     "SimCLR",
     "TimmClassifier",
     "build_timm",
+    "timm_optimizer",
     "to_group_norm",
 ]

@@ -59,8 +59,8 @@ class Classifier(ReferenceModule):
         self.record({"loss": loss, "acc": accuracy}, len(targets))
         return loss
 
-    def evaluate(self, batch: Batch, stage: str) -> None:
-        """Log loss, ``acc`` and ``top5``; in a test, count the confusion matrix."""
+    def evaluate(self, batch: Batch, stage: str) -> dict[str, Tensor]:
+        """Log loss, ``acc`` and ``top5``; in a test, count the confusion matrix. Return what a prediction does."""
         images, targets = batch
         logits: Tensor = self(images)
         accuracy = self.val_accuracy if stage == "val" else self.test_accuracy
@@ -69,6 +69,7 @@ class Classifier(ReferenceModule):
             self.test_confusion.update(logits, targets)
         self.log(f"{stage}/loss", F.cross_entropy(logits, targets), batch_size=len(targets), sync_dist=True)
         self.log_dict(accuracy, on_step=False, on_epoch=True, batch_size=len(targets))
+        return {"class_probabilities": logits.softmax(dim=1)}
 
     def on_test_epoch_end(self) -> None:
         """Keep the confusion matrix, summed over ranks, as plain numbers."""

@@ -40,6 +40,8 @@ class GPT(ReferenceModule):
         heads: int = 4,
         **training: Any,
     ) -> None:
+        if width % heads:
+            raise UserError(f"model.heads={heads} does not divide model.width={width}: change one of them.")
         super().__init__(("loss",), **training)
         self.net = Decoder(vocabulary, context, width, depth, heads)
         self.evaluated: Any = nn.ModuleDict({"loss": SampleMean(), "perplexity": Perplexity()})

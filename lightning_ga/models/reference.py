@@ -67,11 +67,11 @@ class ReferenceModule(LightningModule):
         """Log values of the validation set as ``val/…``."""
         self.evaluate(batch, "val")
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log values of the test set as ``test/…``."""
-        self.evaluate(batch, "test")
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Log values of the test set as ``test/…``; return what the page of a run shows of the samples, if anything."""
+        return self.evaluate(batch, "test")
 
-    def evaluate(self, batch: Any, stage: str) -> None:
+    def evaluate(self, batch: Any, stage: str) -> Any:
         """Log the values of a batch, named by the stage."""
         raise NotImplementedError
 
@@ -109,7 +109,12 @@ class ReferenceModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, and its scheduler by optimizer step if there is one."""
-        optimizer = self.make_optimizer(self.parameters())
+        # timm's groups parameters by their names, and by the network's own order of layers.
+        takes_module = (
+            "model" in inspect.signature(getattr(self.make_optimizer, "func", self.make_optimizer)).parameters
+        )
+        make: Callable[[Any], torch.optim.Optimizer] = self.make_optimizer
+        optimizer = make(getattr(self, "net", self)) if takes_module else make(self.parameters())
         if self.make_scheduler is None:
             return optimizer
         arguments = {}
@@ -117,6 +122,11 @@ class ReferenceModule(LightningModule):
         function = getattr(self.make_scheduler, "func", self.make_scheduler)
         if "total_steps" in inspect.signature(function).parameters:
             steps = optimizer_steps(self.trainer)
+            if self.trainer.limit_train_batches == 0:
+                raise UserError(
+                    f"trainer.limit_train_batches={self.trainer.limit_train_batches} leaves no batch to train on: "
+                    "give a number above 0, or task=validate to only validate."
+                )
             if math.isinf(steps):
                 raise UserError(
                     f"Training has no end (trainer.max_epochs={self.trainer.max_epochs}), and its learning-rate "

@@ -5,16 +5,38 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_ga.errors import UserError
 
-def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.0, final: float = 0.0) -> LambdaLR:
+
+def warmup_cosine(
+    optimizer: Optimizer,
+    total_steps: int,
+    *,
+    warmup: float = 0.0,
+    warmup_epochs: float = 0,
+    epochs: int | None = None,
+    final: float = 0.0,
+) -> LambdaLR:
     """Return a schedule that rises linearly over the first steps, then falls along half a cosine.
 
     Args:
         optimizer: Its learning rates are the highest ones.
         total_steps: Optimizer steps of the whole run.
         warmup: Share of the steps that rise, 0 to 1.
+        warmup_epochs: Epochs that rise, in place of ``warmup``; all epochs are taken to have the same number of steps.
+        epochs: Epochs of the whole run, for ``warmup_epochs``.
         final: Share of the rate that is left at the end, 0 to 1.
+
+    Raises:
+        UserError: If warm-up epochs are more than all, or both kinds of warm-up are given.
     """
+    if warmup_epochs:
+        if warmup or epochs is None or not 0 < warmup_epochs <= epochs:
+            raise UserError(
+                f"lr_scheduler.{warmup_epochs=} must be at most the trainer.max_epochs={epochs} of the run, and "
+                f"replaces lr_scheduler.{warmup=}: give one of the two, or lr_scheduler.epochs=…"
+            )
+        warmup = warmup_epochs / epochs
     rising = round(warmup * total_steps)
 
     def factor(step: int) -> float:

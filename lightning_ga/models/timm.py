@@ -1,6 +1,8 @@
 """Any model of the timm library as a classifier."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -42,6 +44,9 @@ class TimmClassifier(Classifier):
         net = build_timm(name, image_size=image_size, pretrained=pretrained, **arguments)
         net = to_group_norm(net) if group_norm else net
         super().__init__(net, num_classes, **training)
+        # What makes a network for its weights with timm alone; GroupNorm's names are others.
+        plain = {"model_name": name, **timm_arguments(name, image_size, arguments)}
+        self.timm_call = {} if group_norm else plain
         pretrained = False  # A checkpoint brings its own weights: loading one must not fetch others.
         self.save_hyperparameters(
             "name", "pretrained", "num_classes", "in_channels", "image_size", "options", "group_norm"
@@ -59,16 +64,34 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
     if not timm.is_model(base) or (tag and name not in known):
         nearest = ", ".join(get_close_matches(name, known, n=3, cutoff=0.4))
         raise UserError(f"timm has no model {name!r}; the nearest names: {nearest or 'see timm.list_models()'}.")
-    config = timm.get_pretrained_cfg(name, allow_unregistered=True)
-    if config is not None and config.fixed_input_size:
-        arguments.setdefault("img_size", image_size)
+    arguments = timm_arguments(name, image_size, arguments)
     if not pretrained:
         return timm.create_model(name, **arguments)
     try:
-        return timm.create_model(name, pretrained=True, **arguments)
+        with quiet_hub():
+            return timm.create_model(name, pretrained=True, **arguments)
     except OSError as error:  # every error of huggingface_hub is one
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): "
-            "check the network, or use model.pretrained=false."
+            f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): check "
+            "the network, or use model.pretrained=false, or a copy: +model.options.pretrained_cfg_overlay.file=PATH."
         ) from error
+
+
+def timm_arguments(name: str, image_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``timm.create_model``, with ``img_size`` if the model has a fixed input size."""
+    config = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    is_fixed = config is not None and config.fixed_input_size
+    return {"img_size": image_size, **arguments} if is_fixed else dict(arguments)
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """A context in which the hub's client does not print each of its retries: the error at the end says it all."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_ga import UserError
-from lightning_ga.app.errors import explain
+from lightning_ga.app.errors import explain, of_values
 
 COMPOSED = [  # what the configuration alone tells
-    (["model=nope"], ["model=nope does not exist", "mlp, own, resnet34d, simclr, timm"]),
+    (["model=nope"], ["model=nope does not exist", "mlp, net, own, resnet34d, simclr, timm"]),
     (["modle=mlp"], ["did you mean model?"]),
     (["trainer.max_epoch=3"], ["did you mean trainer.max_epochs?"]),
     (["max_epochs=3"], ["did you mean trainer.max_epochs?"]),
@@ -23,13 +23,48 @@ COMPOSED = [  # what the configuration alone tells
     (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
     (["logger=[csv,nope]"], ["logger=nope does not exist", "csv, default, many, mlflow, none"]),
     (["--config-dir", "none-of-mine"], ["none-of-mine"]),
-    (["task=train", "hydra.run.dir=x"], ["task: ", "'train', expected one of [fit, validate, test, predict]"]),
+    (["task=train", "hydra.run.dir=x"], ["task: ", "'train', expected one of [fit, validate, test, predict, export]"]),
     (["seed=abc", "hydra.run.dir=x"], ["seed", "abc"]),
     (["dry_run=true", "task=test", "hydra.run.dir=x"], ["task=test has none"]),
     (["+trainer.callbacks=[]", "hydra.run.dir=x"], ["trainer.callbacks and trainer.logger are read by nothing"]),
     (["+experiment=mnist_mlp"], ["write experiment=OPTION, without a +"]),
     (["model=mlp", "hydra.run.dir="], ["hydra.run.dir is empty"]),
-    (["model=gpt", "hydra.run.dir=x"], ["model.context", "data.max_length"]),
+    (["model=gpt", "hydra.run.dir=x"], ["model.context", "data.max_length", "add data=definitions"]),
+    (["model=mlp", "data=definitions", "hydra.run.dir=x"], ["add data=cifar10 or digits or"]),
+    (["callbacks.last.every_n_train_steps=20"], ["write +callbacks.last.every_n_train_steps=20."]),
+    (["callbacks.best.mode=max"], ["write optimized_direction=max."]),
+    (["callbacks.model_checkpoint.save_top_k=2"], ["write callbacks.best.save_top_k=2."]),
+    (["logger.wandb.project=x"], ["logger=[default,wandb]"]),
+    (["model.hidden=[32"], ["lacks a ]: write 'model.hidden=[32]'"]),
+    (["model.hidden=32]"], ["lacks a [: write 'model.hidden=[32]'"]),
+    (["model.hidden={a:1"], ["lacks a }"]),
+    (["run.name='x"], ["has a quote that is not closed"]),
+    (["trainer..max_epochs=3"], ["write trainer.max_epochs=3."]),
+    (["trainer.max_epochs==3"], ["write trainer.max_epochs=3."]),
+    (["accumulate.effective_batch_size=linear(1,2,steps=3)"], ["{_target_:linear,ARGUMENT:VALUE}"]),
+    (["model=mlp,timm"], ["add -m to run each of them", "'model=[mlp,timm]'"]),
+    (["optimiser.lr=0.1"], ["did you mean optimizer.lr?"]),
+    (["model=mlp", "model.optimizer.lr=0.5"], ["write optimizer.lr=0.5."]),
+    (["model=mlp", "model.name=resnet50"], ["write model=timm model.name=resnet50."]),
+    (["model=timm", "model.options.drop_rate=0.1"], ["write +model.options.drop_rate=0.1."]),
+    (["model=resnet50"], ["write model=timm model.name=resnet50."]),
+    (["optimizer=lamb"], ["write optimizer=timm optimizer.name=lamb."]),
+    (["data=/my/pictures"], ["data=/my/pictures does not exist", "data.root=/my/pictures"]),
+    (["train=False"], ["write task=test ckpt_path=best."]),
+    (["hparams_search=mine"], ["pip install hydra-optuna-sweeper", "takes 2.10"]),
+    (["hydra/sweeper=optuna"], ["pip install hydra-optuna-sweeper"]),
+    (["hydra/launcher=submitit_slurm"], ["pip install hydra-submitit-launcher"]),
+    (["--config-name", "mine"], ["mine.yaml is in no folder"]),
+    (["--lr", "1e-3"], ["write optimizer.lr=1e-3."]),
+    (["--cfg", "jobs"], ["invalid choice: 'jobs'"]),
+    (["+optimiser.lr=0.1", "hydra.run.dir=x"], ["is read by nothing: write optimizer.lr=0.1"]),
+    (["optimizer.lr=-1", "hydra.run.dir=x"], ["optimizer.lr=-1 must be at least 0"]),
+    (["data.batch_size=0", "hydra.run.dir=x"], ["data.batch_size=0 must be at least 1"]),
+    (["trainer.max_epochs=0", "hydra.run.dir=x"], ["must be at least 1, or -1 for no end"]),
+    (["lr_scheduler.warmup=5", "hydra.run.dir=x"], ["lr_scheduler.warmup_epochs=…"]),
+    (["seed=None", "hydra.run.dir=x"], ["write seed=null"]),
+    (["optimizer.lr=1e-3,"], ["write optimizer.lr=1e-3."]),
+    (["seed=-1", "hydra.run.dir=x"], ["from 0 to 4294967295"]),
 ]
 BUILT = [  # what the classes say
     (["model=timm", "model.name=resnet34dd"], ["'resnet34dd'"]),
@@ -43,16 +78,71 @@ BUILT = [  # what the classes say
     (["model=own"], ["model._target_", "Missing mandatory value"]),
     (["model=mlp", "lr_scheduler=none", "trainer.limit_train_batches=0"], ["Nothing was trained"]),
     (["model=mlp", "data=cifar10"], ["add data.download=true to the same line"]),
+    (["model=mlp", "trainer.limit_train_batches=0"], ["limit_train_batches=0 leaves no batch", "above 0"]),
+    (["model=mlp", "trainer.max_epochs=three"], ["trainer.max_epochs=three", "a whole number or null"]),
+    (["model=mlp", "optimizer.lr=fast"], ["optimizer.lr=fast", "Adam takes a number as lr"]),
+    (["model=mlp", "data.augment=flip"], ["data.augment=flip", "a list ("]),
+    (["model=mlp", "model.hidden=128"], ["model.hidden=128", "each a whole number"]),
+    (["model=mlp", "model.optimizer=sgd"], ["model.optimizer=sgd", "a class ({_target_: NAME})"]),
+    (["model=mlp", "+trainer.foo=1"], ["trainer.foo=1: Trainer got an unexpected", "max_epochs"]),
+    (["model=mlp", "trainer.devices=two"], ["trainer.devices=two", "int > 0"]),
+    (["model=mlp", "model.hidden=[-1]"], ["negative dimension", "Typed there: model.hidden=[-1]"]),
+    (["model=mlp", "data.augment=[{_target_:torchvision.transforms.v2.RandomFlip}]"], ["RandomVerticalFlip?"]),
+    (["model=mlp", "optimizer=timm", "optimizer.name=lam"], ["optimizer.name=lam", "lamb"]),
+    (["model=mlp", "lr_scheduler.warmup_epochs=9"], ["warmup_epochs=9", "trainer.max_epochs=4"]),
+    (["model=mlp", "accumulate.normalize=TargetTokens"], ["'accumulate.normalize={_target_:TargetTokens,key:1}'"]),
+    (["model=gpt", "data=definitions", "model.heads=3"], ["model.heads=3 does not divide model.width=128"]),
+    (["model=mlp", "accumulate.whole=[encoder]"], ["accumulate.whole= names 'encoder'"]),
+    (["model=mlp", "accumulate.memory_budget=1KiB"], ["accumulate.memory_budget='1KiB'", "activation checkpointing"]),
+    (["model=mlp", "optimized_metric=val/accuracy"], ["write optimized_metric=val/acc,"]),
 ]
+RELATED = [  # of the same kinds as rows above
+    (["trainner.max_epochs=1"], ["did you mean trainer.max_epochs?"]),
+    (["model=mlp", "model.lr=0.5"], ["write optimizer.lr=0.5."]),
+    (["epochs=3"], ["write trainer.max_epochs=3."]),
+    (["trainer.gpus=2"], ["write trainer.accelerator=gpu trainer.devices=2."]),
+    (["extras.print_config=false"], ["write --cfg job."]),
+    (["model=mlp", "callbacks.best.save_top_k=all"], ["callbacks.best.save_top_k=all", "a whole number"]),
+    (["model=mlp", "accumulate.normalize=TargetToken"], ["accumulate.normalize=TargetToken", "TargetTokens"]),
+]
+ROWS = [*COMPOSED, *BUILT, *(pytest.param(*row, marks=pytest.mark.slow) for row in RELATED)]
 
 
-@pytest.mark.parametrize(("arguments", "parts"), [*COMPOSED, *BUILT], ids=lambda value: value[-1] if value else "")
+@pytest.mark.parametrize(("arguments", "parts"), ROWS, ids=lambda value: value[-1] if value else "")
 def test_a_mistake_ends_in_one_sentence(command, arguments, parts):
     """Exit code 1 and one line on stderr that names the mistake; nothing is trained."""
     run = command(*arguments)
     for part in parts:
         assert part in run.mistake
     assert "Epoch" not in run.out
+
+
+def test_a_key_of_ones_own_that_nothing_reads_is_told(command):
+    """It goes to loggers, so that the run continues."""
+    run = command("model=mlp", "+note.author=me", "dry_run=true", "debug=default", "accumulate.verify=false")
+    assert run.code == 0, run.err
+    assert (
+        run.err.strip()
+        == "Warning: +note.author=me is read by nothing here: it only goes to loggers and into config.yaml."
+    )
+
+
+def test_the_remedy_of_a_long_sentence_is_whole():
+    """Sentences of the package are not cut; those of libraries, which may list all weights, are."""
+    assert explain(UserError("x " * 900 + "do this.")).endswith("do this.")
+    assert len(explain(RuntimeError("x " * 900))) < 700
+
+
+def test_a_device_that_is_not_there_has_a_way_out():
+    told = of_values("No supported gpu backend found! (--traceback shows where)", ["trainer.accelerator=gpu", "seed=1"])
+    assert told.startswith("trainer.accelerator=gpu: No supported gpu backend found!: use trainer.accelerator=auto")
+
+
+def test_sentences_of_the_callback_name_the_keys_of_the_line():
+    told = explain(
+        UserError('give normalize= a function, such as lightning_ga.weights.Samples(), or whole=("a", "b").')
+    )
+    assert told == 'give accumulate.normalize= a function, such as Samples, or accumulate.whole=["a", "b"].'
 
 
 def test_traceback_shows_an_error_in_full(command):

@@ -68,6 +68,9 @@ def test_a_sweep_ends_with_a_table(tmp_path, capsys):
         assert lines[1].split()[1:] == [f"{results[order[0]]:.4f}", f"seed={order[0]}"]
         assert lines[-1].startswith("To run again what is missing")
     with (tmp_path / "sweep.csv").open() as file:
+        lengths = {len(row) for row in csv.reader(file)}
+        file.seek(0)
+        assert lengths == {4}
         assert [row["outcome"] for row in csv.DictReader(file)] == ["done", "done", "done", "done", "failed"]
 
 
@@ -83,6 +86,41 @@ def test_a_sweep_goes_on_where_it_ended(command):
     assert again.code == 0, again.err
     assert Path("many/0/result.json").is_file()
     assert Path("many/1/result.json").stat().st_mtime_ns == stamp
+
+
+def test_the_last_run_of_a_project_s_own_folders_is_found(command):
+    """Its configuration says where runs are."""
+    where = "hydra.run.dir=logs/mine/runs/${now:%Y-%m-%d_%H-%M-%S-%f}"
+    line = (*TINY, "test=false", "logger=none", where)
+    assert command(*line).code == 0
+    resumed = command(*line, "ckpt_path=last", "trainer.max_epochs=2")
+    assert "Checkpoint: logs/mine/runs/" in resumed.out
+    assert "Epoch 2/2" in resumed.out
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "model.hidden=[16]",
+        "optimizer=timm",
+        pytest.param("optimizer=sgd", marks=pytest.mark.slow),
+        pytest.param("lr_scheduler=onecycle", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resume_that_cannot_go_on_says_what_to_change(command, shared, changed):
+    """Another model, another optimizer, another schedule."""
+    first = shared(*TINY, folder="first")
+    run = command(*TINY, "test=false", f"ckpt_path={first.folder}", changed, "trainer.max_epochs=2", folder="changed")
+    assert f"Error: ckpt_path={first.folder} is of another" in run.err
+    assert "as the config.yaml of its run does." in run.err
+
+
+def test_a_resume_of_a_run_that_has_ended_says_so(command, shared):
+    """It has trained all of its epochs."""
+    first = shared(*TINY, folder="first")
+    ended = command(*TINY, "test=false", f"ckpt_path={first.folder}", folder="ended")
+    assert ended.code == 0, ended.err
+    assert "has trained 1 epoch of trainer.max_epochs=1: set a larger number" in ended.err
 
 
 def test_a_failed_job_of_a_sweep_is_named(command):

@@ -1,18 +1,25 @@
 import json
 import re
-from dataclasses import replace
+import shlex
+from dataclasses import asdict, replace
+from html import unescape
 from pathlib import Path
 
 import pytest
+import torch
+from browser import WIDTHS, look_at, needs_chromium
 from omegaconf import OmegaConf
 
-from lightning_ga.app.page import comparison_page, run_page
-from lightning_ga.app.plots import probe_figure
+from lightning_ga.app.page import comparison_page, run_page, write_page
+from lightning_ga.app.pictures import as_png
+from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure, sweep_figure
 from lightning_ga.app.run_files import read_run
+from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult, Trial
 from lightning_ga.report import main
 
 MIB = 2**20
+PNG = as_png(torch.arange(192).reshape(3, 8, 8) % 7)
 PROBE = {
     "limit": 30, "budget_bytes": 90 * 2**20, "peak_bytes": 85 * 2**20, "steps": 4, "seconds": 0.5, "method": "bracket",
     "trials": [{"micro_batch_size": 4, "peak_bytes": 2**24, "fits": True, "seconds": 0.1}],
@@ -28,10 +35,17 @@ def leave_run(folder: Path, **changes: object) -> Path:
         config["data"][key] = value
     (folder / "csv").mkdir(parents=True)
     OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
-    (folder / "csv" / "metrics.csv").write_text("epoch,step,train/loss,val/loss\n0,4,1.5,\n0,9,0.5,1.0\n")
+    (folder / "csv" / "metrics.csv").write_text(
+        "epoch,step,train/loss,val/loss,train/r2,val/r2,lr-Adam\n0,4,1.5,,0.1,,0.1\n0,9,0.5,1.0,,0.2,0.2\n"
+    )
     written = {
         "plan": {"plan": PLAN, "probe": PROBE, "table": {"effective batch": "64 = 22 + 21 + 21"}},
-        "result": {"test/iou": 0.75, "val/mse": None, "optimized_metric": "val/mse", "oom_events": 2, "seconds": 3.0},
+        "result": {
+            **{"test/iou": 0.75, "val/mse": None, "val/r2": 1.5e-4, "optimized_metric": "val/r2"},
+            **{"optimized_direction": "max", "oom_events": 2, "seconds": 3.0},
+        },
+        "confusion_matrix": {"classes": ["cat", "$dog$ of a long, long name"], "counts": [[3, 1], [0, 2]]},
+        "pictures": {"Test samples, worst first": [[PNG, "✗ cat: predicted dog (60%)"], ["", "no picture"]]},
         "classification_report": {
             "cat": {"precision": 1.0, "recall": 0.5, "f1-score": 0.6667, "support": 4},
             "accuracy": 0.5,
@@ -53,11 +67,151 @@ def test_the_page_of_a_run_shows_all_that_it_has_left(tmp_path):
         *("0.6667", "batch_size: 64", "not finite", "&lt;b&gt; on", "<span>test/iou</span>", "<span>val/mse</span>"),
     ):
         assert part in page, part
-    assert not re.search(r"<(script|link|iframe|img|object)\b", page)
-    assert all(address.startswith("#") for address in re.findall(r'\b(?:src|href)="([^"]*)"', page))
+    assert not re.search(r"<(script|link|iframe|object)\b", page)
+    addresses = re.findall(r'\b(?:src|href)="([^"]*)"', page)
+    assert all(address.startswith(("#", "data:image/png;base64,")) for address in addresses)
     assert not re.search(r"url\((?!#)|@import", page)
     assert "color-scheme:light dark" in page
     assert "@media(prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}" in page, "black on a dark page"
+
+
+def test_the_optimized_metric_stands_first(tmp_path):
+    """Marked, with its direction; its curves of training and validation come first, and any other can be chosen.
+
+    Stages of one value each are two marks that look different.
+    """
+    run = read_run(leave_run(tmp_path / "run"))
+    page = run_page(run)
+    cards = re.findall(r'<div class="card([^"]*)"><b>([^<]*)</b><span>([^<]*)</span>', page)
+    assert cards[0] == (" optimized", "1.5e-4", "val/r2")
+    assert ("optimized, larger is better" in page, page.count("optimized, ")) == (True, 1)
+    assert re.findall(r"<label[^>]*>([^<]*)</label>", page) == ["r2", "loss", "lr-Adam"]
+    assert page.count(" checked>") == 1
+    (axes,) = curves_figure({"": run.curves}, "r2", "val/r2", 1).axes
+    assert [line.get_label() for line in axes.lines] == ["training, train/r2", "validation, val/r2"]
+    assert len({(line.get_marker(), line.get_color()) for line in axes.lines}) == 2
+    assert axes.get_legend_handles_labels()[1][-1] == "best: 0.2000 at step 9"
+
+
+def test_the_best_value_is_that_of_the_direction():
+    """Larger or smaller; without a direction none is marked."""
+    curve = {"val/x": [(1, 0.5), (2, 0.1), (3, 0.3)]}
+    for sign, expected in ((1, ["best: 0.5000 at step 1"]), (-1, ["best: 0.1000 at step 2"]), (0, [])):
+        (axes,) = curves_figure({"": curve}, "x", "val/x", sign).axes
+        assert axes.get_legend_handles_labels()[1][1:] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "measure"),
+    [
+        *(("train/loss", "loss"), ("val_loss", "loss"), ("loss", "loss"), ("train/loss_step", "loss")),
+        *(("val/r2/dataloader_idx_1", "r2"), ("val/r2_epoch/dataloader_idx_0", "r2"), ("lr-Adam", "lr-Adam")),
+        *(("val/epoch", "epoch"), ("val/", "val/"), ("train", "train"), ("val/mask/iou", "mask/iou")),
+    ],
+)
+def test_stages_of_one_measure_share_a_picture(name, measure):
+    assert measure_of(name) == measure
+
+
+@pytest.mark.parametrize(
+    ("cause", "factor", "accepted", "warned"),
+    [
+        *(("exact", 3, "warn", False), ("weighted", 3, "warn", True), ("weighted", 1, "warn", False)),
+        *(("batch_norm", 3, "warn", True), ("batch_norm", 3, "ignore", False), ("unmeasured", 3, "warn", True)),
+    ],
+)
+def test_a_bad_verdict_looks_like_a_warning(tmp_path, cause, factor, accepted, warned):
+    """If windows take several passes, and BatchNorm is not accepted."""
+    folder = leave_run(tmp_path / "run")
+    config = OmegaConf.load(folder / "config.yaml")
+    OmegaConf.save({**config, "accumulate": {"batch_norm": accepted}}, folder / "config.yaml")
+    verdict = asdict(Exactness(0.11, 1e-4, cause, reason="why" if cause == "unmeasured" else ""))
+    (folder / "plan.json").write_text(json.dumps({"plan": {"factor": factor}, "exactness": verdict}))
+    page = run_page(read_run(folder))
+    assert page.count('<p class="warning">⚠') == warned
+    assert page.count('<div class="card warning">') == 2, "a value that is not finite, and out-of-memory errors"
+
+
+def test_classes_are_shown_as_a_matrix():
+    """With counts and names if they are few; all of many are one picture without numbers."""
+    (axes,) = confusion_figure([[3, 1], [0, 2]], ["cat", "$dog$"]).axes
+    assert [text.get_text() for text in axes.texts] == ["3", "1", "0", "2"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["cat", r"\$dog\$"], "no formula"
+    many = [[int(row == column) for row in range(100)] for column in range(100)]
+    axes = confusion_figure(many, []).axes[0]
+    assert not axes.texts
+    (axes,) = confusion_figure([[1, 0], [0, 1]], ["one name"]).axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "1"]
+    assert 'aria-label="&lt;a title&gt;"' in as_svg(axes.figure, "<a title>")
+
+
+def leave_sweep(folder: Path) -> Path:
+    """A sweep of four jobs, one of which has failed."""
+    for job, (rate, optimizer, value) in enumerate(
+        [(0.1, "sgd", 0.5), (0.01, "adam", 0.9), (0.001, "sgd", 0.7), (1, "adam", None)]
+    ):
+        result = {"val/acc": value, "optimized_metric": "val/acc", "optimized_direction": "max"} if value else {}
+        place = leave_run(folder / str(job))
+        (place / "result.json").write_text(json.dumps(result))
+        (place / ".hydra").mkdir()
+        OmegaConf.save(
+            ["model=mlp", f"optimizer.lr={rate}", f"+optimizer={optimizer}"], place / ".hydra" / "overrides.yaml"
+        )
+    (folder / "multirun.yaml").write_text("hydra: {}\n")
+    return folder
+
+
+def test_a_sweep_has_a_page(tmp_path, monkeypatch, capsys):
+    """Its jobs, the best first; the metric by each setting that differs; the command that compares the best works."""
+    monkeypatch.chdir(tmp_path)
+    leave_sweep(Path("multi run"))
+    main(["multi run"])
+    assert capsys.readouterr().out == "multi run/report.html\n"
+    page = Path("multi run", "report.html").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"<tr[^>]*><td>(?:<a [^>]*>)?(\d)(?:</a>)?</td><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td>", page
+    )
+    assert rows == [
+        ("1", "0.9000", "0.01", "adam"),
+        ("2", "0.7000", "0.001", "sgd"),
+        ("0", "0.5000", "0.1", "sgd"),
+        ("3", "failed", "1", "adam"),
+    ]
+    assert re.findall(r'aria-label="([^"]*)"', page) == ["val/acc by optimizer.lr", "val/acc by optimizer"]
+    assert "<pre>model=mlp\n" in page
+    (line,) = re.findall(r"<pre>(python -m lightning_ga.report .*)</pre>", page)
+    main(shlex.split(unescape(line))[3:])
+    assert "<title>3 runs side by side</title>" in Path("report.html").read_text(encoding="utf-8")
+
+
+def test_the_axes_of_a_sweep_suit_its_values():
+    """Logarithmic for rates, words side by side; the best is ringed."""
+    (axes,) = sweep_figure(["0.1", "0.001", "0.01"], [0.5, 0.7, 0.9], "lr", "acc", best=2).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "linear")
+    assert {"0.001", "0.01", "0.1"} <= {text.get_text() for text in axes.get_xticklabels()}
+    assert axes.collections[1].get_offsets().tolist() == [[0.01, 0.9]]
+    (axes,) = sweep_figure(["adam", "sgd"], [0.1, 40.0], "optimizer", "loss", best=0).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "log")
+
+
+@needs_chromium
+def test_a_browser_shows_every_page_at_any_width(tmp_path, monkeypatch):
+    """On a desktop and on a phone nothing lies outside of the window, each picture is seen, each tab shows its own.
+
+    Nothing is fetched.
+    """
+    monkeypatch.chdir(tmp_path)
+    one, other = leave_run(tmp_path / "x" / ("a" * 60)), leave_run(tmp_path / "x" / "other", batch_size=32)
+    (one / "load_weights.py").write_text(f"import torch\nmodel = {'x' * 200}\n")
+    sweep = leave_sweep(tmp_path / "sweep")
+    pages = [write_page([one]), write_page([one, other], tmp_path / "two.html"), write_page([sweep])]
+    for page, (tabs, pictures, images) in zip(pages, [(3, 2, 1), (3, 0, 0), (0, 2, 0)], strict=True):
+        for found, width in zip(look_at(page, tmp_path), WIDTHS, strict=True):
+            assert found["width"] in range(width - 20, width + 1)
+            assert found["scroll"] <= found["width"], page
+            assert (found["outside"], found["fetched"]) == ([], []), page
+            assert [is_right for _, is_right in found["tabs"]] == [True] * tabs
+            assert (found["pictures"], found["images"]) == ([True] * pictures, [True] * images)
 
 
 def test_several_runs_are_shown_side_by_side(tmp_path, monkeypatch, capsys):

@@ -67,7 +67,10 @@ def send_at(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, *, epoch: i
 
 @pytest.mark.parametrize(
     ("number", "epoch", "code", "told"),
-    [(signal.SIGTERM, 1, 143, "SIGTERM: 4 optimizer steps were done; the state"), (signal.SIGINT, 0, 130, "Ctrl-C: ")],
+    [
+        (signal.SIGTERM, 1, 143, "SIGTERM: 4 optimizer steps were done; the state after step 4 is"),
+        (signal.SIGINT, 0, 130, "Ctrl-C: "),
+    ],
 )
 def test_a_signal_ends_with_its_exit_code_and_what_was_saved(command, monkeypatch, number, epoch, code, told):
     """One sentence: how far it came, where the last checkpoint is, and the command that resumes it."""

@@ -32,7 +32,7 @@ def test_a_run_leaves_everything_to_read(quick):
     assert quick.code == 0
     assert quick.err == ""
     files = {str(path.relative_to(quick.folder)) for path in quick.folder.rglob("*") if path.is_file()}
-    left = "config.yaml plan.json result.json loss_curves.png classification_report.txt classification_report.json"
+    left = "config.yaml plan.json result.json curves.png classification_report.txt classification_report.json"
     assert {*left.split(), "csv/metrics.csv", "checkpoints/best.ckpt", "checkpoints/last.ckpt"} <= files
     assert any(name.startswith("tensorboard/events") for name in files)
     plan = json.loads((quick.folder / "plan.json").read_text())["plan"]
@@ -40,7 +40,7 @@ def test_a_run_leaves_everything_to_read(quick):
 
 
 def test_the_plan_is_printed_first_and_the_result_last(quick):
-    """Where there is no terminal, an epoch is one line."""
+    """Where there is no terminal, an epoch is one line, of any length."""
     lines = quick.out.strip().splitlines()
     assert lines[0] == "Optimized metric: val/loss (smaller is better)"
     assert lines[1] == "Plan"
@@ -49,7 +49,7 @@ def test_the_plan_is_printed_first_and_the_result_last(quick):
     assert "test/acc" in lines[-2]
     epochs = [line for line in lines if line.startswith("Epoch")]
     assert [line.split(":")[0] for line in epochs] == ["Epoch 1/2", "Epoch 2/2"]
-    assert all("train loss" in line and "val loss" in line and len(line) <= 80 for line in epochs)
+    assert all("train loss" in line and "val loss" in line and line.endswith("samples/s") for line in epochs)
     assert "\r" not in quick.out
     assert (quick.folder / "train.log").read_text() == quick.out
 

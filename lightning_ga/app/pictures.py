@@ -1,0 +1,156 @@
+"""Samples for the page of a run: the first batch of training, the worst of the test, the first of a prediction."""
+
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torchvision.transforms.v2.functional import to_pil_image
+
+from lightning_ga.app.run_files import PICTURES, write_json
+
+MOST = 24  # samples of a chapter
+MOST_SIGNS = 120  # of a prediction in words
+PIXELS, LEAST_PIXELS = 96, 4  # height and width of a picture on the page at most, and of a picture at all
+TRAINING, TEST, PREDICTION = "Training batch, as the model sees it", "Test samples, worst first", "First predictions"
+PROBABILITIES = "class_probabilities"  # key of what a step returns: ``(batch, classes)``
+
+
+class Pictures(Callback):
+    """Keeps samples of the first rank in ``pictures.json``.
+
+    The worst samples of a test are those with the lowest probability of their class. It is known if ``test_step``
+    returns a dict with ``class_probabilities``, and the batch has one whole number a sample as its label.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._chapters: dict[str, list[tuple[float, str, str]]] = {}  # rank, PNG in base64, text
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep the first micro-batch, behind all transforms."""
+        if TRAINING not in self._chapters:
+            pictures = pictures_in(batch)
+            labels = labels_in(batch, len(pictures))
+            texts = [""] * MOST if labels is None else [class_name(trainer, one) for one in labels.tolist()]
+            self._chapters[TRAINING] = [(0, as_png(one), text) for one, text in zip(pictures[:MOST], texts)]
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the worst samples so far."""
+        pictures, rows = pictures_in(batch), probabilities_in(outputs)
+        labels = labels_in(batch, len(rows))
+        if labels is None or len(pictures) != len(rows) or not 0 <= labels.min() <= labels.max() < rows.shape[1]:
+            return
+        of_label = rows.gather(1, labels[:, None]).flatten()
+        samples = self._chapters.setdefault(TEST, [])
+        for place in of_label.argsort()[:MOST].tolist():
+            is_wrong = int(rows[place].argmax()) != int(labels[place])
+            text = f"{class_name(trainer, int(labels[place]))}: predicted {class_text(trainer, rows[place])}"
+            samples.append((float(of_label[place]), as_png(pictures[place]), f"{'✗ ' * is_wrong}{text}"))
+        self._chapters[TEST] = sorted(samples)[:MOST]
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the first batch of predictions, in words, with its pictures if there are any."""
+        if PREDICTION in self._chapters:
+            return
+        texts = [class_text(trainer, row) for row in probabilities_in(outputs)[:MOST]] or in_words(outputs)
+        pictures = pictures_in(batch)[:MOST]
+        shown = map(as_png, pictures) if len(pictures) == len(texts) else [""] * len(texts)
+        self._chapters[PREDICTION] = [(0, png, text) for png, text in zip(shown, texts)]
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write what was kept."""
+        chapters = {name: [sample[1:] for sample in samples] for name, samples in self._chapters.items() if samples}
+        if chapters and trainer.is_global_zero:
+            write_json(self.folder / PICTURES, chapters)
+
+
+def parts_of(batch: Any) -> Sequence[Any]:
+    """The entries of a container."""
+    if isinstance(batch, Mapping):
+        return [*batch.values()]
+    return batch if isinstance(batch, list | tuple) else []
+
+
+def pictures_in(batch: Any) -> Sequence[Tensor]:
+    """The pictures of a batch, each ``(1 or 3, height, width)``: its first tensor or list that holds nothing else."""
+    parts = parts_of(batch)
+    candidates = batch.unbind() if isinstance(batch, Tensor) and batch.dim() == 4 else parts
+    if candidates and all(map(is_picture, candidates)):
+        return candidates
+    found = map(pictures_in, parts)
+    return next((pictures for pictures in found if pictures), [])
+
+
+def is_picture(value: Any) -> bool:
+    """Whether a value has the shape of one picture."""
+    is_shaped = isinstance(value, Tensor) and value.dim() == 3 and value.shape[0] in (1, 3)
+    return is_shaped and min(value.shape[1:]) >= LEAST_PIXELS
+
+
+def labels_in(batch: Any, samples: int) -> Tensor | None:
+    """The labels of a batch, one whole number a sample; of mixed ones, rows of probabilities, the largest."""
+    for part in parts_of(batch):
+        if samples and isinstance(part, Tensor) and part.shape[:1] == (samples,):
+            if part.dim() == 1 and not part.is_floating_point():
+                return part.long().cpu()
+            if part.dim() == 2 and bool((part.sum(dim=1) - 1).abs().max() < 1e-3):
+                return part.argmax(dim=1).cpu()
+    return None
+
+
+def probabilities_in(outputs: Any) -> Tensor:
+    """The probabilities that a step has returned, ``(batch, classes)``; none if there are none."""
+    found = outputs.get(PROBABILITIES) if isinstance(outputs, Mapping) else None
+    return found.float().cpu() if isinstance(found, Tensor) and found.dim() == 2 else Tensor()
+
+
+def class_name(trainer: Trainer, label: int) -> str:
+    """A class by the name that the data give it."""
+    names = getattr(trainer.datamodule, "class_names", ())  # type: ignore[attr-defined]
+    return str(names[label]) if 0 <= label < len(names) else str(label)
+
+
+def class_text(trainer: Trainer, probabilities: Tensor) -> str:
+    """The most probable class and its probability."""
+    return f"{class_name(trainer, int(probabilities.argmax()))} ({float(probabilities.max()):.0%})"
+
+
+def in_words(outputs: Any) -> list[str]:
+    """What a prediction step has returned for the first samples, if it returned a tensor or list of them."""
+    if isinstance(outputs, Tensor) and outputs.dim():
+        samples: Sequence[Any] = [*outputs.detach().cpu().float().numpy()]
+    else:
+        samples = outputs if isinstance(outputs, list | tuple) else [outputs]
+    return [shorten(str(one), MOST_SIGNS, placeholder=" …") for one in samples[:MOST]]
+
+
+def as_png(picture: Tensor) -> str:
+    """A PNG in base64, small, with the darkest value of the picture as black and the brightest as white."""
+    pixels = picture.detach().float().nan_to_num().cpu()
+    low, high = pixels.aminmax()
+    image = to_pil_image((pixels - low) / (high - low).clamp(min=1e-12))
+    image.thumbnail((PIXELS, PIXELS))
+    file = BytesIO()
+    image.save(file, "png")
+    return b64encode(file.getvalue()).decode()
