@@ -12,10 +12,10 @@ from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import columns, log
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.exactness import Exactness
-from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.records import Fits, ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
-RECORDS = ("plan", "probe", "exactness")  # attributes of AutoAccumulate
+RECORDS = ("plan", "fits", "probe", "exactness")  # attributes of AutoAccumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class PlanRecords:
     probe: ProbeResult | None = None
     exactness: Exactness | None = None
     setting: str = ""
+    fits: Fits | None = None
 
     def rows(self) -> dict[str, str]:
         """Texts by name; more on memory if a batch is cut, or more than half of the memory is used."""
@@ -34,6 +35,8 @@ class PlanRecords:
         is_whole = plan is not None and plan.factor == 1
         if plan is not None:
             rows["effective batch"] = str(plan).removeprefix("effective batch ")
+        if self.fits is not None:
+            rows["fits"] = str(self.fits)
         if probe is not None:
             peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
             rows["memory"] = f"peak {peak} at the limit, of a budget of {budget}"
@@ -44,8 +47,10 @@ class PlanRecords:
                 rows["probe"] = tried if probe.source == "probe" else f"from the {probe.source}"
         if probe is not None and probe.fastest is not None:
             rows["fastest"] = f"{counted(probe.fastest, 'sample')}, of {len(probe.timings)} sizes that were timed"
-        if self.exactness is not None:
-            rows["exactness"] = "whole windows: nothing is accumulated" if is_whole else str(self.exactness)
+        if is_whole and (self.fits is not None or self.exactness is not None):
+            rows["exactness"] = "whole windows: nothing is accumulated"
+        elif self.exactness is not None:
+            rows["exactness"] = str(self.exactness)
         return rows
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from lightning_ga.app.plan_report import PlanRecords, printed_plan, save_plan
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.exactness import Exactness
-from lightning_ga.plan.records import ProbeResult, Trial
+from lightning_ga.plan.records import Fits, ProbeResult, Trial
 
 PROBE = ProbeResult(48, 2**31, 2_040_109_466, (Trial(48, 2_040_109_466, True, 0.2),), 4, 1.25, "replay")
 CUT = plan_accumulation(256, micro_batch=48, world_size=2)
@@ -23,6 +23,16 @@ def test_the_table_says_how_a_window_is_cut_and_what_the_probe_found():
     assert max(map(len, text.splitlines())) <= 80
     for source in ("cache", "checkpoint"):
         assert f"from the {source}" in printed_plan(PlanRecords(CUT, replace(PROBE, source=source)))
+
+
+def test_the_table_says_that_a_window_fits_and_what_it_takes():
+    """Measured, or bounded; nothing else was asked."""
+    plan, fits = plan_accumulation(32, micro_batch=32), Fits(32, 358 * 2**20, 18 * 2**30, 32, 0.5)
+    text = printed_plan(PlanRecords(plan, fits=fits))
+    assert "fits             32 samples took 358.0 MiB of 18.0 GiB" in text
+    assert "nothing is accumulated" in text
+    assert "limit" not in text
+    assert "32 samples take at most 358.0 MiB" in printed_plan(PlanRecords(plan, fits=replace(fits, tried=2)))
 
 
 def test_a_plan_is_saved_whole(tmp_path):
