@@ -14,7 +14,7 @@ from lightning_ga.fit.fit import Fit
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.config import ScaleLr, read_arguments
 from lightning_ga.plan.exactness import Exactness
-from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.records import Fits, ProbeResult
 from lightning_ga.plan.schedule import ScheduleLike
 from lightning_ga.plan.state import RunState
 
@@ -116,13 +116,18 @@ class AutoAccumulate(Callback):
         return self._fit.plan if self._fit else None
 
     @property
+    def fits(self) -> Fits | None:
+        """What a whole window takes if it fits in one pass, so that no limit was looked for; else ``None``."""
+        return self._fit.limit.fits if self._fit else None
+
+    @property
     def probe(self) -> ProbeResult | None:
-        """What the probe found; ``None`` before training, and if there was none or it failed."""
+        """What the probe found; ``None`` before training, if whole windows fit, and if there was none or it failed."""
         return self._fit.limit.probe if self._fit else None
 
     @property
     def exactness(self) -> Exactness | None:
-        """What was measured; ``None`` before training and with ``verify=False``."""
+        """What was measured; ``None`` before training, while nothing is accumulated, and with ``verify=False``."""
         return self._fit.verdict.exactness if self._fit else None
 
     def optimizer_steps(self) -> int | None:

@@ -13,12 +13,12 @@ from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import columns, log
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.exactness import Exactness
-from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.records import Fits, ProbeResult
 from lightning_ga.plan.schedule import PiecewiseSchedule
 from lightning_ga.plan.units import counted, format_bytes
 
 MOST_CHANGES = 5  # of a schedule that are shown
-RECORDS = ("plan", "probe", "exactness")  # attributes of AutoAccumulate
+RECORDS = ("plan", "fits", "probe", "exactness")  # attributes of AutoAccumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class PlanRecords:
     exactness: Exactness | None = None
     setting: str = ""
     schedule: str = ""
+    fits: Fits | None = None
 
     def rows(self) -> dict[str, str]:
         """Texts by name; more on memory if a batch is cut, or more than half of the memory is used."""
@@ -43,6 +44,8 @@ class PlanRecords:
             rows["effective batch"] = str(plan).removeprefix("effective batch ")
         if self.schedule:
             rows["schedule"] = self.schedule
+        if self.fits is not None:
+            rows["fits"] = str(self.fits)
         if probe is not None:
             peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
             rows["memory"] = f"peak {peak} at the limit, of a budget of {budget}"
@@ -53,10 +56,10 @@ class PlanRecords:
                 rows["probe"] = tried if probe.source == "probe" else f"from the {probe.source}"
         if probe is not None and probe.fastest is not None:
             rows["fastest"] = f"{counted(probe.fastest, 'sample')}, of {len(probe.timings)} sizes that were timed"
-        if self.exactness is not None:
-            rows["exactness"] = (
-                "whole windows: nothing is accumulated" if is_whole else on_the_line(str(self.exactness))
-            )
+        if is_whole and (self.fits is not None or self.exactness is not None):
+            rows["exactness"] = "whole windows: nothing is accumulated"
+        elif self.exactness is not None:
+            rows["exactness"] = on_the_line(str(self.exactness))
         return rows
 
 

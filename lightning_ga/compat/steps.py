@@ -36,36 +36,41 @@ WHOLE_WINDOW = PassPlace(steps=True)
 
 
 @contextmanager
-def isolated(trainer: Any, *, begins: bool = True) -> Iterator[Callable[[], None]]:
+def isolated(trainer: Any, *, begins: bool = True, steps: bool = True) -> Iterator[Callable[[], None]]:
     """Return a context for passes; the yielded function puts back all that they changed, and so does the end.
 
-    Unless training ``begins``, no pass may let the optimizer step.
+    If training ``begins``, the module's start hooks run first. Unless it ``steps``, no pass may let the optimizer step.
     """
     modules, model = [trainer.lightning_module, trainer.strategy.model], trainer.strategy.model
     stepping = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
     shared = [trainer, trainer.strategy, trainer.datamodule]
-    state = ModuleState(modules, stepping, shared=shared, steps=begins)
+    state = ModuleState(modules, stepping, shared=shared, steps=steps)
     _add_trainer(state.attributes, trainer)
 
     def prepare() -> None:
-        state.restore()
         state.swap_in_copies()
         _enter(trainer, begins=begins)
+
+    def put_back() -> None:
+        state.restore()
+        prepare()
 
     with state.unwritten():
         try:
             prepare()
-            yield prepare
+            yield put_back
         finally:
             state.restore()
             if begins and getattr(model, "find_unused_parameters", False) and not model.static_graph:
                 model.reducer._reset_state()  # passes under ``no_sync`` count, too (``c10d/reducer.cpp``)
 
 
-def run_pass(trainer: Any, batch: Any, place: PassPlace = FIRST_OF_WINDOW) -> None:
+def run_pass(
+    trainer: Any, batch: Any, place: PassPlace = FIRST_OF_WINDOW, *, after_backward: Callable[[], object] = int
+) -> None:
     """Run forward and backward of a micro-batch on the device, and the optimizer's step if the place says so.
 
-    To be called within :func:`isolated`.
+    To be called within :func:`isolated`. ``after_backward`` is called between the backward pass and the step.
     """
     loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
     optimization, progress = loop.automatic_optimization, loop.batch_progress
@@ -77,6 +82,7 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace = FIRST_OF_WINDOW) -> No
         coalesce_gradients(trainer.lightning_module.parameters())
         if place.steps:
             narrow(trainer.lightning_module.parameters())
+        after_backward()
 
     if place.begins:
         progress.increment_ready()

@@ -28,6 +28,7 @@ from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.state import RunState
 from lightning_ga.plan.units import format_bytes, parse_budget
 from lightning_ga.probe.limit import NO_LIMIT, Limit
+from lightning_ga.probe.prober import older_objects_frozen
 from lightning_ga.probe.trials import TrainingSetup
 
 
@@ -84,6 +85,7 @@ class Fit:
 
     # --- training ------------------------------------------------------------------------------
 
+    @older_objects_frozen()
     def start(self) -> None:
         """Find the limit and begin the epoch with it; a restored run continues at its sample."""
         trainer = self.trainer
@@ -106,28 +108,64 @@ class Fit:
             self.reporter,
             retries=options.on_oom == "split",
             exchange=exchange,
+            search=self._limit_below,
         )
         self.rewinder = rewinder
+        self._find_limit(self.progress.restored, begins=True)
         world_size = ranks.data_ranks(trainer)[0]
-        high = windows.useful_limit(place.epochs)
-        setup = TrainingSetup(
-            trainer,
-            windows.trial_batches(epoch),
-            rank_samples=ceil_div(windows.effective(epoch), world_size),
-            kept=rewinder.tensors_kept,
-            chunks=None if chunked is None else chunked.size,
-            sizes=windows.sizes,
-        )
-        recipe = min(high, windows.micro_batch)
-        self.limit.find(setup, self.progress.restored, high=high, recipe=recipe, varies=windows.varies)
         require_possible(self.request, place.epochs, self.limit.initial_micro_batch, world_size)
         windows.begin_epoch(epoch)
-        if options.verify:
+        if options.verify and self._is_cut():
+            high = windows.useful_limit(place.epochs)
             batches = windows.trial_batches(epoch)
             limit = min(high, self.limit.most)
             self.verdict.measure_at_start(batches, limit=limit, in_step=windows.in_step, chunked=chunked)
         self._begin_windows(rewinder, exchange)
         windows.begin_reading(same_epoch=same_epoch)
+
+    def _find_limit(self, restored: RunState | None, *, begins: bool) -> None:
+        """Find the limit for the windows of this epoch, or of all epochs if it is wanted at once.
+
+        If windows are asked about again because they have grown, nothing happens unless nothing is known of them.
+        """
+        windows = self.windows
+        epochs = self.progress.place.epochs
+        if not self.limit.is_asked_at_once:
+            epochs = epochs[:1]
+        high = windows.useful_limit(epochs)
+        if begins or self.limit.is_to_be_asked_again(high):
+            recipe = min(high, windows.micro_batch)
+            setup = self._trial_setup(begins=begins)
+            self.limit.find(setup, restored, high=high, recipe=recipe, varies=windows.varies)
+
+    def _trial_setup(self, *, begins: bool) -> TrainingSetup:
+        """Return the training as trial steps run it."""
+        assert self.rewinder is not None, "the limit is found once windows can run again"
+        windows = self.windows
+        epoch = self.progress.place.epoch
+        chunked = self.limit.chunked
+        return TrainingSetup(
+            self.trainer,
+            windows.trial_batches(epoch),
+            rank_samples=ceil_div(windows.effective(epoch), ranks.data_ranks(self.trainer)[0]),
+            kept=self.rewinder.tensors_kept,
+            chunks=None if chunked is None else chunked.size,
+            sizes=windows.sizes,
+            begins=begins,
+        )
+
+    def _limit_below(self, failed: int) -> int | None:
+        """Look for the limit after an error, if that was not done; ranks halve: the others wait for one."""
+        if self.limit.fits is None or self.trainer.world_size > 1:
+            return None
+        return self.limit.search_below(self._trial_setup(begins=False), failed)
+
+    def _is_cut(self) -> bool:
+        """Return whether windows of some rank run in several passes or chunks, or later ones may: they are measured."""
+        windows = self.windows
+        may_be = self.limit.chunked is not None or (windows.varies and self.limit.piece_samples is not None)
+        is_cut = may_be or windows.several_passes
+        return ranks.sum_over_ranks(self.trainer, float(is_cut)) > 0
 
     def _begin_windows(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
         """Let the loop run windows from here on, in each of which the same members begin in the same order."""
@@ -148,9 +186,13 @@ class Fit:
             self.rates.begin_window(plan.effective_batch_size, self.windows.recipe_effective)
 
     def start_epoch(self) -> None:
-        """Cut the next epoch as its schedule says; ranks agree on limit and verdict."""
+        """Cut the next epoch as its schedule says; ranks agree on limit and verdict.
+
+        If windows have grown, they are asked about as at the start.
+        """
         self.limit.agree()
         self.verdict.agree()
+        self._find_limit(None, begins=False)
         self.windows.begin_epoch(self.progress.place.epoch)
         self.verdict.warn()
 
@@ -247,6 +289,8 @@ class Fit:
         how_cut = self.windows.how_cut()
         if how_cut:
             found.append(how_cut)
+        if self.limit.fits is not None:
+            found.append(f"fits: {self.limit.fits}")
         probe = self.limit.probe
         if probe is not None:
             of_longest = "" if probe.sizes is None else " of the longest"

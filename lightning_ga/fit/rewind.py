@@ -6,6 +6,7 @@ passes change. Gradients of a failed attempt are zeroed by the loop, as always, 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Rewinder:
         *,
         retries: bool,
         exchange: Exchange | None,
+        search: Callable[[int], int | None],
     ) -> None:
         self._trainer = trainer
         self._place = place
@@ -48,6 +50,7 @@ class Rewinder:
         self._limit = limit
         self._reporter = reporter
         self._exchange = exchange
+        self._search = search  # looks for a limit below a pass that failed; ``None`` halves
         self._refusal = ranks.obstacle(trainer) if retries else None
         self._savepoint: Savepoint | None = None  # none if no window runs again
         if retries and self._refusal is None:
@@ -138,6 +141,9 @@ class Rewinder:
             undo=self._undo,
             unit=self._limit.unit,
         )
+        found = self._search(event.samples)
+        if found is not None:
+            event = replace(event, fits=found)
         self._limit.fall(event.fits)
         self._windows.begin_again()
         self._reporter.pending.append(event)

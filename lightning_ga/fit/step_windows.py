@@ -70,7 +70,13 @@ class StepWindows:
 
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement."""
-        return self._source.trial_batches(epoch, self._parts.cutter())
+        cutter = self._parts.cutter()
+        if not self.batches:
+            return self._source.trial_batches(epoch, cutter)
+        self._source.see(self.batches[-1].batch, cutter)  # after an error
+        found = self._source.trial_batches(epoch, cutter)
+        self._source.forget()
+        return found
 
     @property
     def varies(self) -> bool:

@@ -24,7 +24,7 @@ class Verdict:
         self._trainer = trainer
         self._options = options
         self._several_passes = several_passes
-        self.exactness: Exactness | None = None  # none without ``verify``, and before it is measured
+        self.exactness: Exactness | None = None  # none without ``verify``, and while nothing is accumulated
         self._moments = Moments()
         self._warned = False
         self._passes = 0
@@ -40,31 +40,36 @@ class Verdict:
     def is_due(self, *, after_error: bool) -> bool:
         """Return whether the micro-batch that begins a window is to be measured; called as each window begins."""
         self._passes += int(self._trainer.accumulate_grad_batches)
-        wanted = self._options.verify and self.exactness is not None and not self._options.whole
+        wanted = self._options.verify and not self._options.whole
         if not wanted or is_inexact(self.exactness):
             return False
+        if self.exactness is None:  # nothing was accumulated so far
+            return after_error or self._several_passes()
         return self._moments.due(int(self._trainer.global_step), self._passes) or after_error
 
     def measure_in_training(self, batch: Any, cutter: BatchCutter, *, limit: int, in_step: bool) -> None:
-        """Measure on a batch of training, and warn if the gradient is inexact and was not known to be."""
+        """Measure on a batch of training, and warn if the gradient is inexact and another verdict was known."""
         try:
             samples = cutter.count(batch)
             part = batch if samples <= limit else cutter.cut(batch, 0, limit)
             if min(samples, limit) < 2:
-                return
+                raise LayoutError("a micro-batch of one sample has no parts")
             halves, normalize = cutter.halves(part), self._options.normalize
             found = measure(self._trainer, halves, normalize=normalize, begins=False, in_step=in_step)
-        except LayoutError:
-            return
+        except LayoutError as error:
+            found = Exactness(None, 0.0, "unmeasured", reason=str(error))
         known = self.exactness
-        if is_inexact(found) or (known is not None and known.cause == "unmeasured"):
+        if known is None:  # the report of an error says what was found, or the end of the window warns
+            self.exactness = found
+        elif is_inexact(found) or known.cause == "unmeasured":
             self.exactness = found
             self.warn()
 
     def agree(self) -> None:
         """Combine the verdicts of all ranks, which call this together as an epoch begins."""
-        if self.exactness is not None:
-            self.exactness = combined(ranks.of_all_ranks(self._trainer, self.exactness))
+        known = [each for each in ranks.of_all_ranks(self._trainer, self.exactness) if each is not None]
+        if known:
+            self.exactness = combined(known)
 
     def warn(self) -> None:
         """Warn once that accumulation is not exact, or not known to be, if windows take several passes."""

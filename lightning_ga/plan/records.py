@@ -144,6 +144,30 @@ class ProbeResult:
     sizes: SizeLimits | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """A rank's share of a window that fits in one pass, so that no limit was looked for.
+
+    Attributes:
+        samples: Samples of the pass.
+        peak_bytes: Most bytes alive at once in a step of these samples: measured, or the bound on it.
+        budget_bytes: Memory that a step may use, in bytes.
+        tried: Samples of the step that ran: all of them, or two if running out of memory would end the process.
+        seconds: Wall time of the question.
+    """
+
+    samples: int
+    peak_bytes: int
+    budget_bytes: int
+    tried: int
+    seconds: float
+
+    def __str__(self) -> str:
+        took = "took" if self.tried == self.samples else "take at most"
+        peak = format_bytes(self.peak_bytes)
+        return f"{counted(self.samples, 'sample')} {took} {peak} of {format_bytes(self.budget_bytes)}"
+
+
 def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
     """Return whether an earlier result of the same step is what a search would find now.
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from math import isqrt
 
 from lightning_ga.memory.segments import SMALL, Peaks, SegmentRules, replay_segments
-from lightning_ga.memory.trace import MemoryTrace, Segment
+from lightning_ga.memory.trace import MemoryTrace, Segment, replay
+from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting, paired
 
@@ -187,6 +188,21 @@ def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int =
     once = max(taken, *(trace.transient_peak(rounding) for trace in traces))
     growing = replace(marked, events=passes).transient_peak(rounding) or once
     return (room - once) * marked.samples // max(1, growing)
+
+
+def most_bytes(trace: MemoryTrace, samples: int, *, peak: int, owned: int, gradients: int) -> int:
+    """Return the most bytes that a step of so many samples can need, as a first step of fewer bounds it.
+
+    What forward and backward passes (before the last mark) allocate grows at most as the square of the samples:
+    attention and similarity matrices do. So does what is kept besides the ``owned`` bytes, with which later steps
+    begin: parameters, gradients, the optimizer's state. The optimizer's temporaries do not grow. The recorded step had
+    a ``peak``; later ones make their ``gradients`` once more, to add them.
+    """
+    passes = trace.events[: trace.marks[-1]] if trace.marks else trace.events
+    released = {~event for event in trace.events if event < 0}
+    temporary = [event for event in passes if event < 0 or event in released]
+    growing = replay(trace.sizes, temporary) + max(0, trace.kept_bytes() - owned)
+    return max(peak, owned + gradients + trace.transient_peak()) + ceil_div(growing * samples**2, trace.samples**2)
 
 
 class TraceSizes:

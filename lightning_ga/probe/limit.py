@@ -1,4 +1,8 @@
-"""The largest micro-batch of a fit: an argument, or from a checkpoint, the cache or a probe; an error lowers it."""
+"""The largest micro-batch of a fit: an argument, a window that fits, or from a checkpoint, the cache or a probe.
+
+It is looked for only if a window does not fit as it is: at the start, when a schedule makes windows larger, or after an
+error. An error lowers it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,24 +16,29 @@ from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import ranks
 from lightning_ga.errors import UserError
 from lightning_ga.loading.sized import SampleSizes
-from lightning_ga.memory.oom import may_be_out_of_memory
+from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.lengths import SizeLimits
-from lightning_ga.plan.records import ProbeResult, still_holds
+from lightning_ga.plan.records import Fits, ProbeResult, still_holds
 from lightning_ga.plan.state import RunState
 from lightning_ga.probe.cache import forget, hardware
-from lightning_ga.probe.trials import TrainingSetup, probe
+from lightning_ga.probe.trials import TrainingSetup, probe, window_fits
 
 NO_LIMIT = 2**31
 
 
 class Limit:
-    """Owns one number: the most samples of a micro-batch, or of a chunk with ``whole=``. It only falls."""
+    """Owns one number: the most samples of a micro-batch, or of a chunk with ``whole=``.
+
+    It rises only if larger windows were asked about, and fit.
+    """
 
     def __init__(self, trainer: Any, request: Request, options: Options, chunked: ChunkedModules | None) -> None:
         self._trainer, self._request, self._options, self.chunked = trainer, request, options, chunked
         self.samples: int | None = None  # ``None`` before it is known
+        self.fits: Fits | None = None  # a whole window that fits, so that nothing was looked for
         self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
+        self._high = 0  # samples that the last question was about
         self._kind: Mapping[str, Any] | None = None  # the cache's description of the step; ``None`` without a cache
         self.lowest: int | None = None  # the limit after errors; ``None`` without any
         self.initial_micro_batch: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
@@ -64,6 +73,18 @@ class Limit:
         """The names of submodules that run in chunks over whole batches."""
         return () if self.chunked is None else self.chunked.names
 
+    @property
+    def is_asked_at_once(self) -> bool:
+        """Whether the limit itself is wanted, whatever fits."""
+        request, options = self._request, self._options
+        wanted = options.budget is not None or options.objective == "throughput" or request.factor(0) is not None
+        return wanted or bool(options.whole) or options.size_of is not None or ranks.is_sharded(self._trainer)
+
+    def is_to_be_asked_again(self, high: int) -> bool:
+        """Return whether windows now use micro-batches of ``high`` samples, and nothing is known of so many."""
+        is_given = self._request.micro_batch is not None or self.lowest is not None
+        return not is_given and self.samples is not None and high > self._high and self.samples >= self._high
+
     def hardware(self) -> str:
         """Describe the hardware; a limit found on other hardware is not used."""
         return hardware(self._trainer, self._options.budget)
@@ -74,6 +95,7 @@ class Limit:
         If the probe fails, training uses micro-batches of the ``recipe``.
         """
         known = None
+        self._high = high
         if restored is not None:  # valid if all ranks run on the hardware of the checkpoint's first rank
             same = restored.hardware == self.hardware()
             known = restored if ranks.smallest_over_ranks(self._trainer, int(same)) else None
@@ -85,7 +107,7 @@ class Limit:
             found = self._probe_or_recall(setup, known, high, recipe)
             is_whole = found == NO_LIMIT or (varies and self.chunked is None and found >= high)
             self.samples = self._request.capped(NO_LIMIT) if is_whole else min(high, found)
-        self.initial_micro_batch = self.micro_batch
+        self.initial_micro_batch = self.initial_micro_batch or self.micro_batch
         if known is not None and known.limit is not None:  # memory ran out in that run
             self.samples = self.lowest = min(self.samples, known.limit)
         self._set_chunk_size()
@@ -100,6 +122,9 @@ class Limit:
         if evaluates_again(trainer.optimizers[0]) and self._options.budget is None:
             return high  # LBFGS's history outgrows a trial of one step: whole batches, until an error
         try:
+            self.fits = None if self.is_asked_at_once else window_fits(setup, high)
+            if self.fits is not None:
+                return high
             self.probe, self._kind = probe(setup, self._options, high=high) or (None, None)
         except LayoutError:
             # Batches that cannot be cut run as they are, unless they are to be smaller.
@@ -124,6 +149,19 @@ class Limit:
         if self._kind is not None:  # the next run probes again
             forget(self._kind)
         self._set_chunk_size()
+
+    def search_below(self, setup: TrainingSetup, failed: int) -> int | None:
+        """Look for the limit after a pass of so many samples has run out of memory; ``None`` if none below is found."""
+        self.fits = None
+
+        def search() -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
+            return probe(setup, self._options, high=failed)
+
+        found = attempt(search, lambda error: isinstance(error, Exception)).result
+        if found is None:
+            return None
+        self.probe, self._kind = found
+        return found[0].limit if found[0].limit < failed else None
 
     def agree(self) -> None:
         """Set the limit to the smallest of all ranks, which call this together as an epoch begins."""

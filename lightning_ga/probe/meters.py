@@ -111,6 +111,13 @@ class StepMeter:
         return failure, time.perf_counter() - started
 
 
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of dense tensors; sparse ones may grow with the samples."""
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    storages = [plain.untyped_storage() for tensor in dense for plain in plain_tensors(tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 class PeakHolders:
     """Says what holds the memory at the peak of a step of any size, from the last recorded step of each size."""
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -13,16 +14,29 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import enforced_budget, lifted_budget, may_reserve
-from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
+from lightning_ga.memory.oom import attempt, is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.memory.trace import Segment
-from lightning_ga.plan.records import Attribution, ProbeResult, Trial, still_holds
+from lightning_ga.plan.records import GRADIENTS, Attribution, Fits, ProbeResult, Trial, still_holds
 from lightning_ga.plan.units import least_budget, parse_budget
-from lightning_ga.probe.curve import MARGIN, Step, Task, affordable_samples, trace_sizes
-from lightning_ga.probe.meters import Measurement, PeakHolders, StepMeter
+from lightning_ga.probe.curve import MARGIN, Step, Task, affordable_samples, most_bytes, trace_sizes
+from lightning_ga.probe.meters import Measurement, PeakHolders, StepMeter, bytes_of
 from lightning_ga.probe.search import Search
 from lightning_ga.probe.training import ProbedTraining
 
 CLOSEST = 0.25  # share of the budget that a trial may use if nothing can be predicted and running out ends the process
+
+
+@contextmanager
+def older_objects_frozen() -> Iterator[None]:
+    """Return a context in which the cycle collector looks at new objects alone: PyTorch has made a million before."""
+    mine = gc.get_freeze_count() == 0
+    if mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
 
 
 class Budget:
@@ -66,6 +80,7 @@ class Prober:
         self._steps = 0
         self._least: float = inf  # smallest size whose step ran
         self._started = time.perf_counter()
+        self._collects = True
 
     def find(self, high: int, *, known: ProbeResult | None = None, predict_only: bool | None = None) -> ProbeResult:
         """Verify a limit that is known from before, else search; the arguments are those of ``find_micro_batch``."""
@@ -79,6 +94,46 @@ class Prober:
                 if verified is not None:
                     return verified
             return self._search(high, cautious=cautious)
+
+    def fits(self, samples: int) -> Fits | None:
+        """Return what a step of so many samples takes if it fits, from one step; ``None`` if that is not sure.
+
+        All of them run, unless running out of memory might end the process. Then two samples run, and a bound decides.
+        """
+        with self._running(collects=not self._meter.deadly):
+            samples = self._training.smallest(samples)
+            tried = min(2, samples) if self._is_cautious(self._prepare()[0], None) else samples
+            peak = self._peak_of(samples) if tried == samples else self._bound_from(tried, samples)
+            budget = self._prepare()[1]
+            if not self._training.agree(peak is not None and peak <= budget):
+                return None
+            return Fits(samples, peak or 0, budget, tried, time.perf_counter() - self._started)
+
+    def _peak_of(self, samples: int) -> int | None:
+        """Return the peak of a step of so many samples, once there is state in the optimizer; ``None`` if it fails."""
+        warmed = attempt(self._training.warm_up, lambda error: isinstance(error, Exception))
+        self._training.put_back()
+        if not self._training.agree(bool(warmed.result)):
+            return None
+        self._least = 0  # after an ambiguous error a search follows, which judges it
+        trial = self._try(samples, record=False).trial
+        return trial.peak_bytes if trial.fits else None
+
+    def _bound_from(self, tried: int, samples: int) -> int | None:
+        """Return a bound on the peak of so many samples, from a first step of some; ``None`` if that shows none.
+
+        Nothing is put back before what the step has made is counted.
+        """
+        measured = self._meter.run(self._training, tried, budget=self._prepare()[1], record=True)
+        trace = measured.traces[-1]
+        if measured.failure is not None:  # a search follows, and meets it again
+            release(measured.failure)
+        if measured.failure is not None or len(trace.marks) < 2:  # a backward pass, and an optimizer's step
+            return None
+        owned = self._training.owned()
+        gradients = bytes_of(owned[GRADIENTS])
+        owned_bytes = bytes_of(chain(*owned.values()))
+        return most_bytes(trace, samples, peak=measured.peak_bytes, owned=owned_bytes, gradients=gradients)
 
     def confirm(self, sizes: Sequence[int], *, predict_only: bool | None = None) -> tuple[int, int]:
         """Return the first of these falling sizes whose step fits, or 0, and the steps run so far.
@@ -94,24 +149,25 @@ class Prober:
             return next((size for size in sizes if self._try(size, record=False).trial.fits), 0), self._steps
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Watch optimizers, keep to the budget and let ``gc.collect`` leave older objects aside, as a context."""
+    def _running(self, *, collects: bool = True) -> Iterator[None]:
+        """Watch optimizers, keep to the budget and let ``gc.collect`` leave older objects aside, as a context.
+
+        Unless it ``collects``, no step needs the memory of garbage. A full collection of new objects alone would let
+        Python collect all older ones soon after, which may take longer than a step.
+        """
+        self._collects = collects
         if not self._meter.deadly:  # tensors that nobody refers to use memory of the device
             gc.collect()
-        mine = gc.get_freeze_count() == 0
         hook = register_optimizer_step_pre_hook(self._on_optimizer_step)
         try:
-            if mine:
-                gc.freeze()
-            with enforced_budget(self._meter.device, self._budget.asked):
+            with older_objects_frozen(), enforced_budget(self._meter.device, self._budget.asked):
                 yield
         finally:
             hook.remove()
             if self._meter.allocator is not None:
                 self._meter.allocator.stop()
-            gc.collect()  # a failed step that computes again in its backward pass leaves cycles, and in them its batch
-            if mine:
-                gc.unfreeze()
+            if collects:
+                gc.collect()  # a failed step that computes again in its backward pass leaves cycles with its batch
 
     def _verified(self, known: ProbeResult, high: int, *, cautious: bool) -> ProbeResult | None:
         """Try a known limit; ``None`` unless it is still valid, on all ranks."""
@@ -202,7 +258,8 @@ class Prober:
 
     def _prepare(self) -> tuple[int, int]:
         """Prepare a step; return the bytes alive before it, and the budget in bytes as the device stands now."""
-        gc.collect()
+        if self._collects:
+            gc.collect()
         self._training.lend()
         alive = self._meter.count(self._training.resident())
         room = alive + self._meter.room()

@@ -30,15 +30,16 @@ from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
-from lightning_ga.memory.oom import attempt
+from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.records import RETRIES, ProbeResult, Timing
+from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.meters import StepMeter
 from lightning_ga.probe.prober import Budget, Prober
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.probe.within_limit import fastest, limits_by_size, time_windows
+from lightning_ga.snapshot.copies import sparse_parameters
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
 TIMED = 3  # passes of a size, after one to warm up
@@ -47,7 +48,7 @@ ROW_SAMPLES = (32, 8, 2)  # samples of a pass in which the rows of sparse gradie
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """A training whose limit is looked for, at ``on_train_start``: data, model and optimizer are set up."""
+    """A training whose limit is looked for: data, model and optimizer are set up."""
 
     trainer: Any
     batches: TrialBatches
@@ -55,6 +56,34 @@ class TrainingSetup:
     kept: Callable[[], Iterable[Tensor]]  # what is on the device for a retry, besides the model
     chunks: ChunkSize | None = None  # of submodules that run over whole windows: then their size is tried
     sizes: SampleSizes | None = None  # of samples, if windows are cut by these
+    begins: bool = True  # whether training begins: then the module's start hooks have not run
+
+
+def window_fits(setup: TrainingSetup, samples: int) -> Fits | None:
+    """Return what a step of a window's whole share takes, if it is sure to fit, from one step; else ``None``."""
+    trainer = setup.trainer
+    if setup.batches.empty:
+        return None
+    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
+        training = ProbedTrainer(setup, restore, announce)
+        meter = StepMeter(numbered(trainer.strategy.root_device), training)
+        prober = Prober(training, meter, Budget(None, None))
+        # Ranks ask together: one that runs out of memory between two questions cannot go on alone.
+        catches = may_be_out_of_memory if trainer.world_size == 1 else lambda _: False
+        fits: Fits | None = attempt(prober.fits, catches, samples).result
+    if fits is not None:
+        _warn_of_unread(setup.batches)
+    return fits
+
+
+def _warn_of_unread(batches: TrialBatches) -> None:
+    """Warn if there was no time to read all samples of data whose samples vary in size."""
+    if not batches.complete:
+        rank_zero_warn(
+            f"Samples vary in size, and there was time to read {batches.seen:,} of {batches.total:,}: a batch of "
+            "heavier ones may not fit at the limit found. Sort the dataset by size (its first and its last sample are "
+            "always read), or give max_micro_batch_size=…"
+        )
 
 
 def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
@@ -71,13 +100,8 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             "LBFGS keeps a history that grows over many steps, so that no trial of one step shows its memory: give "
             "micro_batch_size=… to do without a probe."
         )
-    with announcing(trainer) as announce, isolated(trainer) as restore:
-        if not batches.complete:
-            rank_zero_warn(
-                f"Samples vary in size, and there was time to read {batches.seen:,} of {batches.total:,}: a batch "
-                "of heavier ones may not fit at the limit found. Sort the dataset by size (its first and its last "
-                "sample are always read), or give max_micro_batch_size=…"
-            )
+    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
+        _warn_of_unread(batches)
         training = ProbedTrainer(setup, restore, announce)
         kind = training.describe(options) if options.cache else None
         training.see_gradients()
@@ -185,7 +209,8 @@ class ProbedTrainer(ProbedTraining):
         try:
             batch, whole = self.batch(samples if chunks is None else window)
             meter.note_batch(tensors_in((whole, batch)))
-            run_pass(self.trainer, batch, LAST_OF_WINDOW if chunks is None else WHOLE_WINDOW)
+            place = LAST_OF_WINDOW if chunks is None else WHOLE_WINDOW
+            run_pass(self.trainer, batch, place, after_backward=meter.mark)
         finally:
             if chunks is not None:
                 chunks.on_recompute = None
@@ -223,7 +248,15 @@ class ProbedTrainer(ProbedTraining):
         return ranks.sum_over_ranks(self.trainer, float(not value)) == 0
 
     def warm_up(self) -> bool:
-        """Make what the first training step would, by a step on gradients of zeros."""
+        """Make what the first training step would, by a step on gradients of zeros: of all that is trained, if unseen.
+
+        Which sparse gradients there are, and how many rows they have, is seen in a small pass.
+        """
+        if not self._gradients and sparse_parameters(self.trainer.lightning_module):
+            self.see_gradients()
+        elif not self._gradients:
+            self._gradients = dict.fromkeys(p for p in self.trainer.lightning_module.parameters() if p.requires_grad)
+        self.reset()
         narrow(self.trainer.lightning_module.parameters())
         for optimizer in self.trainer.optimizers:
             optimizer.step(lambda: torch.zeros(()))

@@ -9,7 +9,7 @@ from command_lines import TINY
 from lightning_ga.app.plan_report import PlanRecords, PlanReport, printed_plan, save_plan, schedule_text
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.exactness import Exactness
-from lightning_ga.plan.records import ProbeResult, Trial
+from lightning_ga.plan.records import Fits, ProbeResult, Trial
 from lightning_ga.plan.schedule import as_schedule, by_samples, linear
 
 PROBE = ProbeResult(48, 2**31, 2_040_109_466, (Trial(48, 2_040_109_466, True, 0.2),), 4, 1.25, "replay")
@@ -61,6 +61,16 @@ def test_a_schedule_by_its_short_name_is_shown_and_a_number_is_not(command):
     assert "16, from step 3 on 32" in schedule.out
     constant = command(*TINY, "accumulate.effective_batch_size=16", "dry_run=true", folder="constant")
     assert "schedule" not in constant.out
+
+
+def test_the_table_says_that_a_window_fits_and_what_it_takes():
+    """Measured, or bounded; nothing else was asked."""
+    plan, fits = plan_accumulation(32, micro_batch=32), Fits(32, 358 * 2**20, 18 * 2**30, 32, 0.5)
+    text = printed_plan(PlanRecords(plan, fits=fits))
+    assert "fits             32 samples took 358.0 MiB of 18.0 GiB" in text
+    assert "nothing is accumulated" in text
+    assert "limit" not in text
+    assert "32 samples take at most 358.0 MiB" in printed_plan(PlanRecords(plan, fits=replace(fits, tried=2)))
 
 
 def test_a_plan_is_saved_whole(tmp_path):

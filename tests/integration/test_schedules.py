@@ -62,7 +62,8 @@ def test_the_plan_is_that_of_the_current_window() -> None:
 def test_the_probe_tries_what_the_largest_window_needs() -> None:
     """A limit that holds the first windows alone would run out of memory later; the step cuts the loader's batches."""
     for mode, limit in (("loader", 24), ("step", 4)):
-        callback = AutoAccumulate(by_step({0: 4, 5: 24}), micro_batching=mode, cache=False)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {"micro_batching": mode, "memory_budget": "1GiB", "cache": False}
+        callback = AutoAccumulate(by_step({0: 4, 5: 24}), **settings)
         train(in_order(), callback, max_epochs=2)
         assert callback.probe is not None
         assert callback.probe.limit == limit

@@ -96,7 +96,8 @@ def test_the_peak_does_not_grow_with_the_factor() -> None:
 def test_the_probe_asks_for_little_more_than_training_takes(most: int) -> None:
     """The gradient in a trial is coalesced, and has no more rows than a window of samples that share them can have."""
     window = 16 * MICRO_BATCH
-    meter, callback = trained(window, max_micro_batch_size=most, verify=False, cache=False)
+    budget = "1GiB"  # so that the limit is looked for, whatever fits
+    meter, callback = trained(window, max_micro_batch_size=most, memory_budget=budget, verify=False, cache=False)
     asked = callback.probe.peak_bytes - 3 * LARGE[0] * LARGE[1] * 4
     rows = TOUCHED * window // SAMPLES_KEPT  # of the samples that are looked at
     batch = Words(window, LARGE[0]).words.nbytes  # whole, where it is cut in the step

@@ -10,7 +10,7 @@ from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, 
 from lightning_ga.memory.segments import MIB, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
-from lightning_ga.probe.curve import Step, Task, fit_curve, trace_sizes
+from lightning_ga.probe.curve import Step, Task, fit_curve, most_bytes, trace_sizes
 from lightning_ga.probe.search import MOST_TRIALS, Search
 
 EXAMPLES = settings().max_examples
@@ -161,3 +161,24 @@ def test_a_step_that_took_hardly_less_than_foreseen_leaves_the_curve_as_it_is() 
     for reserved, needed in ((300, 360), (297, 360), (240, 300), (360, 440)):
         through = curve.through(Step(Trial(10, reserved * MIB, True, 0.0), (), reserved * MIB))
         assert through.needs(12) // MIB == needed
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 200)] * 3, st.booleans()), min_size=1, max_size=8),
+    st.integers(2, 60),
+    st.integers(0, 500),
+)
+def test_the_bound_of_a_small_step_is_above_the_peak_of_a_large_one(
+    storages: list[tuple[int, int, int, bool]], samples: int, update: int
+) -> None:
+    """Whatever grows as the square of the samples, in proportion or not at all, kept or released."""
+
+    def step(samples: int) -> MemoryTrace:
+        made = range(1, len(storages) + 1)
+        sizes = [1000, *(square * samples**2 + line * samples + fixed for square, line, fixed, _ in storages), update]
+        released = tuple(~number for number in made if not storages[number - 1][3])
+        events = (0, *made, *released, len(made) + 1, ~(len(made) + 1))
+        return MemoryTrace(samples, tuple(sizes), events, marks=(0, 1 + len(made) + len(released)))
+
+    small, large = step(2), step(samples)
+    assert most_bytes(small, samples, peak=small.peak(), owned=1000, gradients=0) >= large.peak()

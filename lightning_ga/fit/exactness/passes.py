@@ -41,7 +41,7 @@ _OPAQUE = (Dataset, DataLoader, torch.optim.Optimizer, FunctionType, MethodType,
 def passes_of(trainer: Any, *, plain: bool, begins: bool, in_step: bool = False) -> Iterator["Passes"]:
     """Return a context in which passes run without a trace; with ``plain``, in the precision of the weights."""
     with ExitStack() as stack:
-        restore = stack.enter_context(isolated(trainer, begins=begins))
+        restore = stack.enter_context(isolated(trainer, begins=begins, steps=begins))
         # Graphs that are compiled for a few samples are of no use.
         contexts = compiled_run_eagerly(), _full_precision(trainer, plain=plain), _without_dropout()
         for context in (*contexts, ranks.alone()):

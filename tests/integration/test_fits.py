@@ -1,0 +1,184 @@
+"""A window that fits is asked about once, and starts; the limit is looked for only where a window does not fit."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from reference import Samples, fit
+from torch.utils.data import DataLoader
+from wide import BUDGET, Wide
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.fit.fit import Fit
+from lightning_ga.testing import limit_memory
+
+SIZES: list[int] = []  # of the passes of all modules here, trials included; no attribute, which trials would copy
+ROOM = 8 * BUDGET  # all windows here fit
+
+
+class Counted(Wide):
+    """Counts the samples of its passes; it draws random numbers, and has a buffer that each pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, torch.nn.Dropout(0.1))
+        self.register_buffer("passes", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        SIZES.append(len(batch[0]))
+        self.passes += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture(autouse=True)
+def _uncounted() -> Iterator[None]:
+    SIZES.clear()
+    yield
+    SIZES.clear()
+
+
+def before_training(room: int | None, *arguments: Any, batch: int = 16, **settings: Any) -> tuple[Any, list[int]]:
+    """Return the callback after an epoch of 96 samples, and the samples of the passes before its first batch."""
+    begun: list[int] = []
+    first = pl.callbacks.LambdaCallback(on_train_batch_start=lambda *_: begun.append(len(SIZES)))
+    callback = AutoAccumulate(*arguments, cache=False)
+    dataset = Samples(96)  # it lies on the host
+    with nullcontext() if room is None else limit_memory(room):
+        fit(DataLoader(dataset, batch_size=batch), callback, first, module=Counted(), max_epochs=1, **settings)
+    return callback, SIZES[: begun[0]]
+
+
+@pytest.mark.loader_only(reason="the step keeps the loader's batches apart, and accumulates them")
+def test_a_window_that_fits_is_tried_once_and_nothing_else_is_asked() -> None:
+    """As a whole; if running out of memory would end the process, two samples and a bound decide."""
+    for room, tried in ((ROOM, [48]), (None, [2])):
+        SIZES.clear()
+        callback, sizes = before_training(room, accumulate_grad_batches=3)
+        assert sizes == tried
+        assert (callback.plan.micro_batch_size, callback.plan.factor) == (48, 1)
+        assert callback.probe is callback.exactness is None
+        words = "48 samples took " if room else "48 samples take at most "
+        assert str(callback.fits).startswith(words)
+        assert callback.fits.peak_bytes <= callback.fits.budget_bytes
+
+
+def test_the_bound_is_above_what_the_window_takes() -> None:
+    """The same step, counted whole."""
+    for batch in (3, 16, 64):
+        bound = before_training(None, batch=batch)[0].fits
+        counted = before_training(ROOM, batch=batch)[0].fits
+        assert bound.samples == counted.samples == batch
+        assert bound.peak_bytes >= counted.peak_bytes
+
+
+def test_a_bound_that_does_not_fit_leads_to_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which predicts that the window fits: it is not cut, and so not measured."""
+    needed = before_training(None, batch=64)[0].fits.peak_bytes
+    monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda _: needed // 4)
+    SIZES.clear()
+    callback, sizes = before_training(None, batch=64)
+    assert sizes[0] == 2
+    assert max(sizes) < 64
+    assert (callback.fits, callback.exactness) == (None, None)
+    assert (callback.probe.limit, callback.plan.factor) == (64, 1)
+
+
+@pytest.mark.loader_only(reason="its micro-batches are larger than the loader's batches")
+def test_the_limit_is_exact_where_a_window_does_not_fit() -> None:
+    """By one step more than if it is looked for at once; training at the limit fits, and one sample more does not."""
+    found = before_training(BUDGET, 64)[0]
+    limit = found.probe.limit
+    assert 1 < limit < 64
+    assert found.fits is None
+    assert found.exactness.cause == "exact"  # measured, because windows are cut
+
+    def train(micro_batch: int) -> None:
+        callback = AutoAccumulate(4 * micro_batch, micro_batch_size=micro_batch, verify=False, on_oom="raise")
+        dataset = Samples(4 * micro_batch)
+        with limit_memory(BUDGET):
+            fit(DataLoader(dataset, batch_size=8), callback, module=Counted(), max_epochs=2)
+
+    train(limit)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(limit + 1)
+
+
+class Plain(Wide):
+    """Trains by SGD, from the same weights each time."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        SIZES.append(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.loader_only(reason="the step keeps the loader's batches, however large a window is")
+@pytest.mark.parametrize("room", [ROOM, 50_000])
+def test_windows_that_grow_are_asked_about_when_they_have_grown(room: int) -> None:
+    """The first ones fit. Later ones are tried as their epoch begins; if they do not fit, the limit is looked for."""
+    begun: list[int] = []
+    begin = pl.callbacks.LambdaCallback(on_train_batch_start=lambda *_: begun.append(len(SIZES)))
+    callback = AutoAccumulate({0: 8, 1: 96}, cache=False)  # type: ignore[arg-type]
+    module = Plain()
+    with limit_memory(room):
+        fit(DataLoader(Samples(96), batch_size=8, shuffle=False), callback, begin, module=module, max_epochs=2)
+    assert SIZES[: begun[0]] == [8]
+    assert SIZES[begun[11] + 1] == 96  # tried
+    if room == ROOM:
+        assert callback.fits.samples == 96
+        assert (callback.probe, callback.exactness, callback.plan.factor) == (None, None, 1)
+    else:
+        limit = callback.probe.limit
+        assert 8 <= limit < 96
+        assert callback.plan.micro_batch_size <= limit
+        assert (callback.fits, callback.exactness.cause) == (None, "exact")
+    whole = Plain()
+    fit(DataLoader(Samples(96), batch_size=8), AutoAccumulate({0: 8, 1: 96}, micro_batch_size=96, verify=False),
+        module=whole, max_epochs=2)  # type: ignore[arg-type]  # fmt: skip
+    for ours, oracle in zip(module.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(ours, oracle, rtol=0, atol=1e-12)
+
+
+class Hoard(pl.Callback):
+    """Takes memory in the third step, and keeps it."""
+
+    kept: torch.Tensor | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and self.kept is None:
+            self.kept = torch.zeros(int(0.55 * BUDGET), dtype=torch.uint8)
+
+
+def hoarded(**settings: Any) -> tuple[Counted, AutoAccumulate, torch.Tensor]:
+    """Train while memory becomes short; return module, callback and random numbers afterwards."""
+    torch.manual_seed(3)
+    module = Counted()
+    callback = AutoAccumulate(cache=False, **settings)
+    with limit_memory(int(1.35 * BUDGET)), pytest.warns(UserWarning, match="Memory ran out in training with 32"):
+        fit(DataLoader(Samples(192), batch_size=32), callback, Hoard(), module=module, max_epochs=2)
+    return module, callback, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_the_limit_is_looked_for_after_an_error_and_leaves_no_trace(mode: Any) -> None:
+    """Training goes on bit for bit as if that limit had been known."""
+    module, callback, random_numbers = hoarded(micro_batching=mode)
+    assert callback.fits is None
+    assert callback.oom_events == 1
+    limit = callback.probe.limit
+    assert 1 < limit < 32
+    with patch.object(Fit, "_limit_below", lambda *_: limit):
+        told, _, drawn = hoarded(micro_batching=mode)
+    for ours, other in zip(module.state_dict().values(), told.state_dict().values(), strict=True):
+        assert torch.equal(ours, other)
+    assert torch.equal(random_numbers, drawn)
