@@ -94,8 +94,14 @@ class LoaderWindows:
 
     @property
     def several_passes(self) -> bool:
-        """Whether a window is several micro-batches."""
-        return self.plan is not None and self.plan.factor > 1
+        """Whether a window is several micro-batches, other than batches of the recipe that cannot be one."""
+        return self.plan is not None and self.plan.factor > 1 and not self._keeps_batches
+
+    @property
+    def _keeps_batches(self) -> bool:
+        """Whether each micro-batch is a batch of the recipe, because several cannot be collated to one."""
+        is_recipe = self.plan is not None and self.plan.micro_batch_size == self._source.recipe.batch_size
+        return is_recipe and not self._source.joins_batches
 
     @property
     def recipe_effective(self) -> int:
@@ -128,7 +134,7 @@ class LoaderWindows:
         high = self._parts.request.useful_limit(
             epochs, recipe=self.recipe_effective, total=total, world_size=self._world_size
         )
-        return max(1, high)
+        return self._source.capped(max(1, high))
 
     def steps(self, epochs: range) -> int:
         """Count the optimizer steps of these epochs."""
@@ -153,11 +159,14 @@ class LoaderWindows:
     def _cut(self, *, enabled: bool = True, start: int | None = None) -> None:
         """Cut the windows of the planned epoch by the limit; the loader begins with the window ``start``."""
         epoch = self._epoch
-        whole_share = ceil_div(epoch.batch.largest, self._world_size)
+        micro_batch = ceil_div(epoch.batch.largest, self._world_size)  # a whole share, until the limit is known
+        limit = self._parts.limit.micro_batch
+        if limit is not None:
+            micro_batch = self._source.capped(min(micro_batch, limit))
         self.plan = self._source.arrange(
             epoch.number,
             epoch.batch,
-            self._parts.limit.micro_batch or whole_share,
+            micro_batch,
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,
@@ -250,7 +259,7 @@ class LoaderWindows:
         batch = self._epoch.batch
         if not batch.is_constant:
             size = batch.at(number, window.start)
-            most = self._parts.limit.micro_batch or size
+            most = self._source.capped(min(size, self._parts.limit.micro_batch or size))
             self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size)
             factor = len(window.sizes)
             if factor != self._place.factor:
@@ -311,12 +320,15 @@ class LoaderWindows:
     # --- words ---------------------------------------------------------------------------------
 
     def how_cut(self) -> str:
-        """Say that validation waits for the end of a window, if it has to."""
+        """Say that validation waits for the end of a window, if it has to, and that batches are kept."""
+        found = []
+        if self._keeps_batches and self.plan is not None and self.plan.factor > 1:
+            found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
         every = getattr(self._trainer, "val_check_interval", None)
         factor = self._epoch.batch.largest / self._source.recipe.samples_of(1)
-        if self._intervals is None or not isinstance(every, int) or every % factor == 0:
-            return ""
-        return f"validation at the end of the window in which val_check_interval={every} batches are done"
+        if self._intervals is not None and isinstance(every, int) and every % factor != 0:
+            found.append(f"validation at the end of the window in which val_check_interval={every} batches are done")
+        return "; ".join(found)
 
     def advice(self, epochs: range) -> str:
         """Say that an effective batch is larger than the data."""

@@ -1,14 +1,16 @@
 """Count and cut the batches that a step gets: by their layout, or by the module's ``split_batch``."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from math import prod
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_ga.batch.layout import Layout, cut_batch, cut_by_hook, leaves, length_of_first
+from lightning_ga.batch.layout import Field, Layout, cut_batch, cut_by_hook, leaves, length_of_first
 from lightning_ga.batch.pytree import REMEDY, LayoutError
 from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
 from lightning_ga.loading.rebatch import collates, length_of
@@ -124,3 +126,40 @@ def _various(samples: list[Any]) -> list[Any]:
     first = [position for position, shape in enumerate(shapes) if shape not in shapes[:position]]
     rest = [position for position in range(len(samples)) if position not in first]
     return [samples[position] for position in (*first, *rest)[:_KINDS]]
+
+
+def joins_batches(loader: "DataLoader[Any]", batch_size: int) -> bool:
+    """Return whether collating the samples of two batches at once was seen to give those of both.
+
+    A collate function may look at the first sample only, or at so many of them.
+    """
+    if loader.collate_fn is default_collate:
+        return True
+    samples = [each for each in _samples_of(loader) if each is not None]
+    if not samples:
+        return False
+    both = [samples[position % len(samples)] for position in range(2 * batch_size)]
+    try:
+        sizes = [
+            _sizes_of_fields(collate_samples(loader, part, len(part)))
+            for part in (both[:batch_size], both[batch_size:], both)
+        ]
+    except Exception as error:  # a collate function may raise anything
+        if is_out_of_memory(error):
+            raise
+        return False
+    if not sizes[0].keys() == sizes[1].keys() == sizes[2].keys():  # lists, one entry for each sample
+        sizes = [Counter({(): each.total()}) for each in sizes]
+    pairs = [(first, sizes[1][field], sizes[2][field]) for field, first in sizes[0].items()]
+    grown = [0 < first + second <= joined for first, second, joined in pairs]
+    # Other fields are shared by all samples, or the places at which packed samples begin and end.
+    others = [first == second == joined or joined == first + second - 1 for first, second, joined in pairs]
+    return any(grown) and all(is_grown or is_other for is_grown, is_other in zip(grown, others))
+
+
+def _sizes_of_fields(batch: Any) -> Counter[Field]:
+    """Return how many elements the fields of a batch have."""
+    found = Counter[Field]()
+    for field, shape in leaves(batch):
+        found[field] += prod(shape)
+    return found
