@@ -5,11 +5,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_ga.batch.layout import LayoutError
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.reduction import Exchange
-from lightning_ga.errors import UserError
+from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.windows import FitParts
@@ -51,6 +52,7 @@ class LoaderWindows:
         self._begun: tuple[LoaderSource, int] | None = None  # the epoch that the loop is set up for
         self._window: Window | None = None  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
+        self._warned = False  # that samples cannot be counted
         self._intervals: RecipeIntervals | None = None  # none while the loop's own counts are the recipe's
         self.use(source)
 
@@ -273,16 +275,29 @@ class LoaderWindows:
         if self._window is None:
             return
         may_drop = self._source.may_drop_samples
-        samples = self._samples_left(batch) if may_drop else None
         position = self._place.index_in_window
+        samples = None
+        if may_drop and gradients.normalize == "samples":
+            samples = self._samples_left(batch, self._window.sizes[position])
         gradients.weigh_micro_batch(batch, self._window, position, samples=samples, may_drop=may_drop)
 
-    def _samples_left(self, batch: Any) -> int | None:
-        """Count the samples of a batch whose collate function may drop some; ``None`` if they cannot be counted."""
-        try:
-            return self._parts.cutter().count(batch)
-        except LayoutError:
-            return None
+    def _samples_left(self, batch: Any, planned: int) -> int | None:
+        """Count the samples of a batch whose collate function may drop some; ``None`` if the plan is to be believed."""
+        cutter = self._parts.cutter()
+        found = cutter.count_left(batch)
+        is_odd = cutter.drops_samples if found is None else found > planned > 0
+        if not is_odd:
+            return found
+        if not self._warned:
+            self._warned = True
+            number = "a number that cannot be counted" if found is None else found
+            rank_zero_warn(
+                f"A micro-batch was planned with {planned} samples, and the collate function made {number} of them. It "
+                f"weighs {planned}: let the collate function make one entry of each sample that it keeps, or count "
+                "what the loss is a mean over (normalize=).",
+                category=ExactnessWarning,
+            )
+        return None
 
     def end_window(self) -> None:
         """Note that a window is done."""

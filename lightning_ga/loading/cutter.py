@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_ga.batch.layout import Field, Layout, cut_batch, cut_by_hook, leaves, length_of_first
 from lightning_ga.batch.pytree import REMEDY, LayoutError
-from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
+from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made, read_rows
 from lightning_ga.loading.rebatch import collates, length_of
-from lightning_ga.loading.samples import SAMPLES_PER_READ, collate_samples, collect_samples, spread
-from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.loading.samples import SAMPLES_PER_READ, collate_samples, collect_samples, is_kept, spread
+from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.random_numbers import RandomState
 
 _KINDS = 3  # samples that are collated, of different shapes if there are any
@@ -38,12 +38,24 @@ class BatchCutter:
 
     def __init__(self, loaders: Sequence[Any], combine: Callable[[list[Any]], Any], transfer: Any) -> None:
         self._loaders, self._combine, self._transfer = loaders, combine, transfer
+        self.drops_samples = False  # whether some of the samples that were read are left out of batches
 
     def count(self, batch: Any) -> int:
         """Return the samples of a batch; raise ``LayoutError`` if they cannot be separated."""
         if self._transfer.split_batch is not None:
-            return length_of_first(batch)
+            rows = self._rows_of_sample
+            return length_of_first(batch) // (rows if isinstance(rows, int) else 1)
         return self._layout(batch).samples(batch)
+
+    def count_left(self, batch: Any) -> int | None:
+        """Return how many samples the collate function has left in a batch; ``None`` if that is not known.
+
+        It is known if a few samples, collated apart, have shown how batches grow with them.
+        """
+        by_hook = self._transfer.split_batch is not None
+        shown = self._rows_of_sample if by_hook else self._collated
+        outcome = attempt(self.count, lambda error: isinstance(error, LayoutError), batch)
+        return None if shown is None or isinstance(shown, str) else outcome.result
 
     def weight(self, batch: Any, samples: int) -> int:
         """Return a batch's weight in samples: with several loaders, the most that one of them gives."""
@@ -75,27 +87,52 @@ class BatchCutter:
     @cached_property
     def _collated(self) -> Layout | str | None:
         """The layout of collated batches, or why there is none; ``None`` if no samples can be read."""
+        layout: Layout | str | None = self._read(read_layout)
+        return layout
+
+    @cached_property
+    def _rows_of_sample(self) -> int | str | None:
+        """How many rows of a batch's first tensor a sample has, or why that is not known."""
+        rows: int | str | None = self._read(read_rows)
+        return rows
+
+    def _read(self, read: Callable[[Samples], Any]) -> Any:
+        """Return what is read of small batches, or why it cannot be read; ``None`` if there are no samples."""
         if not all(map(collates, self._loaders)):
             return None
         try:
-            found = [[each for each in _samples_of(loader) if each is not None] for loader in self._loaders]
-            kinds = [_various(samples) for samples in found if samples]  # a collate function drops those that are None
-            if len(kinds) < len(self._loaders):
-                return None
-            state = RandomState()  # hooks of the transfer may draw
-            try:
-                return read_layout(Samples(lambda *args: self._batch(kinds, *args), len(kinds), max(map(len, kinds))))
-            finally:
-                state.restore()
+            found = [_samples_of(loader) for loader in self._loaders]
+            there = [[each for each in samples if each is not None] for samples in found]
+            self.drops_samples |= _count(there) < _count(found)
+            outcome = self._read_from(there, read)
+            if not isinstance(outcome, str):
+                return outcome
+            pairs = zip(self._loaders, there)
+            kept = [[each for each in samples if is_kept(loader, each)] for loader, samples in pairs]
+            if _count(kept) == _count(there) or not all(kept):
+                return outcome
+            self.drops_samples = True
+            return self._read_from(kept, read)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return _refusal(error)
+
+    def _read_from(self, found: list[list[Any]], read: Callable[[Samples], Any]) -> Any:
+        if not all(found):
+            return None
+        kinds = [_various(samples) for samples in found]
+        state = RandomState()  # hooks of the transfer may draw
+        try:
+            return read(Samples(lambda *args: self._batch(kinds, *args), len(kinds), max(map(len, kinds))))
         except LayoutError as error:
             return str(error)  # the error itself would keep batches alive
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return (
-                f"The batch cannot be cut into samples, as collating a few of them apart ended in "
-                f"{type(error).__name__}: {error}: {REMEDY}."
-            )
+            return _refusal(error)
+        finally:
+            state.restore()
 
     def _batch(self, found: list[list[Any]], counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
         batches = [
@@ -120,6 +157,17 @@ def _samples_of(loader: "DataLoader[Any]") -> list[Any]:
     return collect_samples(loader, list(islice(spread(size), SAMPLES_PER_READ)))
 
 
+def _count(found: list[list[Any]]) -> int:
+    return sum(map(len, found))
+
+
+def _refusal(error: Exception) -> str:
+    return (
+        f"The batch cannot be cut into samples, as collating a few of them apart ended in {type(error).__name__}: "
+        f"{error}: {REMEDY}."
+    )
+
+
 def _various(samples: list[Any]) -> list[Any]:
     """Return a few samples, of different shapes if there are any."""
     shapes = [str(list(leaves(sample))) for sample in samples]
@@ -135,7 +183,8 @@ def joins_batches(loader: "DataLoader[Any]", batch_size: int) -> bool:
     """
     if loader.collate_fn is default_collate:
         return True
-    samples = [each for each in _samples_of(loader) if each is not None]
+    found = _samples_of(loader)
+    samples = _various([each for each in found if each is not None])
     if not samples:
         return False
     both = [samples[position % len(samples)] for position in range(2 * batch_size)]

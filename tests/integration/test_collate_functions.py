@@ -3,10 +3,13 @@
 from typing import Any
 
 import pytest
-from reference import Samples, fit, worst_error
+import torch
+from reference import Regression, Samples, fit, worst_error
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_ga import AutoAccumulate
+from lightning_ga.errors import ExactnessWarning
 
 
 class ReadyMade(Dataset[Any]):
@@ -37,3 +40,142 @@ def test_a_collate_function_that_takes_the_first_of_its_samples(workers: int) ->
     assert worst_error(ours.gradients, stock.gradients) <= 1e-12
     assert accumulate.exactness is not None
     assert accumulate.exactness.cause in ("exact", "unmeasured")
+
+
+class TwoRows(Regression):
+    """Two rows a sample, joined; cut by a method of its own."""
+
+    def split_batch(self, batch: Any, sizes: list[int]) -> list[Any]:
+        rows = [2 * size for size in sizes]
+        return list(zip(*(part.split(rows) for part in batch)))
+
+
+def join_two_rows(batch: list[Any]) -> Any:
+    return [torch.cat([torch.stack([part, 2 * part]) for part in parts]) for parts in zip(*batch)]
+
+
+def fitted(collate: Any, dataset: Any, module: Any = None, **settings: Any) -> Any:
+    """A run whose windows of eight are micro-batches of 3, 3 and 2, and the gradients of whole windows."""
+    loader = DataLoader(dataset, 8, collate_fn=collate)
+    whole, _ = fit(loader, AutoAccumulate(micro_batch_size=8), max_epochs=1, module=module and module())
+    accumulate = AutoAccumulate(micro_batch_size=3, **settings)
+    ours, _ = fit(loader, accumulate, max_epochs=1, module=module and module())
+    assert max(len(indices) for _, indices in ours.micro_batches) < 8
+    assert accumulate.exactness is not None
+    assert accumulate.exactness.cause == "exact"
+    return worst_error(ours.gradients, whole.gradients)
+
+
+class NumberedRows(Samples):
+    """With indices as tensors."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets, _ = super().__getitem__(index)
+        return inputs, targets, torch.tensor(index)
+
+
+def test_rows_that_collating_joins_are_not_samples() -> None:
+    """With ``split_batch``, which is given numbers of samples."""
+    assert fitted(join_two_rows, NumberedRows(24), TwoRows) <= 1e-12
+
+
+class Flawed(Samples):
+    """Every third sample is marked."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"sample": super().__getitem__(index), "is_good": index % 3 != 1}
+
+
+def keep_good(batch: list[Any]) -> Any:
+    return default_collate([each["sample"] for each in batch if each["is_good"]])
+
+
+def test_a_probed_sample_that_is_dropped_leaves_the_layout_readable() -> None:
+    assert fitted(keep_good, Flawed(24)) <= 1e-12
+
+
+def flatten_good(batch: list[Any]) -> Any:
+    """Rows of a number that depends on the sample."""
+    kept = [each["sample"] for each in batch if each["is_good"]]
+    return [
+        torch.cat([torch.atleast_1d(torch.as_tensor(sample[part])).expand(1 + sample[2] % 2, -1) for sample in kept])
+        for part in range(3)
+    ]
+
+
+def test_a_number_of_samples_that_cannot_be_read_is_said() -> None:
+    """If some of those that were read are dropped."""
+    with pytest.warns(ExactnessWarning, match=r"planned with 3 samples, and .* made a number that cannot be counted"):
+        fit(
+            DataLoader(Flawed(24), 8, collate_fn=flatten_good),
+            AutoAccumulate(micro_batch_size=3, verify=False),
+            max_epochs=1,
+        )
+
+
+class AtOnce(Samples):
+    """Reads whole batches, as dictionaries."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return {"inputs": self.inputs[indices], "targets": self.targets[indices], "index": torch.tensor(indices)}
+
+
+class OfFields(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch["inputs"], batch["targets"], batch["index"]), batch_idx)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def test_a_dataset_that_reads_batches_has_samples() -> None:
+    """Its fields are none: three micro-batches weigh what they have, and halves are those of its samples."""
+    assert fitted(as_it_is, AtOnce(24), OfFields) <= 1e-12
+
+
+class Finishing(DataLoader[Any]):
+    """Finishes its batches in the main process, after the collate function."""
+
+    def _get_iterator(self) -> Any:
+        return map(default_collate, super()._get_iterator())
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_a_loader_that_finishes_batches_is_measured(mode: Any) -> None:
+    accumulate = AutoAccumulate(micro_batch_size=3, micro_batching=mode)
+    loader = Finishing(Samples(24), 8, collate_fn=list)
+    ours, _ = fit(loader, accumulate, max_epochs=1)
+    stock, _ = fit(loader, max_epochs=1)
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+    assert accumulate.exactness is not None
+    assert accumulate.exactness.cause == "exact"
+
+
+class Sequences(Dataset[Any]):
+    """One in five is short."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(2 if index % 5 == 0 else 6, 5, generator=generator, dtype=torch.float64)
+
+
+class OfLastStep(Regression):
+    """Reads the last step, which is padding for short sequences."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.micro_batches.append((self.global_step, [0] * len(batch)))
+        return self.net(batch[:, -1]).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Accumulation is not exact")
+def test_a_loss_that_reads_padding_is_found() -> None:
+    """Though most samples are as long as the longest."""
+    loader = DataLoader(Sequences(), 8, collate_fn=lambda batch: pad_sequence(batch, batch_first=True))
+    accumulate = AutoAccumulate(micro_batch_size=3)
+    fit(loader, accumulate, module=OfLastStep(), max_epochs=1)
+    assert accumulate.exactness is not None
+    assert accumulate.exactness.cause == "coupled"
