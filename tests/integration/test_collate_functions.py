@@ -179,3 +179,39 @@ def test_a_loss_that_reads_padding_is_found() -> None:
     fit(loader, accumulate, module=OfLastStep(), max_epochs=1)
     assert accumulate.exactness is not None
     assert accumulate.exactness.cause == "coupled"
+
+
+class Zipped(DataLoader[Any]):
+    """Joins the batches of two loaders, and says nothing of their size."""
+
+    def __init__(self, *loaders: Any) -> None:
+        super().__init__(loaders[0].dataset)
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        return len(self.loaders[0])
+
+    def __iter__(self) -> Any:
+        return zip(*self.loaders)
+
+
+class OfPairs(Regression):
+    """The loss on the batches of two loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return sum(super(OfPairs, self).training_step(part, batch_idx) for part in batch) / 2
+
+
+@pytest.mark.parametrize("limit", [{}, {"micro_batch_size": 3}])
+def test_a_loader_that_zips_others_has_the_samples_of_its_batches(limit: dict[str, int]) -> None:
+    """And not one a batch, DataLoader's default ``batch_size``; reading the first leaves no trace."""
+    loader = Zipped(DataLoader(Samples(32), 8), DataLoader(Samples(32), 8))
+    stock, _ = fit(loader, max_epochs=1, module=OfPairs(), accumulate_grad_batches=2)
+    accumulate = AutoAccumulate(**limit)
+    ours, _ = fit(loader, accumulate, max_epochs=1, module=OfPairs(), accumulate_grad_batches=2)
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+    assert accumulate.plan is not None
+    assert accumulate.plan.effective_batch_size == 16
+    assert accumulate.exactness is not None
+    assert accumulate.exactness.cause == "exact"
+    assert max(len(indices) for _, indices in ours.micro_batches) == limit.get("micro_batch_size", 8)
