@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_ga.errors import UserError
 
@@ -38,6 +39,7 @@ class Splitter:
     take: Callable[[Any, int, int], Any]
 
 
+_PARTS = WeakTensorKeyDictionary()  # ragged size and offsets of parts, by the offsets of jagged tensors
 _SPLITTERS: dict[type, Splitter] = {}
 _OF_GRAPHS = Splitter(
     count=lambda batch: int(batch.num_graphs),
@@ -254,6 +256,8 @@ def take(node: Any, axis: int, start: int, stop: int) -> Any:
 
 
 def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torch.Tensor:
+    if tensor.layout is torch.jagged and tensor.lengths() is None:  # type: ignore[attr-defined]  # of nested tensors
+        return _take_jagged(tensor, start, stop)
     if tensor.is_nested:
         return torch.nested.as_nested_tensor(list(tensor.unbind()[start:stop]), layout=tensor.layout)
     if tensor.layout != torch.strided:  # sparse tensors have no views along an axis
@@ -275,6 +279,28 @@ def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torc
             )
         setattr(part, name, value)
     return part
+
+
+def _take_jagged(tensor: Any, start: int, stop: int) -> torch.Tensor:
+    """Return samples of a jagged tensor as a view; parts of tensors that share their offsets share theirs, too.
+
+    Otherwise torch would refuse to compute with both. Tensors that were moved have offsets of their own, but the same
+    ragged size.
+    """
+    axis = tensor._ragged_idx
+    ragged = tensor.shape[axis]
+    offsets = tensor.offsets()
+    pairs = _PARTS.values()  # type: ignore[no-untyped-call]
+    known = next((parts for size, parts in pairs if size == ragged), None)
+    if known is None:
+        known = {}
+        _PARTS[offsets] = (ragged, known)
+    place = (start, stop, offsets.device)
+    if place not in known:
+        known[place] = offsets[start : stop + 1] - offsets[start]
+    first, end = offsets[[start, stop]].tolist()
+    values = torch.narrow(tensor.values(), axis - 1, first, end - first)
+    return torch.nested.nested_tensor_from_jagged(values, offsets=known[place], jagged_dim=axis)
 
 
 def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequence:

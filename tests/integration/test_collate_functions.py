@@ -215,3 +215,30 @@ def test_a_loader_that_zips_others_has_the_samples_of_its_batches(limit: dict[st
     assert accumulate.exactness is not None
     assert accumulate.exactness.cause == "exact"
     assert max(len(indices) for _, indices in ours.micro_batches) == limit.get("micro_batch_size", 8)
+
+
+class OfJagged(Regression):
+    """Computes with two jagged tensors that share their offsets; a mean over sequences."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        self.micro_batches.append((self.global_step, [0] * len(inputs)))
+        errors = (
+            torch.nested.nested_tensor_from_jagged(self.net(inputs.values()), inputs.offsets()) - targets
+        ).unbind()
+        return torch.stack([error.square().sum() for error in errors]).mean()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_jagged_tensors_of_one_batch_are_cut_alike() -> None:
+    data = Samples(24)
+    batches = []
+    for start in (0, 12):
+        rows, offsets = slice(start, start + 12), torch.tensor([0, 1, 4, 6, 7, 12])
+        parts = (data.inputs[rows], data.targets[rows])
+        batches.append([torch.nested.nested_tensor_from_jagged(part, offsets=offsets) for part in parts])
+    loader = DataLoader(batches, batch_size=None, collate_fn=as_it_is)  # type: ignore[arg-type]
+    stock, _ = fit(loader, module=OfJagged(), max_epochs=1)
+    ours, _ = fit(loader, AutoAccumulate(micro_batch_size=2), module=OfJagged(), max_epochs=1)
+    assert max(len(sequences) for _, sequences in ours.micro_batches) == 2
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
