@@ -63,6 +63,10 @@ class LoaderWindows:
                 "Data that are loaded again must be cut where they were, or always in the step: micro_batching='step'."
             )
         self._source = source
+        restored = self._parts.progress.restored
+        position = self._parts.progress.position
+        if restored is not None and 0 < position.samples_done < source.epoch(position.epoch).samples:
+            source.restore_order(restored.order, position.epoch)
         self._parts.limit.set_size_limits(source.sizes)
         self._arrange(self._place.epoch, enabled=self._parts.limit.samples is not None)
 
@@ -82,6 +86,10 @@ class LoaderWindows:
     def begin_training(self, read_first_batch: Callable[[], Any]) -> bool:
         """Adopt the loop's position; return whether a run continues within an epoch."""
         return self._parts.progress.take_over(self._source.epoch(self._place.epoch))
+
+    def kept_order(self) -> str | None:
+        """Return the order of the running epoch for a checkpoint, if its sampler would not give it again."""
+        return self._source.kept_order()
 
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement."""
