@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from reference import Regression, Samples, fit, worst_error
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_ga import AutoAccumulate
@@ -242,3 +242,28 @@ def test_jagged_tensors_of_one_batch_are_cut_alike() -> None:
     ours, _ = fit(loader, AutoAccumulate(micro_batch_size=2), module=OfJagged(), max_epochs=1)
     assert max(len(sequences) for _, sequences in ours.micro_batches) == 2
     assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+
+
+class Unpads(Regression):
+    """Packs its sequences, and pads what comes out to the longest of those that it got."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, lengths = batch
+        packed = pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
+        outputs, _ = pad_packed_sequence(packed, batch_first=True)
+        return (self.net(outputs) - inputs.sum(2, keepdim=True)).square().mean()
+
+
+def pad_with_lengths(batch: list[torch.Tensor]) -> Any:
+    return pad_sequence(batch, batch_first=True), torch.tensor([len(each) for each in batch])
+
+
+def test_an_error_of_a_piece_names_the_cut() -> None:
+    """A piece has the padding of its batch, which a step may not expect."""
+    loader = DataLoader(Sequences(), 10, collate_fn=pad_with_lengths)
+    accumulate = AutoAccumulate(micro_batch_size=1, micro_batching="step", verify=False)
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        fit(loader, accumulate, module=Unpads(), max_epochs=1)
+    (note,) = caught.value.__notes__
+    assert "10 samples were cut into pieces of 1, 1, 1" in note
+    assert "total_length=" in note
