@@ -71,7 +71,8 @@ class OomReporter:
 ONE_SAMPLE = (
     "with one sample alone ({memory}), so there is nothing left to split: train in a lower precision "
     "(precision='bf16-mixed'), use activation checkpointing, or raise memory_budget and free the device of other "
-    "processes."
+    "processes. If one row of the batch joins several samples, define split_batch(self, batch, sizes) on the "
+    "LightningModule, and give the loader's batches a first tensor with an entry for each sample."
 )
 ONE_CHUNK = (
     "with chunks of one sample ({memory}), so the rest of the step needs too much: the outputs for a whole "

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_ga.batch.layout import Field, Layout, cut_batch, cut_by_hook, leaves, length_of_first
+from lightning_ga.batch.layout import Field, Layout, cut_batch, cut_by_hook, elements, leaves, length_of_first
 from lightning_ga.batch.pytree import REMEDY, LayoutError
 from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made, read_rows
 from lightning_ga.loading.rebatch import collates, length_of
@@ -18,6 +18,7 @@ from lightning_ga.loading.samples import SAMPLES_PER_READ, collate_samples, coll
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.random_numbers import RandomState
 
+_MOST_ELEMENTS = 2**26  # of two batches that are collated to one
 _KINDS = 3  # samples that are collated, of different shapes if there are any
 
 
@@ -179,7 +180,8 @@ def _various(samples: list[Any]) -> list[Any]:
 def joins_batches(loader: "DataLoader[Any]", batch_size: int) -> bool:
     """Return whether collating the samples of two batches at once was seen to give those of both.
 
-    A collate function may look at the first sample only, or at so many of them.
+    A collate function may look at the first sample only, or at so many of them. Batches of more than 2²⁶ elements are
+    halved for this.
     """
     if loader.collate_fn is default_collate:
         return True
@@ -187,6 +189,8 @@ def joins_batches(loader: "DataLoader[Any]", batch_size: int) -> bool:
     samples = _various([each for each in found if each is not None])
     if not samples:
         return False
+    while batch_size > 1 and 2 * batch_size * elements(samples[0]) > _MOST_ELEMENTS:
+        batch_size //= 2
     both = [samples[position % len(samples)] for position in range(2 * batch_size)]
     try:
         sizes = [

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
+from lightning_ga.loading import cutter as cutter_module
 from lightning_ga.loading.cutter import BatchCutter, joins_batches
 from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import read_source
@@ -156,6 +157,19 @@ def twice(batch: list[Any]) -> Any:
 def test_whether_samples_of_two_batches_make_one(collate: Any, joins: bool) -> None:
     """If what is collated of them is as large as two batches; parts that all samples share count once."""
     assert joins_batches(DataLoader(ROWS, 4, collate_fn=collate), 4) is joins
+
+
+def test_large_batches_are_joined_by_the_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that looking at them takes little memory."""
+    monkeypatch.setattr(cutter_module, "_MOST_ELEMENTS", 100)
+    seen = list[int]()
+
+    def collate(batch: list[Any]) -> Any:
+        seen.append(len(batch))
+        return time_first(batch)
+
+    assert joins_batches(DataLoader(ROWS, 64, collate_fn=collate), 64)
+    assert seen == [8, 8, 16]
 
 
 def test_none_can_be_joined_if_none_can_be_read() -> None:
