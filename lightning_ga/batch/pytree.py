@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_ga.errors import UserError
 
@@ -37,6 +39,7 @@ class Splitter:
     take: Callable[[Any, int, int], Any]
 
 
+_PARTS = WeakTensorKeyDictionary()  # ragged size and offsets of parts, by the offsets of jagged tensors
 _SPLITTERS: dict[type, Splitter] = {}
 _OF_GRAPHS = Splitter(
     count=lambda batch: int(batch.num_graphs),
@@ -83,14 +86,26 @@ def is_constant(node: Any) -> bool:
         return False
     if isinstance(node, torch.Tensor):
         return not node.is_nested and not node.dim()
-    return isinstance(node, _CONSTANTS) or (is_array(node) and not node.shape)
+    return isinstance(node, _CONSTANTS) or (is_array(node) and not node.shape and not isinstance(node, Mapping))
 
 
 def is_array(node: Any) -> bool:
     """Return whether a value is cut by slicing it: arrays of numpy and others, data frames, ``TensorDict``."""
+    if _is_tensor_collection(node):
+        return len(node.batch_size) > 0
     if isinstance(node, (dict, UserDict, torch.Tensor)) or dataclasses.is_dataclass(node):
         return False  # a field may be called shape
     return isinstance(getattr(node, "shape", None), tuple) and hasattr(type(node), "__getitem__")
+
+
+def _is_tensor_collection(node: Any) -> bool:
+    """Return whether a value is a ``TensorDict`` or a tensorclass, whose tensors share the axes of ``batch_size``."""
+    return isinstance(getattr(node, "batch_size", None), torch.Size) and _registration(node) is not None
+
+
+def _registration(node: Any) -> Any:
+    """Return how ``torch.utils._pytree`` opens a container that is opened by none of Python's own means."""
+    return None if isinstance(node, (list, tuple, dict, UserDict)) else SUPPORTED_NODES.get(type(node))
 
 
 def is_plain_sequence(node: Any) -> bool:
@@ -117,6 +132,13 @@ def open_container(node: Any) -> list[tuple[str, Any]] | None:
     """Return the children of a container, each with its path from there; ``None`` for anything else."""
     if (names := _attribute_names(node)) is not None:
         return [(f".{name}", getattr(node, name)) for name in names]
+    registration = _registration(node)
+    if registration is not None:
+        children = registration.flatten_fn(node)[0]
+        keys: list[Any] = list(node.keys()) if isinstance(node, Mapping) else []
+        if len(keys) != len(children):
+            keys = list(range(len(children)))
+        return [(f"[{key!r}]", child) for key, child in zip(keys, children)]
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", value) for key, value in node.items()]
     if isinstance(node, (list, tuple)):
@@ -148,8 +170,11 @@ def rebuild(node: Any, children: Iterable[Any]) -> Any:
         make: Callable[[Iterable[Any]], Any] = getattr(type(node), "_make", type(node))
         return make(children)
     names = _attribute_names(node)
+    registration = _registration(node) if names is None else None
+    if registration is not None:
+        return registration.unflatten_fn(list(children), registration.flatten_fn(node)[1])
     if names is None and not isinstance(node, (dict, list)):
-        return type(node)(dict(zip(node, children)))  # a copy of another mapping may share its contents
+        return type(node)(dict(zip(node.keys(), children)))  # a copy of another mapping may share its contents
     clone: Any = copy.copy(node)
     if names is not None:
         for name, child in zip(names, children):
@@ -168,7 +193,7 @@ def _attribute_names(node: Any) -> list[str] | None:
         return list(node._fields) if hasattr(node, "_fields") else None
     if isinstance(node, (list, dict)):
         return None
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+    if dataclasses.is_dataclass(node) and not isinstance(node, type) and not _is_tensor_collection(node):
         fields = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
         return list(dict.fromkeys([*fields, *getattr(node, "__dict__", {})]))
     # BatchEncoding keeps a list of encodings beside the mapping, one for each sample.
@@ -184,14 +209,14 @@ def same_values(one: Any, other: Any) -> bool:
     try:
         if isinstance(one, torch.Tensor):
             return _same_tensors(one, other)
-        if is_array(one):
-            return bool(one.shape == other.shape) and _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
-        if isinstance(one, float):
-            return one == other or (one != one and other != other)
         mine, theirs = open_container(one), open_container(other)
         if mine is not None and theirs is not None:
             pairs = list(zip(mine, theirs))
             return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
+        if is_array(one):
+            return bool(one.shape == other.shape) and _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
+        if isinstance(one, float):
+            return one == other or (one != one and other != other)
         if isinstance(one, _CONSTANTS) or one == other:
             return bool(one == other)
         held = object.__getstate__(one)  # with what __slots__ name; many objects are equal only to themselves
@@ -231,6 +256,8 @@ def take(node: Any, axis: int, start: int, stop: int) -> Any:
 
 
 def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torch.Tensor:
+    if tensor.layout is torch.jagged and tensor.lengths() is None:  # type: ignore[attr-defined]  # of nested tensors
+        return _take_jagged(tensor, start, stop)
     if tensor.is_nested:
         return torch.nested.as_nested_tensor(list(tensor.unbind()[start:stop]), layout=tensor.layout)
     if tensor.layout != torch.strided:  # sparse tensors have no views along an axis
@@ -252,6 +279,28 @@ def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torc
             )
         setattr(part, name, value)
     return part
+
+
+def _take_jagged(tensor: Any, start: int, stop: int) -> torch.Tensor:
+    """Return samples of a jagged tensor as a view; parts of tensors that share their offsets share theirs, too.
+
+    Otherwise torch would refuse to compute with both. Tensors that were moved have offsets of their own, but the same
+    ragged size.
+    """
+    axis = tensor._ragged_idx
+    ragged = tensor.shape[axis]
+    offsets = tensor.offsets()
+    pairs = _PARTS.values()  # type: ignore[no-untyped-call]
+    known = next((parts for size, parts in pairs if size == ragged), None)
+    if known is None:
+        known = {}
+        _PARTS[offsets] = (ragged, known)
+    place = (start, stop, offsets.device)
+    if place not in known:
+        known[place] = offsets[start : stop + 1] - offsets[start]
+    first, end = offsets[[start, stop]].tolist()
+    values = torch.narrow(tensor.values(), axis - 1, first, end - first)
+    return torch.nested.nested_tensor_from_jagged(values, offsets=known[place], jagged_dim=axis)
 
 
 def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequence:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
-from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount, uncuttable, unknown_type
+from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount, length_of_first, uncuttable, unknown_type
 from lightning_ga.batch.pytree import (
     extents,
     find_splitter,
@@ -51,6 +51,15 @@ def read_layout(samples: Samples) -> Layout:
     if {role.loader for role in roles.values() if isinstance(role, SampleAxis)} != set(range(samples.loaders)):
         raise uncuttable("nothing in it grows with them")
     return Layout(roles)
+
+
+def read_rows(samples: Samples) -> int:
+    """Return how many rows of a batch's first tensor each sample has; refuse a number that is not the same for all."""
+    lengths = [length_of_first(samples.batch([count], range(samples.kinds), 0)) for count in (BASE, ONE_MORE)]
+    rows = lengths[0] // BASE
+    if samples.loaders > 1 or rows == 0 or lengths != [BASE * rows, ONE_MORE * rows]:
+        raise uncuttable(f"its first tensor goes from {lengths[0]} to {lengths[1]} rows when 3 samples become 4")
+    return rows
 
 
 def _compared(samples: Samples, loader: int, kinds: Sequence[int], *, widely: bool = False) -> dict[str, Role]:

@@ -9,9 +9,12 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import closures
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
+from lightning_ga.errors import UserError
 from lightning_ga.fit.gradients import Gradients
+from lightning_ga.fit.messages import IN_A_PIECE
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
 from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.pieces import piece_sizes
 from lightning_ga.probe.limit import Limit
 
@@ -127,10 +130,18 @@ class BatchPasses(WholePasses):
                 if not is_last:
                     stack.enter_context(closures.before_the_last(self._trainer))
                 stack.enter_context(pieces.piece(samples=size, weight=share))
-                result = closures.run_closure(closure)
+                result = self._run_piece(closure)
             if not is_last:
                 self._gradients.settle()
             pieces.add(result.asdict() if result.loss is not None else None)
         self._finish_window()
         output = pieces.finish() or {}
         return type(result)(output.pop("loss", None), output)
+
+    def _run_piece(self, closure: Callable[[], Any]) -> Any:
+        try:
+            return closures.run_closure(closure)
+        except Exception as error:
+            if not isinstance(error, UserError) and not is_out_of_memory(error):
+                error.add_note(IN_A_PIECE.format(samples=sum(self.sizes), sizes=", ".join(map(str, self.sizes))))
+            raise

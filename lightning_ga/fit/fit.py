@@ -255,7 +255,12 @@ class Fit:
     def state(self) -> RunState:
         """Return what a checkpoint keeps."""
         return RunState(
-            self.progress.position, self.limit.hardware(), self.limit.probe, self.limit.lowest, self.reporter.events
+            self.progress.position,
+            self.limit.hardware(),
+            self.limit.probe,
+            self.limit.lowest,
+            self.reporter.events,
+            self.windows.kept_order() if self.data.is_set_up else None,
         )
 
     def save(self, checkpoint: dict[str, Any]) -> None:

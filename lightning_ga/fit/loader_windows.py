@@ -5,11 +5,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_ga.batch.layout import LayoutError
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.reduction import Exchange
-from lightning_ga.errors import UserError
+from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.windows import FitParts
 from lightning_ga.loading.sized import SampleSizes
@@ -51,6 +52,7 @@ class LoaderWindows:
         self._window = NO_WINDOW  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
         self._uses_intervals = False  # whether the loop's counts have been others than the recipe's
+        self._warned = False  # that samples cannot be counted
         self.use(source)
 
     def use(self, source: LoaderSource | StepSource) -> None:
@@ -60,6 +62,10 @@ class LoaderWindows:
                 "Data that are loaded again must be cut where they were, or always in the step: micro_batching='step'."
             )
         self._source = source
+        restored = self._parts.progress.restored
+        position = self._parts.progress.position
+        if restored is not None and 0 < position.samples_done < source.epoch(position.epoch).samples:
+            source.restore_order(restored.order, position.epoch)
         self._parts.limit.set_size_limits(source.sizes)
         self._arrange(self._place.epoch, enabled=self._parts.limit.is_known)
 
@@ -80,6 +86,10 @@ class LoaderWindows:
         """Adopt the loop's position; return whether a run continues within an epoch."""
         return self._parts.progress.take_over(self._source.epoch(self._place.epoch))
 
+    def kept_order(self) -> str | None:
+        """Return the order of the running epoch for a checkpoint, if its sampler would not give it again."""
+        return self._source.kept_order()
+
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement."""
         return self._source.trial_batches(epoch)
@@ -93,8 +103,14 @@ class LoaderWindows:
 
     @property
     def several_passes(self) -> bool:
-        """Whether a window is several micro-batches."""
-        return self.plan is not None and self.plan.has_several_passes
+        """Whether a window is several micro-batches, other than batches of the recipe that cannot be one."""
+        return self.plan is not None and self.plan.has_several_passes and not self._keeps_batches
+
+    @property
+    def _keeps_batches(self) -> bool:
+        """Whether each micro-batch is a batch of the recipe, because several cannot be collated to one."""
+        is_recipe = self.plan is not None and self.plan.micro_batch_size == self._source.recipe.batch_size
+        return is_recipe and not self._source.joins_batches
 
     @property
     def recipe_effective(self) -> int:
@@ -127,7 +143,7 @@ class LoaderWindows:
         high = self._parts.request.useful_limit(
             epochs, recipe=self.recipe_effective, total=total, world_size=self._world_size
         )
-        return max(1, high)
+        return self._source.capped(max(1, high))
 
     def steps(self, epochs: range) -> int:
         """Count the optimizer steps of these epochs."""
@@ -152,11 +168,14 @@ class LoaderWindows:
     def _cut(self, *, enabled: bool = True, start: int | None = None) -> None:
         """Cut the windows of the planned epoch by the limit; the loader begins with the window ``start``."""
         epoch = self._epoch
-        whole_share = ceil_div(epoch.batch.largest, self._world_size)
+        micro_batch = ceil_div(epoch.batch.largest, self._world_size)  # a whole share, until the limit is known
+        limit = self._parts.limit.micro_batch
+        if limit is not None:
+            micro_batch = self._source.capped(min(micro_batch, limit))
         self.plan = self._source.arrange(
             epoch.number,
             epoch.batch,
-            self._parts.limit.micro_batch or whole_share,
+            micro_batch,
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,
@@ -250,7 +269,7 @@ class LoaderWindows:
         batch = self._epoch.batch
         if not batch.is_constant:
             size = batch.at(number, window.start)
-            most = self._parts.limit.micro_batch or size
+            most = self._source.capped(min(size, self._parts.limit.micro_batch or size))
             self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size)
             factor = len(window.sizes)
             if factor != self._place.factor:
@@ -264,15 +283,28 @@ class LoaderWindows:
         if not self._window.sizes:
             return
         may_drop = self._source.may_drop_samples
-        samples = self._samples_left(batch) if may_drop else None
+        samples = None
+        if may_drop and self._parts.gradients.normalize == "samples":
+            samples = self._samples_left(batch, self._window.sizes[position])
         self._parts.gradients.weigh_micro_batch(batch, self._window, position, samples=samples, may_drop=may_drop)
 
-    def _samples_left(self, batch: Any) -> int | None:
-        """Count the samples of a batch whose collate function may drop some; ``None`` if they cannot be counted."""
-        try:
-            return self._parts.cutter().count(batch)
-        except LayoutError:
-            return None
+    def _samples_left(self, batch: Any, planned: int) -> int | None:
+        """Count the samples of a batch whose collate function may drop some; ``None`` if the plan is to be believed."""
+        cutter = self._parts.cutter()
+        found = cutter.count_left(batch)
+        is_odd = cutter.drops_samples if found is None else found > planned > 0
+        if not is_odd:
+            return found
+        if not self._warned:
+            self._warned = True
+            number = "a number that cannot be counted" if found is None else found
+            rank_zero_warn(
+                f"A micro-batch was planned with {planned} samples, and the collate function made {number} of them. It "
+                f"weighs {planned}: let the collate function make one entry of each sample that it keeps, or count "
+                "what the loss is a mean over (normalize=).",
+                category=ExactnessWarning,
+            )
+        return None
 
     @property
     def is_over(self) -> bool:
@@ -315,12 +347,15 @@ class LoaderWindows:
     # --- words ---------------------------------------------------------------------------------
 
     def how_cut(self) -> str:
-        """Say that validation waits for the end of a window, if it has to."""
+        """Say that validation waits for the end of a window, if it has to, and that batches are kept."""
+        found = []
+        if self._keeps_batches and self.plan is not None and self.plan.factor > 1:
+            found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
         every = getattr(self._trainer, "val_check_interval", None)
         factor = self._epoch.batch.largest / self._source.recipe.samples_of(1)
-        if not self._uses_intervals or not isinstance(every, int) or every % factor == 0:
-            return ""
-        return f"validation at the end of the window in which val_check_interval={every} batches are done"
+        if self._uses_intervals and isinstance(every, int) and every % factor != 0:
+            found.append(f"validation at the end of the window in which val_check_interval={every} batches are done")
+        return "; ".join(found)
 
     def advice(self, epochs: range) -> str:
         """Say that an effective batch is larger than the data."""

@@ -71,7 +71,8 @@ class OomReporter:
 ONE_SAMPLE = (
     "with one sample alone ({memory}), so there is nothing left to split: train in a lower precision "
     "(precision='bf16-mixed'), use activation checkpointing, or raise memory_budget and free the device of other "
-    "processes."
+    "processes. If one row of the batch joins several samples, define split_batch(self, batch, sizes) on the "
+    "LightningModule, and give the loader's batches a first tensor with an entry for each sample."
 )
 ONE_CHUNK = (
     "with chunks of one sample ({memory}), so the rest of the step needs too much: the outputs for a whole "
@@ -93,7 +94,12 @@ IN_THE_UPDATE = (
     "from the last checkpoint, and leave the step more memory: a lower memory_budget or max_micro_batch_size, or "
     "foreach=False in the optimizer."
 )
-
+IN_A_PIECE = (
+    "This pass had a piece of a batch: {samples} samples were cut into pieces of {sizes}, so that they fit in memory. "
+    "A piece keeps the padding of its batch. If the step takes lengths from the samples that it gets "
+    "(pad_packed_sequence), let it take them from the shape of its input (total_length=), let split_batch of the "
+    "LightningModule trim each piece, or let the loader cut a map-style dataset."
+)
 IN_THE_LOADER = (
     "Memory ran out while the loader made a batch ({memory}), which it cannot be asked for again: let the dataset and "
     "the collate function take less memory. With map-style data that are cut in the loader such an error is survived."

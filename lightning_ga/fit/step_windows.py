@@ -68,6 +68,9 @@ class StepWindows:
         recipe = self._recipe
         return self._parts.progress.take_over(RecipeEpoch(recipe, batches, recipe.samples_of(batches)))
 
+    def kept_order(self) -> None:
+        """Return nothing: a resumed loop skips batches of the user's loader."""
+
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement."""
         cutter = self._parts.cutter()

@@ -57,6 +57,9 @@ class Windows(Protocol):
     def begin_training(self, read_first_batch: Callable[[], Any]) -> bool:
         """Adopt the loop's position, before the probe; return whether a run continues within an epoch."""
 
+    def kept_order(self) -> str | None:
+        """Return the order of the running epoch for a checkpoint, if nothing else gives it again."""
+
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement."""
 

@@ -4,6 +4,9 @@ So window k of epoch e has the same samples for every micro-batch and number of 
 """
 
 import copy
+import zlib
+from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -12,9 +15,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, RandomSampler, WeightedRandomSampler
 
+from lightning_ga.batch.pytree import same_values
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot import random_numbers
 
+MOST_KEPT = 2**20  # indices of an order that a checkpoint keeps
 _SEEDS = 2**63  # seeds of torch.Generator have 64 bits
 
 
@@ -92,6 +97,7 @@ class FromSampler:
         self._drawn: list[Any] = []  # to plan an epoch
         self._begun_for: tuple[int, int] | None = None  # epoch and seed
         self._begun: list[Any] = []  # of the epoch that training has begun
+        self.goes_on = False  # whether the sampler yields another order each time that it is asked for one epoch
 
     def size(self, epoch: int, seed: int) -> int:
         """Return the samples of an epoch: those that the sampler yields."""
@@ -105,6 +111,8 @@ class FromSampler:
         if self._drawn_for != wanted:
             with borrowed(self._sampler, self._dataset) as sampler:
                 self._drawn = self._read(sampler, epoch, seed)
+                if sampler is not self._sampler:
+                    self.goes_on |= not same_values(self._drawn, self._read(sampler, epoch, seed))
             self._drawn_for = wanted
         return self._drawn
 
@@ -116,6 +124,23 @@ class FromSampler:
             self._drawn = []
             self._drawn_for = None
         return self._begun
+
+    def kept(self) -> str | None:
+        """Return the running epoch's order for a checkpoint, if nothing else gives it again; ``None`` if too long."""
+        if not self.goes_on or len(self._begun) > MOST_KEPT:
+            return None
+        try:
+            return b64encode(zlib.compress(array("q", self._begun).tobytes())).decode()
+        except TypeError:  # indices may be of any type
+            return None
+
+    def restore(self, kept: str, epoch: int, seed: int) -> None:
+        """Begin an epoch with the order that a checkpoint has kept."""
+        indices = array("q")
+        indices.frombytes(zlib.decompress(b64decode(kept)))
+        self._begun = indices.tolist()
+        self._begun_for = epoch, seed
+        self.goes_on = True
 
     def pool(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the indices that a sampler of torch draws from, or those of the epoch."""

@@ -43,8 +43,8 @@ def length_of(data: Any) -> int | None:
 
 def collates(loader: Any) -> bool:
     """Return whether a loader makes its batches of samples as torch's own does."""
-    is_own = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    return is_own and loader.batch_sampler is not None
+    kind = getattr(loader, "_users_class", type(loader))  # a rebatched loader with workers has an __iter__ of ours
+    return issubclass(kind, DataLoader) and kind.__iter__ is DataLoader.__iter__ and loader.batch_sampler is not None
 
 
 def collates_by_index(loader: Any) -> bool:
@@ -105,8 +105,12 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
 
 
 def rebatch(loader: "DataLoader[Any]", sampler: WindowBatchSampler, *, shuffle: bool = True) -> "DataLoader[Any]":
-    """Copy a loader so that it yields the micro-batches of a window batch sampler."""
+    """Copy a loader so that it yields the micro-batches of a window batch sampler, in the order of that sampler.
+
+    Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept.
+    """
     settings: dict[str, Any] = {"batch_sampler": sampler, "generator": sampler.generator, "drop_last": False}
+    settings["in_order"] = True
     if not shuffle:  # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``
         settings["sampler"] = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
     copied, kind = copy_loader(loader, **settings), type(loader)
@@ -119,6 +123,7 @@ def rebatch(loader: "DataLoader[Any]", sampler: WindowBatchSampler, *, shuffle: 
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # the workers' seed
             return empty
 
+        object.__setattr__(copied, "_users_class", kind)
         object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__iter__": start}))
     return copied
 

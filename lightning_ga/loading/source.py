@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.orders import Order, Sequential
+from lightning_ga.loading.cutter import joins_batches
+from lightning_ga.loading.orders import FromSampler, Order, Sequential
 from lightning_ga.loading.rebatch import SourceSettings, read_order, rebatch, why_in_step
 from lightning_ga.loading.sampler import WindowBatchSampler
 from lightning_ga.loading.sized import SampleSizes, SizeOf
@@ -80,6 +83,36 @@ class LoaderSource:
         """Return the batches of the recipe, and their samples, in an epoch of the dataset as long as it is now."""
         return self.recipe.epoch(self._order.size(number, self._seed), self.batches_at_set_up)
 
+    @cached_property
+    def joins_batches(self) -> bool:
+        """Whether the samples of several batches of the recipe can be collated to one."""
+        return joins_batches(self._user_loader, self.recipe.batch_size)
+
+    def capped(self, micro_batch: int) -> int:
+        """Return a micro-batch of at most the recipe's batch, unless samples of several can be collated to one."""
+        batch_size = self.recipe.batch_size
+        return micro_batch if micro_batch <= batch_size or self.joins_batches else batch_size
+
+    def kept_order(self) -> str | None:
+        """Return the order of the running epoch for a checkpoint, if its sampler would not give it again."""
+        return self._order.kept() if isinstance(self._order, FromSampler) else None
+
+    def restore_order(self, kept: str | None, epoch: int) -> None:
+        """Continue an epoch in the order that a checkpoint has kept; warn if it has kept none and should have."""
+        order = self._order
+        if not isinstance(order, FromSampler):
+            return
+        if kept is not None:
+            order.restore(kept, epoch, self._seed)
+            return
+        order.draw(epoch, self._seed)
+        if order.goes_on:
+            rank_zero_warn(
+                "The sampler yields another order each time that it is asked for one epoch, and the checkpoint does "
+                "not contain the order of this one: some of its samples come twice, and others not before the next. "
+                "Let the order depend on the epoch (set_epoch)."
+            )
+
     def within_epoch(self, effective: int, epoch: int) -> int:
         """Return the effective batch, at most the samples of an epoch."""
         total = self.epoch(epoch).samples
@@ -126,7 +159,7 @@ class LoaderSource:
         met = order.pool(epoch, self._seed) if self.sizes is None else self.sizes.descending
         if type(order) is Sequential and self.sizes is None:
             met = met[:total]
-        return SampleTrials(self._user_loader, met, ceil_div(total, self.recipe.world_size))
+        return SampleTrials(self._user_loader, met, self.capped(ceil_div(total, self.recipe.world_size)))
 
     @contextmanager
     def in_recipe_batches(self, epoch: int) -> Iterator[None]:

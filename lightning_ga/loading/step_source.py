@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 
 from lightning_ga.batch.layout import LayoutError, length_of_first
 from lightning_ga.errors import UserError
 from lightning_ga.loading.cutter import BatchCutter
-from lightning_ga.loading.rebatch import SourceSettings, collates_by_index, length_of
+from lightning_ga.loading.rebatch import SourceSettings, collates, collates_by_index, length_of
 from lightning_ga.loading.trials import SampleTrials, SeenTrials, TrialBatches
 from lightning_ga.memory.oom import attempt
 
@@ -71,7 +71,7 @@ class StepSource:
 
 def _batch_size(loader: Any) -> int | None:
     """Return the samples of a DataLoader's batches but the last; ``None`` if they are not known."""
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+    if not collates(loader):  # a loader with an __iter__ of its own may yield anything
         return None
     size: int | None = loader.batch_size
     if size is None and type(loader.batch_sampler) is BatchSampler:

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_ga.batch.layout import leaves
+from lightning_ga.batch.layout import LayoutError, elements, leaves, length_of_first
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.loading.cutter import BatchCutter, CutBatch
 from lightning_ga.loading.largest import Largest, ScanOrder, largest_samples
-from lightning_ga.loading.samples import collate_samples, copied_if_possible
+from lightning_ga.loading.samples import collate_samples, copied_if_possible, is_kept
+from lightning_ga.memory.oom import attempt
 
 Move = Callable[[Any], Any]
 _FEW_NUMBERS = 2**14  # of a tensor: larger ones are data
@@ -54,10 +55,18 @@ class SampleTrials:
 
     def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
         """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
-        found = unlike([each for each in self._scan.first if each is not None], samples)
+        known = [each for each in self._scan.first if each is not None]
+        found = unlike(known, samples)
         if len(found) < 2:
             return None
-        whole = move(collate_samples(self._loader, found, len(found), seed=seed))
+        whole = collate_samples(self._loader, found, len(found), seed=seed)
+        if _rows(whole) != len(found):  # the collate function may leave some out
+            known = [each for each in known if is_kept(self._loader, each)] or known
+            found = unlike(known, samples)
+            if len(found) < 2:
+                return None
+            whole = collate_samples(self._loader, found, len(found), seed=seed)
+        whole = move(whole)
         if self._cutter is not None:
             return self._cutter.halves(whole)
         middle = (len(found) + 1) // 2
@@ -95,15 +104,48 @@ heaviest; ``complete`` says whether that scan was not cut short.
 """
 
 
+def _rows(batch: Any) -> int | None:
+    rows: int | None = attempt(length_of_first, lambda error: isinstance(error, LayoutError), batch).result
+    return rows
+
+
 def unlike(samples: Sequence[Any], number: int) -> list[Any]:
     """Return some of the samples, as unlike as possible: in size, numbers that losses ignore, labels.
 
-    Those that are alike are neighbours, so that the halves differ most.
+    Those that are alike are neighbours, so that the halves differ most. The first half has only samples that are
+    shorter than the longest, if there are any: it is padded less than the whole. If these are few, they are repeated.
     """
     number = min(number, len(samples))
     ordered = sorted(samples, key=_traits)
+    found = _spread_over(ordered, number)
+    half = (number + 1) // 2
+    shorter = _shorter(ordered)
+    if shorter and not all(any(each is other for other in shorter) for each in found[:half]):
+        found[:half] = _spread_over(shorter, half)
+    return found
+
+
+def _spread_over(ordered: Sequence[Any], number: int) -> list[Any]:
     step = (len(ordered) - 1) / max(1, number - 1)
     return [ordered[round(place * step)] for place in range(number)]
+
+
+def _shorter(samples: Sequence[Any]) -> list[Any]:
+    """Return the samples that are below the largest in every extent that varies, or else in the number of elements."""
+    extents = []
+    for sample in samples:
+        shapes = leaves(sample, text=False)
+        extents.append({(field, axis): extent for field, shape in shapes for axis, extent in enumerate(shape)})
+    largest = {place: max(each.get(place, 0) for each in extents) for place in set().union(*extents)}
+    varying = [place for place, extent in largest.items() if any(each.get(place, 0) < extent for each in extents)]
+    below = [all(each.get(place, 0) < largest[place] for place in varying) for each in extents]
+    if not varying:
+        return []
+    found = [sample for sample, is_below in zip(samples, below) if is_below]
+    if found:
+        return found
+    sizes = [elements(sample) for sample in samples]
+    return [sample for sample, size in zip(samples, sizes) if size < max(sizes)]
 
 
 def _traits(sample: Any) -> tuple[float, ...]:

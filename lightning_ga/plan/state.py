@@ -64,6 +64,7 @@ class RunState:
     probe: ProbeResult | None
     limit: int | None = None  # most samples of a pass since memory ran out
     oom_events: int = 0  # out-of-memory errors that were survived
+    order: str | None = None  # of the epoch's samples, if its sampler would not give it again (``loading/orders.py``)
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers, strings, lists and dictionaries only."""
@@ -81,6 +82,7 @@ class RunState:
             del counted["seed"], counted["shuffles"]
             require_counts(*counted.values(), events, least=0)
             require_counts(1 if limit is None else limit, abs(position.seed) + 1)
-            return cls(position, str(state["hardware"]), probe_or_none(state["probe"]), limit, events)
+            order = state.get("order")
+            return cls(position, str(state["hardware"]), probe_or_none(state["probe"]), limit, events, order)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"The checkpoint's state of AutoAccumulate cannot be read: {error!r}.") from error

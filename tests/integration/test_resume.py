@@ -1,15 +1,19 @@
 """A resume lands on the same sample, whatever wrote the checkpoint and whatever the micro-batch now is."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
-from reference import Regression, Samples, StreamOf, Validated, cut, fit, plain_loop, worst_error
-from torch.utils.data import DataLoader
+from reference import Regression, Samples, SaveAll, StreamOf, Validated, cut, fit, plain_loop, worst_error
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_ga import AutoAccumulate
+from lightning_ga.loading import orders
 
 
 class Saver(pl.Callback):
@@ -143,3 +147,41 @@ def test_an_epoch_that_max_steps_ended_early_is_continued(
     assert (trainer.global_step, trainer.current_epoch) == (14, never_stopped.current_epoch)
     assert module.windows[8:] == whole.windows[8:]
     assert worst_error(module.gradients, whole.gradients[8:]) <= 1e-12
+
+
+class ShufflesOn(Sampler[int]):
+    """Shuffles a list of its own each time, from where the last shuffle has left it."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+        self.indices = list(range(32))
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.shuffle(self.indices)
+        return iter(list(self.indices))
+
+
+def shuffled_on(micro_batch: int, *callbacks: pl.Callback, **settings: Any) -> Any:
+    loader = DataLoader(Samples(32), batch_size=4, sampler=ShufflesOn())
+    return fit(loader, AutoAccumulate(micro_batch_size=micro_batch), *callbacks, max_epochs=3, **settings)[0]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_epoch_goes_on_in_an_order_that_its_sampler_does_not_give_again(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint has the order; if that is too long for it, a warning says what is lost."""
+    if not kept:
+        monkeypatch.setattr(orders, "MOST_KEPT", 16)
+    whole = shuffled_on(4, SaveAll(tmp_path, [11, 16]))
+    with nullcontext() if kept else pytest.warns(UserWarning, match="another order each time"):
+        resumed = shuffled_on(2, ckpt_path=tmp_path / "step11.ckpt")
+    of_epoch = [index for window in (*whole.windows[8:11], *resumed.windows[11:16]) for index in window]
+    assert (sorted(of_epoch) == list(range(32))) is kept
+    if kept:
+        assert [sorted(each) for each in resumed.windows[11:16]] == [sorted(each) for each in whole.windows[11:16]]
+    at_end = shuffled_on(2, ckpt_path=tmp_path / "step16.ckpt")
+    assert sorted(index for window in at_end.windows[16:] for index in window) == list(range(32))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from reference import SizedStreamOf, StreamOf
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.loading.orders import Sequential
@@ -103,6 +103,32 @@ def test_any_loader_is_cut_anew_and_left_alone(way: str) -> None:
     assert vars(loader).keys() == before.keys()
     assert all(vars(loader)[name] is value for name, value in before.items() if not name.startswith("__pl_"))
     assert numbers(loader) == whole
+
+
+class LastFirst(Dataset[int]):
+    """The first sample waits until another worker has made a batch, and has begun the next."""
+
+    def __init__(self) -> None:
+        self.is_read = torch.multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 6:
+            self.is_read.set()
+        assert index or self.is_read.wait(60)
+        return index
+
+
+def test_micro_batches_come_in_the_order_of_the_plan() -> None:
+    """Also with ``in_order=False``: their weights and windows are planned in this order."""
+    loader = DataLoader(LastFirst(), 2, num_workers=2, in_order=False, multiprocessing_context="fork")
+    order = read_order(loader, settings_of())
+    assert order is not None
+    cut = WindowBatchSampler(order, rank=0, seed=1)
+    cut.arrange(0, EpochPlan(RegularWindows(8, 4), 2), start=0, enabled=True)
+    assert numbers(rebatch(loader, cut)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -147,3 +147,19 @@ def test_a_loader_that_makes_its_batches_itself_is_tried_with_one_of_them() -> N
     source.see(next(iter(loader)), cutter)  # type: ignore[union-attr]
     trials = source.trial_batches(0, cutter)  # type: ignore[call-arg]
     assert trials.make(8, lambda batch: batch)[0].tolist() == [0, 1, 2, 3] * 2
+
+
+@pytest.mark.parametrize("short", [1, 2, 5, 20, 39])
+@pytest.mark.parametrize("fields", [1, 2])
+def test_one_half_of_the_measured_samples_is_padded_less(short: int, fields: int) -> None:
+    """However few samples are shorter than the longest, and in both of two fields."""
+    rows = [tuple(torch.zeros(3 if index < short else 8 + field) for field in range(fields)) for index in range(SIZE)]
+    loader = DataLoader(
+        rows, 8, collate_fn=lambda batch: [pad_sequence(part, batch_first=True) for part in zip(*batch)]
+    )  # type: ignore[arg-type]
+    cut = read_source(loader, SourceSettings(1, 1, 0, 7)).trial_batches(0).batch_in_two_parts(7, lambda batch: batch)  # type: ignore[call-arg]
+    assert cut is not None
+    assert cut.sizes == (4, 3)
+    assert [part.shape[1] for part in cut.whole] == [8 + field for field in range(fields)]
+    lengths = [[part.shape[1] for part in half] for half in cut.parts]
+    assert [3] * fields in lengths

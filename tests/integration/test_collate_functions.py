@@ -1,0 +1,269 @@
+"""The gradients of a plain loop, whatever the collate function does with samples; the loader cuts."""
+
+from typing import Any
+
+import pytest
+import torch
+from reference import Regression, Samples, fit, worst_error
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.errors import ExactnessWarning
+
+
+class ReadyMade(Dataset[Any]):
+    """Batches of three samples."""
+
+    def __init__(self, size: int) -> None:
+        self.samples = Samples(3 * size)
+
+    def __len__(self) -> int:
+        return len(self.samples) // 3
+
+    def __getitem__(self, index: int) -> Any:
+        return default_collate([self.samples[3 * index + row] for row in range(3)])
+
+
+def first_of(batch: list[Any]) -> Any:
+    return batch[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_function_that_takes_the_first_of_its_samples(workers: int) -> None:
+    """Samples of several batches are not given to it at once: it would leave all but one out."""
+    loader = DataLoader(ReadyMade(12), batch_size=1, collate_fn=first_of, num_workers=workers)
+    stock, _ = fit(loader, accumulate_grad_batches=4, max_epochs=1)
+    accumulate = AutoAccumulate()
+    ours, _ = fit(loader, accumulate, accumulate_grad_batches=4, max_epochs=1)
+    assert ours.micro_batches == stock.micro_batches
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+    assert accumulate.exactness is not None
+    assert accumulate.exactness.cause in ("exact", "unmeasured")
+
+
+class TwoRows(Regression):
+    """Two rows a sample, joined; cut by a method of its own."""
+
+    def split_batch(self, batch: Any, sizes: list[int]) -> list[Any]:
+        rows = [2 * size for size in sizes]
+        return list(zip(*(part.split(rows) for part in batch)))
+
+
+def join_two_rows(batch: list[Any]) -> Any:
+    return [torch.cat([torch.stack([part, 2 * part]) for part in parts]) for parts in zip(*batch)]
+
+
+def fitted(collate: Any, dataset: Any, module: Any = None, **settings: Any) -> Any:
+    """A run whose windows of eight are micro-batches of 3, 3 and 2, and the gradients of whole windows."""
+    loader = DataLoader(dataset, 8, collate_fn=collate)
+    whole, _ = fit(loader, AutoAccumulate(micro_batch_size=8), max_epochs=1, module=module and module())
+    accumulate = AutoAccumulate(micro_batch_size=3, **settings)
+    ours, _ = fit(loader, accumulate, max_epochs=1, module=module and module())
+    assert max(len(indices) for _, indices in ours.micro_batches) < 8
+    assert accumulate.exactness is not None
+    assert accumulate.exactness.cause == "exact"
+    return worst_error(ours.gradients, whole.gradients)
+
+
+class NumberedRows(Samples):
+    """With indices as tensors."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets, _ = super().__getitem__(index)
+        return inputs, targets, torch.tensor(index)
+
+
+def test_rows_that_collating_joins_are_not_samples() -> None:
+    """With ``split_batch``, which is given numbers of samples."""
+    assert fitted(join_two_rows, NumberedRows(24), TwoRows) <= 1e-12
+
+
+class Flawed(Samples):
+    """Every third sample is marked."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"sample": super().__getitem__(index), "is_good": index % 3 != 1}
+
+
+def keep_good(batch: list[Any]) -> Any:
+    return default_collate([each["sample"] for each in batch if each["is_good"]])
+
+
+def test_a_probed_sample_that_is_dropped_leaves_the_layout_readable() -> None:
+    assert fitted(keep_good, Flawed(24)) <= 1e-12
+
+
+def flatten_good(batch: list[Any]) -> Any:
+    """Rows of a number that depends on the sample."""
+    kept = [each["sample"] for each in batch if each["is_good"]]
+    return [
+        torch.cat([torch.atleast_1d(torch.as_tensor(sample[part])).expand(1 + sample[2] % 2, -1) for sample in kept])
+        for part in range(3)
+    ]
+
+
+def test_a_number_of_samples_that_cannot_be_read_is_said() -> None:
+    """If some of those that were read are dropped."""
+    with pytest.warns(ExactnessWarning, match=r"planned with 3 samples, and .* made a number that cannot be counted"):
+        fit(
+            DataLoader(Flawed(24), 8, collate_fn=flatten_good),
+            AutoAccumulate(micro_batch_size=3, verify=False),
+            max_epochs=1,
+        )
+
+
+class AtOnce(Samples):
+    """Reads whole batches, as dictionaries."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return {"inputs": self.inputs[indices], "targets": self.targets[indices], "index": torch.tensor(indices)}
+
+
+class OfFields(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch["inputs"], batch["targets"], batch["index"]), batch_idx)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def test_a_dataset_that_reads_batches_has_samples() -> None:
+    """Its fields are none: three micro-batches weigh what they have, and halves are those of its samples."""
+    assert fitted(as_it_is, AtOnce(24), OfFields) <= 1e-12
+
+
+class Finishing(DataLoader[Any]):
+    """Finishes its batches in the main process, after the collate function."""
+
+    def _get_iterator(self) -> Any:
+        return map(default_collate, super()._get_iterator())
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_a_loader_that_finishes_batches_is_measured(mode: Any) -> None:
+    accumulate = AutoAccumulate(micro_batch_size=3, micro_batching=mode)
+    loader = Finishing(Samples(24), 8, collate_fn=list)
+    ours, _ = fit(loader, accumulate, max_epochs=1)
+    stock, _ = fit(loader, max_epochs=1)
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+    assert accumulate.exactness is not None
+    assert accumulate.exactness.cause == "exact"
+
+
+class Sequences(Dataset[Any]):
+    """One in five is short."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(2 if index % 5 == 0 else 6, 5, generator=generator, dtype=torch.float64)
+
+
+class OfLastStep(Regression):
+    """Reads the last step, which is padding for short sequences."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.micro_batches.append((self.global_step, [0] * len(batch)))
+        return self.net(batch[:, -1]).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Accumulation is not exact")
+def test_a_loss_that_reads_padding_is_found() -> None:
+    """Though most samples are as long as the longest."""
+    loader = DataLoader(Sequences(), 8, collate_fn=lambda batch: pad_sequence(batch, batch_first=True))
+    accumulate = AutoAccumulate(micro_batch_size=3)
+    fit(loader, accumulate, module=OfLastStep(), max_epochs=1)
+    assert accumulate.exactness is not None
+    assert accumulate.exactness.cause == "coupled"
+
+
+class Zipped(DataLoader[Any]):
+    """Joins the batches of two loaders, and says nothing of their size."""
+
+    def __init__(self, *loaders: Any) -> None:
+        super().__init__(loaders[0].dataset)
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        return len(self.loaders[0])
+
+    def __iter__(self) -> Any:
+        return zip(*self.loaders)
+
+
+class OfPairs(Regression):
+    """The loss on the batches of two loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return sum(super(OfPairs, self).training_step(part, batch_idx) for part in batch) / 2
+
+
+@pytest.mark.parametrize("limit", [{}, {"micro_batch_size": 3}])
+def test_a_loader_that_zips_others_has_the_samples_of_its_batches(limit: dict[str, int]) -> None:
+    """And not one a batch, DataLoader's default ``batch_size``; reading the first leaves no trace."""
+    loader = Zipped(DataLoader(Samples(32), 8), DataLoader(Samples(32), 8))
+    stock, _ = fit(loader, max_epochs=1, module=OfPairs(), accumulate_grad_batches=2)
+    accumulate = AutoAccumulate(**limit)
+    ours, _ = fit(loader, accumulate, max_epochs=1, module=OfPairs(), accumulate_grad_batches=2)
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+    assert accumulate.plan is not None
+    assert accumulate.plan.effective_batch_size == 16
+    assert accumulate.exactness is not None
+    assert accumulate.exactness.cause == "exact"
+    assert max(len(indices) for _, indices in ours.micro_batches) == limit.get("micro_batch_size", 8)
+
+
+class OfJagged(Regression):
+    """Computes with two jagged tensors that share their offsets; a mean over sequences."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        self.micro_batches.append((self.global_step, [0] * len(inputs)))
+        errors = (
+            torch.nested.nested_tensor_from_jagged(self.net(inputs.values()), inputs.offsets()) - targets
+        ).unbind()
+        return torch.stack([error.square().sum() for error in errors]).mean()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_jagged_tensors_of_one_batch_are_cut_alike() -> None:
+    data = Samples(24)
+    batches = []
+    for start in (0, 12):
+        rows, offsets = slice(start, start + 12), torch.tensor([0, 1, 4, 6, 7, 12])
+        parts = (data.inputs[rows], data.targets[rows])
+        batches.append([torch.nested.nested_tensor_from_jagged(part, offsets=offsets) for part in parts])
+    loader = DataLoader(batches, batch_size=None, collate_fn=as_it_is)  # type: ignore[arg-type]
+    stock, _ = fit(loader, module=OfJagged(), max_epochs=1)
+    ours, _ = fit(loader, AutoAccumulate(micro_batch_size=2), module=OfJagged(), max_epochs=1)
+    assert max(len(sequences) for _, sequences in ours.micro_batches) == 2
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+
+
+class Unpads(Regression):
+    """Packs its sequences, and pads what comes out to the longest of those that it got."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, lengths = batch
+        packed = pack_padded_sequence(inputs, lengths, batch_first=True, enforce_sorted=False)
+        outputs, _ = pad_packed_sequence(packed, batch_first=True)
+        return (self.net(outputs) - inputs.sum(2, keepdim=True)).square().mean()
+
+
+def pad_with_lengths(batch: list[torch.Tensor]) -> Any:
+    return pad_sequence(batch, batch_first=True), torch.tensor([len(each) for each in batch])
+
+
+def test_an_error_of_a_piece_names_the_cut() -> None:
+    """A piece has the padding of its batch, which a step may not expect."""
+    loader = DataLoader(Sequences(), 10, collate_fn=pad_with_lengths)
+    accumulate = AutoAccumulate(micro_batch_size=1, micro_batching="step", verify=False)
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        fit(loader, accumulate, module=Unpads(), max_epochs=1)
+    (note,) = caught.value.__notes__
+    assert "10 samples were cut into pieces of 1, 1, 1" in note
+    assert "total_length=" in note
