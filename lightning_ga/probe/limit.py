@@ -16,6 +16,7 @@ from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import ranks
 from lightning_ga.errors import UserError
 from lightning_ga.loading.sized import SampleSizes
+from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.lengths import SizeLimits
@@ -122,6 +123,8 @@ class Limit:
         if evaluates_again(trainer.optimizers[0]) and self._options.budget is None:
             return high  # LBFGS's history outgrows a trial of one step: whole batches, until an error
         try:
+            if trainer.world_size > 1:
+                _require_cut_on_all_ranks(trainer, setup.batches)
             self.fits = None if self.is_asked_at_once else window_fits(setup, high)
             if self.fits is not None:
                 return high
@@ -189,6 +192,18 @@ class Limit:
     def _set_chunk_size(self) -> None:
         if self.chunked is not None:
             self.chunked.size.samples = self.samples
+
+
+def _require_cut_on_all_ranks(trainer: Any, batches: TrialBatches) -> None:
+    """Raise ``LayoutError`` on all ranks if one cannot cut its batches: trials end in votes, which need all ranks."""
+    why = ""
+    try:
+        if not batches.empty:
+            batches.make(min(2, batches.most), lambda batch: batch)
+    except LayoutError as error:
+        why = str(error)  # the error itself would keep batches alive
+    if not ranks.smallest_over_ranks(trainer, int(not why)):
+        raise LayoutError(why or "The batches of another rank cannot be cut into samples.")
 
 
 def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:

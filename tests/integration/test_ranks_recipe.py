@@ -1,5 +1,6 @@
 """Ranks that drop samples, or hold one model together: gradients of the recipe, replicas to the bit."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,44 @@ def test_dropped_samples_leave_the_mean_over_those_of_all_ranks(name: str, tmp_p
         assert worst_error(record["gradients"], plain_loop(Samples(SIZE), windows)) <= 1e-12
     first, second = records
     assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
+
+
+class OfFirstRows(Regression):
+    """Uses the rows of a batch whose other parts need not be as many."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = len(batch[0])
+        return super().training_step([batch[0], batch[1][:rows], batch[2][:rows]], batch_idx)
+
+
+def trained_on_odd_batches(odd_rank: int, asked: dict[str, Any]) -> dict[str, Any]:
+    """The ready-made batches of one rank have parts of different lengths, so that they cannot be cut."""
+    samples = Samples(SIZE)
+    batches = []
+    for start in range(0, SIZE, 8):
+        inputs, targets, indices = default_collate([samples[index] for index in range(start, start + 8)])
+        if int(os.environ["RANK"]) == odd_rank:
+            targets = torch.cat([targets, targets[:1]])
+        batches.append([inputs, targets, indices])
+    module = OfFirstRows()
+    fit(
+        DataLoader(batches, batch_size=None),
+        AutoAccumulate(verify=False, **asked),
+        module=module,
+        **ddp(),
+        max_epochs=1,
+        use_distributed_sampler=False,  # each rank has its own
+    )
+    return {"gradients": module.gradients, "weights": [each.detach() for each in module.parameters()]}
+
+
+@pytest.mark.parametrize("odd_rank", [0, 1])
+def test_a_rank_that_cannot_cut_its_batches_leaves_no_other_waiting(odd_rank: int, tmp_path: Path) -> None:
+    """None of them probes, and batches run as they are."""
+    first, second = on_ranks(trained_on_odd_batches, tmp_path, odd_rank, {})
+    assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
+    windows = [[*range(start, start + 8)] for start in range(0, SIZE, 8)]  # of both ranks, the same
+    assert worst_error(first["gradients"], plain_loop(Samples(SIZE), windows)) <= 1e-12
 
 
 class Together(Regression):
