@@ -1,5 +1,6 @@
 """One fit: wires data, plan, limit, weights and survival to the hooks of a Trainer."""
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.rewind import Rewinder
 from lightning_ga.fit.verdict import Verdict
 from lightning_ga.fit.windows import Windows, require_possible
-from lightning_ga.memory.device import enforced_budget, total_memory
+from lightning_ga.memory.device import enforced_budget, is_emulated, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div
 from lightning_ga.plan.config import Options, Request
@@ -85,9 +86,15 @@ class Fit:
 
     # --- training ------------------------------------------------------------------------------
 
-    @older_objects_frozen()
     def start(self) -> None:
         """Find the limit and begin the epoch with it; a restored run continues at its sample."""
+        device = self.trainer.strategy.root_device
+        if device.type != "cpu" or is_emulated(device):  # tensors that nobody refers to use memory of the device
+            gc.collect()
+        with older_objects_frozen():
+            self._start()
+
+    def _start(self) -> None:
         trainer = self.trainer
         options = self.options
         place = self.progress.place

@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import chain
 from math import inf
@@ -23,20 +24,26 @@ from lightning_ga.probe.meters import Measurement, PeakHolders, StepMeter, bytes
 from lightning_ga.probe.search import Search
 from lightning_ga.probe.training import ProbedTraining
 
+_frozen: ContextVar[bool] = ContextVar("_frozen", default=False)
 CLOSEST = 0.25  # share of the budget that a trial may use if nothing can be predicted and running out ends the process
 
 
 @contextmanager
 def older_objects_frozen() -> Iterator[None]:
-    """Return a context in which the cycle collector looks at new objects alone: PyTorch has made a million before."""
-    mine = gc.get_freeze_count() == 0
-    if mine:
-        gc.freeze()
+    """Return a context in which the cycle collector looks at new objects alone: PyTorch has made a million before.
+
+    Nothing is done within another such context, or if the user has frozen objects.
+    """
+    if _frozen.get() or gc.get_freeze_count():  # counting a million takes as long as a small step
+        yield
+        return
+    token = _frozen.set(True)
+    gc.freeze()
     try:
         yield
     finally:
-        if mine:
-            gc.unfreeze()
+        gc.unfreeze()
+        _frozen.reset(token)
 
 
 class Budget:
@@ -159,15 +166,16 @@ class Prober:
         if not self._meter.deadly:  # tensors that nobody refers to use memory of the device
             gc.collect()
         hook = register_optimizer_step_pre_hook(self._on_optimizer_step)
-        try:
-            with older_objects_frozen(), enforced_budget(self._meter.device, self._budget.asked):
-                yield
-        finally:
-            hook.remove()
-            if self._meter.allocator is not None:
-                self._meter.allocator.stop()
-            if collects:
-                gc.collect()  # a failed step that computes again in its backward pass leaves cycles with its batch
+        with older_objects_frozen():
+            try:
+                with enforced_budget(self._meter.device, self._budget.asked):
+                    yield
+            finally:
+                hook.remove()
+                if self._meter.allocator is not None:
+                    self._meter.allocator.stop()
+                if collects:
+                    gc.collect()  # a failed step that computes again in its backward pass leaves cycles with its batch
 
     def _verified(self, known: ProbeResult, high: int, *, cautious: bool) -> ProbeResult | None:
         """Try a known limit; ``None`` unless it is still valid, on all ranks."""
