@@ -215,7 +215,7 @@ class StepWindows:
         self._source.forget()
         place = self._place
         place.begin_epoch_after_last_batch()
-        if self._parts.request.is_by_window and place.ready != place.batches_of_epoch:
+        if self._parts.request.is_by_window and place.restarts and place.ready != place.batches_of_epoch:
             place.count_windows_from_here()  # a run that is resumed in mid-epoch begins with a window
 
     def begin_window(self) -> None:
