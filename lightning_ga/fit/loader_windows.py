@@ -103,8 +103,9 @@ class LoaderWindows:
 
     @property
     def several_passes(self) -> bool:
-        """Whether a window is several micro-batches, other than batches of the recipe that cannot be one."""
-        return self.plan is not None and self.plan.has_several_passes and not self._keeps_batches
+        """Whether a window is several micro-batches, other than items that are batches and cannot be one."""
+        is_stock = self._source.recipe.batch_size == 1 and self._keeps_batches
+        return self.plan is not None and self.plan.has_several_passes and not is_stock
 
     @property
     def _keeps_batches(self) -> bool:

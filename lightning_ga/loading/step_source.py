@@ -23,6 +23,9 @@ class StepSource:
         self.recipe_factor = settings.recipe_factor
         self.world_size = settings.world_size
         self.batch_size = _batch_size(loader)  # samples of a rank's batch; ``None`` until one is seen
+        self._asked_size = 1  # of a batch, also if the data are less than one
+        if collates(loader) and loader.batch_size is not None:
+            self._asked_size = loader.batch_size
         self.varies = self.batch_size is None  # whether the first batch may be smaller than others
         self._first_batch: Any = None  # until training begins
 
@@ -52,11 +55,12 @@ class StepSource:
 
     def factor_for(self, effective: int) -> int:
         """Return the batches of a window of so many samples over all ranks; refuse a number that is no multiple."""
-        each = (self.batch_size or 1) * self.world_size
+        size = max(self.batch_size or 1, self._asked_size)
+        each = size * self.world_size
         if effective % each:
             raise UserError(
                 f"effective_batch_size={effective} is no whole number of batches: with {self.why}, the loader's "
-                f"batches of {self.batch_size} samples on {self.world_size} ranks are kept. Use a multiple of {each}."
+                f"batches of {size} samples on {self.world_size} ranks are kept. Use a multiple of {each}."
             )
         return effective // each
 
