@@ -38,8 +38,7 @@ def test_a_collate_function_that_takes_the_first_of_its_samples(workers: int) ->
     ours, _ = fit(loader, accumulate, accumulate_grad_batches=4, max_epochs=1)
     assert ours.micro_batches == stock.micro_batches
     assert worst_error(ours.gradients, stock.gradients) <= 1e-12
-    assert accumulate.exactness is not None
-    assert accumulate.exactness.cause in ("exact", "unmeasured")
+    assert accumulate.exactness is None  # batches run as in stock Lightning, so there is nothing to measure
 
 
 class TwoRows(Regression):
