@@ -124,7 +124,7 @@ def test_scale_and_shift_are_taken_over():
     norm = to_group_norm(layer)
     assert (norm.num_groups, norm.weight is layer.weight) == (16, True)
     assert to_group_norm(nn.BatchNorm1d(7, affine=False)).weight is None
+    torch.manual_seed(0)  # of two channels, only the order is left: in few samples all may have the same
     for channels in (2, 16, 64):
-        assert (
-            float(to_group_norm(nn.BatchNorm1d(channels, affine=False))(torch.randn(4, channels)).std(0).min()) > 1e-3
-        )
+        outputs = to_group_norm(nn.BatchNorm1d(channels, affine=False))(torch.randn(16, channels))
+        assert float(outputs.std(0).min()) > 1e-3
