@@ -1,4 +1,4 @@
-"""Models and steps of ``benchmarks.checkpointing``: six that the rules of choosing were tuned on, and two that were not."""
+"""Models and steps of ``benchmarks.checkpointing``: six that its rules were tuned on, and two that were not."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -84,6 +84,8 @@ class PassState:
                         del own[name]
         for container, content in self.contents:
             if not _same_entries(container, content):
+                if isinstance(container, dict) and [*container] != [*content]:
+                    container.clear()  # else keys that come back would be the last ones
                 refill(container, content)
         kept = self.tensors + [(each.tensor, each.values) for each in self._quiet if each.has_moved()]
         if kept:
@@ -160,8 +162,8 @@ class ForwardEffects:
         for (name, tensor), was, now in zip(self._watched.items(), self._sums, _bits(self._watched.values())):
             if None not in (was, now) and was != now:
                 raise UserError(
-                    f"The forward pass of {self._name} changes its {name} ({tensor.nbytes:,} bytes), so it cannot be "
-                    f"computed again: change it outside of the forward pass, or leave {self._name} out."
+                    f"{self._name} cannot be computed again, because its forward pass changes its {name} "
+                    f"({tensor.nbytes:,} bytes): change it outside of the forward pass, or leave {self._name} out."
                 )
         ids = {id(each) for each in self._containers}
         for container, content in (*before.contents, *self._last):

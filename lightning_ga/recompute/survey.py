@@ -177,7 +177,7 @@ class _Survey(LiveTensorMeter):  # type: ignore[no-untyped-call]
             written = [value for name, value in values.items() if (of := signature[name].alias_info) and of.is_write]
             for storage in self._storages(written):
                 for name in self._takers.get(storage, ()):
-                    self._refused[name] = "its arguments are written to in place"
+                    self._refused[name] = f"{name} keeps its activations: its arguments are written to in place."
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _storages(self, values: Any) -> set[Storage]:
@@ -198,7 +198,7 @@ class _Survey(LiveTensorMeter):  # type: ignore[no-untyped-call]
         for storage in inputs:
             self._takers[storage].add(name)
         if _inside_compiled():
-            self._refused[name] = "it is part of compiled code"
+            self._refused[name] = f"{name} keeps its activations: it is part of compiled code."
         with replaced(self, _inside=[*self._inside, name]):
             return forward(*arguments, **named)
 

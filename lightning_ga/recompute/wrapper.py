@@ -96,7 +96,7 @@ class RunTwice:
         # The caller may change its containers later, as DenseNet does, and sees what the first pass does to them.
         given = [(arguments, named)]
         leaves, structure = tree_flatten((arguments, named))
-        leaves = [_own(leaf) for leaf in leaves]
+        leaves = [own_containers(leaf) for leaf in leaves]
         tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         places = {id(tensor): place for place, tensor in enumerate(tensors)}  # attention asks whether query is key
         slots = [places.get(id(leaf)) for leaf in leaves]
@@ -106,7 +106,7 @@ class RunTwice:
             if given:
                 arguments, named = given.pop()
             else:
-                leaves = [_own(leaf) if slot is None else tensors[slot] for leaf, slot in zip(others, slots)]
+                leaves = [own_containers(leaf) if slot is None else tensors[slot] for leaf, slot in zip(others, slots)]
                 arguments, named = tree_unflatten(leaves, structure)
             return self._forward(*arguments, **named)
 
@@ -118,7 +118,7 @@ class RunTwice:
             self._effects.after_look(before)
         if versions(tensors) != written:
             raise UserError(
-                f"The forward pass of {self._name} writes to its arguments, so it cannot be computed again: leave it "
+                f"{self._name} cannot be computed again, because its forward pass writes to its arguments: leave it "
                 "out, or name the module around it."
             )
         return output
@@ -139,7 +139,7 @@ class _SecondPass:
         del self._now
 
 
-def _own(leaf: Any) -> Any:
+def own_containers(leaf: Any) -> Any:
     """Return an argument with containers of its own, if it is of a class that PyTorch does not open."""
     if isinstance(leaf, Tensor) or is_constant(leaf) or isinstance(leaf, (Module, *GENERATORS)):
         return leaf
