@@ -21,7 +21,7 @@ from torch.nn import Module
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.memory.device import synchronize
-from lightning_ga.memory.live_tensors import LiveTensorMeter, addresses
+from lightning_ga.memory.live_tensors import LiveTensorMeter, addresses, compiled_run_eagerly
 from lightning_ga.recompute.choice import PARTS, Candidate
 from lightning_ga.recompute.comparison import Comparison
 
@@ -83,7 +83,12 @@ def _forward_only() -> Iterator[None]:
     def end(*_: object, **__: object) -> None:
         raise _ForwardIsOver
 
-    with suppress(_ForwardIsOver), replaced(torch.autograd, backward=end), saved_tensors_hooks(_drop, _zeros):
+    with (
+        suppress(_ForwardIsOver),
+        compiled_run_eagerly(),
+        replaced(torch.autograd, backward=end),
+        saved_tensors_hooks(_drop, _zeros),
+    ):
         yield
 
 

@@ -59,7 +59,7 @@ class Pair:
     parts: list[Tensor]
 
 
-Named = namedtuple("Named", "left right")  # noqa: PYI024
+Named = namedtuple("Named", "left right")
 
 
 class Running:
