@@ -7,18 +7,19 @@ and leaves the state that it finds.
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.batch.pytree import is_constant
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
+from lightning_ga.recompute.call import DroppedCall
 from lightning_ga.recompute.state import ForwardEffects, PassState
 from lightning_ga.snapshot.copies import versions, with_own_containers
 from lightning_ga.snapshot.random_numbers import GENERATORS
@@ -112,8 +113,7 @@ class RunTwice:
 
         written = versions(tensors)
         before, is_look = self._effects.before_call([leaf for leaf in others if isinstance(leaf, GENERATORS)])
-        contexts = (nullcontext(), _SecondPass(before))
-        output = checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
+        output = DroppedCall(self._name, run, partial(_SecondPass, before)).first_pass(tensors)
         if is_look:
             self._effects.after_look(before)
         if versions(tensors) != written:
