@@ -31,12 +31,12 @@ class _SaveArguments(torch.autograd.Function):
     """Saves tensors as autograd does: in the hooks of a call around this one, and refused if they are written to."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, _anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(_ctx: Any, *_: Any) -> Any:
         raise AssertionError("nothing depends on it")
 
 
