@@ -164,8 +164,8 @@ def text(record: Record) -> str:
         ("peak", "again", "time", "trials", "÷ torch"),
         lines,
         "Budget and peak as shares of the plain step's peak; the part of the forward pass that runs again; processor "
-        "time beside the plain step; trial steps. All: every candidate is computed again, and the time is compared with "
-        "the same set under PyTorch's apply_activation_checkpointing. The last "
+        "time beside the plain step; trial steps. All: every candidate is computed again, beside "
+        "same set under PyTorch's apply_activation_checkpointing. The last "
         f"{len(HELD_BACK)} models were held back while the rules were made. Medians of {record['rounds']} rounds, one "
         f"thread; load average {record['load_average']:.1f}.",
     )

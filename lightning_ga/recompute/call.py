@@ -66,7 +66,7 @@ class DroppedCall:
         self._devices = {"cpu", *(tensor.device.type for tensor in tensors)}
         self._settings = self._current()
         anchor = torch.empty(0, requires_grad=True)
-        self._arguments: Any = _SaveArguments.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+        self._arguments: Any = _SaveArguments.apply(anchor, *tensors).grad_fn
         with saved_tensors_hooks(self._pack, self._unpack):
             return self._run(*tensors)
 

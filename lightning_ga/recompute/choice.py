@@ -1,7 +1,7 @@
 """Choose the submodules that are computed again, from what each frees and some trial steps. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 PARTS = (8, 2)  # submodules that would free more than this part of all are split, if their parts free half of that
 MOST_TRIALS = 8
@@ -75,26 +75,6 @@ class ChosenSet:
     trials: tuple[tuple[tuple[str, ...], SetTrial], ...]
 
 
-@dataclass(slots=True)
-class _Trials:
-    """Trial steps, each set once; the best that fitted."""
-
-    run: Callable[[tuple[str, ...]], SetTrial]
-    seconds: Mapping[str, float]
-    most: int
-    ran: dict[tuple[str, ...], SetTrial] = field(default_factory=dict)
-
-    def fits(self, names: Iterable[str]) -> SetTrial | None:
-        """Try a set; ``None`` if it has no member, or if too many were tried."""
-        key = tuple(names)
-        if key not in self.ran and key and len(self.ran) < self.most:
-            self.ran[key] = self.run(key)
-        return self.ran.get(key)
-
-    def cost(self, names: Iterable[str]) -> float:
-        return sum(self.seconds[name] for name in names)
-
-
 def choose(
     root: Candidate, run: Callable[[tuple[str, ...]], SetTrial], budget: int, most_trials: int = MOST_TRIALS
 ) -> ChosenSet:
@@ -111,46 +91,43 @@ def choose(
         most_trials: Steps to try at most.
     """
     every = {each.name: each for each in root.all()}
-    trials = _Trials(run, {name: each.seconds for name, each in every.items()}, most_trials)
-    called: tuple[str, ...] = ()
-    for parts in PARTS:
-        called = tuple(root.chosen(root.frees / parts))
-        tried = trials.fits(called)
-        if tried is not None and tried.fits:
-            break
-    else:
-        return _result(trials, (), root.seconds)
+    ran: dict[tuple[str, ...], SetTrial] = {}
+
+    def tried(names: tuple[str, ...]) -> SetTrial:
+        if names not in ran and names and len(ran) < most_trials:
+            ran[names] = run(names)
+        return ran.get(names, SetTrial(False))
+
+    sets = [tuple(root.chosen(root.frees / parts)) for parts in PARTS]
+    called = next((names for names in sets if tried(names).fits), ())
     ranked = sorted(called, key=lambda name: -_worth(every[name]))
     low = 0
     high = len(ranked)
-    last_fitted = True
-    peak = tried.peak_bytes
+    last = tried(called)
     while high - low > 1:
         middle = (low + high) // 2
-        if last_fitted and peak is not None:
-            freed = [sum(every[name].frees for name in ranked[k:high]) for k in range(low + 1, high)]
-            middle = next((low + 1 + k for k, size in enumerate(freed) if size <= budget - peak), high - 1)
-        tried = trials.fits(_in_order(called, ranked[:middle]))
-        if tried is None:
-            break
-        last_fitted = tried.fits
-        if tried.fits:
+        peak = tried(_in_order(called, ranked[:high])).peak_bytes
+        if last.fits and peak is not None:  # predict how many are enough
+            middle = low + 1
+            while middle < high - 1 and sum(every[name].frees for name in ranked[middle:high]) > budget - peak:
+                middle += 1
+        last = tried(_in_order(called, ranked[:middle]))
+        if last.fits:
             high = middle
-            peak = tried.peak_bytes
         else:
             low = middle
     names = _in_order(called, ranked[:high])
     count = 1
     while 0 < count < len(names):  # those that are called last run again near the peak, and free little there
-        tried = trials.fits(names[:-count])
-        if tried is None:
-            break
-        if tried.fits:
+        if tried(names[:-count]).fits:
             names = names[:-count]
             count *= 2
         else:
             count //= 4
-    return _result(trials, names, root.seconds)
+    peaks = [each.peak_bytes for each in ran.values() if each.peak_bytes is not None]
+    peak = tried(names).peak_bytes if names else min(peaks, default=None)
+    share = sum(every[name].seconds for name in names) / max(root.seconds, 1e-9)
+    return ChosenSet(names, bool(names), share, peak, tuple(ran.items()))
 
 
 def _worth(candidate: Candidate) -> int:
@@ -161,10 +138,3 @@ def _worth(candidate: Candidate) -> int:
 def _in_order(called: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
     wanted = set(names)
     return tuple(name for name in called if name in wanted)
-
-
-def _result(trials: _Trials, names: tuple[str, ...], seconds: float) -> ChosenSet:
-    peaks = [each.peak_bytes for each in trials.ran.values() if each.peak_bytes is not None]
-    peak = trials.ran[names].peak_bytes if names else min(peaks, default=None)
-    share = trials.cost(names) / seconds if seconds else 0.0
-    return ChosenSet(names, bool(names), share, peak, tuple(trials.ran.items()))

@@ -26,6 +26,7 @@ from lightning_ga.snapshot.random_numbers import (
     generators_of,
     global_generators,
     restore_generator,
+    torch_generators,
 )
 
 SMALL = 2**18  # bytes of a tensor that is copied; a larger one must not change
@@ -33,7 +34,6 @@ _LONGEST = 1000  # entries of a container that is looked through
 _LEFT = {*vars(Module()), "forward"} - {"training", "_buffers"}  # attributes that a forward pass does not set
 _CLOSED = (Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, *GENERATORS)
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "numpy")  # their objects are not looked through
-_MISSING = object()
 
 
 class _Quiet(NamedTuple):
@@ -113,75 +113,59 @@ class ForwardEffects:
         self._containers: list[Any] = []  # that have been seen to change, as have these tensors and generators
         self._tensors: list[Tensor] = []
         self._quiet: list[_Quiet] = []
-        self._always: list[Any] = []  # generators whose state is read in no time: torch's
         self._generators: list[Any] = []
-        self._last: list[tuple[Any, Any]] = []  # containers and their contents at the last look
         self._flags: list[bool] = []
 
     def before_call(self, generators: Sequence[Any] = ()) -> tuple[PassState, bool]:
         """Return the state as a call begins, with generators among its arguments, and whether it is a look at all."""
         self._calls += 1
-        is_look = not self._calls & (self._calls - 1) or self._flags != [own["training"] for own in self._attributes]
-        if is_look:
+        if not self._calls & (self._calls - 1) or self._flags != [own["training"] for own in self._attributes]:
             return self._look(generators), True
         moved = [each.tensor for each in self._quiet if each.has_moved()]
         if moved:
             self._tensors += moved
-            self._quiet = [each for each in self._quiet if not any(each.tensor is tensor for tensor in moved)]
-        given = (*self._always, *self._generators, *generators)
+            self._quiet = [each for each in self._quiet if not each.has_moved()]
+        given = (*self._generators, *generators)
         return PassState(self._attributes, self._containers, self._tensors, self._quiet, given), False
 
     def _look(self, generators: Sequence[Any]) -> PassState:
-        """Return the state of all that a forward pass may change."""
+        """Return the state of all that a forward pass may change; read the bits of what it must not."""
         parts = list(self._module.modules())
         self._attributes = [vars(part) for part in parts]
         self._flags = [part.training for part in parts]
         containers, tensors = _reachable(parts)
-        small = [each for each in tensors if each.nbytes <= SMALL]
-        self._watch({id(each): each for each in tensors if each.nbytes > SMALL})
-        self._always = [each for each in global_generators() if isinstance(each, torch.Generator)]
-        every = (*global_generators(), *generators_of(self._module), *generators)
-        return PassState(self._attributes, containers, small, (), every)
-
-    def _watch(self, large: dict[int, Tensor]) -> None:
-        """Read the bits of parameters and of large tensors."""
-        named = dict(self._module.named_buffers())
-        self._watched = {
-            f"buffer {name}": each for name, each in named.items() if large.pop(id(each), None) is not None
-        }
-        self._watched |= {f"tensor {number}": each for number, each in enumerate(large.values(), 1)}
-        self._watched |= {f"parameter {name}": each for name, each in self._module.named_parameters()}
+        small = {id(each): each for each in tensors if each.nbytes <= SMALL}
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        self._watched = {name: each for name, each in named if id(each) not in small}
         self._sums = _bits(self._watched.values())
+        every = (*global_generators(), *generators_of(self._module), *generators)
+        return PassState(self._attributes, containers, small.values(), (), every)
 
     def after_look(self, before: PassState) -> None:
         """Learn what has changed since the state before a call.
 
         Raises:
-            UserError: If a parameter or a large tensor has changed.
+            UserError: If a parameter or a large buffer has changed.
         """
         for (name, tensor), was, now in zip(self._watched.items(), self._sums, _bits(self._watched.values())):
             if None not in (was, now) and was != now:
                 raise UserError(
-                    f"{self._name} cannot be computed again, because its forward pass changes its {name} "
+                    f"{self._name} cannot be computed again, because its forward pass changes {name} "
                     f"({tensor.nbytes:,} bytes): change it outside of the forward pass, or leave {self._name} out."
                 )
-        ids = {id(each) for each in self._containers}
-        for container, content in (*before.contents, *self._last):
-            if id(container) not in ids and not _same_entries(container, content):
-                ids.add(id(container))
-                self._containers.append(container)
-        earlier = {id(each.tensor): each.values for each in self._quiet} | {id(each): None for each in self._tensors}
+        known = {id(each) for each in (*self._containers, *self._tensors, *self._generators)}
+        known |= {id(each.tensor) for each in self._quiet if each.has_moved()}
+        self._containers = [each for each, was in before.contents if id(each) in known or not _same_entries(each, was)]
         self._tensors, self._quiet = [], []
         for tensor, values in before.tensors:
-            first = earlier.get(id(tensor), values)
-            if first is not None and same_values(first, tensor) and same_values(values, tensor):
-                self._quiet.append(_Quiet(tensor, values, versions((tensor,))[0]))
-            else:
+            if id(tensor) in known or not same_values(values, tensor):
                 self._tensors.append(tensor)
-        self._last = [(each, copy(each)) for each, _ in before.contents if id(each) not in ids]
-        known = {id(each) for each in (*self._always, *self._generators)}
-        drawn = [each for each, state in before.random if not same_values(state, generator_state(each))]
-        self._generators += [each for each in drawn if id(each) not in known]
+            else:
+                self._quiet.append(_Quiet(tensor, values, versions((tensor,))[0]))
+        always = torch_generators()  # their state is read in no time
+        apart = [(each, was) for each, was in before.random if not any(each is other for other in always)]
+        drawn = [each for each, was in apart if id(each) in known or not same_values(was, generator_state(each))]
+        self._generators = [*always, *drawn]
 
 
 def _reachable(parts: Iterable[Module]) -> tuple[list[Any], list[Tensor]]:

@@ -408,8 +408,8 @@ EXACT: dict[str, Callable[[], Net]] = {
 """Programs with the same gradient to the bit."""
 
 REFUSED: dict[str, tuple[Callable[[], Net], str]] = {
-    "parameter": (lambda: Net(Part(parameter_changed)), "changes its parameter last.weight"),
-    "large buffer": (lambda: Net(Part(large_buffer, queue=torch.ones(300, 300))), "changes its buffer queue"),
+    "parameter": (lambda: Net(Part(parameter_changed)), "changes last.weight"),
+    "large buffer": (lambda: Net(Part(large_buffer, queue=torch.ones(300, 300))), "changes queue"),
     "generator outside": (lambda: Net(Part(drawn_outside)), "gives another gradient"),
     "counter outside": (lambda: Net(Part(counted_outside)), "gives another gradient"),
     "ReLU in place on its argument": (
