@@ -41,9 +41,9 @@ class LoaderWindows:
     keeps = None  # the samples of a window are read again by their indices
     batches = ()
     varies = False
+    plan: AccumulationPlan  # of the epoch that is planned; ``use`` plans the first
 
     def __init__(self, parts: FitParts, source: LoaderSource) -> None:
-        self.plan: AccumulationPlan | None = None
         self._parts = parts
         self._trainer = parts.progress.trainer
         self._place = parts.progress.place
@@ -105,12 +105,12 @@ class LoaderWindows:
     def several_passes(self) -> bool:
         """Whether a window is several micro-batches, other than items that are batches and cannot be one."""
         is_stock = self._source.recipe.batch_size == 1 and self._keeps_batches
-        return self.plan is not None and self.plan.has_several_passes and not is_stock
+        return self.plan.has_several_passes and not is_stock
 
     @property
     def _keeps_batches(self) -> bool:
         """Whether each micro-batch is a batch of the recipe, because several cannot be collated to one."""
-        is_recipe = self.plan is not None and self.plan.micro_batch_size == self._source.recipe.batch_size
+        is_recipe = self.plan.micro_batch_size == self._source.recipe.batch_size
         return is_recipe and not self._source.joins_batches
 
     @property
@@ -293,12 +293,16 @@ class LoaderWindows:
         """Count the samples of a batch whose collate function may drop some; ``None`` if the plan is to be believed."""
         cutter = self._parts.cutter()
         found = cutter.count_left(batch)
-        is_odd = cutter.drops_samples if found is None else found > planned > 0
+        if found is None:
+            number = "a number that cannot be counted"
+            is_odd = cutter.drops_samples
+        else:
+            number = str(found)
+            is_odd = found > planned > 0
         if not is_odd:
             return found
         if not self._warned:
             self._warned = True
-            number = "a number that cannot be counted" if found is None else found
             rank_zero_warn(
                 f"A micro-batch was planned with {planned} samples, and the collate function made {number} of them. It "
                 f"weighs {planned}: let the collate function make one entry of each sample that it keeps, or count "
@@ -350,7 +354,7 @@ class LoaderWindows:
     def how_cut(self) -> str:
         """Say that validation waits for the end of a window, if it has to, and that batches are kept."""
         found = []
-        if self._keeps_batches and self.plan is not None and self.plan.factor > 1:
+        if self._keeps_batches and self.plan.factor > 1:
             found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
         every = getattr(self._trainer, "val_check_interval", None)
         factor = self._epoch.batch.largest / self._source.recipe.samples_of(1)

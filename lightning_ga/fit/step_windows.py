@@ -153,7 +153,7 @@ class StepWindows:
     def steps(self, epochs: range) -> int | None:
         """Count the optimizer steps of these epochs; ``None`` if that is not known."""
         batches = self._place.batches_of_epoch
-        if batches is None or (self._source.batch_size is None and self._parts.request.counts_samples):
+        if batches is None or (not self._source.batch_size and self._parts.request.counts_samples):
             return None
         steps = 0
         samples = 0
