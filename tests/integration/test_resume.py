@@ -166,7 +166,8 @@ class ShufflesOn(Sampler[int]):
 
 def shuffled_on(micro_batch: int, *callbacks: pl.Callback, **settings: Any) -> Any:
     loader = DataLoader(Samples(32), batch_size=4, sampler=ShufflesOn())
-    return fit(loader, AutoAccumulate(micro_batch_size=micro_batch), *callbacks, max_epochs=3, **settings)[0]
+    callback = AutoAccumulate(micro_batch_size=micro_batch, micro_batching="loader")
+    return fit(loader, callback, *callbacks, max_epochs=3, **settings)[0]
 
 
 @pytest.mark.parametrize("kept", [True, False])
