@@ -111,7 +111,7 @@ IValue argument_on_host(const IValue& value, bool written) {
     auto tensor = value.toTensor();
     // An `out=` without elements is resized by the kernel, which must not touch the device's storage.
     if (written && is_on_device(tensor) && tensor.layout() == at::kStrided && !tensor.numel())
-      return at::empty({0}, tensor.options().device(at::kCPU));
+      return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
     return on_host(tensor);
   }
   if (value.isTensorList()) {
