@@ -16,6 +16,8 @@ from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import Exactness, combined, is_inexact, warning
 
+ENOUGH = 3  # samples that take an "unmeasured" back: two, each a part, may agree by chance
+
 
 class Verdict:
     """Keeps the verdict, and warns once if micro-batches do not give the gradient of the whole batch."""
@@ -49,6 +51,7 @@ class Verdict:
 
     def measure_in_training(self, batch: Any, cutter: BatchCutter, *, limit: int, in_step: bool) -> None:
         """Measure on a batch of training, and warn if the gradient is inexact and another verdict was known."""
+        samples = 0
         try:
             samples = cutter.count(batch)
             part = batch if samples <= limit else cutter.cut(batch, 0, limit)
@@ -61,7 +64,7 @@ class Verdict:
         known = self.exactness
         if known is None:  # the report of an error says what was found, or the end of the window warns
             self.exactness = found
-        elif is_inexact(found) or known.cause == "unmeasured":
+        elif is_inexact(found) or (known.cause == "unmeasured" and min(samples, limit) >= ENOUGH):
             self.exactness = found
             self.warn()
 
