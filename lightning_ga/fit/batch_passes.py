@@ -9,6 +9,7 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import closures
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.step_values import StepValues
 from lightning_ga.errors import UserError
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.messages import IN_A_PIECE
@@ -55,6 +56,7 @@ class BatchPasses(WholePasses):
         trainer: Any,
         place: LoopPlace,
         gradients: Gradients,
+        values: StepValues,
         limit: Limit,
         cutter: Callable[[], BatchCutter],
         batch_size: Callable[[], int],
@@ -62,6 +64,7 @@ class BatchPasses(WholePasses):
         super().__init__(place, None)
         self._trainer = trainer
         self._gradients = gradients
+        self._values = values
         self._limit = limit
         self._cutter = cutter
         self._batch_size = batch_size  # of a batch whose samples cannot be counted
@@ -116,6 +119,7 @@ class BatchPasses(WholePasses):
 
     def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, weight: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
+        self._values.merge()
         each = weight // sum(self.sizes)  # the weight of a sample
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
         is_first = True
@@ -129,7 +133,7 @@ class BatchPasses(WholePasses):
                 stack.enter_context(self._pass(is_last=is_last))
                 if not is_last:
                     stack.enter_context(closures.before_the_last(self._trainer))
-                stack.enter_context(pieces.piece(samples=size, weight=share))
+                stack.enter_context(pieces.piece(samples=size, weight=share, logs=is_last))
                 result = self._run_piece(closure)
             if not is_last:
                 self._gradients.settle()

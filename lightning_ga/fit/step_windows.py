@@ -36,7 +36,13 @@ class StepWindows:
         self._begun: tuple[StepSource, int] | None = None  # the epoch that the loop is set up for
         self._uses_intervals = False  # whether windows have been others than the recipe's
         self._passes = BatchPasses(
-            self._trainer, self._place, parts.gradients, parts.limit, parts.cutter, lambda: self._batch_size
+            self._trainer,
+            self._place,
+            parts.gradients,
+            parts.values,
+            parts.limit,
+            parts.cutter,
+            lambda: self._batch_size,
         )
 
     def use(self, source: LoaderSource | StepSource) -> None:
@@ -230,6 +236,7 @@ class StepWindows:
 
     def weigh(self, batch: Any, position: int) -> None:
         """Leave the weights to the pieces."""
+        self._parts.gradients.begin_batch()
 
     @property
     def is_over(self) -> bool:

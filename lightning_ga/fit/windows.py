@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.progress import Progress
 from lightning_ga.loading.cutter import BatchCutter
@@ -31,6 +32,7 @@ class FitParts:
     limit: Limit
     progress: Progress
     gradients: Gradients
+    values: StepValues
     cutter: Callable[[], BatchCutter]  # of the batches that the step gets
 
 
