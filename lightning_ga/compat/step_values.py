@@ -19,12 +19,19 @@ from torchmetrics import Metric
 from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.compat.place import LoopReader
-from lightning_ga.plan.weights import Counted
 from lightning_ga.snapshot.copies import metric_state
 
 # By the name of ``reduce_fx``, a function or a text (``_Metadata`` in Lightning's ``result.py``); else a mean.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 Settings = dict[str, Any]  # arguments of ``log``
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What has been counted in a batch of the loop."""
+
+    samples: int = 0
+    items: float = 0.0  # what ``normalize=`` counts; else samples
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning_ga.compat import advance, loaders, ranks
+from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
@@ -36,7 +37,9 @@ class TrainingData:
         self._trainer = trainer
         self._options = options
         self._progress = progress
-        self._parts = FitParts(request, limit, progress, gradients, values, self.cutter_of_training)
+        self._parts = FitParts(
+            request, limit, progress, gradients, values, CompiledModules(trainer), self.cutter_of_training
+        )
         self._windows: Windows | None = None
         self._read: Any = None  # the user's loader that the loop is being set up with
         self._setting_up = ExitStack()

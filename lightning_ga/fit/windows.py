@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
@@ -33,6 +34,7 @@ class FitParts:
     progress: Progress
     gradients: Gradients
     values: StepValues
+    compiled: CompiledModules
     cutter: Callable[[], BatchCutter]  # of the batches that the step gets
 
 

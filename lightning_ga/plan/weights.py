@@ -15,14 +15,6 @@ from typing import Any, Self
 from lightning_ga.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What has been counted in a batch of the loop."""
-
-    samples: int = 0
-    items: float = 0.0  # what ``normalize=`` counts; else samples
-
-
 @dataclass(slots=True)
 class WindowWeights:
     """Weights as in stock Lightning: each micro-batch has the weight of one in the nominal factor."""
