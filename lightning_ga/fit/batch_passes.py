@@ -56,6 +56,7 @@ class BatchPasses(WholePasses):
         self._values = parts.values
         self._compiled = parts.compiled
         self._limit = parts.limit
+        self._multiple = parts.request.multiple
         self._cutter = parts.cutter
         self._batch_size = batch_size  # of a batch whose samples cannot be counted
         self.samples = 0  # of the window's batches so far, on this rank
@@ -100,7 +101,7 @@ class BatchPasses(WholePasses):
             if limit is not None and limit < samples:
                 raise
         self._limit.cut_evenly(samples)
-        self.sizes = piece_sizes(samples, limit)
+        self.sizes = piece_sizes(samples, limit, self._multiple)
         return weight
 
     def _run_whole(self, closure: Any, batch: Any, weight: int) -> Any:

@@ -56,7 +56,7 @@ class Fit:
         self.gradients = Gradients(trainer, None if options.whole else options.normalize)
         self.values = StepValues(trainer, place, lambda: self.gradients.counted)
         self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients, self.values)
-        self.verdict = Verdict(trainer, options, lambda: self.windows.several_passes)
+        self.verdict = Verdict(trainer, options, request.multiple, lambda: self.windows.several_passes)
         self.evaluation = Evaluation(trainer, reporter, options)
         self.rates: WindowRates | None = None  # none if they are neither scaled nor logged
         if options.scale_lr != "none" or request.varies:
@@ -159,6 +159,7 @@ class Fit:
             rank_samples=ceil_div(windows.effective(epoch), ranks.data_ranks(self.trainer)[0]),
             kept=self.rewinder.tensors_kept,
             chunks=None if chunked is None else chunked.size,
+            multiple=self.request.multiple,
             sizes=windows.sizes,
             begins=begins,
         )
@@ -218,7 +219,11 @@ class Fit:
             if self.verdict.is_due(after_error=after_error):
                 cutter = self.data.cutter_of_training()
                 limit = self.limit.piece_samples or NO_LIMIT
-                self.verdict.measure_in_training(batch, cutter, limit=limit, in_step=self.windows.in_step)
+                if self.verdict.exactness is None:  # as at the start, on samples that differ
+                    batches = self.windows.trial_batches(place.epoch)
+                    self.verdict.measure_first(batches, limit=limit, in_step=self.windows.in_step)
+                else:
+                    self.verdict.measure_in_training(batch, cutter, limit=limit, in_step=self.windows.in_step)
             if after_error:
                 self.reporter.report_pending(self.verdict.exactness)
         self.windows.weigh(batch, position)

@@ -123,7 +123,7 @@ class LoaderWindows:
     def micro_batch(self) -> int:
         """The micro-batch that ``accumulate=`` multiplies: that of the recipe while the limit is not known."""
         known = self._parts.limit.initial_micro_batch
-        return known or self._parts.request.capped(self._source.recipe.batch_size)
+        return self._parts.request.in_multiples(known or self._source.recipe.batch_size)
 
     @property
     def _world_size(self) -> int:
@@ -178,6 +178,7 @@ class LoaderWindows:
             epoch.number,
             epoch.batch,
             micro_batch,
+            multiple=self._parts.request.multiple,
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,
@@ -272,7 +273,8 @@ class LoaderWindows:
         if not batch.is_constant:
             size = batch.at(number, window.start)
             most = self._source.capped(min(size, self._parts.limit.micro_batch or size))
-            self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size)
+            multiple = self._parts.request.multiple
+            self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size, multiple=multiple)
             factor = len(window.sizes)
             if factor != self._place.factor:
                 self._relocate(number, factor)

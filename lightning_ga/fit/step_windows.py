@@ -183,7 +183,13 @@ class StepWindows:
         )
         size = self._batch_size
         limit = self._parts.limit.piece_samples or size
-        self._plan = plan_in_step(size, batches=factor, micro_batch=limit, world_size=self._source.world_size)
+        self._plan = plan_in_step(
+            size,
+            batches=factor,
+            micro_batch=limit,
+            world_size=self._source.world_size,
+            multiple=self._parts.request.multiple,
+        )
         self._place.set_factor(factor)
         if factor != self._source.recipe_factor and not self._uses_intervals:
             self._uses_intervals = True

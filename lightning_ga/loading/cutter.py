@@ -16,6 +16,7 @@ from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
 from lightning_ga.loading.rebatch import collates, length_of
 from lightning_ga.loading.samples import SAMPLES_PER_READ, collate_samples, collect_samples, is_kept, spread
 from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.plan.accumulation import split_evenly
 from lightning_ga.snapshot.random_numbers import RandomState
 
 _MOST_ELEMENTS = 2**26  # of two batches that are collated to one
@@ -70,12 +71,12 @@ class BatchCutter:
             return cut_by_hook(hook, batch, self.count(batch), start, stop)
         return cut_batch(batch, start, stop, layout=self._layout(batch))
 
-    def halves(self, batch: Any) -> CutBatch:
-        """Cut a batch in two."""
+    def halves(self, batch: Any, multiple: int = 1) -> CutBatch:
+        """Cut a batch in two parts that are multiples, if there are two."""
         samples = self.count(batch)
         if samples < 2:
             raise LayoutError(f"A batch of {samples} samples cannot be cut in two.")
-        middle = (samples + 1) // 2
+        middle = split_evenly(samples, 2, multiple)[0]
         parts = self.cut(batch, 0, middle), self.cut(batch, middle, samples)
         return CutBatch(batch, parts, (middle, samples - middle))
 

@@ -13,6 +13,7 @@ from lightning_ga.loading.cutter import BatchCutter, CutBatch
 from lightning_ga.loading.largest import Largest, ScanOrder, largest_samples
 from lightning_ga.loading.samples import collate_samples, copied_if_possible, is_kept
 from lightning_ga.memory.oom import attempt
+from lightning_ga.plan.accumulation import split_evenly, whole_multiples
 
 Move = Callable[[Any], Any]
 _FEW_NUMBERS = 2**14  # of a tensor: larger ones are data
@@ -53,7 +54,7 @@ class SampleTrials:
         whole = move(self._largest.batch(self._loader, self.most))
         return self._cutter.cut(whole, 0, samples), whole
 
-    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
+    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
         """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
         known = [each for each in self._scan.first if each is not None]
         found = unlike(known, samples)
@@ -68,8 +69,8 @@ class SampleTrials:
             whole = collate_samples(self._loader, found, len(found), seed=seed)
         whole = move(whole)
         if self._cutter is not None:
-            return self._cutter.halves(whole)
-        middle = (len(found) + 1) // 2
+            return self._cutter.halves(whole, multiple)
+        middle = split_evenly(len(found), 2, multiple)[0]
         apart = found[:middle], found[middle:]
         one, other = (move(collate_samples(self._loader, part, len(part), seed=seed)) for part in apart)
         return CutBatch(whole, (one, other), (middle, len(found) - middle))
@@ -87,13 +88,14 @@ class SeenTrials:
         whole = move(copied_if_possible(self._batch))
         return (whole if samples >= self.most else self._cutter.cut(whole, 0, samples)), whole
 
-    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
+    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
         """Return the first samples of the batch, in two parts."""
         whole = move(copied_if_possible(self._batch))
         number = self._cutter.count(whole)
         if min(number, samples) < 2:
             return None
-        return self._cutter.halves(whole if number <= samples else self._cutter.cut(whole, 0, samples))
+        samples = whole_multiples(min(number, samples), multiple)
+        return self._cutter.halves(whole if number == samples else self._cutter.cut(whole, 0, samples), multiple)
 
 
 TrialBatches = SampleTrials | SeenTrials

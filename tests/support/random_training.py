@@ -753,7 +753,8 @@ def train(recipe: Recipe, course: Course, folder: Path) -> Outcome:
 def joined(first: Outcome, then: Outcome) -> Outcome:
     """Two lives as one."""
     windows, rates = first.windows + then.windows, first.rates + then.rates
-    return replace(then, windows=windows, rates=rates, logged=[], ran_out=first.ran_out + then.ran_out)
+    cause = then.cause or first.cause  # a life that cuts nothing measures nothing
+    return replace(then, windows=windows, rates=rates, logged=[], ran_out=first.ran_out + then.ran_out, cause=cause)
 
 
 def train_on_ranks(recipe: Recipe, course: Course, folder: Path) -> list[Outcome]:
