@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.compat.place import LoopPlace
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange, exchange_of
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
@@ -108,7 +108,7 @@ class Fit:
         chunked = self.limit.chunked
         if chunked is not None:
             self._held.enter_context(chunked.installed())
-        exchange = Exchange.of(trainer)
+        exchange = exchange_of(trainer)
         rewinder = Rewinder(
             trainer,
             place,
@@ -177,7 +177,7 @@ class Fit:
         is_cut = may_be or windows.several_passes
         return ranks.sum_over_ranks(self.trainer, float(is_cut)) > 0
 
-    def _begin_windows(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
+    def _begin_windows(self, rewinder: Rewinder, exchange: AnyExchange | None) -> None:
         """Let the loop run windows from here on, in each of which the same members begin in the same order."""
         members = [self.windows.begin_window, self.gradients.begin_window, self.values.begin_window]
         self._held.callback(self.values.close)

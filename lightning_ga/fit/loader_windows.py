@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.intervals import RecipeIntervals
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.windows import FitParts
@@ -242,7 +242,7 @@ class LoaderWindows:
         return self._span if has_begun else replace(self._span, after=self._span.before)
 
     @contextmanager
-    def patches(self, exchange: Exchange | None) -> Iterator[None]:
+    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
         """Return a context in which the loop runs these windows; the last pass of each exchanges gradients."""
         with ExitStack() as stack:
             stack.enter_context(self._place.before_reading(self._follow_length))

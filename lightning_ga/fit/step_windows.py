@@ -7,7 +7,7 @@ from typing import Any
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import advance, closures, ranks
 from lightning_ga.compat.intervals import RecipeIntervals
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_passes import BatchPasses
 from lightning_ga.fit.windows import FitParts
@@ -201,7 +201,7 @@ class StepWindows:
         return WindowSpan(self._source.recipe_factor, self._place.window_start, self._place.ready)
 
     @contextmanager
-    def patches(self, exchange: Exchange | None) -> Iterator[None]:
+    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
         """Return a context in which the loop's batches run in pieces that fit."""
         self._passes.exchange_through(exchange)
         with ExitStack() as stack:
