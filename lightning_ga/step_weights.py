@@ -330,7 +330,9 @@ class _Columns:
         """Name the parameters whose gradients are the wanted ones at another scale, if all others have one scale."""
         sizes = [gradient.numel() for gradient in self.seen.gradients.values()]
         scales = {}
-        for name, part, gradient in zip(self.seen.gradients, mean.split(sizes), self.gradient.split(sizes)):
+        for name, part, gradient in zip(
+            self.seen.gradients, torch.split(mean, sizes), torch.split(self.gradient, sizes)
+        ):
             scale = float(part @ gradient) / max(float(part @ part), 1e-300)
             if float((scale * part - gradient).norm()) > EXPLAINED * float(self.gradient.norm()):
                 return ""
