@@ -80,7 +80,8 @@ def measure_batch_size(
     run = _Branches(make, content, scale_lr, batch, lr, monitor, trainer)
     arguments = {"batch": batch, "samples": samples, "lr": lr, "monitor": monitor, "scale_lr": scale_lr}
     setting = _setting(Path(ckpt_path), {**arguments, "trainer": trainer})
-    losses, sizes = _known(Path(folder), setting), batches_around(batch, samples)
+    losses = _known(Path(folder), setting)
+    sizes = batches_around(batch, samples)
     left = [(size, seed) for seed in range(seeds) for size in sizes if f"{size}/{seed}" not in losses]
     for number, (size, seed) in enumerate(left, 1):
         loss = run.loss(size, seed, {"max_epochs": epochs} if epochs else {"max_steps": samples // size})
@@ -123,7 +124,8 @@ class _Branches:
         """Take the checkpoint's weights over, and its optimizer's state at a fixed learning rate."""
         module.load_state_dict(self.content["state_dict"])
         trainer.strategy.lr_scheduler_configs = []
-        (optimizer,), (state,) = trainer.optimizers, self.content["optimizer_states"]
+        (optimizer,) = trainer.optimizers
+        (state,) = self.content["optimizer_states"]
         optimizer.load_state_dict(deepcopy(state))  # it would train on in these tensors
         for group in optimizer.param_groups:
             rate = group["lr"] if self.lr is None else self.lr
@@ -190,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except HydraException as error:
         raise UserError(" ".join(str(error).split())) from error
     path = Path(given.pop("ckpt_path"))
-    path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "checkpoints" / "last.ckpt"
     folder = path.parent.parent
     if not (path.is_file() and (folder / "config.yaml").is_file() and (folder / "plan.json").is_file()):
         raise UserError(f"ckpt_path={path} is no checkpoint in the folder of a run with its config.yaml and plan.json.")

@@ -26,7 +26,8 @@ from lightning_ga.app.settings import check_typed, read_settings, shown, unread_
 from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence, warn
 from lightning_ga.errors import UserError
 
-TRACEBACK, FULL_ERROR = "--traceback", "HYDRA_FULL_ERROR"
+TRACEBACK = "--traceback"
+FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 class FailedJobError(Exception):
@@ -73,13 +74,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     """Let Hydra compose the configuration and call a job with it, once for each combination of a sweep."""
     Plugins.instance().register(PackageConfig)
-    given, sweeps = [*arguments, *rank_overrides(arguments, os.environ)], set[Path]()
+    given = [*arguments, *rank_overrides(arguments, os.environ)]
+    sweeps = set[Path]()
 
     parsing = patch.object(argparse.ArgumentParser, "error", refuse)  # which would print nine lines of usage
 
     def job(cfg: DictConfig) -> float | None:
         parsing.stop()
-        own, is_sweep = HydraConfig.get(), HydraConfig.get().mode == RunMode.MULTIRUN
+        own = HydraConfig.get()
+        is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         sweeps.update([Path(own.sweep.dir)] if is_sweep else [])
         os.environ.pop(FULL_ERROR, None)  # which processes of other ranks would get
         try:
@@ -95,7 +98,8 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         finally:
             os.environ[FULL_ERROR] = "1"
 
-    before, sys.argv = sys.argv, [sys.argv[0], *given]
+    before = sys.argv
+    sys.argv = [sys.argv[0], *given]
     os.environ[FULL_ERROR] = "1"  # Hydra then raises errors, and prints nothing
     parsing.start()
     try:
@@ -116,7 +120,8 @@ def refuse(_: argparse.ArgumentParser, message: str) -> NoReturn:
 
 def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     """Do what a configuration says; return the optimized metric, for sweepers."""
-    own, unread = HydraConfig.get(), check_typed(cfg, arguments, options())
+    own = HydraConfig.get()
+    unread = check_typed(cfg, arguments, options())
     settings = read_settings(cfg)
     unread_groups(cfg, arguments)
     for sentence in unread:
@@ -143,7 +148,8 @@ def in_order(arguments: Sequence[str]) -> list[str]:
     for word in arguments:
         option, _, value = word.partition("=")
         if words and words[-1] in ("--config-dir", "-cd"):
-            option, value = words.pop(), word
+            option = words.pop()
+            value = word
         if option in ("--config-dir", "-cd") and option != word:
             if not value:  # Hydra would run without it
                 raise UserError(f"{option} names no folder.")

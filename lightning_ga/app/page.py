@@ -129,7 +129,8 @@ def measures(runs: Sequence[RunFiles]) -> list[str]:
 
 def curves_of(runs: Sequence[RunFiles]) -> dict[str, str]:
     """A picture for each measure that the runs log."""
-    optimized, direction = optimized_metric(runs[0]), str(runs[0].result.get("optimized_direction"))
+    optimized = optimized_metric(runs[0])
+    direction = str(runs[0].result.get("optimized_direction"))
     curves = {run.name: run.curves for run in runs}
     figures = {one: curves_figure(curves, one, optimized, SIGNS.get(direction, 0)) for one in measures(runs)}
     return {one: as_svg(figure, f"Curves of {one}") for one, figure in figures.items()}

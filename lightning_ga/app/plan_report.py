@@ -74,7 +74,9 @@ class PlanReport(Callback):
     """Prints the plan and saves ``plan.json`` and ``probe.png`` before the first step; a dry run ends there."""
 
     def __init__(self, folder: Path, *, dry_run: bool = False, schedule: str = "") -> None:
-        self.folder, self.dry_run, self.schedule = folder, dry_run, schedule
+        self.folder = folder
+        self.dry_run = dry_run
+        self.schedule = schedule
         self._records = PlanRecords()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

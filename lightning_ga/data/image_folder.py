@@ -36,7 +36,8 @@ class ImageFolder(ImageData):
     ) -> None:
         super().__init__(**arguments)
         self.test_fraction = test_fraction
-        self.check_pictures, self.skip_broken = check_pictures, skip_broken
+        self.check_pictures = check_pictures
+        self.skip_broken = skip_broken
         try:
             self.class_names, self.class_numbers = find_classes(Path(self.root) / "train")
         except FileNotFoundError as error:

@@ -42,14 +42,16 @@ class ImageDataset(Dataset[Sample]):
     """Transforms an image when it is asked for."""
 
     def __init__(self, samples: Labelled, transform: Transform) -> None:
-        self.samples, self.transform = samples, transform
+        self.samples = samples
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.samples.labels)
 
     def __getitem__(self, index: int) -> Sample:
         image = self.samples.images[index]
-        image = read_picture(image) if isinstance(image, str) else image
+        if isinstance(image, str):
+            image = read_picture(image)
         return self.transform(image), int(self.samples.labels[index])
 
 
@@ -97,8 +99,11 @@ class Loaded(LightningDataModule):
         split_seed: int = 0,
     ) -> None:
         super().__init__()
-        self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
-        self.val_fraction, self.split_seed = val_fraction, split_seed
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.num_workers = num_workers
+        self.val_fraction = val_fraction
+        self.split_seed = split_seed
 
     def dataset(self, part: str) -> Dataset[Any]:
         """The samples of a part."""
@@ -174,11 +179,16 @@ class ImageData(Loaded):
         **loading: Any,
     ) -> None:
         super().__init__(**loading)
-        self.root, self.download = root, download
-        self.image_size, self.channels, self.num_classes = image_size, channels, num_classes
-        self.mean, self.std = mean, std
+        self.root = root
+        self.download = download
+        self.image_size = image_size
+        self.channels = channels
+        self.num_classes = num_classes
+        self.mean = mean
+        self.std = std
         self.augment = [*augment, *([] if rand_augment is None else [v2.RandAugment(magnitude=rand_augment)])]
-        self.mixup, self.cutmix = mixup, cutmix
+        self.mixup = mixup
+        self.cutmix = cutmix
         self.splits: Splits | None = None
 
     def read(self) -> Splits:
@@ -209,7 +219,8 @@ class ImageData(Loaded):
 
     def hold_out(self, samples: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
         """Split off a share of the samples, in the same mix of classes: what stays, what is held out."""
-        places, labels = range(len(samples.labels)), samples.labels.tolist()
+        places = range(len(samples.labels))
+        labels = samples.labels.tolist()
         try:
             kept, held = train_test_split(places, test_size=fraction, stratify=labels, random_state=self.split_seed)
         except ValueError as error:

@@ -137,7 +137,8 @@ class Synthetic(ImageData):
 
     def __init__(self, *, samples: int = 1024, noise: float = 0.5, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.samples, self.noise = samples, noise
+        self.samples = samples
+        self.noise = noise
         self.num_classes = self.num_classes or 10
 
     def read(self) -> Splits:
@@ -173,7 +174,8 @@ class Definitions(Loaded):
         self, *, max_length: int = 512, val_fraction: float = 0.05, test_fraction: float = 0.05, **loading: Any
     ) -> None:
         super().__init__(val_fraction=val_fraction, **loading)
-        self.max_length, self.test_fraction = max_length, test_fraction
+        self.max_length = max_length
+        self.test_fraction = test_fraction
         self.splits: dict[str, Sequence[str]] = {}
 
     def setup(self, stage: str) -> None:
@@ -200,7 +202,8 @@ class TextDataset(Dataset[Text]):
     """Texts as bytes: the tokens, and the token after each as its label."""
 
     def __init__(self, texts: Sequence[str], max_length: int) -> None:
-        self.texts, self.max_length = texts, max_length
+        self.texts = texts
+        self.max_length = max_length
 
     def __len__(self) -> int:
         return len(self.texts)

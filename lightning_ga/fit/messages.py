@@ -63,7 +63,8 @@ class OomReporter:
 
     def report_pending(self, verdict: Exactness | None) -> None:
         """Report the errors of training that were not reported yet."""
-        pending, self.pending = self.pending, []
+        pending = self.pending
+        self.pending = []
         for event in pending:
             self.report(event, after_error(verdict))
 

@@ -201,7 +201,8 @@ def control_group_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            mount = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             mount = root / "sys/fs/cgroup/memory"

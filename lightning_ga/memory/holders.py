@@ -69,9 +69,11 @@ def _last_phases(trace: MemoryTrace, origins: StepOrigins) -> list[str]:
 
     If a step did not run to its end, storages from before the backward pass are treated as used in it.
     """
-    phase, last = "forward", ["" if origins.complete else "backward"] * len(trace.sizes)
+    phase = "forward"
+    last = ["" if origins.complete else "backward"] * len(trace.sizes)
     for event in trace.events:
-        phase = origins.made[event].phase if event in origins.made else phase
+        if event in origins.made:
+            phase = origins.made[event].phase
         if event < 0:
             last[~event] = phase
     return last
@@ -99,7 +101,8 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         super().__init__(**arguments)
         # A meter lives until the garbage collector comes, because storages call it as they die; the training need not.
         self._owned_tensors = WeakMethod(owned)
-        self._allocator, self._blocks_before = allocator, 0
+        self._allocator = allocator
+        self._blocks_before = 0
         self._origins: dict[int, Origin] = {}
         self._sums: list[tuple[int, int]] = []
         self._addresses: dict[int, tuple[int, int]] = {}  # by storage, with how many blocks were handed out
@@ -110,7 +113,9 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def start(self, *, record: bool = False, budget: int | None = None) -> None:
         """Begin a step: the peak starts at what is alive, and what is alive is known by its owners."""
         super().start(record=record, budget=budget)
-        self._origins, self._sums, self._addresses = {}, [], {}
+        self._origins = {}
+        self._sums = []
+        self._addresses = {}
         self._was_backward = False
         self._kinds = self._owned() if record else {}
         self._blocks_before = self._allocator.handed_out() if record and self._allocator is not None else 0

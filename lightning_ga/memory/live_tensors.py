@@ -149,8 +149,10 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def start(self, *, record: bool = False, budget: int | None = None) -> None:
         """Begin a step: the peak starts at the live bytes. ``record`` keeps its events; a budget applies at once."""
-        self.budget = self.budget if budget is None else budget
-        self.peak_bytes, self.wanted_bytes = self.live_bytes, 0
+        if budget is not None:
+            self.budget = budget
+        self.peak_bytes = self.live_bytes
+        self.wanted_bytes = 0
         self._step += 1
         self._recording = Recording(self.live_bytes) if record else None
 
@@ -161,7 +163,8 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self, samples: int) -> MemoryTrace:
         """Return the recording since ``start(record=True)`` as a step of ``samples`` samples, and end it."""
-        found, self._recording = self._recording, None
+        found = self._recording
+        self._recording = None
         if found is None:
             raise RuntimeError("trace() needs start(record=True) before the step.")
         marks = tuple(mark + 1 + len(found.initial) for mark in found.marks)
@@ -222,7 +225,10 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
         held = HeldStorage(storage, self._on_death)
-        held.key, held.size, held.counts, held.step = storage._cdata, storage.nbytes(), counts, self._step
+        held.key = storage._cdata
+        held.size = storage.nbytes()
+        held.counts = counts
+        held.step = self._step
         self._held[held.key] = held
         if counts:
             self.live_bytes += rounded_up(held.size, self.rounding)

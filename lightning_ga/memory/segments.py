@@ -19,10 +19,12 @@ from typing import NamedTuple
 
 from lightning_ga.memory.trace import MemoryTrace, Segment, rounded_up
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
+MIB = 2**20
 ROUNDING = 512  # bytes that every block is rounded up to
 SMALL = MIB  # blocks up to here come from segments of their own
-SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
 LARGE = 10 * MIB  # blocks from here on have a segment each
 SEGMENT_ROUNDING = 2 * MIB
 _ENDLESS = 1 << 90  # addresses of a segment that grows: sizes that are only predicted may be any
@@ -110,7 +112,8 @@ class Segments:
     def adopt(self, segment: Segment, held: Iterable[bool]) -> list[Block]:
         """Add an existing segment, some of whose blocks are allocated."""
         blocks: list[Block] = []
-        address, age = segment.address, next(self._ages)
+        address = segment.address
+        age = next(self._ages)
         for (size, _), is_held in zip(segment.blocks, held):
             block = Block(address, size, segment.small, age, before=blocks[-1] if blocks else None)
             blocks.append(block)
@@ -176,7 +179,8 @@ class Segments:
                 self._untrack(neighbour)
                 block.size += neighbour.size
                 if neighbour is block.before:
-                    block.address, block.before = neighbour.address, neighbour.before
+                    block.address = neighbour.address
+                    block.before = neighbour.before
                 else:
                     block.after = neighbour.after
         block.link()
@@ -209,7 +213,8 @@ class ExpandableSegments(Segments):
         before = self._end_before(segment)
         blocks = super().adopt(segment, held)
         if before is not None and blocks:
-            before.after, blocks[0].before = blocks[0], before
+            before.after = blocks[0]
+            blocks[0].before = before
         end = segment.address + sum(block.size for block in blocks)
         last = blocks[-1] if blocks else None
         self._leave_unmapped(Block(end, _ENDLESS - end, segment.small, 0, before=last))
@@ -254,9 +259,11 @@ class ExpandableSegments(Segments):
         size = min(block.size, rounded_up(size, SMALL_SEGMENT if block.small else LARGE_SEGMENT))
         self._unmapped[block.small].remove(block)
         if size < block.size:
-            address, rest = block.address + size, block.size - size
+            address = block.address + size
+            rest = block.size - size
             self._leave_unmapped(Block(address, rest, block.small, 0, before=block, after=block.after))
-        block.size, block.mapped = size, True
+        block.size = size
+        block.mapped = True
         self._count(reserved=size)
         return self._join(block)
 
@@ -271,7 +278,8 @@ def _with_room(part: Block, size: int) -> Block | None:
     room = 0
     block: Block | None = first
     while room < size and block is not None and (block.free or not block.mapped):
-        room, block = room + block.size, block.after
+        room = room + block.size
+        block = block.after
     return first if room >= size else None
 
 

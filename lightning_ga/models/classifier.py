@@ -15,7 +15,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from lightning_ga.models.reference import ReferenceModule
 
 Batch = tuple[Tensor, Tensor]
-LEVELS, PATCH, STRIDE = 4, 3, 2  # grey levels; pixels of a hashed patch, and from one patch to the next
+LEVELS = 4  # of grey
+PATCH = 3  # pixels of a hashed patch along each side
+STRIDE = 2  # pixels from one patch to the next
 SPREAD = 2_654_435_761, 40_503  # odd numbers without a factor in common with usual sizes of tables
 
 
@@ -34,7 +36,8 @@ class Classifier(ReferenceModule):
 
     def __init__(self, net: nn.Module, num_classes: int, *, label_smoothing: float = 0.0, **training: Any) -> None:
         super().__init__(("loss", "acc"), **training)
-        self.net, self.label_smoothing = net, label_smoothing
+        self.net = net
+        self.label_smoothing = label_smoothing
         ranks = {"acc": 1, "top5": min(5, num_classes)}
         accuracies = MetricCollection(
             {name: MulticlassAccuracy(num_classes, k, average="micro") for name, k in ranks.items()},
@@ -184,7 +187,8 @@ def _replacement(layer: _BatchNorm, groups: int) -> nn.Module:
     number = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(groups, channels)
     norm = nn.GroupNorm(number, channels, eps=layer.eps, affine=layer.affine)
     if layer.affine:
-        norm.weight, norm.bias = layer.weight, layer.bias  # frozen ones stay so
+        norm.weight = layer.weight  # a frozen one stays so
+        norm.bias = layer.bias
     norm.train(layer.training)
     fused = (getattr(layer, name, None) for name in ("drop", "act"))  # of timm's BatchNormAct2d
     kept = [part for part in fused if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)]

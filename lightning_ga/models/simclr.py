@@ -39,9 +39,11 @@ class SimCLR(ReferenceModule):
     ) -> None:
         super().__init__(("loss", "acc"), **training)
         encoder: Any = build_timm(name, image_size=image_size, num_classes=0, in_chans=in_channels)
-        self.encoder, outputs = to_group_norm(encoder), int(encoder.num_features)
+        self.encoder = to_group_norm(encoder)
+        outputs = int(encoder.num_features)
         self.head = nn.Sequential(nn.Linear(outputs, outputs), nn.ReLU(), nn.Linear(outputs, width))
-        self.temperature, self.move = temperature, move
+        self.temperature = temperature
+        self.move = move
         self.save_hyperparameters("name", "in_channels", "image_size", "width", "temperature", "move")
 
     def forward(self, images: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ class TimmClassifier(Classifier):
         options = dict(options or {})
         arguments = {"num_classes": num_classes, "in_chans": in_channels, **options}
         net = build_timm(name, image_size=image_size, pretrained=pretrained, **arguments)
-        net = to_group_norm(net) if group_norm else net
+        if group_norm:
+            net = to_group_norm(net)
         super().__init__(net, num_classes, **training)
         # What makes a network for its weights with timm alone; GroupNorm's names are others.
         plain = {"model_name": name, **timm_arguments(name, image_size, arguments)}

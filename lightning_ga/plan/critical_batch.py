@@ -37,7 +37,9 @@ def noise_scale(moments: Sequence[tuple[float, float]]) -> NoiseScale | None:
     if len(moments) < 2:
         return None
     spreads, squares = zip(*moments)
-    spread, square, number = fmean(spreads), fmean(squares), len(moments)
+    spread = fmean(spreads)
+    square = fmean(squares)
+    number = len(moments)
     if square <= 2 * sqrt(variance(squares) / number) or spread <= 0:
         return None
     value = spread / square
@@ -94,7 +96,8 @@ class CriticalBatch:
 
     def sentence(self) -> str:
         """Say what the largest batch is, and what accumulating more costs."""
-        best, beyond = self.lowest, self._beyond
+        best = self.lowest
+        beyond = self._beyond
         text = f"{self.largest} is the largest of these batches within {100 * self.tolerance:.3g} % of the lowest loss"
         if beyond is not None:
             error = sqrt(beyond.error**2 + best.error**2)

@@ -76,7 +76,8 @@ class SizedEpoch(EpochPlan):
 @lru_cache(maxsize=8)  # windows: the sizes and the places of each are asked for
 def _ranks(plan: SizedEpoch, window: int) -> tuple[RankChunks, ...]:
     start, samples = plan.windows.span(window)
-    sizes, factor = plan.sizes[start : start + samples], plan.factor_of(window)
+    sizes = plan.sizes[start : start + samples]
+    factor = plan.factor_of(window)
     return cut_by_size(sizes, plan.limits, factor=factor, world_size=plan.world_size)
 
 
@@ -107,7 +108,8 @@ def cut_by_size(
 
 def _greedy(descending: Sequence[int], budget: int, most: int) -> list[int]:
     """Return the starts of micro-batches that are as large as the limits allow."""
-    starts, start = [], 0
+    starts = []
+    start = 0
     while start < len(descending):
         starts.append(start)
         start += _fitting(descending[start], budget, most)
@@ -124,15 +126,18 @@ def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[t
 
     It begins with the smallest budget that suffices; then each edge moves so that the spans beside it cost least.
     """
-    budget, most = limits.budget, limits.samples
+    budget = limits.budget
+    most = limits.samples
     enough = bisect_left(range(budget), True, key=lambda each: len(_greedy(descending, each, most)) <= number)
     edges = [*_greedy(descending, enough, most), len(descending)]
     while len(edges) <= min(number, len(descending)):  # halve the costliest of several samples
         start, end = max(pairwise(edges), key=lambda span: (span[1] - span[0] > 1) * (1 + _cost(descending, span)))
         edges.insert(edges.index(end), (start + end) // 2)
     for place in range(1, len(edges) - 1):
-        start, end = edges[place - 1], edges[place + 1]
-        size, reach = descending[start], start + _fitting(descending[start], budget, most)
+        start = edges[place - 1]
+        end = edges[place + 1]
+        size = descending[start]
+        reach = start + _fitting(descending[start], budget, most)
         rights = ((at, (end - at) * descending[at]) for at in range(start + 1, min(reach + 1, end)))
         fitting = ((at, cost) for at, cost in rights if at + 1 == end or (cost <= budget and end - at <= most))
         edges[place] = min(fitting, key=lambda each: (each[0] - start) * size + each[1])[0]
@@ -153,7 +158,8 @@ class SizedPlan(AccumulationPlan):
     padding_as_drawn: float = 0.0  # the same if windows were cut in the order of the samples
 
     def __str__(self) -> str:
-        few, many = self.fewest_samples, self.micro_batch_size
+        few = self.fewest_samples
+        many = self.micro_batch_size
         samples = f"{few} to {counted(many, 'sample')}" if few < many else counted(many, "sample")
         ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
         passes = counted(self.factor, "micro-batch", "es")
@@ -168,7 +174,8 @@ def plan_by_size(
 ) -> tuple[SizedPlan, SizedEpoch]:
     """Cut an epoch by ``sizes`` that was planned without, for as many samples at once as the longest allow."""
     windows = range(epoch.done, epoch.count)
-    some, of_pass = windows[:: len(windows) // _WINDOWS_COMPARED + 1], limits.budget // SHARE_OF_PASS
+    some = windows[:: len(windows) // _WINDOWS_COMPARED + 1]
+    of_pass = limits.budget // SHARE_OF_PASS
     sized = SizedEpoch(epoch.windows, epoch.micro_batch, epoch.world_size, sizes, limits)
 
     def cost(cut: SizedEpoch) -> int:
@@ -177,7 +184,8 @@ def plan_by_size(
     most = max(_MAX_PASSES, epoch.factor // 3)  # a third of those in the order of the samples
     while sized.factor < most and cost(finer := replace(sized, more=sized.more + 1)) < cost(sized):
         sized = finer
-    (counts, padded), (_, drawn) = _padded(sized, sizes, windows), _padded(epoch, sizes, windows)
+    counts, padded = _padded(sized, sizes, windows)
+    _, drawn = _padded(epoch, sizes, windows)
     spans = [epoch.windows.span(index) for index in windows]
     held = sum(sum(sizes[start : start + samples]) for start, samples in spans)
     paddings = [1 - held / (sum(each) or 1) if held else 0.0 for each in (padded, drawn)]
@@ -198,7 +206,8 @@ def plan_by_size(
 
 def _padded(plan: EpochPlan, sizes: Sequence[int], windows: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the samples of each micro-batch of some windows on all ranks, and these × their longest."""
-    counts, padded = [], []
+    counts = []
+    padded = []
     for window in (plan.window(index, rank) for index in windows for rank in range(plan.world_size)):
         for position, count in enumerate(window.sizes):
             if count:

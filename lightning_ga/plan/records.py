@@ -7,11 +7,18 @@ from typing import Any, Literal, get_args
 from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.units import counted, format_bytes
 
-PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer state", "batch"
-LOGITS, RETRIES, BEFORE = "logits and their loss", "copies kept for a retry", "alive before the step"
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+BATCH = "batch"
+LOGITS = "logits and their loss"
+RETRIES = "copies kept for a retry"
+BEFORE = "alive before the step"
 UPDATE = "the optimizer's temporaries"
 UNNAMED = "held by no tensor (workspaces of kernels, rounding)"
-KEPT, ACTIVATIONS, TEMPORARIES = "kept after the step", "activations", "temporaries"
+KEPT = "kept after the step"
+ACTIVATIONS = "activations"
+TEMPORARIES = "temporaries"
 _SHARD = "a lower precision (bf16-true), or a strategy that shards the model"
 REMEDIES = {
     PARAMETERS: _SHARD,
@@ -58,7 +65,8 @@ class Attribution:
         parts = [(kind, size) for kind, size in self.parts if size >= SMALL * self.peak_bytes]
         if rest := sum(size for _, size in self.parts) - sum(size for _, size in parts):
             parts.append(("others", rest))
-        is_update, peak = self.phase == "update", format_bytes(self.peak_bytes)
+        is_update = self.phase == "update"
+        peak = format_bytes(self.peak_bytes)
         where = "in the optimizer's step" if is_update else f"in the {self.phase} pass, in {self.operation}"
         held = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in parts)
         return (
@@ -198,7 +206,8 @@ def probe_or_none(record: Any) -> ProbeResult | None:
 def read_probe(record: Mapping[str, Any]) -> ProbeResult:
     """Return the record that ``asdict`` was called on, also after it went through JSON; raise if it is no record."""
     record = {"holders": None, "sizes": None, **record}  # earlier versions had none
-    holders, sizes = record["holders"], record["sizes"]
+    holders = record["holders"]
+    sizes = record["sizes"]
     if holders is not None:
         holders = Attribution(**{**holders, "parts": tuple(map(tuple, holders["parts"]))})
         if any(kind not in REMEDIES for kind, _ in holders.parts):

@@ -136,7 +136,8 @@ def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> Piecewise
     start, end, steps = _ramp("geometric", start=start, end=end, steps=steps)
     if require_count("factor", factor) == 1:
         raise UserError("geometric(factor=1) never changes: use a factor of 2 or more.")
-    counts, bound = [start], max(start, end)
+    counts = [start]
+    bound = max(start, end)
     while counts[-1] != end:
         power = factor ** len(counts)
         counts.append(min(start * power, bound) if end > start else max(start // power, end))

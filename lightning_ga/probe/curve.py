@@ -53,7 +53,8 @@ class Curve:
 
     def needs(self, samples: int) -> int:
         """Return the bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
-        (real, foreseen), needed = self.grown, self.foreseen(samples)
+        real, foreseen = self.grown
+        needed = self.foreseen(samples)
         if real < foreseen:  # the same number of bytes less, as no more is sure
             return max(self(samples) - self.less, needed - foreseen + real)
         return self.start + (needed - self.start) * real // foreseen
@@ -127,7 +128,8 @@ def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None 
 
 
 def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
-    samples, pairs = (small.samples, large.samples), list(zip(small.traces, large.traces))
+    samples = (small.samples, large.samples)
+    pairs = list(zip(small.traces, large.traces))
     blocks = paired(small.traces, large.traces)  # an allocator's records: nothing is unseen
     if blocks is not None and (replay := extrapolate(*blocks, rounding=rounding)) is not None:
         return Curve(replay, samples, ((0, 0),), rounding, rules)
@@ -139,7 +141,8 @@ def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | No
             return replace(seen, lines=((start, end),))
     for first, second in pairs:
         if len(first.marks) == len(second.marks) > 0:
-            start, end = small.trial.peak_bytes - first.peak(rounding), large.trial.peak_bytes - second.peak(rounding)
+            start = small.trial.peak_bytes - first.peak(rounding)
+            end = large.trial.peak_bytes - second.peak(rounding)
             phases = zip(first.phase_peaks(rounding), second.phase_peaks(rounding))
             return Curve(None, samples, tuple((low + start, high + end) for low, high in phases), rounding)
     return None
@@ -209,7 +212,8 @@ class TraceSizes:
     """The sizes to trace, in rising order, which change with what the first traces show."""
 
     def __init__(self, task: Task, sizes: tuple[int, ...]) -> None:
-        self.sizes, self._task = sizes, task
+        self.sizes = sizes
+        self._task = task
 
     def next(self, limit: int, ceiling: int) -> int | None:
         """Return the first size between the bounds, if one is left."""
@@ -223,11 +227,13 @@ class TraceSizes:
 
     def adjust_last(self, step: Step) -> None:
         """Lower the next size to what a quarter of the remaining memory allows, if all grows as the square."""
-        task, limit = self._task, step.samples
+        task = self._task
+        limit = step.samples
         if task.rounding == 1 or not step.traces:
             return
         kept = step.traces[0].kept_bytes(task.rounding)
-        room, growing = max(0, task.budget - kept), max(1, step.trial.peak_bytes - kept)
+        room = max(0, task.budget - kept)
+        growing = max(1, step.trial.peak_bytes - kept)
         size = min(self.sizes[-1], isqrt(limit**2 * room // growing))  # if all grows as the square
         self.sizes = (*self.sizes[:-1], max(limit + 1, size))
 
@@ -236,7 +242,8 @@ class TraceSizes:
 
         Two traces cannot show for sure that a curve is quadratic.
         """
-        limit, is_exact = step.samples, self._task.rounding == 1
+        limit = step.samples
+        is_exact = self._task.rounding == 1
         far = not is_exact and guess > FAR * limit
         is_square = curve.replay is not None and curve.replay.is_quadratic
         if guess > 2 * limit and (far or is_square):

@@ -97,7 +97,8 @@ class StepMeter:
         self, training: ProbedTraining, samples: int, mode: AbstractContextManager[Any]
     ) -> tuple[Exception | None, float]:
         """Run a step without the cycle collector, so that every run releases memory at the same places."""
-        started, collecting = time.perf_counter(), gc.isenabled()
+        started = time.perf_counter()
+        collecting = gc.isenabled()
         gc.disable()
         failure = None
         try:
@@ -141,7 +142,8 @@ class PeakHolders:
         """Predict a step from two smaller ones; ``None`` if their streams do not align."""
         ran = sorted(size for size, (_, origins) in self._steps.items() if origins.complete)
         for small, large in pairwise(ran):
-            (first, _), (second, origins) = self._steps[small], self._steps[large]
+            first, _ = self._steps[small]
+            second, origins = self._steps[large]
             predictor = extrapolate(first, second, rounding=self._rounding)
             if predictor is not None:
                 sizes = tuple(predictor.sizes(samples))

@@ -44,8 +44,11 @@ class PeakPredictor:
 
         With ``at_least``, temporaries have ended growing.
         """
-        low, high = self.first.samples, self.second.samples
-        before, after, apart = samples - low, high - samples, high - low
+        low = self.first.samples
+        high = self.second.samples
+        before = samples - low
+        after = high - samples
+        apart = high - low
         sizes = []
         for number, (small, large) in enumerate(zip(self.first.sizes, self.second.sizes)):
             if at_least and number in self.temporaries:
@@ -113,11 +116,14 @@ def paired(
     """
     if len(small) != 2 or len(large) != 2:
         return None
-    fewer, more = _places(*small), _places(*large)
+    fewer = _places(*small)
+    more = _places(*large)
     if not fewer or not more or _stream(small[1]) != _stream(large[1]):
         return None
-    blocks, share = large[0], small[0].samples / large[0].samples
-    sizes, before = list(blocks.sizes), _by_place(fewer)
+    blocks = large[0]
+    share = small[0].samples / large[0].samples
+    sizes = list(blocks.sizes)
+    before = _by_place(fewer)
     for place, numbers in _by_place(more).items():
         known = [small[0].sizes[number] for number in before.get(place, ())]
         then = known if place > 0 else _temporaries(known, [blocks.sizes[number] for number in numbers], share)
@@ -204,7 +210,8 @@ def _places(blocks: MemoryTrace, tensors: MemoryTrace) -> list[int] | None:
     A tensor is in the last block that was handed out at its address before the tensor was made. Blocks from before the
     step are constant, and have no place.
     """
-    made, places = _made(blocks), [0] * len(blocks.sizes)
+    made = _made(blocks)
+    places = [0] * len(blocks.sizes)
     last: dict[int, int] = {}  # by address
     seen = found = 0
     for place, tensor in enumerate(_made(tensors), 1):

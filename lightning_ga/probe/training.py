@@ -93,7 +93,8 @@ class ProbedTraining:
         bound = 1
         while self.agree(value >= bound):
             bound *= 2
-        low, high = bound // 2, bound - 1
+        low = bound // 2
+        high = bound - 1
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.agree(value >= middle) else (low, middle - 1)

@@ -41,7 +41,8 @@ def time_windows(
         factor *= 2
     for _ in range(_REFINEMENTS):
         within = [f for f, timing in timings.items() if timing.seconds <= SLOWER * _best(timings.values())]
-        low, high = max(within), min((f for f in timings if f > max(within)), default=max(within))
+        low = max(within)
+        high = min((f for f in timings if f > max(within)), default=max(within))
         if high - low < 2:
             break
         time((low + high) // 2)
@@ -75,7 +76,8 @@ def limits_by_size(
     """
     most = min(high, -(-limit * longest // shorter))
     fits, steps = (most, 0) if most <= limit else confirm([int(share * most) for share in _SHARES])
-    fits, offset = max(limit, fits), 0
+    fits = max(limit, fits)
+    offset = 0
     if limit < fits < most:
         offset = max(0, -(-(limit * longest - fits * shorter) // (fits - limit)))
     return SizeLimits(limit * (longest + offset), fits, offset), steps

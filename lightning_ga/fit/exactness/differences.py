@@ -64,7 +64,8 @@ def compare(whole: Gradient, first: Gradient, second: Gradient, *, weight: float
         return Differences(found, math.inf, weight, found)
     along = apart = 0.0
     for w, a, b in _alike(whole, first, second):
-        along, apart = along + float(((w - b) * (a - b)).sum()), apart + _square(a - b)
+        along = along + float(((w - b) * (a - b)).sum())
+        apart = apart + _square(a - b)
     best = along / apart if apart else weight
     return Differences(found, error(1, 1), best, error(best, 1 - best))
 

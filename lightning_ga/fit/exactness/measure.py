@@ -56,7 +56,8 @@ class Moments:
     """The moments of training at which its exactness is measured again: after 1, 2, 4, 8, … optimizer steps."""
 
     def __init__(self) -> None:
-        self._next, self._made = 1, 0
+        self._next = 1
+        self._made = 0
 
     def due(self, steps: int, passes: int) -> bool:
         """Return whether a measurement is due after so many steps and passes; a due measurement is counted.
@@ -109,7 +110,8 @@ def measure_at_start(
     refuse_lazy(trainer.lightning_module.parameters())
     if ranks.is_sharded(trainer):
         return _unmeasured(trainer, _SHARDED)
-    plain, most = _is_small(trainer), min(limit, batches.most)
+    plain = _is_small(trainer)
+    most = min(limit, batches.most)
     size = min(SAMPLES, batches.most if plain else most)
     verdict = _unmeasured(trainer, "a micro-batch of one sample has no parts")
     while size >= 2:
@@ -188,7 +190,10 @@ class _Judgement:
     def __init__(
         self, passes: Passes, batch: CutBatch, remake: Callable[[], CutBatch], normalize: Any, tolerance: float
     ) -> None:
-        self._passes, self._batch, self._remake, self._tolerance = passes, batch, remake, tolerance
+        self._passes = passes
+        self._batch = batch
+        self._remake = remake
+        self._tolerance = tolerance
         counts = [count_items(normalize, part) for part in batch.parts] if callable(normalize) else batch.sizes
         self._counts = (float(counts[0]), float(counts[1]))
         # Two passes that differ by less are the same.
@@ -196,11 +201,13 @@ class _Judgement:
 
     def verdict(self) -> Exactness:
         """Return the verdict."""
-        passes, layers = self._passes, batch_norm_layers(self._passes.module)
+        passes = self._passes
+        layers = batch_norm_layers(self._passes.module)
         if not (min(self._counts) >= 0 and 0 < sum(self._counts) < math.inf):
             return self._verdict("unmeasured", reason=f"normalize counts {self._counts} in the parts of a batch")
         (whole,) = passes.run(self._batch.whole, watched=True)
-        changed, size = passes.changed, norm(whole)
+        changed = passes.changed
+        size = norm(whole)
         if not 0 < size < math.inf:
             return self._verdict("unmeasured", reason=f"the norm of its gradient is {size}" if size else NO_GRADIENT)
         catches = lambda error: _is_survivable(error) and not is_out_of_memory(error)  # noqa: E731
@@ -239,7 +246,8 @@ class _Judgement:
     def _named(self, whole: Gradient, found: Differences, layers: tuple[str, ...]) -> Exactness:
         """Name the cause of a difference that is not due to state."""
         (other,) = self._passes.run(self._remake().whole, seed=1)
-        noise, level = distance(whole, other), self._tolerance
+        noise = distance(whole, other)
+        level = self._tolerance
         if noise > self._tolerance:
             level = _NOISE * noise
             if found.error <= level:
@@ -272,7 +280,8 @@ def _judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, to
     def refused(reason: str) -> UserError:
         return UserError(f"whole={chunked.names!r}: {reason}")
 
-    whole, in_two = gradient(None), (samples + 1) // 2
+    whole = gradient(None)
+    in_two = (samples + 1) // 2
     if missing := [name for name, chunks in chunked.forwards.items() if not chunks.is_called]:
         raise refused(f"training_step does not call {missing[0]} itself: name submodules that are called.")
     if not 0 < norm(whole) < math.inf:

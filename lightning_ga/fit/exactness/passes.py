@@ -57,7 +57,9 @@ class Passes:
     """
 
     def __init__(self, trainer: Any, restore: Callable[[], None], *, in_step: bool) -> None:
-        self.trainer, self._restore, self._in_step = trainer, restore, in_step
+        self.trainer = trainer
+        self._restore = restore
+        self._in_step = in_step
         self.module: Module = trainer.lightning_module
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.is_on_host = trainer.strategy.root_device.type == "cpu"
@@ -79,10 +81,12 @@ class Passes:
         ``watched``, ``changed`` names all that has changed.
         """
         self.begin(seed)
-        before, gradients = self._state() if watched else {}, list[Gradient]()
+        before = self._state() if watched else {}
+        gradients = list[Gradient]()
         for number, batch in enumerate(batches):
             reseed(seed, generators_of(self.module))
-            begins, ends = not self._in_step or number == 0, not self._in_step or number == len(batches) - 1
+            begins = not self._in_step or number == 0
+            ends = not self._in_step or number == len(batches) - 1
             Module.zero_grad(self.module)
             run_pass(self.trainer, copied_if_possible(batch), PassPlace(begins=begins, ends=ends))
             self.count += 1
@@ -171,7 +175,8 @@ def fixed_statistics() -> AbstractContextManager[None]:
 
     def fixed(values: Tensor, mean: Tensor | None, variance: Tensor | None, *rest: Any, **settings: Any) -> Tensor:
         if mean is not None:
-            rest, settings = rest[:2], {**settings, "training": False}
+            rest = rest[:2]
+            settings = {**settings, "training": False}
         return normalize(values, mean, variance, *rest, **settings)
 
     return replaced(functional, batch_norm=fixed)
@@ -190,7 +195,8 @@ def rounding(trainer: Any, *, plain: bool = True) -> float:
 @contextmanager
 def _full_precision(trainer: Any, *, plain: bool) -> Iterator[None]:
     """Return a context without TF32; with ``plain``, also without autocast, which would hide differences."""
-    plugin, precision = trainer.precision_plugin, torch.get_float32_matmul_precision()
+    plugin = trainer.precision_plugin
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     casts = plain and hasattr(plugin, "autocast_context_manager")
     try:
@@ -231,5 +237,6 @@ def _without_dropout() -> Iterator[None]:
 
 def _attend(attention: Any, *given: Any, **named: Any) -> Any:
     """Call the attention of torch so that it drops nothing: the rate comes after query, key, value and mask."""
-    named = {**named, "dropout_p": 0.0} if "dropout_p" in named else named
+    if "dropout_p" in named:
+        named = {**named, "dropout_p": 0.0}
     return attention(*given[:4], *([0.0] if len(given) > 4 else []), *given[5:], **named)
