@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from lightning_ga.memory.trace import MemoryTrace, canonical, replay
+from lightning_ga.plan.accumulation import ceil_div
 
 _SATURATED = 1.1  # times proportional: a temporary that was larger before depends on the device, and grows no more
 _MIN_FOUND = 0.95  # share of the tensors that must be found among the blocks
@@ -58,7 +59,7 @@ class PeakPredictor:
             elif not self._is_square(small, large):
                 size = small - (small - large) * before // apart
             else:  # size / samples is a line through both points
-                size = -(-samples * (small * high * after + large * low * before) // (low * high * apart))
+                size = ceil_div(samples * (small * high * after + large * low * before), low * high * apart)
             sizes.append(max(size, 0))
         return sizes
 
@@ -95,8 +96,9 @@ def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: 
         middle = (low + high + 1) // 2
         if len(known) > 1 and len(known) % 3:
             (one, less), (other, more) = known[-2:]
-            along = one + (budget - less) * (other - one) // (more - less) if more != less else middle
-            middle = min(max(along, low + 1), high)
+            if more != less:
+                middle = one + (budget - less) * (other - one) // (more - less)
+            middle = min(max(middle, low + 1), high)
         peak = predict(middle)
         known.append((middle, peak))
         if peak <= budget:
@@ -126,8 +128,9 @@ def paired(
     before = _by_place(fewer)
     for place, numbers in _by_place(more).items():
         known = [small[0].sizes[number] for number in before.get(place, ())]
-        then = known if place > 0 else _temporaries(known, [blocks.sizes[number] for number in numbers], share)
-        for number, size in zip(numbers, then):
+        if place < 0:
+            known = _temporaries(known, [blocks.sizes[number] for number in numbers], share)
+        for number, size in zip(numbers, known):
             sizes[number] = size
     held = {tensor: number for number, tensor in enumerate(more)}
     rank = {number: place for place, number in enumerate(_made(large[1]), 1)}
@@ -169,8 +172,12 @@ def _made(trace: MemoryTrace) -> list[int]:
 def _stream(trace: MemoryTrace) -> tuple[int, ...]:
     """Return the allocations and releases of the tensors that the step makes, in order."""
     rank = {number: place for place, number in enumerate(_made(trace), 1)}
-    stream = (rank.get(event if event >= 0 else ~event, 0) * (1 if event >= 0 else -1) for event in trace.events)
-    return canonical(event if event >= 0 else ~-event for event in stream if event)
+    stream = []
+    for event in trace.events:
+        number = max(event, ~event)
+        if number in rank:
+            stream.append(rank[number] if event >= 0 else ~rank[number])
+    return canonical(stream)
 
 
 def _temporaries(known: list[int], now: list[int], share: float) -> list[int]:
@@ -193,7 +200,10 @@ def _temporaries(known: list[int], now: list[int], share: float) -> list[int]:
         for index in sorted(range(len(now)), key=lambda index: -now[index]):
             if now[index] not in known:
                 then[index] = max(ceil(share * now[index]), next(others, 0))
-    return [size if size <= _SATURATED * share * most else most for size, most in zip(then, now)]
+    for index, size in enumerate(then):
+        if size > _SATURATED * share * now[index]:
+            then[index] = now[index]
+    return then
 
 
 def _by_place(places: list[int]) -> dict[int, list[int]]:

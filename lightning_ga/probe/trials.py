@@ -37,8 +37,9 @@ from lightning_ga.probe.cache import describe_step, remember, remembered
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.meters import StepMeter
 from lightning_ga.probe.prober import Budget, Prober
+from lightning_ga.probe.throughput import fastest, time_windows
 from lightning_ga.probe.training import ProbedTraining
-from lightning_ga.probe.within_limit import fastest, limits_by_size, time_windows
+from lightning_ga.probe.unequal import limits_by_size
 from lightning_ga.snapshot.copies import sparse_parameters
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
