@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.nn import Module
+import torch
 
 from lightning_ga.audited_script import audit_script
 from lightning_ga.errors import UserError, printable
@@ -24,9 +23,9 @@ __all__ = ["Audit", "AuditStep", "audit"]
 def audit(
     train: Callable[[], object],
     *,
-    model: Module,
+    model: torch.nn.Module,
     micro_batches: Iterable[Any],
-    loss: Callable[[Any, Any], Tensor],
+    loss: Callable[[Any, Any], torch.Tensor],
     factor: int | None = None,
     sizes: Callable[[Any], float] | None = None,
 ) -> Audit:
