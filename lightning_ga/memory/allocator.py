@@ -48,8 +48,8 @@ class AllocatorMeter:
             settings: dict[str, Any] = torch.cuda.memory._snapshot(self.device)["allocator_settings"]
             is_bounded = memory_fraction(self.device) < 1
         else:
-            text = ",".join(os.environ.get(f"PYTORCH_{prefix}ALLOC_CONF", "") for prefix in ("", "XPU_"))
-            settings = {"PYTORCH_CUDA_ALLOC_CONF": text}
+            of_all = os.environ.get("PYTORCH_ALLOC_CONF", "")
+            settings = {"PYTORCH_CUDA_ALLOC_CONF": f"{of_all},{os.environ.get('PYTORCH_XPU_ALLOC_CONF', '')}"}
             is_bounded = False
         text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
         if any(name in text for name in _OTHER_SETTINGS):
@@ -63,7 +63,9 @@ class AllocatorMeter:
 
     def handed_out(self) -> int:
         """Return how many blocks were ever handed out, if a history tells which."""
-        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device) if self._has_history else {}
+        if not self._has_history:
+            return 0
+        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device)
         return int(stats["allocation"]["all"]["allocated"]) if stats else 0
 
     # ``residents`` here and below: places of the tensors that are alive before a step, by address.
@@ -177,15 +179,18 @@ def events_as_trace(
                 sizes[0] -= rounded_up(size, ROUNDING)
                 initial[address] = number
             stream.append(~number)
-    places = {number: residents.get(address, 0) for address, number in initial.items()}
-    grown = (Segment(small, address, ()) for small, address in begin.items())
+    places = [0] * len(sizes)
+    for address, number in initial.items():
+        places[number] = residents.get(address, 0)
+    layout = [Segment(small, address, ()) for small, address in begin.items()]
+    layout += [_layout(segment, initial) for segment in segments]
     return MemoryTrace(
         samples,
         tuple(sizes),
         canonical([0, *initial.values(), *stream]),
-        layout=(*grown, *(_layout(segment, initial) for segment in segments)),
+        layout=tuple(layout),
         addresses=tuple(addresses),
-        residents=tuple(places.get(number, 0) for number in range(len(sizes))),
+        residents=tuple(places),
     )
 
 

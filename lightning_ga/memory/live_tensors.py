@@ -192,7 +192,9 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _adopt(self, tensors: Iterable[Tensor | None]) -> None:
         for tensor in tensors:
-            for plain in () if tensor is None else plain_tensors(tensor):
+            if tensor is None:
+                continue
+            for plain in plain_tensors(tensor):
                 storage = plain.untyped_storage()
                 held = self._held.get(storage._cdata)
                 if held is None or not held.counts:
@@ -260,7 +262,8 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not held.counts:
             return
         self.live_bytes -= rounded_up(held.size, self.rounding)
-        if (recording := self._recording) is None:
+        recording = self._recording
+        if recording is None:
             return
         if held.step != self._step:  # alive before the step: an allocation at its start
             self._number(recording, held)
@@ -271,14 +274,18 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _taken(args: Any, kwargs: Any) -> set[int]:
     """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
-    values = (*args, *kwargs.values()) if kwargs else args
-    items = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
-    return set(addresses(item for item in items if isinstance(item, Tensor)))
+    found: set[int] = set()
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        found.update(addresses(item for item in items if isinstance(item, Tensor)))
+    return found
 
 
 def addresses(tensors: Iterable[Tensor]) -> Iterator[int]:
     """Yield the addresses of the storages of tensors."""
-    return (plain.untyped_storage()._cdata for tensor in tensors for plain in plain_tensors(tensor))
+    for tensor in tensors:
+        for plain in plain_tensors(tensor):
+            yield plain.untyped_storage()._cdata
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
@@ -287,8 +294,12 @@ def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
         return (tensor,)
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        inner = (getattr(tensor, name) for name in names)  # a DTensor names its mesh of devices too
-        return [plain for part in inner if isinstance(part, Tensor) for plain in plain_tensors(part)]
+        found: list[Tensor] = []
+        for name in names:
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor names its mesh of devices too
+                found += plain_tensors(part)
+        return found
     if tensor.layout is torch.sparse_coo:
         return (tensor._indices(), tensor._values())
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

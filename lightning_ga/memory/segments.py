@@ -237,7 +237,9 @@ class ExpandableSegments(Segments):
 
     def _room_of(self, entry: Entry) -> int:
         block = entry[3]
-        return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
+        if block.after is None or block.after.mapped:
+            return block.size
+        return block.size + block.after.size
 
     def _reserve(self, size: int, small: bool) -> Block:
         """Map the lowest addresses that have room, and join them to a free block before them."""
@@ -245,7 +247,7 @@ class ExpandableSegments(Segments):
             self._count(needed=segment_size(size, small=small))
         if not self._unmapped[small]:
             self._leave_unmapped(Block(_ENDLESS * (1 if small else 2), _ENDLESS, small, 0))
-        block = next(first for part in self._unmapped[small] if (first := _with_room(part, size)) is not None)
+        block = next(filter(None, (_with_room(part, size) for part in self._unmapped[small])))
         if not block.mapped:
             block = self._map(block, size)
         while block.size < size:
@@ -274,11 +276,13 @@ class ExpandableSegments(Segments):
 
 def _with_room(part: Block, size: int) -> Block | None:
     """Return the block from which on ``size`` bytes are free or unmapped: the free one before ``part``, or itself."""
-    first = part.before if part.before is not None and part.before.free else part
+    first = part
+    if part.before is not None and part.before.free:
+        first = part.before
     room = 0
     block: Block | None = first
     while room < size and block is not None and (block.free or not block.mapped):
-        room = room + block.size
+        room += block.size
         block = block.after
     return first if room >= size else None
 
@@ -302,10 +306,12 @@ def replay_segments(sizes: Iterable[int], trace: MemoryTrace, rules: SegmentRule
         # A storage that grows with the samples is elsewhere then, and its place is a hole.
         there = [n == 0 or (n > 0 and held[n] == trace.sizes[n]) for _, n in segment.blocks]
         adopted = segments.adopt(segment, there)
-        blocks |= {n: block for (_, n), kept, block in zip(segment.blocks, there, adopted) if kept and n > 0}
-    segments.reserve(held[0] - (trace.sizes[0] if trace.layout else 0))
+        for (_, number), kept, block in zip(segment.blocks, there, adopted):
+            if kept and number > 0:
+                blocks[number] = block
+    segments.reserve(held[0] - trace.sizes[0] if trace.layout else held[0])
     for event in trace.events:
-        number = event if event >= 0 else ~event
+        number = max(event, ~event)
         if number == 0 or held[number] == 0 or (event > 0 and number in blocks):
             continue
         if event > 0:

@@ -75,8 +75,8 @@ class Attribution:
         if self.phase == "update":
             where = "in the optimizer's step"
         return (
-            f"at the peak of {format_bytes(self.peak_bytes)} with {counted(self.samples, 'sample')}, {where}, the memory "
-            f"is held by: {', '.join(held)}. What usually makes the largest part smaller: {self.remedy}."
+            f"at the peak of {format_bytes(self.peak_bytes)} with {counted(self.samples, 'sample')}, {where}, the "
+            f"memory is held by: {', '.join(held)}. What usually makes the largest part smaller: {self.remedy}."
         )
 
 
