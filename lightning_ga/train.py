@@ -83,7 +83,8 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         parsing.stop()
         own = HydraConfig.get()
         is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        sweeps.update([Path(own.sweep.dir)] if is_sweep else [])
+        if is_sweep:
+            sweeps.add(Path(own.sweep.dir))
         os.environ.pop(FULL_ERROR, None)  # which processes of other ranks would get
         try:
             return run_job(cfg, given)
@@ -127,7 +128,9 @@ def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     for sentence in unread:
         warn(sentence)
     is_sweep = own.mode == RunMode.MULTIRUN
-    result = done_before(Path(own.runtime.output_dir), shown(cfg)) if is_sweep else None
+    result = None
+    if is_sweep:
+        result = done_before(Path(own.runtime.output_dir), shown(cfg))
     if result is None:
         from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
 
@@ -139,7 +142,7 @@ def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
 def options() -> dict[str, list[str]]:
     """The options of every group of the package."""
     groups = sorted(path for path in config_folder().iterdir() if path.is_dir() and path.name != "hydra")
-    return {group.name: sorted(file.stem for file in group.glob("[!_]*.yaml")) for group in groups}
+    return {group.name: [file.stem for file in sorted(group.glob("[!_]*.yaml"))] for group in groups}
 
 
 def in_order(arguments: Sequence[str]) -> list[str]:
@@ -162,7 +165,9 @@ def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     """Overrides for all ranks but the first: they keep no log, and no folder that is named by their own clock."""
     added = ("hydra/job_logging=none", "hydra.output_subdir=null", "hydra.run.dir=${paths.output_root}")
     keys = [argument.lstrip("+").partition("=")[0] for argument in arguments]
-    return [one for one in added if one.partition("=")[0] not in keys] if not is_first_rank(environment) else []
+    if is_first_rank(environment):
+        return []
+    return [one for one in added if one.partition("=")[0] not in keys]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ def save_weights(folder: Path, model: LightningModule, checkpoint: Mapping[str, 
         arguments = {name: given.get(name, ...) for name in parameters if name in given or name in needed}
         first = f"import torch\nfrom {kind.__module__} import {kind.__name__}"
         function = f"{kind.__name__}("
-    words = [f"{name}={'...' if value is ... else repr(value)}" for name, value in arguments.items()]
+    words = []
+    for name, value in arguments.items():
+        words.append(f"{name}=..." if value is ... else f"{name}={value!r}")
     load = f"model.load_state_dict(torch.load({WEIGHTS!r}, weights_only=True))"
     code = f"{first}\nmodel = {function}{', '.join(words)})\n{load}\n"
     AtomicCheckpointIO().save_checkpoint(weights, folder / WEIGHTS)

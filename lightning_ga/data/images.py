@@ -186,7 +186,9 @@ class ImageData(Loaded):
         self.num_classes = num_classes
         self.mean = mean
         self.std = std
-        self.augment = [*augment, *([] if rand_augment is None else [v2.RandAugment(magnitude=rand_augment)])]
+        self.augment = [*augment]
+        if rand_augment is not None:
+            self.augment.append(v2.RandAugment(magnitude=rand_augment))
         self.mixup = mixup
         self.cutmix = cutmix
         self.splits: Splits | None = None
@@ -233,14 +235,23 @@ class ImageData(Loaded):
     def dataset(self, part: str) -> Dataset[Sample]:
         """The samples of a part, those of training augmented."""
         assert self.splits is not None, "setup() comes first"
-        return ImageDataset(getattr(self.splits, part), self.transform(self.augment if part == "train" else ()))
+        augment = self.augment if part == "train" else ()
+        return ImageDataset(getattr(self.splits, part), self.transform(augment))
 
     def collate(self, part: str) -> Callable[..., Any] | None:
         """What mixes the samples of training batches, if anything does."""
-        kinds = ((v2.MixUp, self.mixup), (v2.CutMix, self.cutmix))
-        mixers = [kind(alpha=float(alpha), num_classes=self.num_classes) for kind, alpha in kinds if alpha]
-        return partial(mixed, v2.RandomChoice(mixers)) if mixers and part == "train" else None
+        mixers: list[Any] = []
+        if self.mixup:
+            mixers.append(v2.MixUp(alpha=float(self.mixup), num_classes=self.num_classes))
+        if self.cutmix:
+            mixers.append(v2.CutMix(alpha=float(self.cutmix), num_classes=self.num_classes))
+        if not mixers or part != "train":
+            return None
+        return partial(mixed, v2.RandomChoice(mixers))
 
     def _per_channel(self, value: float | Sequence[float]) -> list[float]:
-        values = [value] if isinstance(value, int | float) else list(value)
-        return values if len(values) == self.channels else [sum(values) / len(values)] * self.channels
+        if isinstance(value, int | float):
+            return [value] * self.channels
+        if len(value) == self.channels:
+            return list(value)
+        return [sum(value) / len(value)] * self.channels

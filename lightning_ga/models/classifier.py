@@ -38,12 +38,12 @@ class Classifier(ReferenceModule):
         super().__init__(("loss", "acc"), **training)
         self.net = net
         self.label_smoothing = label_smoothing
-        ranks = {"acc": 1, "top5": min(5, num_classes)}
-        accuracies = MetricCollection(
-            {name: MulticlassAccuracy(num_classes, k, average="micro") for name, k in ranks.items()},
-            compute_groups=False,  # the two may be equal on the first batch
-        )
-        self.val_accuracy, self.test_accuracy = (accuracies.clone(prefix=f"{stage}/") for stage in ("val", "test"))
+        first = MulticlassAccuracy(num_classes, average="micro")
+        first_five = MulticlassAccuracy(num_classes, min(5, num_classes), average="micro")
+        # Without groups: the two may be equal on the first batch.
+        accuracies = MetricCollection({"acc": first, "top5": first_five}, compute_groups=False)
+        self.val_accuracy = accuracies.clone(prefix="val/")
+        self.test_accuracy = accuracies.clone(prefix="test/")
         self.test_confusion = MulticlassConfusionMatrix(num_classes)
         self.confusion: list[list[int]] | None = None
 
@@ -57,8 +57,9 @@ class Classifier(ReferenceModule):
         images, targets = batch
         logits = self(images)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
-        classes = targets if targets.dim() == 1 else targets.argmax(dim=1)  # mixed targets are probabilities
-        accuracy = (logits.detach().argmax(dim=1) == classes).float().mean()
+        if targets.dim() > 1:  # mixed targets are probabilities
+            targets = targets.argmax(dim=1)
+        accuracy = (logits.detach().argmax(dim=1) == targets).float().mean()
         self.record({"loss": loss, "acc": accuracy}, len(targets))
         return loss
 
@@ -184,12 +185,16 @@ def to_group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
 
 def _replacement(layer: _BatchNorm, groups: int) -> nn.Module:
     channels = layer.num_features
-    number = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(groups, channels)
-    norm = nn.GroupNorm(number, channels, eps=layer.eps, affine=layer.affine)
+    if isinstance(layer, nn.BatchNorm1d):
+        groups = 1
+    norm = nn.GroupNorm(math.gcd(groups, channels), channels, eps=layer.eps, affine=layer.affine)
     if layer.affine:
         norm.weight = layer.weight  # a frozen one stays so
         norm.bias = layer.bias
     norm.train(layer.training)
-    fused = (getattr(layer, name, None) for name in ("drop", "act"))  # of timm's BatchNormAct2d
-    kept = [part for part in fused if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)]
+    kept = []
+    for name in ("drop", "act"):  # of timm's BatchNormAct2d
+        part = getattr(layer, name, None)
+        if isinstance(part, nn.Module) and not isinstance(part, nn.Identity):
+            kept.append(part)
     return nn.Sequential(norm, *kept) if kept else norm

@@ -68,7 +68,9 @@ class SimCLR(ReferenceModule):
         return self(batch[0])
 
     def _compare(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = F.normalize(torch.cat([self.head(self.encoder(self._view(images))) for _ in range(2)]))
+        one = self.head(self.encoder(self._view(images)))
+        other = self.head(self.encoder(self._view(images)))
+        outputs = F.normalize(torch.cat([one, other]))
         similarities = (outputs @ (outputs / self.temperature).T).fill_diagonal_(-torch.inf)
         others = torch.arange(len(outputs), device=outputs.device).roll(len(images))
         nearest = similarities.detach().argmax(dim=1)

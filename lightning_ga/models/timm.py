@@ -82,8 +82,9 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
 def timm_arguments(name: str, image_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``timm.create_model``, with ``img_size`` if the model has a fixed input size."""
     config = timm.get_pretrained_cfg(name, allow_unregistered=True)
-    is_fixed = config is not None and config.fixed_input_size
-    return {"img_size": image_size, **arguments} if is_fixed else dict(arguments)
+    if config is None or not config.fixed_input_size:
+        return dict(arguments)
+    return {"img_size": image_size, **arguments}
 
 
 @contextmanager
