@@ -5,7 +5,7 @@ import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partialmethod
+from functools import partialmethod, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,16 @@ def audit_script(path: Path, arguments: Sequence[str], *, most: int) -> Audit:
         for library in ("lightning.pytorch", "pytorch_lightning"):
             with suppress(ImportError):  # the older name may not be installed
                 trainer = import_module(library).Trainer
-                short_fit = partialmethod(audited_fit, trainer.fit, calls)
-                stack.enter_context(mock.patch.object(trainer, "fit", short_fit))
+                stack.enter_context(mock.patch.object(trainer, "fit", partialmethod(short_fit, trainer.fit, calls)))
         stack.callback(register_module_forward_pre_hook(calls.before_forward).remove)
         stack.callback(register_module_forward_hook(calls.after_forward, with_kwargs=True).remove)
-        try:
+        with suppress(EnoughError):
             runpy.run_path(str(path), run_name="__main__")
-        except EnoughError as end:
-            if end.args:
-                return end.args[0]  # type: ignore[no-any-return]
         return calls.audit()
 
 
-def audited_fit(trainer: Any, fit: Any, of_models: "Calls", model: Any, *args: Any, **kwargs: Any) -> None:
-    """Stand in for ``Trainer.fit``: train two epochs, short ones with the same last window, and audit them."""
+def short_fit(trainer: Any, fit: Any, calls: "Calls", model: Any, *args: Any, **kwargs: Any) -> None:
+    """Stand in for ``Trainer.fit``: train for two epochs, short ones with the same last window, then end the script."""
     if not model.automatic_optimization or trainer.world_size > 1:
         raise UserError(
             f"A script is audited on one device, with automatic optimization: this has {trainer.world_size} "
@@ -56,79 +52,88 @@ def audited_fit(trainer: Any, fit: Any, of_models: "Calls", model: Any, *args: A
         )
     from lightning.pytorch.callbacks import LambdaCallback  # only scripts need Lightning
 
-    of_models.stop()
-    calls: list[Any] = []
-    most = of_models.most // 2  # micro-batches of an epoch
     factor = trainer.accumulate_grad_batches
-    given = model.training_step.__code__.co_argcount - 1  # with or without batch_idx
+    step = model.training_step
+
+    @wraps(step)
+    def recorded(*given: Any) -> Any:
+        calls.add(*map(copy.copy, given))
+        return step(*given)
 
     def shorten(*_: Any) -> None:
+        most = calls.most // 2
         if trainer.num_training_batches > most:
             trainer.fit_loop.max_batches = most - (trainer.num_training_batches - most) % factor
 
-    def note(_: Any, __: Any, batch: Any, index: int) -> None:
-        calls.append(((copy.copy(batch), index)[:given], {}))
-
-    trainer.callbacks.append(LambdaCallback(on_train_start=shorten, on_train_batch_start=note))
+    trainer.callbacks.append(LambdaCallback(on_train_start=shorten))
     trainer.fit_loop.max_epochs = 2
-    with in_double(model):
-        with Recorder(model, lambda: len(calls)).watching() as recorder:
-            fit(trainer, model, *args, **kwargs)
-        with mock.patch.multiple(model, log=mock.DEFAULT, log_dict=mock.DEFAULT):
-            reads = Reads(calls, loss_of, lambda call: Samples()(call[0]), is_exact=True)
-            raise EnoughError(measured(recorder, reads, factor if factor > 1 else None))
+    calls.of_fit(model, factor)
+    with mock.patch.object(model, "training_step", recorded):
+        fit(trainer, model, *args, **kwargs)
+    raise EnoughError
 
 
 class Calls:
-    """Calls of a model that returns its loss: the first module in training that does so."""
+    """Calls of what returns a loss: a LightningModule's step, or the first module in training that does so."""
 
     def __init__(self, most: int, stack: ExitStack) -> None:
         self.most = most
         self._stack = stack
         self._given: list[Any] = []  # arguments and keywords
         self._recorder: Recorder | None = None
-        self._is_over = False
+        self._factor: int | None = None
+        self._sees_modules = True
+
+    def of_fit(self, model: Module, factor: int) -> None:
+        """Record the steps of a LightningModule from now on, and no other module."""
+        self._sees_modules = False
+        self._factor = factor if factor > 1 else None
+        self._stack.enter_context(in_double(model))
+        self._record(model)
+
+    def add(self, *arguments: Any, **keywords: Any) -> None:
+        """Keep the arguments of a call."""
+        self._given.append((arguments, keywords))
 
     def before_forward(self, module: Module, _: Any) -> None:
         """Put the outermost module into float64."""
         parameter = next(module.parameters(), None)
         is_lower = parameter is not None and parameter.dtype in LOWER
-        if module.training and is_lower and not self._is_over:
+        if self._sees_modules and module.training and is_lower:
             self._stack.enter_context(in_double(module))
 
     def after_forward(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record a call, and end the script when there are enough."""
         loss = loss_in(output)
-        if self._is_over or not isinstance(loss, Tensor) or not loss.requires_grad:
+        if not self._sees_modules or not isinstance(loss, Tensor) or not loss.requires_grad:
             return
         if self._recorder is None:
-            self._recorder = self._stack.enter_context(Recorder(module, lambda: len(self._given)).watching())
-        if module is self._recorder.model:
+            self._record(module)
+        if self._recorder is not None and module is self._recorder.model:
             if len(self._given) == self.most:
                 raise EnoughError
-            named = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}  # of a window
-            self._given.append((args, named))
-
-    def stop(self) -> None:
-        """Take calls from now on for no training."""
-        self._is_over = True
+            self.add(*args, **{name: kwargs[name] for name in kwargs if name != "num_items_in_batch"})  # of a window
 
     def audit(self) -> Audit:
         """Audit what was recorded."""
         if self._recorder is None:
             raise UserError("The script trained no LightningModule, and no model that returns its loss: use audit(…).")
-        self.stop()
         model = self._recorder.model
-        if len(self._given) == self.most:
+        if self._sees_modules and len(self._given) == self.most:
             del self._given[sum(step.read for step in self._recorder.steps) :]  # the last window was cut off
+        self._sees_modules = False  # calls from now on are no training
         reads = Reads(self._given, loss_of, lambda call: items_of(model, *call), is_exact=True)
-        return measured(self._recorder, reads, None)
+        with mock.patch.multiple(model, create=True, log=mock.DEFAULT, log_dict=mock.DEFAULT):
+            return measured(self._recorder, reads, self._factor)
+
+    def _record(self, model: Module) -> None:
+        self._recorder = self._stack.enter_context(Recorder(model, lambda: len(self._given)).watching())
 
 
 def loss_of(module: Any, call: tuple[Any, Any]) -> Any:
     """Return the loss of one micro-batch, of a LightningModule or of a model that returns it."""
-    arguments, named = call
-    output = getattr(module, "training_step", module)(*arguments, **named)
+    arguments, keywords = call
+    output = getattr(module, "training_step", module)(*arguments, **keywords)
     return output if isinstance(output, Tensor) else loss_in(output)
 
 
