@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
@@ -63,21 +64,21 @@ def run_page(run: RunFiles) -> str:
         curves=curves_of([run]),
         memory=memory,
         confusion=confusion,
-        scores={name: score for name, score in run.scores.items() if isinstance(score, dict)},  # accuracy is a number
         config=OmegaConf.to_yaml(OmegaConf.create(dict(run.config))),
     )
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Several runs side by side: a table of differing settings and results, and their curves."""
-    tables = [run.plan.get("table") or {} for run in runs]
-    configs = [{key: str(one) for key, one in walk(run.config) if not key.endswith(FOLDERS)} for run in runs]
+    settings = []
+    for run in runs:
+        settings.append({key: str(value) for key, value in walk(run.config) if not key.endswith(FOLDERS)})
     return TEMPLATES.get_template("comparison.html").render(
         title=f"{len(runs)} runs side by side",
         names=[run.name for run in runs],
-        results=beside_each_other([facts(run) for run in runs]),
-        plans=beside_each_other(tables),
-        differing=[row for row in beside_each_other(configs) if len({*row[1:]}) > 1],
+        results=beside_each_other([*map(facts, runs)]),
+        plans=beside_each_other([run.plan.get("table") or {} for run in runs]),
+        differing=differing(settings),
         curves=curves_of(runs),
     )
 
@@ -92,10 +93,9 @@ def sweep_page(folder: Path) -> str:
         direction = job.result.get("optimized_direction") or direction
     done = [job for job in jobs if job.result.get(metric) is not None]
     done.sort(key=lambda job: job.result[metric], reverse=direction == "max")
-    rows = beside_each_other([job.settings for job in jobs])
-    differing = [key for key, *values in rows if len({*values}) > 1]
+    keys = [row[0] for row in differing([job.settings for job in jobs])]
     pictures = []
-    for key in differing if done else ():
+    for key in keys if done else ():
         settings = [job.settings.get(key, "–") for job in done]
         figure = sweep_figure(settings, [job.result[metric] for job in done], key, metric, best=0)
         pictures.append(as_svg(figure, f"{metric} by {key}"))
@@ -106,13 +106,12 @@ def sweep_page(folder: Path) -> str:
         title=f"Sweep {'/'.join(folder.resolve().parts[-2:])}: {counted(len(jobs), 'job')}",
         metric=metric,
         is_better=BETTER[direction],
-        keys=differing,
+        keys=keys,
+        jobs=jobs,
         done=done,
-        others=[job for job in jobs if job not in done],
         number=number,
         pictures=pictures,
         command=printable(command) if len(done) > 1 else "",
-        shared={key: value for key, value in jobs[0].settings.items() if key not in differing},
     )
 
 
@@ -132,8 +131,11 @@ def curves_of(runs: Sequence[RunFiles]) -> dict[str, str]:
     optimized = optimized_metric(runs[0])
     direction = str(runs[0].result.get("optimized_direction"))
     curves = {run.name: run.curves for run in runs}
-    figures = {one: curves_figure(curves, one, optimized, SIGNS.get(direction, 0)) for one in measures(runs)}
-    return {one: as_svg(figure, f"Curves of {one}") for one, figure in figures.items()}
+    pictures = {}
+    for measure in measures(runs):
+        figure = curves_figure(curves, measure, optimized, SIGNS.get(direction, 0))
+        pictures[measure] = as_svg(figure, f"Curves of {measure}")
+    return pictures
 
 
 def verdict_warning(run: RunFiles) -> str | None:
@@ -174,5 +176,12 @@ def facts(run: RunFiles) -> dict[str, str]:
 
 def beside_each_other(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
     """Rows of a name and its text in every column; a dash if a column lacks it."""
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [[name, *(column.get(name, "–") for column in columns)] for name in names]
+    rows = []
+    for name in dict.fromkeys(chain.from_iterable(columns)):
+        rows.append([name, *(column.get(name, "–") for column in columns)])
+    return rows
+
+
+def differing(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """The rows whose texts are not all the same."""
+    return [row for row in beside_each_other(columns) if len({*row[1:]}) > 1]
