@@ -203,12 +203,19 @@ def _one_step(columns: "_Columns", previous: Tensor | None, start: int) -> tuple
     used = [place for place, weight in found.weights.items() if weight]
     if used and not reads.is_exact:  # later ones may not have been read
         stop = used[-1] + 1
-    places = [place for place in found.weights if place < stop]
-    epoch = max(places, default=0) // many * many  # its first place
-    lost = [place for place in places if place < epoch and not found.weights[place]]
-    places = [place for place in places if place not in lost]
-    sizes = [float(reads.size(reads[place])) for place in places]
-    own = [size * (place >= epoch) for place, size in zip(places, sizes)]
+    read = [place for place in found.weights if place < stop]
+    epoch = max(read, default=0) // many * many  # its first place
+    places = []
+    lost = []
+    sizes = []
+    own = []  # sizes of this epoch's
+    for place in read:
+        if place < epoch and not found.weights[place]:
+            lost.append(place)
+            continue
+        places.append(place)
+        sizes.append(float(reads.size(reads[place])))
+        own.append(sizes[-1] if place >= epoch else 0.0)
     step = AuditStep(
         micro_batches=tuple(place % many + 1 for place in places),
         weights=tuple(found.weights[place] for place in places),
