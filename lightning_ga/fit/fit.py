@@ -12,6 +12,7 @@ from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
@@ -53,7 +54,8 @@ class Fit:
         self.limit = Limit(trainer, request, options, chunked)
         self.progress = Progress(trainer, place, earlier)
         self.gradients = Gradients(trainer, None if options.whole else options.normalize)
-        self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients)
+        self.values = StepValues(trainer, place, lambda: self.gradients.counted)
+        self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients, self.values)
         self.verdict = Verdict(trainer, options, lambda: self.windows.several_passes)
         self.evaluation = Evaluation(trainer, reporter, options)
         self.rates: WindowRates | None = None  # none if they are neither scaled nor logged
@@ -176,7 +178,8 @@ class Fit:
 
     def _begin_windows(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
         """Let the loop run windows from here on, in each of which the same members begin in the same order."""
-        members = [self.windows.begin_window, self.gradients.begin_window]
+        members = [self.windows.begin_window, self.gradients.begin_window, self.values.begin_window]
+        self._held.callback(self.values.close)
         if self.rates is not None:
             self._held.callback(self.rates.give_back)
             self._held.enter_context(self.rates.unscaled_for_schedulers())
