@@ -107,6 +107,7 @@ class Fit:
         if chunked is not None:
             self._held.enter_context(chunked.installed())
         exchange = Exchange.of(trainer)
+        self._held.callback(self.limit.parts.use, ())
         rewinder = Rewinder(
             trainer,
             place,
@@ -303,6 +304,8 @@ class Fit:
             found.append(how_cut)
         if self.limit.fits is not None:
             found.append(f"fits: {self.limit.fits}")
+        if self.limit.recomputed is not None:
+            found.append(f"computed again: {self.limit.recomputed}")
         probe = self.limit.probe
         if probe is not None:
             of_longest = "" if probe.sizes is None else " of the longest"

@@ -11,35 +11,36 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ga.batch.pytree import same_values, tensors_in
 from lightning_ga.errors import UserError
-from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.memory.oom import attempt
 from lightning_ga.recompute.state import ForwardEffects
 from lightning_ga.recompute.wrapper import RunTwice, own_containers
 from lightning_ga.snapshot.random_numbers import GENERATORS
 
 
-def difference(part: Module, name: str, arguments: Any, named: Any) -> str:
+def difference(part: Module, name: str, forward: Callable[..., Any], arguments: Any, named: Any) -> str:
     """Return in what a submodule differs if it is computed again, with these arguments; empty if in nothing.
 
     Plainly and computed again, it starts from the state of now, and leaves it.
     """
     given = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, GENERATORS)]
     now = ForwardEffects(part, name).before_call(given)
-    found = []
-    try:
+    found: list[list[Tensor]] = []
+
+    def run() -> None:
         # Hooks of old weight norms make tensors outside of the forward pass: their graph serves both.
-        for forward in (part.forward, RunTwice(part, name, part.forward)):
-            with now, saved_tensors_hooks(_as_it_is, _as_it_is):
-                found.append(_gradient(part, forward, arguments, named))
-    except UserError as error:
-        return str(error).rstrip(".")
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".:")
-        return f"computed again, it ends in {type(error).__name__}: {said}"
-    if same_values(*found):
-        return ""
+        for each in (forward, RunTwice(part, name, forward)):
+            with now, saved_tensors_hooks(Tensor.detach, _as_it_is):
+                found.append(_gradient(part, each, arguments, named))
+
+    failure = attempt(run, lambda error: isinstance(error, Exception)).failure
+    if isinstance(failure, UserError):
+        return str(failure).rstrip(".")
+    if failure is not None:
+        said = str(failure).partition("\n")[0].partition(". ")[0].rstrip(".:")
+        return f"computed again, it ends in {type(failure).__name__}: {said}"
     plain, again = found
+    if same_values(plain, again):
+        return ""
     errors = [_relative_error(*pair) for pair in zip(plain, again)]
     worst = max(errors, default=0.0)
     is_same = all(error <= torch.finfo(each.dtype).eps ** 0.5 for error, each in zip(errors, plain))

@@ -8,7 +8,7 @@ zeros stand for what was dropped: the values are wrong then, the sizes are not.
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from traceback import walk_stack
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.memory.device import synchronize
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, plain_tensors
+from lightning_ga.memory.oom import release
 from lightning_ga.recompute.choice import Candidate
 from lightning_ga.recompute.comparison import difference
 
@@ -62,11 +63,13 @@ def compare(parts: dict[str, Module], step: Step) -> dict[str, str]:
     whole needs no backward pass.
     """
     found: dict[str, str] = {}
+    running: list[str] = []  # parts of it are compared later, when nothing is kept for it
 
     def compared(name: str, part: Module, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() and name not in found:
-            found[name] = ""
-            found[name] = difference(part, name, arguments, named)
+        if torch.is_grad_enabled() and name not in found and not running:
+            running.append(name)
+            found[name] = difference(part, name, forward, arguments, named)
+            running.clear()
         return forward(*arguments, **named)
 
     with _forward_only(parts, {name: partial(compared, name, part, part.forward) for name, part in parts.items()}):
@@ -85,15 +88,20 @@ def _forward_only(parts: dict[str, Module], forwards: dict[str, Any]) -> Iterato
     def end(*_: object, **__: object) -> None:
         raise _ForwardIsOver
 
-    with suppress(_ForwardIsOver), compiled_run_eagerly(), replaced(torch.autograd, backward=end), ExitStack() as stack:
+    over: BaseException | None = None
+    with compiled_run_eagerly(), replaced(torch.autograd, backward=end), ExitStack() as stack:
         for name, part in parts.items():
             stack.enter_context(shadowed(part, "forward", forwards[name]))
-        with saved_tensors_hooks(drop, _zeros):
-            yield
+        try:
+            with saved_tensors_hooks(_drop, _zeros):
+                yield
+        except _ForwardIsOver as error:
+            over = error
+    if over is not None:
+        release(over)
 
 
-def drop(tensor: Tensor) -> Any:
-    """Return what is needed to stand for a tensor of zeros."""
+def _drop(tensor: Tensor) -> Any:
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if is_plain else tensor
 
@@ -192,4 +200,4 @@ class _Survey:
         made = self._storages(tensor)
         for name in {*self._inside}:
             self._saved[name].update(made)
-        return drop(tensor)
+        return _drop(tensor)

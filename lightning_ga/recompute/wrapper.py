@@ -56,6 +56,22 @@ def recomputed(module: Module, names: str | Iterable[str]) -> Iterator[None]:
         yield
 
 
+class RecomputedParts:
+    """Submodules of a training that are computed again; which ones may change between passes."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._held = ExitStack()
+        self.names: tuple[str, ...] = ()
+
+    def use(self, names: tuple[str, ...]) -> None:
+        """Compute these submodules again from here on, and no others."""
+        if names != self.names:
+            self._held.close()
+            self._held.enter_context(recomputed(self._module, names))
+            self.names = names
+
+
 def submodules(module: Module, names: Iterable[str], argument: str = "recomputed") -> dict[str, Module]:
     """Return the submodules with these names, each once.
 
