@@ -4,8 +4,9 @@ It is looked for only if a window does not fit as it is: at the start, when a sc
 error. An error lowers it.
 """
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,10 +25,29 @@ from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
 from lightning_ga.plan.state import RunState
 from lightning_ga.probe.cache import forget, hardware
 from lightning_ga.probe.prober import DoesNotFitError
-from lightning_ga.probe.trials import TrainingSetup, choose_recomputed, probe, window_fits
+from lightning_ga.probe.trials import TrainingSetup, choose_recomputed, probe, recomputable, window_fits
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
 NO_LIMIT = 2**31
+MANY = (3, 30)  # so many windows, of so many, that need submodules computed again: then they stay so
+
+
+@dataclass(slots=True)
+class RunningWindow:
+    """The limit and the submodules that are computed again as a window begins, and which windows needed more."""
+
+    number: int = 0
+    names: tuple[str, ...] = ()
+    samples: int | None = None
+    lowest: int | None = None
+    begins_again: bool = False
+    recomputable: tuple[str, ...] | None = None  # all submodules that can be; ``None`` before that was asked
+    failed: deque[int] = field(default_factory=lambda: deque(maxlen=MANY[0]))
+
+    @property
+    def is_frequent(self) -> bool:
+        """Whether many of the last windows ran out of memory with one sample."""
+        return len(self.failed) == MANY[0] and self.number - self.failed[0] < MANY[1]
 
 
 class Limit:
@@ -45,6 +65,7 @@ class Limit:
         self._kind: Mapping[str, Any] | None = None  # the cache's description of the step; ``None`` without a cache
         self.lowest: int | None = None  # the limit after errors; ``None`` without any
         self.parts = RecomputedParts(trainer.lightning_module)
+        self._window = RunningWindow()
         self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(trainer.lightning_module, self._always, "checkpoint=")
         self.initial_micro_batch: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
@@ -172,8 +193,41 @@ class Limit:
         self.parts.use(chosen.names)
         return probe(setup, self._options, high=high, chosen=chosen)
 
+    def recompute_window(self, setup: TrainingSetup) -> bool:
+        """Compute again in the running window all that can be; return whether that is more than before."""
+        window = self._window
+        before = self.parts.names
+        if window.recomputable is None:
+            self.parts.use(())  # what is computed again shows nothing
+            window.recomputable = recomputable(setup)
+        self.parts.use(window.recomputable or before)
+        if self.parts.names == before:
+            return False
+        window.failed.append(window.number)
+        return True
+
+    def begin_window(self) -> None:
+        """Begin a window, or begin it again after an error.
+
+        After one that ran out of memory with one sample, the next begins as that one had begun, unless there were many.
+        """
+        window = self._window
+        if window.begins_again:
+            window.begins_again = False
+            return
+        if window.number in window.failed and not window.is_frequent:
+            self.parts.use(window.names)
+            self.samples = window.samples
+            self.lowest = window.lowest
+            self._set_chunk_size()
+        window.number += 1
+        window.names = self.parts.names
+        window.samples = self.samples
+        window.lowest = self.lowest
+
     def fall(self, samples: int) -> None:
         """Lower the limit, because a larger pass has run out of memory and its window can run again."""
+        self._window.begins_again = True
         self.samples = samples
         self.lowest = samples
         if self._kind is not None:  # the next run probes again

@@ -39,7 +39,7 @@ from lightning_ga.probe.meters import StepMeter
 from lightning_ga.probe.prober import Budget, DoesNotFitError, Prober
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.probe.within_limit import fastest, limits_by_size, time_windows
-from lightning_ga.recompute.choice import Candidate
+from lightning_ga.recompute.choice import PARTS, Candidate
 from lightning_ga.recompute.survey import survey
 from lightning_ga.recompute.wrapper import recomputed
 from lightning_ga.snapshot.copies import sparse_parameters
@@ -167,6 +167,13 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
         chosen = prober.choose(root, size, training.recompute)
     freed = sum(each.frees for each in root.all() if each.name in chosen.names)
     return Recomputed(chosen.names, chosen.share, size, max(plain.needed, (chosen.peak_bytes or 0) + freed), plain.left)
+
+
+def recomputable(setup: TrainingSetup) -> tuple[str, ...]:
+    """Return all submodules that can be computed again, as the last resort of a window; ranks do not wait."""
+    with announcing(setup.trainer) as announce, isolated(setup.trainer, begins=setup.begins) as restore:
+        seen = attempt(ProbedTrainer(setup, restore, announce).survey).result
+    return () if seen is None else tuple(seen[1].chosen(seen[1].frees / PARTS[0]))
 
 
 @contextmanager

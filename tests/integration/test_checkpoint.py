@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from ranks import ddp, on_ranks
-from reference import FEATURES, Regression, Samples, SaveAll, fit, worst_error
+from reference import FEATURES, Regression, Samples, SaveAll, StreamOf, fit, worst_error
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.testing import limit_memory
@@ -148,6 +149,97 @@ def test_a_resumed_run_goes_on_with_the_set(tmp_path: Path, oracle: list[Tensor]
 def test_two_samples_are_the_fewest_where_batchnorm_trains() -> None:
     _, callback = train("800KiB", checkpoint="auto", module=Deep(norm=True), batch_norm="ignore")
     assert (callback.probe.limit, callback.probe.recomputed.samples, callback.oom_events) == (2, 2, 0)
+
+
+class Lengths(Deep):
+    """Samples of other numbers of rows: one in so many is a giant."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets, lengths = batch
+        hidden = self.head(self.net(inputs))[..., 0]
+        is_row = torch.arange(inputs.shape[1]) < lengths[:, None]
+        return (((hidden * is_row).sum(1) / lengths - targets[:, 0]) ** 2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Giants(Dataset):
+    """Samples of 6 rows, and every so many one of 20 times as many."""
+
+    def __init__(self, size: int, every: int) -> None:
+        self.samples = Samples(size)
+        self.every = every
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = 120 if index % self.every == 5 else 6
+        inputs, target, _ = self.samples[index]
+        return inputs * torch.linspace(0.5, 1.5, rows, dtype=inputs.dtype)[:, None], target, rows
+
+
+def padded(samples: list[Any]) -> Any:
+    inputs, targets, lengths = zip(*samples)
+    return pad_sequence(list(inputs), batch_first=True), torch.stack(targets), torch.tensor(lengths)
+
+
+def train_giants(budget: str, every: int, mode: str, size: int = 64, **given: Any) -> tuple[Lengths, AutoAccumulate]:
+    given = {"effective_batch_size": 4, "verify": False, "cache": False, "micro_batching": mode, **given}
+    callback = AutoAccumulate(**given)
+    data = Giants(size, every)
+    is_stream = mode == "step"
+    loader = DataLoader(StreamOf(data) if is_stream else data, batch_size=4, collate_fn=padded)
+    module = Lengths()
+    with limit_memory(budget), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(loader, callback, module=module, max_epochs=1)
+    module.said = [str(each.message) for each in caught if "Memory ran out" in str(each.message)]
+    return module, callback
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_a_window_with_a_giant_alone_computes_again(mode: str) -> None:
+    """Smaller micro-batches come first; the next window is plain, and in the step as large as before."""
+    plain, _ = train_giants("1GiB", 32, mode)
+    module, callback = train_giants("850KiB", 32, mode, checkpoint="auto", micro_batch_size=4)
+    assert worst_error(module.all_gradients, plain.all_gradients) <= 1e-12
+    assert len([each for each in module.said if "run again with submodules computed again" in each]) == 2
+    assert callback.oom_events == len(module.said) == (6 if mode == "step" else 4)
+    assert not any("forward" in vars(part) for part in module.modules())
+    with pytest.raises(UserError, match='with one sample alone .*: give checkpoint="auto"'):
+        train_giants("850KiB", 32, mode, micro_batch_size=4)
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_many_giants_leave_it_so(mode: str) -> None:
+    """After the third window of thirty."""
+    plain, _ = train_giants("1GiB", 8, mode)
+    module, callback = train_giants("850KiB", 8, mode, checkpoint="auto", micro_batch_size=4)
+    assert worst_error(module.all_gradients, plain.all_gradients) <= 1e-12
+    assert len([each for each in module.said if "run again with submodules computed again" in each]) == 3
+
+
+def of_one_rank() -> list[Any]:
+    """The second rank alone has giants."""
+    found = []
+    for budget in ("1GiB", "1000KiB"):
+        module = Lengths()
+        callback = AutoAccumulate(verify=False, cache=False, checkpoint="auto", micro_batch_size=2)
+        data = Giants(64, 64 if ddp() else 0)
+        with limit_memory(budget):
+            loader = DataLoader(data, batch_size=2, collate_fn=padded, shuffle=False)
+            fit(loader, callback, module=module, max_epochs=1, **ddp())
+        found += [module.all_gradients, callback.oom_events]
+    return found
+
+
+@pytest.mark.distributed
+def test_one_rank_alone_computes_again(tmp_path: Path) -> None:
+    (plain, _, gradients, one), (*_, other) = on_ranks(of_one_rank, tmp_path)
+    assert worst_error(gradients, plain) <= 1e-12
+    assert min(one, other) == 0 < max(one, other)
 
 
 def of_rank() -> list[Any]:
