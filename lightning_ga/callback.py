@@ -61,6 +61,9 @@ class AutoAccumulate(Callback):
             or attribute, or ``"auto"`` for the extent that varies. A window keeps its samples; they are sorted by size
             and cut so that samples × longest stays within ``micro_batch_size`` × the longest of all. The sizes of all
             samples are read once, those of a sampler's later epochs as they come.
+        checkpoint: Activation checkpointing, with the same gradient: ``"auto"`` computes submodules again in the
+            backward pass if not one sample fits without (two where BatchNorm trains), as few as are needed, chosen by
+            measuring. With names of submodules these are always computed again.
         scale_lr: Multiplies the scheduler's learning rates by effective batch ÷ the recipe's (``"linear"``), or by the
             root of that (``"sqrt"``), in every parameter group.
         verify: Whether exactness is measured at the start, and rarely on a micro-batch of training.
@@ -91,6 +94,7 @@ class AutoAccumulate(Callback):
         batch_norm: Literal["warn", "ignore"] = "warn",
         whole: tuple[str, ...] | list[str] | str = (),
         size_of: Callable[[Any, Any], int] | str | None = None,
+        checkpoint: tuple[str, ...] | list[str] | str | None = None,
         scale_lr: ScaleLr = "none",
         verify: bool = True,
         cache: bool = True,
