@@ -11,6 +11,7 @@ import lightning_ga
 PACKAGE = Path(lightning_ga.__file__).parent
 LEVELS = (
     *("errors", "plan batch", "memory", "snapshot", "loading compat", "chunks", "probe", "fit", "callback"),
+    *("checkpoints", "elastic"),
     *("callbacks models data app", "train report batch_size audit everywhere", "environment"),
 )
 """A room imports from itself and from those of earlier levels; rooms of one level know nothing of each other."""

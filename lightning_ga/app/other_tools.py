@@ -39,6 +39,8 @@ OWN_KEYS = (
     "optimized_metric",
     "optimized_direction",
     "progress",
+    "checkpoint_every",
+    "elastic",
     "tags",
 )
 OF_TRAINER = (
