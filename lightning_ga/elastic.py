@@ -7,6 +7,7 @@ its Trainer, the newest whole checkpoint, and checkpoints every few windows that
 import os
 import re
 import shutil
+import signal
 import time
 import warnings
 from collections import deque
@@ -68,6 +69,11 @@ class CheckpointEvery(Callback):
     it before training goes on, into a folder that is renamed in the same way. The next copy waits until the one before
     is written.
 
+    After SIGTERM on any rank (a spot instance's notice, a machine that joins) all ranks save at the end of the window
+    and end together. Lightning's own handler exchanges a value between ranks at any moment, and then they hang.
+
+    Data that are cut in the step cannot continue within an epoch, so they are saved at its end, if one is due.
+
     A run that resumes one of its checkpoints must have the same number of samples and the same effective batch.
 
     Args:
@@ -89,6 +95,8 @@ class CheckpointEvery(Callback):
         self._writer = BackgroundWriter()
         self._saved_at = 0.0
         self._step = 0  # of the latest window that is done
+        self._ends = False  # whether SIGTERM has come
+        self._is_due = False
         self._restored: dict[str, Any] = {}  # facts of the run in a checkpoint
         self._facts: dict[str, Any] = {}
 
@@ -104,21 +112,31 @@ class CheckpointEvery(Callback):
             raise UserError(f"Ranks resume from steps {steps}: all hosts must share the folder of the checkpoints.")
         self._step = trainer.global_step
         self._saved_at = time.monotonic()
+        self._ends = False
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, self._note_end)  # until Lightning puts the handlers back, after the fit
+
+    def _note_end(self, *_: Any) -> None:
+        self._ends = True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if a window is done and one is due; never in mid-window, where buffers are ahead of the weights."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        if self._is_due(trainer):
+        is_time = self._is_time and time.monotonic() - self._saved_at >= self._every
+        is_step = not self._is_time and self._step % self._every == 0
+        self._is_due = self._is_due or is_step or any_rank(trainer, is_time)
+        ends = any_rank(trainer, self._ends)
+        if (self._is_due or ends) and not is_cut_in_step(trainer):
             self.save(trainer)
+        if ends:
+            raise patching.sibling(trainer, "utilities.exceptions").SIGTERMException
 
-    def _is_due(self, trainer: Any) -> bool:
-        if not self._is_time:
-            return self._step % self._every == 0
-        is_due = time.monotonic() - self._saved_at >= self._every
-        with ranks.ours():
-            return bool(trainer.strategy.broadcast(is_due))
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save what could not be saved within the epoch."""
+        if self._is_due:
+            self.save(trainer)
 
     def save(self, trainer: Any) -> None:
         """Copy the state of the training, and let it be written; all ranks call this."""
@@ -129,6 +147,7 @@ class CheckpointEvery(Callback):
             part.replace(whole_name(part))
             keep_latest(self._folder)
         self._saved_at = time.monotonic()
+        self._is_due = False
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait until the last checkpoint is written."""
@@ -206,13 +225,29 @@ def keep_latest(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def any_rank(trainer: Any, decision: bool) -> bool:
+    """Return whether any rank says so."""
+    with ranks.ours():
+        return bool(trainer.strategy.reduce_boolean_decision(decision, all=False))
+
+
+def fits_of(trainer: Any) -> list[Any]:
+    """Return the fits of AutoAccumulate."""
+    found = [getattr(each, "_fit", None) for each in trainer.callbacks if hasattr(each, "optimizer_steps")]
+    return [fit for fit in found if fit is not None and fit.plan is not None]
+
+
+def is_cut_in_step(trainer: Any) -> bool:
+    """Return whether the step cuts the data, so that a run can continue at the end of an epoch only."""
+    return any(fit.windows.in_step for fit in fits_of(trainer))
+
+
 def facts_of(trainer: Any) -> dict[str, Any]:
     """Return the samples of the dataset, and of an optimizer step if AutoAccumulate keeps that number."""
     facts = {}
     with suppress(AttributeError, TypeError):  # a dataset without a length, several loaders
         facts["samples"] = len(trainer.train_dataloader.dataset)
-    planned = [each for each in trainer.callbacks if hasattr(each, "plan") and hasattr(each, "optimizer_steps")]
-    for each in planned:
-        if each.plan is not None and not each._fit.request.varies:
-            facts["samples per optimizer step"] = each.plan.effective_batch_size
+    for fit in fits_of(trainer):
+        if not fit.request.varies:
+            facts["samples per optimizer step"] = fit.plan.effective_batch_size
     return facts

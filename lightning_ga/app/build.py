@@ -103,7 +103,7 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
 
 def keep_effective_batch(cfg: DictConfig) -> None:
     """Fix the effective batch, which would else be that of one rank × the number of ranks."""
-    section = cfg.get("accumulate") or {}
+    section: Any = cfg.get("accumulate") or {}
     if section.get("effective_batch_size") is not None:
         return
     batch_size = cfg.data.get("batch_size")
