@@ -155,7 +155,7 @@ def half_written(diary: Diary) -> Callable[..., None]:
 def train(
     folder: str, *, mode: str, epochs: int, every: int = 5, pause: float = 0.0, width: int = 32, ranks: int = 0
 ) -> None:
-    """Train from the newest checkpoint: ours (``loader``, ``step``) or stock Lightning (``stock``, of so many ``ranks``)."""
+    """Train from the newest checkpoint: ours (``loader``, ``step``), or stock Lightning (``stock``, of ``ranks``)."""
     quiet()
     place = Path(folder)
     diary = Diary(place)
@@ -197,3 +197,8 @@ def train(
             torch.save({**result, "val_loss": float(trainer.callback_metrics["val_loss"])}, file)
         (place / "end.part").rename(place / "end.pt")
     diary.note("end")
+
+
+def start(folder: str, settings: str) -> None:
+    """Train with settings that travel as JSON, as agents take plain arguments."""
+    train(folder, **json.loads(settings))

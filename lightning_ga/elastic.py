@@ -96,6 +96,7 @@ class CheckpointEvery(Callback):
         self._saved_at = 0.0
         self._step = 0  # of the latest window that is done
         self._ends = False  # whether SIGTERM has come
+        self._all_end = False  # whether it has come on any rank
         self._is_due = False
         self._restored: dict[str, Any] = {}  # facts of the run in a checkpoint
         self._facts: dict[str, Any] = {}
@@ -113,6 +114,7 @@ class CheckpointEvery(Callback):
         self._step = trainer.global_step
         self._saved_at = time.monotonic()
         self._ends = False
+        self._all_end = False
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, self._note_end)  # until Lightning puts the handlers back, after the fit
 
@@ -127,10 +129,13 @@ class CheckpointEvery(Callback):
         is_time = self._is_time and time.monotonic() - self._saved_at >= self._every
         is_step = not self._is_time and self._step % self._every == 0
         self._is_due = self._is_due or is_step or any_rank(trainer, is_time)
-        ends = any_rank(trainer, self._ends)
-        if (self._is_due or ends) and not is_cut_in_step(trainer):
+        self._all_end = any_rank(trainer, self._ends)
+        if (self._is_due or self._all_end) and not is_cut_in_step(trainer):
             self.save(trainer)
-        if ends:
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """End, once the window before is logged; all ranks do."""
+        if self._all_end:
             raise patching.sibling(trainer, "utilities.exceptions").SIGTERMException
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
