@@ -20,6 +20,8 @@ LEVELS = (
     "probe",
     "fit",
     "callback",
+    "checkpoints",
+    "elastic",
     "callbacks models data app",
     "train report batch_size everywhere step_weights",
     "audited_script",
