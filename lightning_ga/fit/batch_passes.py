@@ -13,7 +13,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.messages import IN_A_PIECE
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
-from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.loading.trials import BatchCutter
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.pieces import piece_sizes
 from lightning_ga.probe.limit import Limit

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ga.batch.pytree import open_container, rebuild, same_values
 from lightning_ga.compat.closures import logging_redirected, plain
-from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.loading.trials import BatchCutter
 
 # By the name of ``reduce_fx``, a function or a text (``_Metadata`` in Lightning's ``result.py``); else a mean.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
