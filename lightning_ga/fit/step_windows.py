@@ -116,7 +116,7 @@ class StepWindows:
     @property
     def recipe_effective(self) -> int:
         """The recipe's effective batch."""
-        return self._source.recipe_effective()
+        return self._recipe.effective
 
     @property
     def micro_batch(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from lightning_ga.batch.layout import Field, elements, leaves
+from lightning_ga.batch.layout import elements, leaves
 from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
 from lightning_ga.memory.live_tensors import uncounted
 
@@ -32,17 +32,8 @@ class Largest:
         with uncounted():  # samples lie on the host
             self._kept.see(samples.first)
         self.seen = len(samples.first)  # samples that were scanned
-        self.complete = self.uniform or self.seen == self.total  # whether the scan was not cut short
-
-    @property
-    def total(self) -> int:
-        """Number of samples that may be scanned."""
-        return len(self._samples.indices)
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all samples that were scanned have the same shapes."""
-        return self._kept.uniform
+        self.total = len(samples.indices)
+        self.complete = self._kept.uniform or self.seen == self.total  # whether the scan was not cut short
 
     def look_further(self) -> None:
         """Scan the other samples, too, as far as there is time, unless the first have one size."""
@@ -83,9 +74,9 @@ class _Kept:
     def __init__(self, *, text: bool) -> None:
         self.text = text  # whether text counts: it does if collating turns it into tensors
         self.uniform = True
-        self._shapes: dict[Field, tuple[int, ...]] | None = None
+        self._shapes: dict[str, tuple[int, ...]] | None = None
         self._most: list[_Seen] = []
-        self._largest: dict[Field, tuple[int, _Seen]] = {}  # extent and sample, by field and axis
+        self._largest: dict[tuple[str, int], tuple[int, _Seen]] = {}  # extent and sample, by field and axis
         self._count = 0
 
     def see(self, samples: Sequence[Any]) -> list[Any]:
@@ -93,32 +84,21 @@ class _Kept:
         return [sample for sample in samples if self._see(sample)]
 
     def _see(self, sample: Any) -> bool:
-        shapes = dict[Field, tuple[int, ...]]()
-        total = 0
-        for field, shape in leaves(sample, text=self.text):
-            total += prod(shape)
-            known = shapes.get(field, shape)
-            shapes[field] = tuple(map(max, shape, known)) if len(known) == len(shape) else max(known, shape)
+        shapes = dict(leaves(sample, text=self.text))
         self._shapes = self._shapes or shapes
         self.uniform &= shapes == self._shapes
         self._count += 1
-        seen = (total, -self._count, sample)
+        seen = (sum(map(prod, shapes.values())), -self._count, sample)
         self._most = sorted([*self._most, seen], key=_size, reverse=True)[:SAMPLES_KEPT]
         is_kept = any(each is seen for each in self._most)
-        for field, shape in shapes.items():
-            for axis, extent in enumerate(shape):
-                if prod(shape) > 1:  # neither numbers nor labels
-                    is_kept |= self._compare((*field, axis), extent, seen)
+        large = [(path, shape) for path, shape in shapes.items() if prod(shape) > 1]  # neither numbers nor labels
+        for place, extent in (((path, axis), extent) for path, shape in large for axis, extent in enumerate(shape)):
+            known = self._largest.get(place, (-1, seen))
+            is_larger = (extent, *_size(seen)) > (known[0], *_size(known[1]))
+            if is_larger and (place in self._largest or len(self._largest) < _FIELDS):
+                self._largest[place] = extent, seen
+                is_kept = True
         return is_kept
-
-    def _compare(self, direction: Field, extent: int, seen: _Seen) -> bool:
-        known = self._largest.get(direction)
-        if known is None and len(self._largest) >= _FIELDS:
-            return False
-        if known is not None and (extent, *_size(seen)) <= (known[0], *_size(known[1])):
-            return False
-        self._largest[direction] = extent, seen
-        return True
 
     def by_weight(self) -> list[Any]:
         """Return the samples kept, those with the most elements first."""
@@ -127,9 +107,9 @@ class _Kept:
 
     def by_field(self) -> list[Any]:
         """Return the samples kept; first those that are largest in the most fields."""
-        times = Counter(seen[1] for _, seen in self._largest.values())
-        first = {seen[1]: seen[2] for _, seen in self._largest.values()}
-        chosen = [first[number] for number, _ in sorted(times.items(), key=lambda each: (-each[1], -each[0]))]
+        largest = {seen[1]: seen[2] for _, seen in self._largest.values()}
+        times = Counter(seen[1] for _, seen in self._largest.values()).most_common()
+        chosen = [largest[number] for number, _ in times]
         return [*chosen, *(sample for sample in self.by_weight() if not any(sample is each for each in chosen))]
 
 

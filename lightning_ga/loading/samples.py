@@ -4,38 +4,35 @@ Training alone reads streams, and datasets that do not give the same sample twic
 collated from.
 """
 
-import copy
 import pickle
 import tempfile
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from lightning_ga.batch.layout import elements, leaves
-from lightning_ga.batch.pytree import same_values, tensors_in
-from lightning_ga.loading.orders import seeded
+from lightning_ga.batch.pytree import same_values
 from lightning_ga.loading.rebatch import collates, collates_by_index, copy_loader, length_of
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.snapshot.copies import refill
+from lightning_ga.snapshot.copies import copied
 from lightning_ga.snapshot.random_numbers import GENERATORS, reseed
+from lightning_ga.snapshot.untouched import datasets_in, untouched
 
 SAMPLES_PER_READ = 8
 SAMPLES_AT_ONCE = 64
 FIRST_SECONDS = 1.0  # after which no further samples are read
 _KINDS = 3  # samples that are collated, of different shapes if there are any
 _MOST_ELEMENTS = 2**26  # of a batch that is collated to see how batches grow
-_COPIED = 100_000  # entries of a container that is put back: longer ones are data
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
 
 
@@ -52,16 +49,19 @@ class Samples:
         self.loader = loader
         self._given = indices
         self._trusted = trusted
-        self._shown = ShownSamples(loader) if _shows_samples(loader) else None
+        self._shown: Path | None = None  # file to which the first batch, maybe that of a worker, writes its samples
 
     def showing(self) -> Any:
-        """Return the loader, or a copy of it whose first batch shows its samples."""
-        return self.loader if self._shown is None else copy_loader(self.loader, collate_fn=self._shown)
-
-    def show(self) -> None:
-        """Let the next first batch of the copy show its samples."""
-        if self._shown is not None:
-            self._shown.begin()
+        """Return the loader, or a copy that shows what its first batch is collated from if that alone does not."""
+        loader = self.loader
+        if not collates(loader) or _finishes_batches(loader) or hasattr(loader.dataset, "__getitems__"):
+            return loader
+        if loader.collate_fn is default_collate:
+            return loader
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            self._shown = Path(file.name)
+        weakref.finalize(self, self._shown.unlink, missing_ok=True)
+        return copy_loader(loader, collate_fn=partial(_collate_and_show, loader.collate_fn, self._shown))
 
     @cached_property
     def indices(self) -> Sequence[Any]:
@@ -97,24 +97,20 @@ class Samples:
 
     def _read_first(self) -> list[Any]:
         indices = list(islice(self.order(), SAMPLES_AT_ONCE))
-        lists = [indices[:1], indices[:1]]  # the second must give what the third begins with
-        lists += [indices[start : start + SAMPLES_PER_READ] for start in range(0, len(indices), SAMPLES_PER_READ)]
+        lists = [indices[:1], indices[:1], indices[:1]]  # the second must give what the third gives
+        lists += [indices[start : start + SAMPLES_PER_READ] for start in range(1, len(indices), SAMPLES_PER_READ)]
         found = list[Any]()
-        before = list[Any]()
         started = time.monotonic()
         with uncounted(), self.fetched(lists, _SeededReader(self.loader.dataset)) as reads:  # samples lie on the host
-            for number, samples in enumerate(reads):
-                if not isinstance(samples, (list, tuple)) or len(samples) != len(lists[number]):
+            for wanted, samples in zip(lists, reads):
+                found.append(samples)
+                if not isinstance(samples, (list, tuple)) or len(samples) != len(wanted):
                     return []  # ``__getitems__`` may return a batch
-                if number < 2:
-                    before = list(samples)
-                    continue
-                if number == 2 and not self._trusted and not same_values(before, list(samples[:1])):
+                if len(found) == 3 and not (self._trusted or same_values(found[1], samples)):
                     return []
-                found += samples
-                if time.monotonic() - started > FIRST_SECONDS:
+                if len(found) > 3 and time.monotonic() - started > FIRST_SECONDS:
                     break
-        return found
+        return list(chain.from_iterable(found[2:]))
 
     @contextmanager
     def fetched(
@@ -151,8 +147,11 @@ class Samples:
 
     @cached_property
     def _few(self) -> list[Any]:
-        found = self.first or ([] if self._shown is None else self._shown.samples())
-        return found[:SAMPLES_PER_READ]
+        if self.first or self._shown is None:
+            return self.first[:SAMPLES_PER_READ]
+        shown = self._shown.read_bytes()
+        self._shown.unlink()
+        return list(pickle.loads(shown or pickle.dumps([])))
 
     @cached_property
     def _kept(self) -> list[Any]:
@@ -200,13 +199,6 @@ def _finishes_batches(loader: "DataLoader[Any]") -> bool:
     return type(loader)._get_iterator is not DataLoader._get_iterator
 
 
-def _shows_samples(loader: Any) -> bool:
-    """Return whether a loader collates lists of samples, and its batches alone do not show how."""
-    if not collates(loader) or _finishes_batches(loader) or hasattr(loader.dataset, "__getitems__"):
-        return False
-    return loader.collate_fn is not default_collate
-
-
 class _SeededReader:
     """Returns what was read, and lets the next read draw the same random numbers as any but the first."""
 
@@ -219,38 +211,13 @@ class _SeededReader:
         return samples
 
 
-class ShownSamples:
-    """A collate function that keeps copies of a few samples of its first batch, also those of a data worker."""
-
-    def __init__(self, loader: "DataLoader[Any]") -> None:
-        self._collate = loader.collate_fn
-        self._path: Path | None = None  # of the file that keeps the samples
-        self._is_wanted = False
-
-    def begin(self) -> None:
-        """Keep samples of the next first batch."""
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            self._path = Path(file.name)
-        weakref.finalize(self, self._path.unlink, missing_ok=True)
-        self._is_wanted = True
-
-    def __call__(self, samples: Any) -> Any:
-        """Collate samples as the loader does."""
-        worker = get_worker_info()
-        if self._is_wanted and (worker is None or worker.id == 0):
-            self._is_wanted = False
-            attempt(self._keep, lambda _: True, samples[:SAMPLES_PER_READ])  # some cannot be copied
-        return self._collate(samples)
-
-    def _keep(self, samples: list[Any]) -> None:
-        assert self._path is not None, "samples are kept once they are wanted"
-        self._path.write_bytes(pickle.dumps([copied(sample) for sample in samples]))
-
-    def samples(self) -> list[Any]:
-        """Return the samples; none before the first batch."""
-        self._is_wanted = False
-        shown = b"" if self._path is None else self._path.read_bytes()
-        return list(pickle.loads(shown)) if shown else []
+def _collate_and_show(collate: Callable[[Any], Any], file: Path, samples: list[Any]) -> Any:
+    """Collate samples; write a few of them to a file that is there and empty."""
+    worker = get_worker_info()
+    if (worker is None or worker.id == 0) and file.exists() and not file.stat().st_size:
+        few = attempt(lambda: pickle.dumps([copied(sample) for sample in samples[:SAMPLES_PER_READ]]), lambda _: True)
+        file.write_bytes(few.result or pickle.dumps([]))
+    return collate(samples)
 
 
 def spread(size: int) -> Iterator[int]:
@@ -258,56 +225,3 @@ def spread(size: int) -> Iterator[int]:
     steps = range(max(1, round(_GOLDEN * size)), size + 1)
     step = next((step for step in steps if gcd(step, size) == 1), 1)
     return (number * step % size for number in range(size))
-
-
-def copied(sample: Any) -> Any:
-    """Return a deep copy; of a tensor that is a view, only what it shows and not its whole storage.
-
-    Nested tensors are cloned: autograd fails on deep copies of them (PyTorch 2.15).
-    """
-    return copy.deepcopy(sample, {id(tensor): tensor.clone() for tensor in tensors_in(sample) if _is_cloned(tensor)})
-
-
-def copied_if_possible(batch: Any) -> Any:
-    """Return a copy of a batch, because steps may remove labels from it; the batch itself if it cannot be copied."""
-    outcome = attempt(copied, lambda error: not is_out_of_memory(error), batch)
-    return outcome.result if outcome.failure is None else batch
-
-
-def _is_cloned(tensor: torch.Tensor) -> bool:
-    if tensor.is_nested or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return tensor.is_nested
-    return tensor._is_view() or tensor.untyped_storage().nbytes() > tensor.nbytes
-
-
-def datasets_in(data: Any) -> list[Any]:
-    """Return a dataset and those that it contains, alone or in a list, at any depth."""
-    found = dict[int, Any]()
-    pending = [data]
-    while pending:
-        each = pending.pop()
-        if id(each) not in found and isinstance(getattr(each, "__dict__", None), dict):
-            found[id(each)] = each
-            held = vars(each).values()
-            lists = (value for value in held if isinstance(value, (list, tuple)) and len(value) < SAMPLES_PER_READ**3)
-            pending += [value for value in chain(held, *lists) if isinstance(value, Dataset)]
-    return list(found.values())
-
-
-@contextmanager
-def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
-    """Return a context in which samples may be read or collated, their random numbers drawn from a seed.
-
-    Attributes and small containers of the object, and of datasets that it contains, are put back at its end.
-    """
-    found = datasets_in(data)
-    owned = [vars(each) for each in found]
-    held = [value for own in owned for value in own.values()]
-    small = [value for value in held if type(value) in (dict, list, set, deque) and len(value) < _COPIED]
-    before = [(each, copy.copy(each)) for each in (*owned, *small)]
-    try:
-        with seeded(seed, *found):
-            yield
-    finally:
-        for container, content in before:
-            refill(container, content)

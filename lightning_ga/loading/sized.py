@@ -9,16 +9,17 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_ga.batch.layout import Field, leaves
+from lightning_ga.batch.layout import leaves
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest import SAMPLES_KEPT
 from lightning_ga.loading.orders import Order
 from lightning_ga.loading.sampler import listed
-from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples, untouched
+from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
 from lightning_ga.loading.trials import BatchCutter, TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.lengths import SizeLimits, plan_by_size
 from lightning_ga.plan.windows import EpochPlan
+from lightning_ga.snapshot.untouched import untouched
 
 SizeOf = Callable[[Any, Any], int] | str
 _LARGEST = 2**31 - 1
@@ -119,11 +120,11 @@ def _by_name(samples: Iterable[Any], *, name: str) -> list[int]:
     return [_size(value, f"{name!r} names") for value in values]
 
 
-def _extents(sample: Any, *, text: bool) -> dict[tuple[Field, int], int]:
+def _extents(sample: Any, *, text: bool) -> dict[tuple[str, int], int]:
     return {(field, axis): extent for field, shape in leaves(sample, text=text) for axis, extent in enumerate(shape)}
 
 
-def _by_shape(samples: Iterable[Any], *, places: set[tuple[Field, int]], text: bool) -> list[int]:
+def _by_shape(samples: Iterable[Any], *, places: set[tuple[str, int]], text: bool) -> list[int]:
     """Return the largest of the extents that vary; 1 if none does."""
     found = (_extents(sample, text=text) for sample in samples)
     return [max((each[place] for place in places & each.keys()), default=1) for each in found]

@@ -64,7 +64,7 @@ class LoaderSource:
         # Lightning keeps this number until data are loaded again, also if a dataset becomes longer.
         self.batches_at_set_up = self.recipe.batches_within_limit(order.size(settings.epoch, settings.seed))
         self.may_drop_samples = loader.collate_fn is not default_collate  # those of a micro-batch
-        self._sampler = WindowBatchSampler(order, rank=settings.rank, seed=settings.seed, generator=loader.generator)
+        self._sampler = WindowBatchSampler(order, rank=settings.rank, seed=settings.seed)
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.seed)
         self.samples = Samples(loader, self._indices, trusted=size_of is not None)
         # The fit loop reads this one.
@@ -172,16 +172,6 @@ class LoaderSource:
             yield
         finally:
             self._sampler.length = None
-
-    @contextmanager
-    def seeded_as_before(self) -> Iterator[None]:
-        """Return a context in which workers get the seed that the first, empty ``iter(loader)`` has drawn."""
-        own, earlier = self.loader.generator, self._sampler.take_seed_back()
-        self.loader.generator = own if earlier is None else earlier
-        try:
-            yield
-        finally:
-            self.loader.generator = own
 
     def _windows(self, total: int, batch: Growth, samples_done: int = 0, windows_done: int = 0) -> Windows:
         world_size = self.recipe.world_size

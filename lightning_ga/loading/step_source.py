@@ -30,7 +30,6 @@ class StepSource:
         self.samples = Samples(loader)
         if collates(loader) and isinstance(loader.dataset, IterableDataset):
             self.loader = self.samples.showing()
-            self.samples.show()
 
     def see(self, batch: Any, cutter: BatchCutter) -> None:
         """Read the batch size off the first batch, if the loader does not say it."""
@@ -41,10 +40,6 @@ class StepSource:
     def take_size(self, earlier: "StepSource") -> None:
         """Use the batch size of a loader that this one follows, unless it says its own."""
         self.batch_size = self.batch_size or earlier.batch_size
-
-    def recipe_effective(self) -> int:
-        """Return the samples of a window as the user wrote it, over all ranks; a batch whose size is not known is 1."""
-        return (self.batch_size or 1) * self.recipe_factor * self.world_size
 
     def factor_for(self, effective: int) -> int:
         """Return the batches of a window of so many samples over all ranks; refuse a number that is no multiple."""

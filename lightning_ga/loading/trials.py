@@ -10,9 +10,10 @@ from lightning_ga.batch.layout import Layout, cut_batch, cut_by_hook, leaves, le
 from lightning_ga.batch.pytree import REMEDY, LayoutError, tensors_in
 from lightning_ga.batch.read_layout import Comparison, read_layout, read_ready_made, read_rows
 from lightning_ga.loading.largest import Largest
-from lightning_ga.loading.samples import Samples, copied_if_possible
+from lightning_ga.loading.samples import Samples
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.snapshot.copies import copied_if_possible
 from lightning_ga.snapshot.random_numbers import RandomState
 
 Move = Callable[[Any], Any]
@@ -169,26 +170,24 @@ class TrialBatches:
 
     def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
         """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
-        cutter = self.cutter
-        if self._largest is None:
-            whole = move(copied_if_possible(self._batch))
-            number = cutter.count(whole)
-            if min(number, samples) < 2:
-                return None
-            return cutter.halves(whole if number <= samples else cutter.cut(whole, 0, samples))
+        collate = self._samples.collate
         found = self._unlike(samples)
-        if len(found) < 2:
+        middle = ceil_div(len(found), 2)
+        if self._largest is not None and len(found) < 2:
             return None
-        middle = (len(found) + 1) // 2
-        parts = [found] if self._in_step else [found, found[:middle], found[middle:]]
-        moved = [move(self._samples.collate(part, len(part), seed=seed)) for part in parts]
-        if self._in_step:
-            return cutter.halves(moved[0])
-        return CutBatch(moved[0], (moved[1], moved[2]), (middle, len(found) - middle))
+        if self._largest is not None and not self._in_step:
+            parts = found, found[:middle], found[middle:]
+            whole, one, other = (move(collate(part, len(part), seed=seed)) for part in parts)
+            return CutBatch(whole, (one, other), (middle, len(found) - middle))
+        whole = move(collate(found, len(found), seed=seed) if found else copied_if_possible(self._batch))
+        number = self.cutter.count(whole)
+        if min(number, samples) < 2:
+            return None
+        return self.cutter.halves(whole if number <= samples else self.cutter.cut(whole, 0, samples))
 
     def _unlike(self, number: int) -> list[Any]:
-        """Return so many samples that differ, and that the collate function does not leave out."""
-        known = [sample for sample in self._samples.first if sample is not None]
+        """Return so many of the samples that were read and are not left out of batches; those differ."""
+        known = [] if self._largest is None else [sample for sample in self._samples.first if sample is not None]
         found = unlike(known, number)
         if all(map(self._samples.is_kept, found)):
             return found
@@ -202,6 +201,8 @@ def unlike(samples: Sequence[Any], number: int) -> list[Any]:
     shorter than the longest, if there are any: it is padded less than the whole. If these are few, they are repeated.
     """
     number = min(number, len(samples))
+    if not number:
+        return []
     traits = sorted((_traits(sample), place) for place, sample in enumerate(samples))
     shorter = sum(each[0] < traits[-1][0][0] for each, _ in traits)  # they come first
     found = _spread_over(traits, number)

@@ -114,14 +114,14 @@ def test_windows_of_batches_that_are_kept() -> None:
     """A whole number of them; if a loader does not tell how many samples they hold, the first one does."""
     known = read_source(DataLoader(StreamOf(range(SIZE)), 4), settings_of(2))
     assert isinstance(known, StepSource)
-    assert (known.batch_size, known.recipe_effective()) == (4, 16)
+    assert known.batch_size == 4
     assert known.factor_for(24) == 3
     with pytest.raises(UserError, match=r"=12 is no whole number of batches: with an iterable dataset, .* of 8"):
         known.factor_for(12)
     unknown = read_source([torch.zeros(6, 2), torch.zeros(6, 2)], settings_of())
     assert unknown.batch_size is None
     unknown.see(torch.zeros(6, 2), cutter([torch.zeros(6, 2)]))
-    assert (unknown.batch_size, unknown.recipe_effective(), unknown.factor_for(18)) == (6, 12, 3)
+    assert (unknown.batch_size, unknown.factor_for(18)) == (6, 3)
     turned = DataLoader(ROWS, batch_sampler=[range(6)], collate_fn=time_first)
     own = read_source(turned, settings_of())
     own.see(next(iter(turned)), cutter(turned))

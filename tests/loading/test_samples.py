@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_ga.loading import samples as samples_module
 from lightning_ga.loading.rebatch import rebatch
-from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
 from lightning_ga.loading.sampler import WindowBatchSampler
+from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 
 SIZE = 200
@@ -174,7 +174,6 @@ def test_the_first_batch_of_a_stream_shows_what_it_was_collated_from(workers: in
     data = Stream()
     samples = Samples(DataLoader(data, 4, num_workers=workers, collate_fn=second_axis))
     copied = samples.showing()
-    samples.show()
     first, second, *_ = copied
     assert first.shape == second.shape == (3, 4)
     assert [number for _, number in samples.kinds] == [0, 1, 2]
