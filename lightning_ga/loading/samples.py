@@ -83,34 +83,56 @@ class Samples:
     @cached_property
     def first(self) -> list[Any]:
         """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace."""
-        if not self._may_be_read():
-            return []
-        outcome = attempt(self._read_first, lambda error: not is_out_of_memory(error))  # training meets errors, too
-        return outcome.result or []
-
-    def _may_be_read(self) -> bool:
-        """Return whether a loader collates samples that are read by index, from nothing that is used up."""
-        if not collates_by_index(self.loader) or _finishes_batches(self.loader) or not len(self.indices):
-            return False
-        held = [value for each in datasets_in(self.loader.dataset) for value in vars(each).values()]
-        return not any(isinstance(each, Iterator) or {"get", "put"} <= set(dir(type(each))) for each in held)
-
-    def _read_first(self) -> list[Any]:
-        indices = list(islice(self.order(), SAMPLES_AT_ONCE))
-        lists = [indices[:1], indices[:1], indices[:1]]  # the second must give what the third gives
-        lists += [indices[start : start + SAMPLES_PER_READ] for start in range(1, len(indices), SAMPLES_PER_READ)]
-        found = list[Any]()
-        started = time.monotonic()
-        with uncounted(), self.fetched(lists, _SeededReader(self.loader.dataset)) as reads:  # samples lie on the host
-            for wanted, samples in zip(lists, reads):
-                found.append(samples)
-                if not isinstance(samples, (list, tuple)) or len(samples) != len(wanted):
-                    return []  # ``__getitems__`` may return a batch
-                if len(found) == 3 and not (self._trusted or same_values(found[1], samples)):
-                    return []
-                if len(found) > 3 and time.monotonic() - started > FIRST_SECONDS:
+        found = list(self._repeated)
+        if found:
+            rest = list(islice(self.order(), 1, SAMPLES_AT_ONCE))
+            started = time.monotonic()
+            for samples in self._read(rest[at : at + SAMPLES_PER_READ] for at in range(0, len(rest), SAMPLES_PER_READ)):
+                found += samples
+                if time.monotonic() - started > FIRST_SECONDS:
                     break
-        return list(chain.from_iterable(found[2:]))
+        return found
+
+    @property
+    def are_handed_out(self) -> bool:
+        """Whether the dataset seems to hand out one sample after the other in this process, whatever the index is."""
+        if self._trusted or self.loader.num_workers or self._repeated or not self._are_by_index:
+            return False
+        one, other = ([*self._read([[index]])] for index in islice(self.order(), 2))
+        return self._holds_iterators or (bool(one) and same_values(one, other))
+
+    @cached_property
+    def _repeated(self) -> Sequence[Any]:
+        """The first sample, if it is the same when it is read again."""
+        if not self._are_by_index:
+            return ()
+        index = list(islice(self.order(), 1))
+        reads = list(self._read([index] * 3))  # the first may draw other random numbers
+        is_same = len(reads) == 3 and (self._trusted or same_values(reads[1], reads[2]))
+        return reads[1] if is_same else ()
+
+    @property
+    def _are_by_index(self) -> bool:
+        return collates_by_index(self.loader) and not _finishes_batches(self.loader) and len(self.indices) > 0
+
+    @property
+    def _holds_iterators(self) -> bool:
+        """Whether reading uses something up that cannot be put back."""
+        held = [value for each in datasets_in(self.loader.dataset) for value in vars(each).values()]
+        return any(isinstance(each, Iterator) or {"get", "put"} <= set(dir(type(each))) for each in held)
+
+    def _read(self, lists: Iterable[list[Any]]) -> Iterator[Any]:
+        """Yield the samples of each list, unless reading them would leave a trace, or they are no list of samples."""
+        if self._holds_iterators:
+            return
+        lists = list(lists)
+        with uncounted(), self.fetched(lists, _SeededReader(self.loader.dataset)) as reads:  # samples lie on the host
+            for wanted in lists:
+                outcome = attempt(next, lambda error: not is_out_of_memory(error), reads)  # training meets errors, too
+                samples = outcome.result
+                if not isinstance(samples, (list, tuple)) or len(samples) != len(wanted):
+                    return  # ``__getitems__`` may return a batch
+                yield samples
 
     @contextmanager
     def fetched(

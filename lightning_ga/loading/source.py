@@ -28,7 +28,10 @@ def read_source(
     why = in_step or why_in_step(loader)
     order = None if why else read_order(loader, settings)
     if order is not None:
-        return LoaderSource(loader, order, settings, size_of)
+        source = LoaderSource(loader, order, settings, size_of)
+        if not source.samples.are_handed_out:
+            return source
+        why = "a dataset that hands out its samples one after the other"
     why = why or "an order of samples of its own on each rank"
     if size_of is not None:
         raise UserError(

@@ -73,7 +73,7 @@ def test_samples_are_read_as_by_stock_lightning(workers: int, draws: bool, tmp_p
     ours, found = reads_of(made[1], accumulate)
     assert str(accumulate.fits).startswith("20 samples take")  # type: ignore[attr-defined]
     more = Counter(index for *_, index in found) - Counter(index for *_, index in expected)
-    assert more.total() <= (3 + 8 * workers if draws else APART)
+    assert more.total() <= (5 if draws else APART)
     if workers:  # samples that are read apart are read by another worker
         pids = {process for process, *_ in found}
         counts = {pid: sum(process == pid for process, *_ in found) for pid in pids}
@@ -121,6 +121,7 @@ def test_a_queue_loses_nothing(kind: Any, mode: Any, limit: dict[str, int]) -> N
     stock, _ = fit(DataLoader(Queue(kind), 8), max_epochs=2)
     accumulate = AutoAccumulate(micro_batching=mode, cache=False, **limit)
     ours, _ = fit(DataLoader(Queue(kind), 8), accumulate, max_epochs=2)
+    assert accumulate.plan is not None
     expected = [index for _, indices in stock.micro_batches for index in indices]
     assert [index for _, indices in ours.micro_batches for index in indices] == expected
     assert worst_error(ours.gradients, stock.gradients) <= 1e-12
@@ -129,6 +130,28 @@ def test_a_queue_loses_nothing(kind: Any, mode: Any, limit: dict[str, int]) -> N
         assert accumulate.exactness.cause == "exact"
     else:
         assert accumulate.probe is None
+
+
+class FailsOnce(Regression):
+    """Runs out of memory in the fourth step, once."""
+
+    has_failed = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == 3 and not self.has_failed:
+            self.has_failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [list, iter, generated])
+def test_an_error_loses_nothing_of_a_queue(kind: Any) -> None:
+    """Its batches are kept: indices would not give them again."""
+    stock, _ = fit(DataLoader(Queue(kind), 8), max_epochs=2)
+    accumulate = AutoAccumulate(cache=False)
+    with pytest.warns(UserWarning, match="Memory ran out in training with 8"):
+        ours, _ = fit(DataLoader(Queue(kind), 8), accumulate, module=FailsOnce(), max_epochs=2)
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
 
 
 class CountsEpochs(IterableDataset[Any]):

@@ -145,6 +145,15 @@ def test_data_that_reading_would_change_are_left_to_training(make: Any) -> None:
         assert [data[0] for _ in range(4)] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("kind", [list, deque, iter])
+def test_a_dataset_that_ignores_the_index_hands_its_samples_out(kind: Any) -> None:
+    """One that draws random numbers does not; workers have datasets of their own."""
+    assert Samples(DataLoader(Pops(kind), 4)).are_handed_out
+    assert not Samples(DataLoader(Draws(), 4)).are_handed_out
+    assert not Samples(DataLoader(Counting(), 4)).are_handed_out
+    assert not Samples(DataLoader(Pops(list), 4, num_workers=1)).are_handed_out
+
+
 def test_an_error_of_reading_is_left_to_training() -> None:
     class Broken(Counting):
         def __getitem__(self, index: int) -> int:
