@@ -101,7 +101,7 @@ class Fit:
         options = self.options
         place = self.progress.place
         windows = self.windows
-        same_epoch = windows.begin_training(self.data.first_batch)
+        same_epoch = windows.begin_training()
         epoch = place.epoch
         self._hold_to_budget()
         self._held.enter_context(self.gradients.summed_in_float32())
@@ -140,6 +140,10 @@ class Fit:
         If windows are asked about again because they have grown, nothing happens unless nothing is known of them.
         """
         windows = self.windows
+        if self.request.micro_batch is not None:
+            if begins:
+                self.limit.use_given(restored, windows.sizes)
+            return
         epochs = self.progress.place.epochs
         if not self.limit.is_asked_at_once:
             epochs = epochs[:1]
