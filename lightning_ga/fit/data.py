@@ -28,7 +28,7 @@ class TrainingData:
         self._trainer = trainer
         self._options = options
         self._progress = progress
-        self._parts = FitParts(request, limit, progress, gradients, self.cutter_of_training)
+        self._parts = FitParts(request, limit, progress, gradients, self.cutter_of_training, options.on_oom == "skip")
         self._windows: Windows | None = None
         self._read: Any = None  # the user's loader that the loop is being set up with
         self._setting_up = ExitStack()

@@ -32,6 +32,7 @@ class FitParts:
     progress: Progress
     gradients: Gradients
     cutter: Callable[[], BatchCutter]  # of the batches that the step gets
+    leaves_out: bool = False  # whether samples that do not fit may be left out
 
 
 class Windows(Protocol):
@@ -119,6 +120,9 @@ class Windows(Protocol):
         """Note that a window is done."""
 
     # --- errors --------------------------------------------------------------------------------
+
+    def index_of(self, place: int) -> Any:
+        """Return the index in the dataset of the only sample of a pass of the running window; ``None`` if not known."""
 
     @property
     def keeps(self) -> Callable[[Any], None] | None:
