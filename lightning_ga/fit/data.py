@@ -48,6 +48,7 @@ class TrainingData:
             CompiledModules(trainer),
             self.cutter_of_training,
             partial(advance.first_batch, trainer),
+            leaves_out=options.on_oom == "skip",
         )
         self._windows: Windows | None = None
         self._read: Any = None  # the user's loader that the loop is being set up with

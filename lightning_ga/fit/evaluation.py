@@ -27,7 +27,7 @@ class Evaluation:
 
     def __init__(self, trainer: Any, reporter: messages.OomReporter, options: Options) -> None:
         self._trainer, self._reporter = trainer, reporter
-        self._retries = options.on_oom == "split" and not ranks.is_sharded(trainer)
+        self._retries = options.on_oom != "raise" and not ranks.is_sharded(trainer)
         self._loaders: dict[tuple[str, int], _LoaderPieces] = {}  # by stage
         self._savepoint: Savepoint | None = None
         self._held = loaders.intercepted_evaluation(trainer, self._evaluate)

@@ -329,9 +329,9 @@ class LoaderWindows:
             return
         if len(self._window.sizes) > 1:
             self._parts.compiled.mark(tensors_in(batch), self._window.sizes[position])
-        may_drop = self._source.may_drop_samples
+        may_drop = self._source.may_drop_samples or self._parts.leaves_out
         samples = None
-        if may_drop and self._parts.gradients.normalize == "samples":
+        if self._source.may_drop_samples and self._parts.gradients.normalize == "samples":
             samples = self._samples_left(batch, self._window.sizes[position])
         self._parts.gradients.weigh_micro_batch(batch, self._window, position, samples=samples, may_drop=may_drop)
 
@@ -368,6 +368,10 @@ class LoaderWindows:
             self._parts.progress.end_window(samples=self._window.end, batches=self._span.after)
 
     # --- errors --------------------------------------------------------------------------------
+
+    def index_of(self, place: int) -> Any:
+        """Return the index in the dataset of a micro-batch of one sample of the running window."""
+        return self._source.index_of(self._window, place)
 
     def can_read_again(self, batches_before: int) -> bool:
         """Return true: the sampler knows the window's samples."""

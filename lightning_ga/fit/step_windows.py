@@ -249,6 +249,9 @@ class StepWindows:
 
     # --- errors --------------------------------------------------------------------------------
 
+    def index_of(self, place: int) -> None:
+        """Return nothing: the loader's indices are not seen."""
+
     def keeps(self, batch: Any) -> None:
         """Keep a batch as the loader made it, because steps change containers."""
         self._passes.begin_batch()

@@ -36,6 +36,7 @@ class FitParts:
     compiled: CompiledModules
     cutter: Callable[[], BatchCutter]  # of the batches that the step gets
     first_batch: Callable[[], Any]  # the next batch of the loop, on the host, which the loop still gets
+    leaves_out: bool  # whether samples that do not fit may be left out
 
 
 class Windows(Protocol):
@@ -123,6 +124,9 @@ class Windows(Protocol):
         """Note that a window is done."""
 
     # --- errors --------------------------------------------------------------------------------
+
+    def index_of(self, place: int) -> Any:
+        """Return the index in the dataset of the only sample of a pass of the running window; ``None`` if not known."""
 
     @property
     def keeps(self) -> Callable[[Any], None] | None:

@@ -211,8 +211,12 @@ class Limit:
         self.parts.use(window.recomputable or before)
         if self.parts.names == before:
             return False
-        window.failed.append(window.number)
+        self.leave_window()
         return True
+
+    def leave_window(self) -> None:
+        """Note that the running window needs more than smaller micro-batches, so that the next begins as it had."""
+        self._window.failed.append(self._window.number)
 
     def begin_window(self) -> None:
         """Begin a window, or begin it again after an error.
