@@ -72,7 +72,7 @@ def measure_batch_size(
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
             raise UserError(f"{name}={value!r} must be a number above 0.")
     samples, epochs = _whole(require_count("samples", samples), 4 * batch, make()[1])
-    from lightning_ga.app.checkpoints import read_safely
+    from lightning_ga.checkpoints import read_safely  # the library does without Hydra
 
     content = read_safely(Path(ckpt_path))
     if len(content.get("optimizer_states") or ()) != 1:

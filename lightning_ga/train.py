@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_ga.app.errors import explain
-from lightning_ga.app.folders import done_before, report_sweep
+from lightning_ga.app.folders import FOLDER, done_before, report_sweep
 from lightning_ga.app.other_tools import check_words, config_folder
 from lightning_ga.app.settings import check_typed, read_settings, shown, unread_groups
 from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence, warn
@@ -163,7 +163,7 @@ def in_order(arguments: Sequence[str]) -> list[str]:
 
 def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Overrides for all ranks but the first: they keep no log, and no folder that is named by their own clock."""
-    added = ("hydra/job_logging=none", "hydra.output_subdir=null", "hydra.run.dir=${paths.output_root}")
+    added = ("hydra/job_logging=none", "hydra.output_subdir=null", f"hydra.run.dir=${{paths.output_root}}/{FOLDER}")
     keys = [argument.lstrip("+").partition("=")[0] for argument in arguments]
     if is_first_rank(environment):
         return []

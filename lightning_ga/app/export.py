@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_ga.app.checkpoints import AtomicCheckpointIO
 from lightning_ga.app.run_files import LOADING, WEIGHTS, write_text
+from lightning_ga.checkpoints import AtomicCheckpointIO
 
 
 def save_weights(folder: Path, model: LightningModule, checkpoint: Mapping[str, Any]) -> str:

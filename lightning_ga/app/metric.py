@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torchmetrics import Metric
 
-from lightning_ga.app.checkpoints import AtomicCheckpointIO, read_safely
 from lightning_ga.app.settings import direction_of
 from lightning_ga.app.terminal import log, warn
+from lightning_ga.checkpoints import AtomicCheckpointIO, read_safely
 from lightning_ga.errors import UserError
 
 PLACEHOLDER = "optimized_metric"  # what callbacks of a configuration monitor in place of a metric's name

@@ -31,6 +31,7 @@ SECTIONS = (
 )
 OWN_KEYS = (
     *("task", "seed", "ckpt_path", "dry_run", "test", "optimized_metric", "optimized_direction", "progress", "tags"),
+    *("checkpoint_every", "elastic"),
 )
 OF_TIMM = {"model": "model=timm model.name={}", "optimizer": "optimizer=timm optimizer.name={}"}
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,16 @@ class Settings:
     optimized_metric: str | None = None
     optimized_direction: Direction | None = None
     progress: Progress = Progress.auto
+    checkpoint_every: str | None = None  # a number of windows, or a time
+    elastic: bool = False  # the number of ranks may change from start to start
 
 
 def read_settings(cfg: DictConfig) -> Settings:
     """Read the package's own keys; refuse those that contradict each other, and a run that lacks a class."""
     given = {key.name: cfg[key.name] for key in fields(Settings) if key.name in cfg}
     result: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), given))
+    if result.elastic and result.checkpoint_every is None:
+        result.checkpoint_every = "60s"
     if result.dry_run and result.task is not Task.fit:
         raise UserError(f"dry_run=true shows the plan of a training, and task={result.task.name} has none: drop one.")
     if {"callbacks", "logger"} & {*(cfg.get("trainer") or ())}:
@@ -166,5 +171,11 @@ def named(name: Any) -> str:
     return "" if name is None else "-" + re.sub(r"[^\w.+-]+", "_", str(name))
 
 
+def elastic(key: str) -> Any:
+    """An argument of the Trainer for the ranks that torchrun has started."""
+    return import_module("lightning_ga.elastic").trainer_arguments()[key]  # imports torch: not before it is needed
+
+
+OmegaConf.register_new_resolver("elastic", elastic, replace=True, use_cache=True)
 OmegaConf.register_new_resolver("named", named, replace=True)
 OmegaConf.register_new_resolver("of_several", lambda k: "" if k in (0, 1) else "-{epoch}-{step}", replace=True)

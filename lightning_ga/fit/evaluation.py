@@ -13,7 +13,7 @@ from lightning_ga.fit.retry import go_back
 from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.pieces import piece_sizes
+from lightning_ga.plan.pieces import halved, piece_sizes
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -52,7 +52,10 @@ class Evaluation:
         while (outcome := attempt(run, _is_survived)).failure is not None:
             failed = known.failed_samples(kept.batch, outcome.failure)
             back = partial(undo, savepoint, [kept])
-            event = go_back(trainer, stage, outcome.failure, failed=failed, why_not_alone=exchanged, undo=back)
+            fits = halved(failed)
+            event = go_back(
+                trainer, stage, outcome.failure, failed=failed, fits=fits, why_not_alone=exchanged, undo=back
+            )
             known.lower(event.fits)
             self._reporter.report(event, _RESULT)
         return outcome.result

@@ -12,6 +12,7 @@ from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
@@ -53,7 +54,8 @@ class Fit:
         self.limit = Limit(trainer, request, options, chunked)
         self.progress = Progress(trainer, place, earlier)
         self.gradients = Gradients(trainer, None if options.whole else options.normalize)
-        self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients)
+        self.values = StepValues(trainer, place, lambda: self.gradients.counted)
+        self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients, self.values)
         self.verdict = Verdict(trainer, options, lambda: self.windows.several_passes)
         self.evaluation = Evaluation(trainer, reporter, options)
         self.rates: WindowRates | None = None  # none if they are neither scaled nor logged
@@ -107,6 +109,7 @@ class Fit:
         if chunked is not None:
             self._held.enter_context(chunked.installed())
         exchange = Exchange.of(trainer)
+        self._held.callback(self.limit.parts.use, ())
         rewinder = Rewinder(
             trainer,
             place,
@@ -116,6 +119,7 @@ class Fit:
             retries=options.on_oom == "split",
             exchange=exchange,
             search=self._limit_below,
+            recompute=self._recompute_window,
         )
         self.rewinder = rewinder
         self._find_limit(self.progress.restored, begins=True)
@@ -167,6 +171,10 @@ class Fit:
             return None
         return self.limit.search_below(self._trial_setup(begins=False), failed)
 
+    def _recompute_window(self) -> bool:
+        """Let the running window compute again all that can be, if that is asked for and was not done."""
+        return self.options.checkpoint == "auto" and self.limit.recompute_window(self._trial_setup(begins=False))
+
     def _is_cut(self) -> bool:
         """Return whether windows of some rank run in several passes or chunks, or later ones may: they are measured."""
         windows = self.windows
@@ -176,11 +184,14 @@ class Fit:
 
     def _begin_windows(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
         """Let the loop run windows from here on, in each of which the same members begin in the same order."""
-        members = [self.windows.begin_window, self.gradients.begin_window]
+        members = [self.windows.begin_window, self.gradients.begin_window, self.values.begin_window]
+        self._held.callback(self.values.close)
         if self.rates is not None:
             self._held.callback(self.rates.give_back)
             self._held.enter_context(self.rates.unscaled_for_schedulers())
             members.append(self._begin_rates)
+        if self.options.checkpoint == "auto":
+            members.insert(0, self.limit.begin_window)
         if exchange is not None:
             members.append(exchange.begin_window)
         self._held.enter_context(rewinder.guarding(members))
@@ -303,6 +314,8 @@ class Fit:
             found.append(how_cut)
         if self.limit.fits is not None:
             found.append(f"fits: {self.limit.fits}")
+        if self.limit.recomputed is not None:
+            found.append(f"computed again: {self.limit.recomputed}")
         probe = self.limit.probe
         if probe is not None:
             of_longest = "" if probe.sizes is None else " of the longest"

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.reduction import Exchange
@@ -283,6 +284,8 @@ class LoaderWindows:
         """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""
         if not self._window.sizes:
             return
+        if len(self._window.sizes) > 1:
+            self._parts.compiled.mark(tensors_in(batch), self._window.sizes[position])
         may_drop = self._source.may_drop_samples
         samples = None
         if may_drop and self._parts.gradients.normalize == "samples":

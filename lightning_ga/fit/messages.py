@@ -38,10 +38,12 @@ class OomEvent:
     def sentence(self, result: str) -> str:
         """Say what happened, and what was measured of the result."""
         what = "The window" if self.stage == "training" else "The batch"
+        how = f"in {self.unit} of at most {self.fits} samples, and so are later ones"
+        if self.fits == self.samples:
+            how = "with submodules computed again in the backward pass"
         return (
             f"Memory ran out in {self.stage} with {self.samples} samples after {self.step} optimizer steps "
-            f"({self.memory}). {what} is run again in {self.unit} of at most {self.fits} samples, and so are later "
-            f"ones. {result}"
+            f"({self.memory}). {what} is run again {how}. {result}"
         )
 
 
@@ -72,8 +74,8 @@ class OomReporter:
 
 
 ONE_SAMPLE = (
-    "with one sample alone ({memory}), so there is nothing left to split: train in a lower precision "
-    "(precision='bf16-mixed'), use activation checkpointing, or raise memory_budget and free the device of other "
+    'with one sample alone ({memory}), so there is nothing left to split: give checkpoint="auto", train in '
+    "a lower precision (precision='bf16-mixed'), or raise memory_budget and free the device of other "
     "processes. If one row of the batch joins several samples, define split_batch(self, batch, sizes) on the "
     "LightningModule, and give the loader's batches a first tensor with an entry for each sample."
 )

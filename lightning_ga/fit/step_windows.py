@@ -35,9 +35,7 @@ class StepWindows:
         self._plan: AccumulationPlan | None = None
         self._begun: tuple[StepSource, int] | None = None  # the epoch that the loop is set up for
         self._uses_intervals = False  # whether windows have been others than the recipe's
-        self._passes = BatchPasses(
-            self._trainer, self._place, parts.gradients, parts.limit, parts.cutter, lambda: self._batch_size
-        )
+        self._passes = BatchPasses(parts, lambda: self._batch_size)
 
     def use(self, source: LoaderSource | StepSource) -> None:
         """Use a loader that is loaded again."""
@@ -230,6 +228,7 @@ class StepWindows:
 
     def weigh(self, batch: Any, position: int) -> None:
         """Leave the weights to the pieces."""
+        self._parts.gradients.begin_batch()
 
     @property
     def is_over(self) -> bool:

@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.progress import Progress
 from lightning_ga.loading.cutter import BatchCutter
@@ -31,6 +33,8 @@ class FitParts:
     limit: Limit
     progress: Progress
     gradients: Gradients
+    values: StepValues
+    compiled: CompiledModules
     cutter: Callable[[], BatchCutter]  # of the batches that the step gets
 
 

@@ -119,6 +119,36 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """Submodules that are computed again in the backward pass, because not one sample fits without.
+
+    Attributes:
+        names: As they are called.
+        share: Their part of the forward pass, which runs once more.
+        samples: The fewest samples that run: one, or two where BatchNorm trains.
+        plain_bytes: What a step of these takes without: measured, or with these the peak and what they free.
+        budget_bytes: Memory that a step may use.
+    """
+
+    names: tuple[str, ...]
+    share: float
+    samples: int
+    plain_bytes: int
+    budget_bytes: int
+
+    def __str__(self) -> str:
+        few = len(self.names) < 3
+        names = (
+            " and ".join(self.names) if few else f"{self.names[0]} to {self.names[-1]} ({len(self.names)} submodules)"
+        )
+        take = f"{counted(self.samples, 'sample')} take" + "s" * (self.samples == 1)
+        return (
+            f"{names}, {self.share:.0%} of the forward pass; without, {take} about {format_bytes(self.plain_bytes)} "
+            f"of {format_bytes(self.budget_bytes)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeResult:
     """Result of a probe.
 
@@ -140,6 +170,7 @@ class ProbeResult:
             checkpoint that the run resumed.
         holders: What holds the memory at the peak; ``None`` if no step was recorded.
         sizes: With ``size_of``, the limits of shorter samples; ``limit`` is that of the longest.
+        recomputed: With ``checkpoint="auto"``, the submodules under which the limit holds; ``None`` if plain.
     """
 
     limit: int
@@ -155,6 +186,7 @@ class ProbeResult:
     source: Source = "probe"
     holders: Attribution | None = None
     sizes: SizeLimits | None = None
+    recomputed: Recomputed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +254,9 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
         fields["holders"] = Attribution(**{**holders, "parts": parts})
     if record.get("sizes") is not None:
         fields["sizes"] = SizeLimits(**record["sizes"])
+    recomputed = record.get("recomputed")
+    if recomputed is not None:
+        fields["recomputed"] = Recomputed(**{**recomputed, "names": tuple(recomputed["names"])})
     result = ProbeResult(**fields)
     require_counts(result.limit, result.budget_bytes, result.limit if result.fastest is None else result.fastest)
     require_counts(result.peak_bytes, least=0)

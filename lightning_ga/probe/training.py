@@ -58,6 +58,9 @@ class ProbedTraining:
         """Make the optimizer's state without a training step; return whether that was done."""
         return False
 
+    def forget(self) -> None:
+        """Forget what else is known of a limit that does not hold any more, before a search."""
+
     def note(self, optimizer: Optimizer) -> None:
         """Remember an optimizer that steps."""
         self._stepping.add(optimizer)
