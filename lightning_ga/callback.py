@@ -51,7 +51,8 @@ class AutoAccumulate(Callback):
             them a batch for callbacks and counters; batches of other data are cut in the step. ``"step"`` cuts all
             batches in the training step, and leaves the loader as it is.
         on_oom: What an out-of-memory error in training, validation, test or prediction does: ``"split"``
-            runs the window (in evaluation the batch) again in smaller micro-batches; ``"raise"`` ends the run.
+            runs the window (in evaluation the batch) again in smaller micro-batches; ``"skip"`` also leaves out samples
+            that fit in no way, and writes them to ``skipped.csv``; ``"raise"`` ends the run.
         batch_norm: Whether there is a warning if BatchNorm changes the gradient, with the measured difference:
             ``"warn"`` or ``"ignore"``.
         whole: Names of submodules, such as ``("encoder",)``, for losses that compare the samples of a batch: a window
@@ -90,7 +91,7 @@ class AutoAccumulate(Callback):
         memory_budget: int | float | str | None = None,
         normalize: Literal["samples"] | Callable[[Any], Any] | None = "samples",
         micro_batching: Literal["loader", "step"] = "loader",
-        on_oom: Literal["split", "raise"] = "split",
+        on_oom: Literal["split", "skip", "raise"] = "split",
         batch_norm: Literal["warn", "ignore"] = "warn",
         whole: tuple[str, ...] | list[str] | str = (),
         size_of: Callable[[Any, Any], int] | str | None = None,

@@ -16,6 +16,7 @@ from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
+from lightning_ga.fit.left_out import MOST_OF_EPOCH, LeftOut
 from lightning_ga.fit.messages import OomReporter, check_automatic, check_trainer
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
@@ -61,6 +62,11 @@ class Fit:
         self.rates: WindowRates | None = None  # none if they are neither scaled nor logged
         if options.scale_lr != "none" or request.varies:
             self.rates = WindowRates(trainer, options.scale_lr)
+        self.left_out: LeftOut | None = None
+        if options.on_oom == "skip":
+            self.left_out = LeftOut(
+                self.progress, self.gradients, lambda at: self.windows.index_of(at), self._most_left_out
+            )
         self.rewinder: Rewinder | None = None  # none before training
         self._held = ExitStack()
         self._held.enter_context(
@@ -101,7 +107,7 @@ class Fit:
         options = self.options
         place = self.progress.place
         windows = self.windows
-        same_epoch = windows.begin_training(self.data.first_batch)
+        same_epoch = windows.begin_training()
         epoch = place.epoch
         self._hold_to_budget()
         self._held.enter_context(self.gradients.summed_in_float32())
@@ -116,10 +122,10 @@ class Fit:
             windows,
             self.limit,
             self.reporter,
-            retries=options.on_oom == "split",
+            retries=options.on_oom != "raise",
             exchange=exchange,
             search=self._limit_below,
-            recompute=self._recompute_window,
+            last_resort=self._last_resort,
         )
         self.rewinder = rewinder
         self._find_limit(self.progress.restored, begins=True)
@@ -140,6 +146,10 @@ class Fit:
         If windows are asked about again because they have grown, nothing happens unless nothing is known of them.
         """
         windows = self.windows
+        if self.request.micro_batch is not None:
+            if begins:
+                self.limit.use_given(restored, windows.sizes)
+            return
         epochs = self.progress.place.epochs
         if not self.limit.is_asked_at_once:
             epochs = epochs[:1]
@@ -171,9 +181,20 @@ class Fit:
             return None
         return self.limit.search_below(self._trial_setup(begins=False), failed)
 
-    def _recompute_window(self) -> bool:
-        """Let the running window compute again all that can be, if that is asked for and was not done."""
-        return self.options.checkpoint == "auto" and self.limit.recompute_window(self._trial_setup(begins=False))
+    def _last_resort(self) -> bool:
+        """Let the running window compute again all that can be, or leave out the sample, if that is asked for."""
+        if self.options.checkpoint == "auto" and self.limit.recompute_window(self._trial_setup(begins=False)):
+            return True
+        if self.left_out is None or not self.left_out.add():
+            return False
+        self.limit.leave_window()
+        return True
+
+    def _most_left_out(self) -> int | None:
+        """Return the most samples of an epoch that may be left out."""
+        epoch = self.progress.place.epoch
+        steps = self.windows.steps(range(epoch, epoch + 1))
+        return None if steps is None else ceil_div(steps * self.windows.effective(epoch), MOST_OF_EPOCH)
 
     def _is_cut(self) -> bool:
         """Return whether windows of some rank run in several passes or chunks, or later ones may: they are measured."""
@@ -190,8 +211,11 @@ class Fit:
             self._held.callback(self.rates.give_back)
             self._held.enter_context(self.rates.unscaled_for_schedulers())
             members.append(self._begin_rates)
-        if self.options.checkpoint == "auto":
+        if self.options.checkpoint == "auto" or self.left_out is not None:
             members.insert(0, self.limit.begin_window)
+        if self.left_out is not None:
+            members.append(self.left_out.begin_window)
+            self._held.enter_context(self.left_out.installed())
         if exchange is not None:
             members.append(exchange.begin_window)
         self._held.enter_context(rewinder.guarding(members))
@@ -244,6 +268,8 @@ class Fit:
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
         windows = self.data.windows
+        if self.left_out is not None:
+            self.left_out.end_pass()
         if windows.is_over and not self.progress.place.skips_backward:
             windows.end_window()
 

@@ -135,6 +135,16 @@ class Gradients:
         self.weights = self._late.weigh(count, factor=factor, first=self._passes == 0)
         self._passes += 1
 
+    @property
+    def passes(self) -> int:
+        """Passes of the window that have begun."""
+        return self._passes
+
+    def leave_out(self) -> None:
+        """Let the pass that runs weigh nothing, and the window be the mean over the others."""
+        self.weights.weight = 0.0
+        self.weights.pending = 0.0
+
     def apply_weight(self, loss: torch.Tensor) -> None:
         """Multiply the backward pass that begins by its weight; at weight 0, make its gradients zero."""
         weight = self.weights.weight

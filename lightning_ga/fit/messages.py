@@ -40,7 +40,7 @@ class OomEvent:
         what = "The window" if self.stage == "training" else "The batch"
         how = f"in {self.unit} of at most {self.fits} samples, and so are later ones"
         if self.fits == self.samples:
-            how = "with submodules computed again in the backward pass"
+            how = "with submodules computed again in the backward pass, or without that sample"
         return (
             f"Memory ran out in {self.stage} with {self.samples} samples after {self.step} optimizer steps "
             f"({self.memory}). {what} is run again {how}. {result}"

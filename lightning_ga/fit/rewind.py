@@ -44,7 +44,7 @@ class Rewinder:
         retries: bool,
         exchange: Exchange | None,
         search: Callable[[int], int | None],
-        recompute: Callable[[], bool],
+        last_resort: Callable[[], bool],
     ) -> None:
         self._trainer = trainer
         self._place = place
@@ -53,7 +53,7 @@ class Rewinder:
         self._reporter = reporter
         self._exchange = exchange
         self._search = search  # looks for a limit below a pass that failed; ``None`` halves
-        self._recompute = recompute  # computes submodules again in this window; returns whether more than before
+        self._last_resort = last_resort  # of a pass of one sample; returns whether there is one
         self._refusal = ranks.obstacle(trainer) if retries else None
         self._savepoint: Savepoint | None = None  # none if no window runs again
         if retries and self._refusal is None:
@@ -134,10 +134,10 @@ class Rewinder:
         return may_be_out_of_memory(error)
 
     def _go_back(self, failure: Exception) -> None:
-        """Begin the window again in smaller micro-batches, then with submodules computed again; else raise an error."""
+        """Begin the window again in smaller micro-batches, or as a last resort says; else raise an error."""
         failed = self._windows.largest_pass
         fits = halved(failed)
-        if fits is None and not is_ambiguous_out_of_memory(failure) and self._recompute():
+        if fits is None and not is_ambiguous_out_of_memory(failure) and self._last_resort():
             fits = failed
         event = go_back(
             self._trainer,

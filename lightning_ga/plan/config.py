@@ -17,7 +17,7 @@ Normalize = Literal["samples"] | Callable[[Any], Any] | None
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "objective": ("memory", "throughput"),
     "micro_batching": ("loader", "step"),
-    "on_oom": ("split", "raise"),
+    "on_oom": ("split", "skip", "raise"),
     "batch_norm": ("warn", "ignore"),
     "verify": (True, False),
     "cache": (True, False),
@@ -218,6 +218,12 @@ def _refuse_together(options: Options, request: Request) -> None:
         raise UserError(
             f"whole={options.whole!r} makes a window one batch, so its factor is 1, and accumulate="
             f"{request.factor(0)} asks for another: give effective_batch_size=… instead."
+        )
+    if options.on_oom == "skip" and options.normalize is None:
+        what = f"whole={options.whole!r}" if options.whole else "normalize=None"
+        raise UserError(
+            f"on_oom='skip' leaves samples out of a mean over samples, and {what} makes no such mean: leave one of "
+            "them out."
         )
     others = {
         "objective='throughput'": options.objective == "throughput",

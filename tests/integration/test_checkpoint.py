@@ -160,6 +160,11 @@ class Lengths(Deep):
         is_row = torch.arange(inputs.shape[1]) < lengths[:, None]
         return (((hidden * is_row).sum(1) / lengths - targets[:, 0]) ** 2).mean()
 
+    def split_batch(self, batch: Any, sizes: list[int]) -> list[Any]:
+        """Leave out the padding that a piece does not need."""
+        parts = zip(*(tensor.split(sizes) for tensor in batch))
+        return [(inputs[:, : int(lengths.max())], targets, lengths) for inputs, targets, lengths in parts]
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
@@ -219,6 +224,48 @@ def test_many_giants_leave_it_so(mode: str) -> None:
     module, callback = train_giants("850KiB", 8, mode, checkpoint="auto", micro_batch_size=4)
     assert worst_error(module.all_gradients, plain.all_gradients) <= 1e-12
     assert len([each for each in module.said if "run again with submodules computed again" in each]) == 3
+
+
+def without_giants(size: int, every: int) -> list[Tensor]:
+    """A plain loop over windows of four, without their giants."""
+    module = Lengths()
+    data = Giants(size, every)
+    optimizer = module.configure_optimizers()
+    for start in range(0, size, 4):
+        kept = [data[index] for index in range(start, start + 4) if data[index][2] < 100]
+        optimizer.zero_grad()
+        module.training_step(padded(kept), 0).backward()
+        module.on_before_optimizer_step(optimizer)
+        optimizer.step()
+    return module.all_gradients
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("checkpoint", [None, "auto"])
+def test_what_fits_in_no_way_is_left_out(
+    mode: str, checkpoint: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window is the mean over the others; the list says which sample it was."""
+    monkeypatch.chdir(tmp_path)
+    given = {"on_oom": "skip", "checkpoint": checkpoint, "micro_batch_size": 2}
+    module, _ = train_giants("600KiB", 64, mode, size=68, **given)
+    assert worst_error(module.all_gradients, without_giants(68, 64)) <= 1e-12
+    assert len(module.all_gradients) == 17
+    rows = [line.split(",") for line in (tmp_path / "skipped.csv").read_text().splitlines()]
+    assert [name for name, *_ in zip(*rows)] == ["epoch", "window", "place", "index", "size", "rank"]
+    assert rows[1][:3] == ["0", "1", "1"]
+    assert rows[1][3] == ("5" if mode == "loader" else "")
+    assert "120, 5" in ",".join(rows[1])
+    train_giants("600KiB", 64, mode, size=68, **given)
+    assert len((tmp_path / "skipped.csv").read_text().splitlines()) == 3, "the list goes on"
+
+
+def test_too_many_that_fit_in_no_way_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="1 samples in a row and 2 of this epoch did not fit and were left out"):
+        train_giants("600KiB", 8, "loader", on_oom="skip", micro_batch_size=2)
+    with pytest.raises(UserError, match=r"on_oom='skip' leaves samples out of a mean over samples, and whole="):
+        AutoAccumulate(on_oom="skip", whole="net")
 
 
 def of_one_rank() -> list[Any]:

@@ -17,8 +17,7 @@ from lightning_ga.compat.patching import replaced
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.differences import Differences, Gradient, compare, distance, norm
 from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics, passes_of, rounding
-from lightning_ga.loading.cutter import CutBatch
-from lightning_ga.loading.trials import Move, TrialBatches
+from lightning_ga.loading.trials import CutBatch, Move, TrialBatches
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import Cause, Exactness
 from lightning_ga.plan.weights import count_items

@@ -24,9 +24,8 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.compat.steps import PassPlace, isolated, run_pass
 from lightning_ga.fit.exactness.differences import Gradient
-from lightning_ga.loading.samples import copied_if_possible
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
-from lightning_ga.snapshot.copies import checksums, is_writable
+from lightning_ga.snapshot.copies import checksums, copied_if_possible, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, reseed
 from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
 
