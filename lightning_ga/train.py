@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from lightning_ga.app.errors import explain
 from lightning_ga.app.folders import FOLDER, done_before, report_sweep
 from lightning_ga.app.other_tools import check_words, config_folder
+from lightning_ga.app.own_process import run_apart
 from lightning_ga.app.settings import check_typed, read_settings, shown, unread_groups
 from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence, warn
 from lightning_ga.errors import UserError
@@ -73,14 +74,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     """Let Hydra compose the configuration and call a job with it, once for each combination of a sweep."""
     Plugins.instance().register(PackageConfig)
-    given, sweeps = [*arguments, *rank_overrides(arguments, os.environ)], set[Path]()
-
+    given = [*arguments, *rank_overrides(arguments, os.environ)]
+    HydraConfig.instance().cfg = None  # of an earlier call in this process
     parsing = patch.object(argparse.ArgumentParser, "error", refuse)  # which would print nine lines of usage
 
     def job(cfg: DictConfig) -> float | None:
         parsing.stop()
         own, is_sweep = HydraConfig.get(), HydraConfig.get().mode == RunMode.MULTIRUN
-        sweeps.update([Path(own.sweep.dir)] if is_sweep else [])
         os.environ.pop(FULL_ERROR, None)  # which processes of other ranks would get
         try:
             return run_job(cfg, given)
@@ -104,8 +104,9 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         parsing.stop()
         sys.argv = before
         os.environ.pop(FULL_ERROR, None)
-        for folder in sweeps:
-            report_sweep(folder)
+        ran = HydraConfig.instance().cfg  # in this process if other processes ran the jobs, too: OwnFolder sets it
+        if ran is not None and ran.hydra.mode == RunMode.MULTIRUN:
+            report_sweep(Path(ran.hydra.sweep.dir))
         sys.stdout.flush()  # here, because Hydra exits after --help
 
 
@@ -122,11 +123,15 @@ def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     for sentence in unread:
         warn(sentence)
     is_sweep = own.mode == RunMode.MULTIRUN
-    result = done_before(Path(own.runtime.output_dir), shown(cfg)) if is_sweep else None
+    folder = Path(own.runtime.output_dir)
+    result = done_before(folder, shown(cfg)) if is_sweep else None
     if result is None:
-        from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
+        from lightning_ga.app import build, tasks  # import torch: not before it is needed
 
-        result = run_task(cfg, settings)
+        if is_sweep and build.starts_processes(cfg):
+            result = run_apart(folder, arguments)
+        else:
+            result = tasks.run_task(cfg, settings)
     value: float | None = result.get(str(result.get("optimized_metric")))
     return value
 

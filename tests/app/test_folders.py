@@ -248,4 +248,3 @@ def test_a_failed_job_of_a_sweep_is_named(command):
     assert "data=cifar10" in run.err
     assert "  0  failed" in run.out
     assert Path("many/1/result.json").is_file()
-    assert "cannot start several processes" in command("-m", *TINY, "trainer=ddp", "hydra.sweep.dir=x").err
