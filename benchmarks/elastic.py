@@ -28,7 +28,8 @@ from benchmarks.trainers import relative_error
 
 MOST_RANKS = 4
 EPOCHS = 30
-PAUSE = 0.15  # seconds of a window
+PAUSE = 0.3  # seconds of a window
+TOGETHER = 2.0  # seconds in which ranks that have found each other begin to train
 HANGS_AFTER = 150.0  # seconds without a window
 ANYWHERE = "anywhere"  # a place that the clock draws
 WINDOWS = worker.SAMPLES // worker.EFFECTIVE  # of an epoch
@@ -74,6 +75,7 @@ class Campaign:
         self.agents: dict[str, Any] = {}
         self.kills: Counter[str] = Counter()
         self.joins = 0
+        self.started_again = 0
         self.broken: list[str] = []
         folder.mkdir(parents=True)
         port = FORK.Queue()
@@ -101,14 +103,12 @@ class Campaign:
 
     def latest(self) -> list[dict[str, Any]]:
         """Return the starts of the ranks that train now, by rank; empty if they have not all begun."""
-        begun: dict[str, dict[str, Any]] = {}
-        for line in self.lines():
-            if line["kind"] == "train":
-                begun[line["agent"]] = line
-        now = [begun[name] for name in self.alive() if name in begun]
-        worlds = {line["world"] for line in now}
-        is_complete = worlds == {len(now)} and len(now) == len(self.alive())
-        return sorted(now, key=lambda line: line["rank"]) if is_complete else []
+        alive = self.alive()
+        begun = [line for line in self.lines() if line["kind"] == "train"]
+        now = [line for line in begun if line["agent"] in alive and begun[-1]["time"] - line["time"] < TOGETHER]
+        latest = {line["agent"]: line for line in now if line["world"] == begun[-1]["world"]}
+        is_complete = bool(latest) and len(latest) == begun[-1]["world"]
+        return sorted(latest.values(), key=lambda line: line["rank"]) if is_complete else []
 
     def has_ended(self) -> bool:
         return (self.folder / "end.pt").is_file()
@@ -122,7 +122,10 @@ class Campaign:
             if len(self.lines()) != seen:
                 seen = len(self.lines())
                 since = time.monotonic()
-            if time.monotonic() - since > HANGS_AFTER or not (self.alive() or reached()):
+            if not self.alive() and not reached():  # agents end if the rendezvous takes more than a minute
+                self.start()
+                self.started_again += 1
+            if time.monotonic() - since > HANGS_AFTER:
                 self.broken.append(f"hung: {what}")
                 return False
         return True
@@ -193,7 +196,9 @@ class Campaign:
             same = [
                 line
                 for line in lines
-                if line["kind"] == "step" and line["step"] == step and abs(begun[line["start"]] - begun[start]) < 1.5
+                if line["kind"] == "step"
+                and line["step"] == step
+                and abs(begun[line["start"]] - begun[start]) < TOGETHER
             ]
             samples = sorted({index for line in same for index in line["samples"]})
             counted = sum(len(line["samples"]) for line in same)
@@ -244,7 +249,7 @@ def disturbed(folder: Path, rng: random.Random, kills: int, ranks: int, **settin
     for _ in range(ranks):
         campaign.start()
     while not campaign.has_ended() and not campaign.broken:
-        if not campaign.wait_for_windows(rng.randint(1, 10)) or campaign.has_ended():
+        if not campaign.wait_for_windows(rng.randint(1, 8)) or campaign.has_ended():
             break
         count = len(campaign.alive())
         left = kills - campaign.kills.total()
@@ -270,8 +275,8 @@ def measure(campaigns: int = 7, kills: int = 6, seed: int = 0) -> dict[str, Any]
             expected[mode] = undisturbed(root / f"undisturbed-{mode}", **settings[mode])
         waiting = [*range(campaigns)]
         running: list[Any] = []
-        while waiting or running:  # two at a time: most of the time they wait for a rendezvous
-            if waiting and len(running) < 2:
+        while waiting or running:  # three at a time: most of the time they wait for a rendezvous
+            if waiting and len(running) < 3:
                 number = waiting.pop(0)
                 arguments = (root, number, seed, kills, expected, settings)
                 running.append(FORK.Process(target=run_campaign, args=arguments))
@@ -341,6 +346,7 @@ def row(campaign: Campaign, mode: str, ranks: int, difference: float) -> dict[st
         "kills": dict(campaign.kills),
         "kills_total": campaign.kills.total(),
         "joins": campaign.joins,
+        "started_again": campaign.started_again,
         "lost": campaign.lost(),
         "difference": difference,
         "broken": campaign.broken,
@@ -349,7 +355,7 @@ def row(campaign: Campaign, mode: str, ranks: int, difference: float) -> dict[st
 
 def stock_run(folder: Path, kind: str, expected: Campaign) -> dict[str, Any]:
     """Let stock Lightning begin on two ranks, of which one is killed and does not come back."""
-    campaign = Campaign(folder, {"mode": kind, "epochs": EPOCHS, "pause": PAUSE / 5, "ranks": 2})
+    campaign = Campaign(folder, {"mode": kind, "epochs": EPOCHS, "pause": PAUSE / 10, "ranks": 2})
     campaign.start()
     campaign.start()
     campaign.wait_for_windows(30)

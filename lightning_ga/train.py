@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import hydra
@@ -104,7 +104,7 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         parsing.stop()
         sys.argv = before
         os.environ.pop(FULL_ERROR, None)
-        ran = HydraConfig.instance().cfg  # in this process if other processes ran the jobs, too: OwnFolder sets it
+        ran: Any = HydraConfig.instance().cfg  # in this process if other processes ran the jobs, too: OwnFolder sets it
         if ran is not None and ran.hydra.mode == RunMode.MULTIRUN:
             report_sweep(Path(ran.hydra.sweep.dir))
         sys.stdout.flush()  # here, because Hydra exits after --help

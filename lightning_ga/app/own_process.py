@@ -42,7 +42,8 @@ def words_of_job(folder: Path, arguments: Sequence[str]) -> list[str]:
     own: Any = HydraConfig.get()
     options = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
     words = [word for word in options if word not in ("-m", "--multirun")]
-    words += OmegaConf.to_container(own.overrides.task, resolve=False)
+    task: Any = OmegaConf.to_container(own.overrides.task, resolve=False)
+    words += task
     quoted = str(folder).replace("\\", "\\\\").replace('"', '\\"')
     words += [f'hydra.run.dir="{quoted}"', f"hydra.job.num={own.job.num}"]
     if "own_folder" in own.callbacks:

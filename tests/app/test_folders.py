@@ -113,7 +113,6 @@ def test_a_restart_overwrites_nothing(command, shared, monkeypatch):
     assert contents(first.folder) == torn
 
 
-@pytest.mark.filterwarnings("default:torchrun has not started")
 def test_elastic_keeps_the_batch_and_says_if_it_is_alone(command):
     """Outside of torchrun it is one rank; the batch must not follow the ranks."""
     run = command(*TINY, "trainer=elastic", "test=false", "data.batch_size=8", "trainer.accumulate_grad_batches=3")
