@@ -13,7 +13,7 @@ from benchmarks.elastic import Campaign, undisturbed
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_kill_a_join_and_a_notice_leave_the_training_the_same(tmp_path):
-    """Of two ranks one is killed in its exchange of gradients; another joins; SIGTERM ends an agent, and one is left."""
+    """Of two ranks one is killed in its exchange of gradients; another joins; SIGTERM ends an agent; one is left."""
     expected = undisturbed(tmp_path / "undisturbed", mode="loader", epochs=12)
     campaign = Campaign(tmp_path / "run", {"mode": "loader", "epochs": 12, "pause": 0.2})
     try:
