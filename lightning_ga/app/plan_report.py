@@ -48,6 +48,8 @@ class PlanRecords:
             rows["fits"] = str(self.fits)
         if probe is not None:
             peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
+            if probe.recomputed is not None:
+                rows["computed again"] = str(probe.recomputed)
             rows["memory"] = f"peak {peak} at the limit, of a budget of {budget}"
             if not is_whole or 2 * probe.peak_bytes > probe.budget_bytes:
                 or_more = " or more" * (plan is not None and is_whole and plan.micro_batch_size == probe.limit)

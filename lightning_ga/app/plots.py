@@ -136,6 +136,10 @@ def probe_figure(probe: ProbeResult) -> Figure:
         points = [(trial.micro_batch_size, trial.peak_bytes / scale) for trial in probe.trials if trial.fits is fits]
         if points:
             axes.plot(*zip(*points), style, label=label)
+    if probe.recomputed is not None:
+        samples, plain = probe.recomputed.samples, probe.recomputed.plain_bytes
+        axes.plot([0, samples], [0, plain / scale], ":", color="dimgray", marker="x", label="without computing again")
+        top = max(top, plain)
     height = probe.budget_bytes / scale if is_near else 1.05 * top / scale
     if is_near:
         axes.axhline(height, color="dimgray", linewidth=1, linestyle="--")
