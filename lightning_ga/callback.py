@@ -28,9 +28,9 @@ class AutoAccumulate(Callback):
     near-equal micro-batches.
 
     The optimizer sees the gradient of the loss that ``training_step`` returns, over the whole window, as if it had run
-    in one pass; if it does not, the start of training says so, with a measured number. Hooks, callbacks, ``batch_idx``
-    and logged values act as under Lightning's own ``accumulate_grad_batches``; if batches are cut in the step, they act
-    as for the whole batch.
+    in one pass; if it does not, the start of training says so, with a measured number. Hooks, callbacks and
+    ``batch_idx`` act as under Lightning's own ``accumulate_grad_batches``; if batches are cut in the step, they act as
+    for the whole batch. A value logged by step is that of the window.
 
     Args:
         effective_batch_size: Samples behind one optimizer step over all ranks: a number, a mapping

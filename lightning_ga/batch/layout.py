@@ -5,13 +5,23 @@ A LightningModule may define ``split_batch(self, batch, sizes)`` for batches who
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import gcd, prod
 from typing import Any, Literal
 
 import torch
 
-from lightning_ga.batch.pytree import REMEDY, extents, is_constant, is_plain_sequence, open_container, rebuild, take
+from lightning_ga.batch.pytree import (
+    REMEDY,
+    extents,
+    is_constant,
+    is_plain_sequence,
+    open_container,
+    rebuild,
+    take,
+    walk,
+)
 from lightning_ga.batch.pytree import LayoutError as LayoutError
 from lightning_ga.errors import UserError
 
@@ -100,34 +110,17 @@ def _changed(path: str, node: Any) -> LayoutError:
     return uncuttable(f"{path} is of another kind than in the batches that were read before ({kind})")
 
 
-Field = tuple[Any, ...]
-_POSITIONS = 8  # further items of a sequence count as one field
-
-
 def elements(sample: Any) -> int:
     """Count the elements of all tensors, arrays, images, sequences and text in a sample of any structure."""
     return sum(prod(shape) for _, shape in leaves(sample))
 
 
-def leaves(
-    sample: Any, *, text: bool = True, field: Field = (), inside: tuple[int, ...] = ()
-) -> Iterator[tuple[Field, tuple[int, ...]]]:
-    """Yield every field of a sample and its shape; names begin with ``field``, objects ``inside`` are left out."""
-    shape = _shape(sample, text)
-    if shape is not None:
-        yield field, shape
-    elif id(sample) not in inside:  # an object may contain itself
-        for name, value in _items(sample):
-            yield from leaves(value, text=text, field=(*field, name), inside=(*inside, id(sample)))
+def leaves(sample: Any, *, text: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the path of every field of a sample and its shape."""
+    return walk(sample, partial(_shape, text=text))
 
 
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, (list, tuple)):
-        return ((min(position, _POSITIONS), item) for position, item in enumerate(value))
-    return value.items() if isinstance(value, Mapping) else vars(value).items()
-
-
-def _shape(value: Any, text: bool) -> tuple[int, ...] | None:
+def _shape(value: Any, *, text: bool) -> tuple[int, ...] | None:
     """Return the shape of a leaf; ``None`` for a container."""
     if isinstance(value, torch.Tensor):
         sparse = "sparse" in str(value.layout)
@@ -146,19 +139,10 @@ def _shape(value: Any, text: bool) -> tuple[int, ...] | None:
 
 def length_of_first(batch: Any) -> int:
     """Return the length of a batch's first tensor, for the sizes that ``split_batch`` is called with."""
-    pending, seen = [batch], set[int]()
-    while pending:
-        node = pending.pop(0)
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(getattr(node, "num_graphs", None), int):
-            return int(node.num_graphs)
-        shape = extents(node)
-        if shape is not None and not isinstance(node, (list, tuple)):
-            return shape[0]
-        children = open_container(node)
-        pending[:0] = getattr(node, "__dict__", {}).values() if children is None else [child for _, child in children]
+    if isinstance(getattr(batch, "num_graphs", None), int):
+        return int(batch.num_graphs)
+    for _, length in walk(batch, _length):
+        return int(length)
     if isinstance(batch, (list, tuple)):
         return len(batch)
     name = type(batch).__name__
@@ -166,6 +150,11 @@ def length_of_first(batch: Any) -> int:
         f"How many samples a {name} has is not known, so split_batch cannot be called with sizes: call "
         f"lightning_ga.split.register_splitter({name}, count=…, take=…) as well."
     )
+
+
+def _length(value: Any) -> int | None:
+    shape = None if is_plain_sequence(value) else extents(value)
+    return None if shape is None else shape[0]
 
 
 def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator[Any]:
@@ -230,10 +219,9 @@ def cut_by_hook(hook: Any, batch: Any, samples: int, start: int, stop: int) -> A
             f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
         )
     sizes = [size for size in (start, stop - start, samples - stop) if size]
-    parts = hook(batch, list(sizes))
-    if not isinstance(parts, Iterable):
-        raise UserError(f"split_batch returned {parts!r} for {sizes=}: it must return one chunk for each size.")
-    parts = list(parts)
-    if len(parts) != len(sizes):
-        raise UserError(f"split_batch returned {len(parts)} chunks for {sizes=}: it must return one for each size.")
+    found = hook(batch, list(sizes))
+    parts = list(found) if isinstance(found, Iterable) else [found]
+    if len(parts) != len(sizes) or not isinstance(found, Iterable):
+        chunks = f"{len(parts)} chunks" if isinstance(found, Iterable) else repr(found)
+        raise UserError(f"split_batch returned {chunks} for {sizes=}: it must return one chunk for each size.")
     return parts[1 if start else 0]

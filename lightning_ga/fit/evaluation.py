@@ -10,7 +10,8 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
 from lightning_ga.fit.retry import go_back
-from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.loading.samples import Samples
+from lightning_ga.loading.trials import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.pieces import halved, piece_sizes
@@ -77,7 +78,8 @@ class _LoaderPieces:
 
     def __init__(self, trainer: Any, stage: str, loader: int) -> None:
         self._trainer, self._stage = trainer, stage
-        self._cutter = BatchCutter(*loaders.loaders_of(trainer, loader), loaders.BatchTransfer(trainer, loader))
+        found, combine = loaders.loaders_of(trainer, loader)
+        self._cutter = BatchCutter(list(map(Samples, found)), combine, loaders.BatchTransfer(trainer, loader))
         self._limit: int | None = None  # most samples of a pass; ``None`` before an error
         self._running = 0  # samples of the pass that runs; 0 if none does, or if they were not counted
 

@@ -12,6 +12,7 @@ from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
@@ -54,7 +55,8 @@ class Fit:
         self.limit = Limit(trainer, request, options, chunked)
         self.progress = Progress(trainer, place, earlier)
         self.gradients = Gradients(trainer, None if options.whole else options.normalize)
-        self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients)
+        self.values = StepValues(trainer, place, lambda: self.gradients.counted)
+        self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients, self.values)
         self.verdict = Verdict(trainer, options, lambda: self.windows.several_passes)
         self.evaluation = Evaluation(trainer, reporter, options)
         self.rates: WindowRates | None = None  # none if they are neither scaled nor logged
@@ -105,7 +107,7 @@ class Fit:
         options = self.options
         place = self.progress.place
         windows = self.windows
-        same_epoch = windows.begin_training(self.data.first_batch)
+        same_epoch = windows.begin_training()
         epoch = place.epoch
         self._hold_to_budget()
         self._held.enter_context(self.gradients.summed_in_float32())
@@ -144,6 +146,10 @@ class Fit:
         If windows are asked about again because they have grown, nothing happens unless nothing is known of them.
         """
         windows = self.windows
+        if self.request.micro_batch is not None:
+            if begins:
+                self.limit.use_given(restored, windows.sizes)
+            return
         epochs = self.progress.place.epochs
         if not self.limit.is_asked_at_once:
             epochs = epochs[:1]
@@ -199,7 +205,8 @@ class Fit:
 
     def _begin_windows(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
         """Let the loop run windows from here on, in each of which the same members begin in the same order."""
-        members = [self.windows.begin_window, self.gradients.begin_window]
+        members = [self.windows.begin_window, self.gradients.begin_window, self.values.begin_window]
+        self._held.callback(self.values.close)
         if self.rates is not None:
             self._held.callback(self.rates.give_back)
             self._held.enter_context(self.rates.unscaled_for_schedulers())

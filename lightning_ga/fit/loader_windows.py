@@ -1,12 +1,13 @@
 """Windows that the loader cuts: it yields micro-batches, and the loop accumulates those of a window."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.reduction import Exchange
@@ -21,6 +22,7 @@ from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accu
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import NO_WINDOW
+from lightning_ga.snapshot.random_numbers import RandomState
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ class LoaderWindows:
         self._begun: tuple[LoaderSource, int] | None = None  # the epoch that the loop is set up for
         self._window = NO_WINDOW  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
+        self._first: Any = None  # micro-batch, if training alone reads samples, until it begins
+        self._read_micro_batch = 0  # samples of that
+        self._reads = False  # whether the loop has begun to read
+        self._random_numbers: RandomState | None = None  # before the loop's iterator was made
+        self._iterated_for: Any = None  # what the loop's iterator was made for
         self._uses_intervals = False  # whether the loop's counts have been others than the recipe's
         self._warned = False  # that samples cannot be counted
         self.use(source)
@@ -82,7 +89,7 @@ class LoaderWindows:
         loaders.show_loaders(self._trainer, loader)
         self._place.size_epoch(len(self._source.loader))
 
-    def begin_training(self, read_first_batch: Callable[[], Any]) -> bool:
+    def begin_training(self) -> bool:
         """Adopt the loop's position; return whether a run continues within an epoch."""
         return self._parts.progress.take_over(self._source.epoch(self._place.epoch))
 
@@ -92,7 +99,40 @@ class LoaderWindows:
 
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement."""
-        return self._source.trial_batches(epoch)
+        source = self._source
+        if source.samples.first:
+            return TrialBatches(source.samples, self._parts.cutter(), source.largest_micro_batch(epoch))
+        batch = self._first_batch()
+        return TrialBatches(source.samples, self._parts.cutter(), self._read_micro_batch, batch=batch)
+
+    def _first_batch(self) -> Any:
+        """Return the first micro-batch, which training still gets; it is a whole share if the limit is not known.
+
+        It is read if samples cannot be read apart from training. Once training has begun, there is none.
+        """
+        if self._reads or self._iterated_for is not None:
+            return self._first
+        if self._begun is None:
+            self._arrange(self._place.epoch, enabled=True)
+            self._place.size_epoch(self._source.plan.length)
+        self._iterate()
+        self._read_micro_batch = self.plan.micro_batch_size
+        self._first = self._parts.first_batch()
+        return self._first
+
+    def _iterate(self) -> None:
+        """Let the loop's iterator begin with the window that comes next."""
+        if self._random_numbers is not None:  # the seed of workers is drawn once
+            self._random_numbers.restore()
+        self._random_numbers = RandomState()
+        self._place.iterate_again()
+        self._iterated_for = self._cut_now()
+
+    def _cut_now(self) -> tuple[int | None, ...]:
+        """Return what the loop's iterator depends on."""
+        epoch = self._epoch
+        plan = self._source.plan
+        return epoch.number, epoch.batch.largest, plan.done, plan.micro_batch, self._place.batches_of_epoch
 
     @property
     def sizes(self) -> SampleSizes | None:
@@ -144,6 +184,8 @@ class LoaderWindows:
         high = self._parts.request.useful_limit(
             epochs, recipe=self.recipe_effective, total=total, world_size=self._world_size
         )
+        if not self._source.samples.first:  # only the first batch can be tried
+            high = min(high, self._read_micro_batch or ceil_div(self.effective(epochs.start), self._world_size))
         return self._source.capped(max(1, high))
 
     def steps(self, epochs: range) -> int:
@@ -171,8 +213,8 @@ class LoaderWindows:
         epoch = self._epoch
         micro_batch = ceil_div(epoch.batch.largest, self._world_size)  # a whole share, until the limit is known
         limit = self._parts.limit.micro_batch
-        if limit is not None:
-            micro_batch = self._source.capped(min(micro_batch, limit))
+        if enabled:
+            micro_batch = self._source.capped(min(micro_batch, limit or micro_batch))
         self.plan = self._source.arrange(
             epoch.number,
             epoch.batch,
@@ -257,8 +299,10 @@ class LoaderWindows:
         if self._place.restarts:
             self._held.enter_context(place.positions_are_kept())
             self._place.begin_at(self._source.plan.done, same_epoch=same_epoch)
-        with self._source.seeded_as_before():
-            self._place.iterate_again()
+        self._reads = True
+        self._first = None
+        if self._iterated_for != self._cut_now():
+            self._iterate()
 
     def begin_window(self) -> None:
         """Set the factor of the window that the loop has come to, and the batches that are done after it."""
@@ -283,6 +327,8 @@ class LoaderWindows:
         """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""
         if not self._window.sizes:
             return
+        if len(self._window.sizes) > 1:
+            self._parts.compiled.mark(tensors_in(batch), self._window.sizes[position])
         may_drop = self._source.may_drop_samples or self._parts.leaves_out
         samples = None
         if self._source.may_drop_samples and self._parts.gradients.normalize == "samples":

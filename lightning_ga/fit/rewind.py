@@ -189,7 +189,8 @@ class Rewinder:
 
     def _why_not_alone(self) -> str | None:
         if self._is_begun and self._trainer.world_size > 1 and ranks.collectives_run() != self._collectives:
-            return "the step exchanges values with the other ranks (all_gather, all_reduce, a log with sync_dist)"
+            what = "all_gather, all_reduce, a metric with dist_sync_on_step"
+            return f"the step exchanges values with the other ranks ({what})"
         return None if self._exchange is None else self._exchange.failed()
 
     def _error(self, sentence: str, what: object = "") -> UserError:

@@ -119,8 +119,7 @@ class Limit:
 
     def is_to_be_asked_again(self, high: int) -> bool:
         """Return whether windows now use micro-batches of ``high`` samples, and nothing is known of so many."""
-        is_given = self._request.micro_batch is not None or self.lowest is not None
-        return not is_given and self.samples is not None and high > self._high and self.samples >= self._high
+        return self.lowest is None and self.samples is not None and high > self._high and self.samples >= self._high
 
     def hardware(self) -> str:
         """Describe the hardware; a limit found on other hardware is not used."""
@@ -131,28 +130,37 @@ class Limit:
 
         If the probe fails, training uses micro-batches of the ``recipe``.
         """
-        known = None
         self._high = high
         if self.probe is None:
             self.parts.use(self._always)
-        if restored is not None:  # valid if all ranks run on the hardware of the checkpoint's first rank
-            same = restored.hardware == self.hardware()
-            known = restored if ranks.smallest_over_ranks(self._trainer, int(same)) else None
-        asked = self._request.micro_batch
-        if asked is not None:
-            self.samples = self._request.capped(asked)
-        else:
-            high = ranks.smallest_over_ranks(self._trainer, high) if varies else high  # first batches differ by rank
-            found = self._probe_or_recall(setup, known, high, recipe)
-            is_whole = found == NO_LIMIT or (varies and self.chunked is None and found >= high)
-            self.samples = self._request.capped(NO_LIMIT) if is_whole else min(high, found)
+        known = self._valid_here(restored)
+        high = ranks.smallest_over_ranks(self._trainer, high) if varies else high  # first batches differ by rank
+        found = self._probe_or_recall(setup, known, high, recipe)
+        is_whole = found == NO_LIMIT or (varies and self.chunked is None and found >= high)
+        self.samples = self._request.capped(NO_LIMIT) if is_whole else min(high, found)
+        self._begin_with(known, setup.sizes)
+
+    def use_given(self, restored: RunState | None, sizes: SampleSizes | None) -> None:
+        """Use the micro-batch that was asked for, or what an error has left of it in the restored run."""
+        self.parts.use(self._always)
+        self.samples = self._request.capped(self._request.micro_batch or NO_LIMIT)
+        self._begin_with(self._valid_here(restored), sizes)
+
+    def _valid_here(self, restored: RunState | None) -> RunState | None:
+        """Return a restored state if all ranks run on the hardware of the checkpoint's first rank."""
+        if restored is None:
+            return None
+        same = restored.hardware == self.hardware()
+        return restored if ranks.smallest_over_ranks(self._trainer, int(same)) else None
+
+    def _begin_with(self, known: RunState | None, sizes: SampleSizes | None) -> None:
         self.initial_micro_batch = self.initial_micro_batch or self.micro_batch
         if known is not None and known.limit is not None:  # memory ran out in that run
-            self.samples = self.lowest = min(self.samples, known.limit)
+            self.samples = self.lowest = min(self.most, known.limit)
         if self.recomputed is not None:
             self.parts.use(self.recomputed.names)
         self._set_chunk_size()
-        self.set_size_limits(setup.sizes)
+        self.set_size_limits(sizes)
 
     def _probe_or_recall(self, setup: TrainingSetup, restored: RunState | None, high: int, recipe: int) -> int:
         trainer = self._trainer

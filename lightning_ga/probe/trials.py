@@ -37,8 +37,9 @@ from lightning_ga.probe.cache import describe_step, remember, remembered
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.meters import StepMeter
 from lightning_ga.probe.prober import Budget, DoesNotFitError, Prober
+from lightning_ga.probe.throughput import fastest, time_windows
 from lightning_ga.probe.training import ProbedTraining
-from lightning_ga.probe.within_limit import fastest, limits_by_size, time_windows
+from lightning_ga.probe.unequal import limits_by_size
 from lightning_ga.recompute.choice import PARTS, Candidate
 from lightning_ga.recompute.survey import survey
 from lightning_ga.recompute.wrapper import recomputed
@@ -74,16 +75,16 @@ def window_fits(setup: TrainingSetup, samples: int) -> Fits | None:
         # Ranks ask together: one that runs out of memory between two questions cannot go on alone.
         catches = may_be_out_of_memory if trainer.world_size == 1 else lambda _: False
         fits: Fits | None = attempt(prober.fits, catches, samples).result
-    if fits is not None:
-        _warn_of_unread(setup.batches)
     return fits
 
 
-def _warn_of_unread(batches: TrialBatches) -> None:
-    """Warn if there was no time to read all samples of data whose samples vary in size."""
-    if not batches.complete:
+def _look_further(batches: TrialBatches) -> None:
+    """Look for the heaviest samples; warn if there was no time to read all, and they vary in size."""
+    batches.look_further()
+    if batches.unread is not None:
+        seen, total = batches.unread
         rank_zero_warn(
-            f"Samples vary in size, and there was time to read {batches.seen:,} of {batches.total:,}: a batch of "
+            f"Samples vary in size, and there was time to read {seen:,} of {total:,}: a batch of "
             "heavier ones may not fit at the limit found. Sort the dataset by size (its first and its last sample are "
             "always read), or give max_micro_batch_size=…"
         )
@@ -107,7 +108,7 @@ def probe(
             "micro_batch_size=… to do without a probe."
         )
     with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
-        _warn_of_unread(batches)
+        _look_further(batches)
         training = ProbedTrainer(setup, restore, announce)
         kind = training.describe(options) if options.cache else None
         prober = _prober(training, options)
@@ -128,7 +129,7 @@ def probe(
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:
             longest, limit = setup.sizes.longest, found.limit
-            shorter, training.batches = setup.sizes.shorter_trials(-(-limit * longest // high))
+            shorter, training.batches = setup.sizes.shorter_trials(-(-limit * longest // high), batches.cutter)
             confirm = partial(prober.confirm, predict_only=predict_only)
             limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
             found = replace(found, sizes=limits, steps=steps or found.steps)
