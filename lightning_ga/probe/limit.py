@@ -68,6 +68,11 @@ class Limit:
         self._window = RunningWindow()
         self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(trainer.lightning_module, self._always, "checkpoint=")
+        if options.checkpoint and ranks.checkpoints_itself(trainer):
+            raise UserError(
+                f"checkpoint={options.checkpoint!r} and activation_checkpointing_policy= of "
+                f"{type(trainer.strategy).__name__} both compute submodules again: give one of them."
+            )
         self.initial_micro_batch: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
 
     @property
