@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import islice
 from math import gcd
 from pathlib import Path
 from typing import Any
