@@ -5,7 +5,7 @@
 # make test-cuda                                      tests on a simulated CUDA device (ALL=1: more of them)
 # make test-oldest                                    tests with the oldest packages that pyproject.toml admits
 # make lint                                           ruff and mypy
-# make weight                                         lines of every room beside its aim
+# make weight                                         statements of every room, and their shape
 # make docs                                           the documentation, as site/index.html; make docs-serve shows it while it is written
 # make clean                                          remove .venv
 

@@ -77,3 +77,12 @@ def test_a_loop_by_hand(tmp_path: Path) -> None:
     """tests/examples/test_custom_loop.py holds that it goes on where it was killed."""
     arguments = ("--rows", "500", "--memory-budget", "20MiB", "--checkpoint-every", "2", "--steps", "2")
     assert "2 optimizer steps" in run(tmp_path, "custom_loop.py", *arguments)
+
+
+def test_more_passes_do_not_make_batch_norm_exact(tmp_path: Path) -> None:
+    """Each pass makes one layer's statistics right; the gradient is wrong even if all are, and worse than before."""
+    printed = run(tmp_path, "pooled_batch_norm.py")
+    separate = number(r"each micro-batch +error of the gradient (\S+)", printed)
+    errors = re.findall(r"pooled in (\d+) passes, (\d+) of 7 right +error of the gradient (\S+)", printed)
+    assert [(int(passes), int(right)) for passes, right, _ in errors] == [(count, count) for count in range(1, 8)]
+    assert min(float(error) for _, _, error in errors) > separate > 0.1

@@ -41,6 +41,7 @@ def test_the_signature_is_the_one_that_others_write_against() -> None:
         "batch_norm": "warn",
         "whole": (),
         "size_of": None,
+        "checkpoint": None,
         "scale_lr": "none",
         "verify": True,
         "cache": True,

@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 from lightning_ga.compat import advance, loaders, ranks
+from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.loaders import BatchTransfer
+from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.loader_windows import LoaderWindows
 from lightning_ga.fit.progress import Progress
@@ -24,14 +26,30 @@ class TrainingData:
     """Gives the fit loop a loader of micro-batches, or the user's own loader if batches are cut in the step."""
 
     def __init__(
-        self, trainer: Any, request: Request, options: Options, limit: Limit, progress: Progress, gradients: Gradients
+        self,
+        trainer: Any,
+        request: Request,
+        options: Options,
+        limit: Limit,
+        progress: Progress,
+        gradients: Gradients,
+        values: StepValues,
     ) -> None:
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self._trainer = trainer
         self._options = options
         self._progress = progress
-        first_batch = partial(advance.first_batch, trainer)
-        self._parts = FitParts(request, limit, progress, gradients, self.cutter_of_training, first_batch)
+        self._parts = FitParts(
+            request,
+            limit,
+            progress,
+            gradients,
+            values,
+            CompiledModules(trainer),
+            self.cutter_of_training,
+            partial(advance.first_batch, trainer),
+            leaves_out=options.on_oom == "skip",
+        )
         self._windows: Windows | None = None
         self._read: Any = None  # the user's loader that the loop is being set up with
         self._setting_up = ExitStack()

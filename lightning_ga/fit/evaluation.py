@@ -14,7 +14,7 @@ from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.trials import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.pieces import piece_sizes
+from lightning_ga.plan.pieces import halved, piece_sizes
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -27,7 +27,7 @@ class Evaluation:
 
     def __init__(self, trainer: Any, reporter: messages.OomReporter, options: Options) -> None:
         self._trainer, self._reporter = trainer, reporter
-        self._retries = options.on_oom == "split" and not ranks.is_sharded(trainer)
+        self._retries = options.on_oom != "raise" and not ranks.is_sharded(trainer)
         self._loaders: dict[tuple[str, int], _LoaderPieces] = {}  # by stage
         self._savepoint: Savepoint | None = None
         self._held = loaders.intercepted_evaluation(trainer, self._evaluate)
@@ -53,7 +53,10 @@ class Evaluation:
         while (outcome := attempt(run, _is_survived)).failure is not None:
             failed = known.failed_samples(kept.batch, outcome.failure)
             back = partial(undo, savepoint, [kept])
-            event = go_back(trainer, stage, outcome.failure, failed=failed, why_not_alone=exchanged, undo=back)
+            fits = halved(failed)
+            event = go_back(
+                trainer, stage, outcome.failure, failed=failed, fits=fits, why_not_alone=exchanged, undo=back
+            )
             known.lower(event.fits)
             self._reporter.report(event, _RESULT)
         return outcome.result

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.reduction import Exchange
@@ -323,9 +324,11 @@ class LoaderWindows:
         """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""
         if not self._window.sizes:
             return
-        may_drop = self._source.may_drop_samples
+        if len(self._window.sizes) > 1:
+            self._parts.compiled.mark(tensors_in(batch), self._window.sizes[position])
+        may_drop = self._source.may_drop_samples or self._parts.leaves_out
         samples = None
-        if may_drop and self._parts.gradients.normalize == "samples":
+        if self._source.may_drop_samples and self._parts.gradients.normalize == "samples":
             samples = self._samples_left(batch, self._window.sizes[position])
         self._parts.gradients.weigh_micro_batch(batch, self._window, position, samples=samples, may_drop=may_drop)
 
@@ -362,6 +365,10 @@ class LoaderWindows:
             self._parts.progress.end_window(samples=self._window.end, batches=self._span.after)
 
     # --- errors --------------------------------------------------------------------------------
+
+    def index_of(self, place: int) -> Any:
+        """Return the index in the dataset of a micro-batch of one sample of the running window."""
+        return self._source.index_of(self._window, place)
 
     def can_read_again(self, batches_before: int) -> bool:
         """Return true: the sampler knows the window's samples."""

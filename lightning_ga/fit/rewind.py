@@ -1,4 +1,4 @@
-"""After an out-of-memory error, run the window again from its start, in smaller micro-batches.
+"""After an out-of-memory error, run the window again from its start: smaller, or with submodules computed again.
 
 Weights do not change within a window, so the window is the unit of undo. The savepoint keeps the other small state that
 passes change. Gradients of a failed attempt are zeroed by the loop, as always, with the window's first backward pass.
@@ -20,7 +20,8 @@ from lightning_ga.fit import messages
 from lightning_ga.fit.retry import go_back
 from lightning_ga.fit.windows import Windows
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import is_out_of_memory, may_be_out_of_memory, release
+from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, may_be_out_of_memory, release
+from lightning_ga.plan.pieces import halved
 from lightning_ga.probe.limit import Limit
 from lightning_ga.snapshot.kept_batch import undo
 from lightning_ga.snapshot.savepoint import Savepoint
@@ -43,6 +44,7 @@ class Rewinder:
         retries: bool,
         exchange: Exchange | None,
         search: Callable[[int], int | None],
+        last_resort: Callable[[], bool],
     ) -> None:
         self._trainer = trainer
         self._place = place
@@ -51,6 +53,7 @@ class Rewinder:
         self._reporter = reporter
         self._exchange = exchange
         self._search = search  # looks for a limit below a pass that failed; ``None`` halves
+        self._last_resort = last_resort  # of a pass of one sample; returns whether there is one
         self._refusal = ranks.obstacle(trainer) if retries else None
         self._savepoint: Savepoint | None = None  # none if no window runs again
         if retries and self._refusal is None:
@@ -131,17 +134,22 @@ class Rewinder:
         return may_be_out_of_memory(error)
 
     def _go_back(self, failure: Exception) -> None:
-        """Begin the window again in smaller micro-batches; raise an error if that is not possible."""
+        """Begin the window again in smaller micro-batches, or as a last resort says; else raise an error."""
+        failed = self._windows.largest_pass
+        fits = halved(failed)
+        if fits is None and not is_ambiguous_out_of_memory(failure) and self._last_resort():
+            fits = failed
         event = go_back(
             self._trainer,
             "training",
             failure,
-            failed=self._windows.largest_pass,
+            failed=failed,
+            fits=fits,
             why_not_alone=self._why_not_alone,
             undo=self._undo,
             unit=self._limit.unit,
         )
-        found = self._search(event.samples)
+        found = self._search(failed) if event.fits < failed else None
         if found is not None:
             event = replace(event, fits=found)
         self._limit.fall(event.fits)
@@ -156,7 +164,8 @@ class Rewinder:
 
     def _why_not_alone(self) -> str | None:
         if self._is_begun and self._trainer.world_size > 1 and ranks.collectives_run() != self._collectives:
-            return "the step exchanges values with the other ranks (all_gather, all_reduce, a log with sync_dist)"
+            what = "all_gather, all_reduce, a metric with dist_sync_on_step"
+            return f"the step exchanges values with the other ranks ({what})"
         return None if self._exchange is None else self._exchange.failed()
 
     def _error(self, sentence: str, what: object = "") -> UserError:

@@ -36,9 +36,7 @@ class StepWindows:
         self._begun: tuple[StepSource, int] | None = None  # the epoch that the loop is set up for
         self._reads = False  # whether the loop has begun to read
         self._uses_intervals = False  # whether windows have been others than the recipe's
-        self._passes = BatchPasses(
-            self._trainer, self._place, parts.gradients, parts.limit, parts.cutter, lambda: self._batch_size
-        )
+        self._passes = BatchPasses(parts, lambda: self._batch_size)
 
     def use(self, source: LoaderSource | StepSource) -> None:
         """Use a loader that is loaded again."""
@@ -233,6 +231,7 @@ class StepWindows:
 
     def weigh(self, batch: Any, position: int) -> None:
         """Leave the weights to the pieces."""
+        self._parts.gradients.begin_batch()
 
     @property
     def is_over(self) -> bool:
@@ -249,6 +248,9 @@ class StepWindows:
         progress.end_window(samples=progress.position.samples_done + samples, batches=self._place.ready)
 
     # --- errors --------------------------------------------------------------------------------
+
+    def index_of(self, place: int) -> None:
+        """Return nothing: the loader's indices are not seen."""
 
     def keeps(self, batch: Any) -> None:
         """Keep a batch as the loader made it, because steps change containers."""

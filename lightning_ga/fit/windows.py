@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.progress import Progress
 from lightning_ga.loading.sized import SampleSizes
@@ -30,8 +32,11 @@ class FitParts:
     limit: Limit
     progress: Progress
     gradients: Gradients
+    values: StepValues
+    compiled: CompiledModules
     cutter: Callable[[], BatchCutter]  # of the batches that the step gets
     first_batch: Callable[[], Any]  # the next batch of the loop, on the host, which the loop still gets
+    leaves_out: bool  # whether samples that do not fit may be left out
 
 
 class Windows(Protocol):
@@ -119,6 +124,9 @@ class Windows(Protocol):
         """Note that a window is done."""
 
     # --- errors --------------------------------------------------------------------------------
+
+    def index_of(self, place: int) -> Any:
+        """Return the index in the dataset of the only sample of a pass of the running window; ``None`` if not known."""
 
     @property
     def keeps(self) -> Callable[[Any], None] | None:

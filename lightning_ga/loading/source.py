@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_ga.errors import UserError
 from lightning_ga.loading.orders import FromSampler, Order, Sequential
 from lightning_ga.loading.rebatch import SourceSettings, read_order, rebatch, why_in_step
-from lightning_ga.loading.sampler import WindowBatchSampler
+from lightning_ga.loading.sampler import WindowBatchSampler, listed
 from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.sized import SampleSizes, SizeOf
 from lightning_ga.loading.step_source import StepSource
@@ -82,6 +82,11 @@ class LoaderSource:
     def window(self, index: int) -> Window:
         """Return one window of the arranged epoch as this rank runs it."""
         return self.plan.window(index, self._rank)
+
+    def index_of(self, window: Window, position: int) -> Any:
+        """Return the index in the dataset of the first sample of a micro-batch."""
+        place = self.plan.places(window, position)[0]
+        return listed(self._order.draw(self._sampler.epoch, self._seed)[place : place + 1])[0]
 
     def epoch(self, number: int) -> RecipeEpoch:
         """Return the batches of the recipe, and their samples, in an epoch of the dataset as long as it is now."""

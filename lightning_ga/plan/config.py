@@ -17,7 +17,7 @@ Normalize = Literal["samples"] | Callable[[Any], Any] | None
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "objective": ("memory", "throughput"),
     "micro_batching": ("loader", "step"),
-    "on_oom": ("split", "raise"),
+    "on_oom": ("split", "skip", "raise"),
     "batch_norm": ("warn", "ignore"),
     "verify": (True, False),
     "cache": (True, False),
@@ -128,6 +128,7 @@ class Options:
     whole: tuple[str, ...] = ()
     scale_lr: ScaleLr = "none"
     size_of: Callable[[Any, Any], int] | str | None = None
+    checkpoint: tuple[str, ...] | Literal["auto"] = ()  # names, or none
 
 
 def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
@@ -141,7 +142,10 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
         raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
     parse_budget(budget, 1 << 40, least=LEAST_BYTES)  # refused here if no device can have it
     request = read_request(given)
-    whole, size_of = _read_names(given["whole"]), given["size_of"]
+    whole, size_of = _read_names("whole", given["whole"]), given["size_of"]
+    checkpoint = given["checkpoint"]
+    if checkpoint != "auto":
+        checkpoint = _read_names("checkpoint", () if checkpoint is None else checkpoint)
     if callable(size_of):
         require_arguments("size_of", size_of, "dataset, index", "len(dataset[index])")
     elif size_of is not None and (not isinstance(size_of, str) or not size_of):
@@ -152,6 +156,7 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
         normalize=None if whole and normalize == "samples" else normalize,  # all ranks have the same loss
         whole=whole,
         size_of=size_of,
+        checkpoint=checkpoint,
     )
     _refuse_together(options, request)
     return request, options
@@ -199,11 +204,11 @@ def _refuse_removed(given: Mapping[str, Any]) -> None:
         raise UserError("scale_beta2= was removed: set the optimizer's betas for the effective batch yourself.")
 
 
-def _read_names(whole: Any) -> tuple[str, ...]:
-    """Check the names of submodules that run over whole windows; a string is one name."""
-    names = (whole,) if isinstance(whole, str) and whole else whole
+def _read_names(argument: str, given: Any) -> tuple[str, ...]:
+    """Check the names of submodules; a string is one name."""
+    names = (given,) if isinstance(given, str) and given else given
     if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
-        raise UserError(f'{whole=} must be a tuple of names of submodules, such as ("encoder",).')
+        raise UserError(f'{argument}={given!r} must be a tuple of names of submodules, such as ("encoder",).')
     return tuple(names)
 
 
@@ -213,6 +218,12 @@ def _refuse_together(options: Options, request: Request) -> None:
         raise UserError(
             f"whole={options.whole!r} makes a window one batch, so its factor is 1, and accumulate="
             f"{request.factor(0)} asks for another: give effective_batch_size=… instead."
+        )
+    if options.on_oom == "skip" and options.normalize is None:
+        what = f"whole={options.whole!r}" if options.whole else "normalize=None"
+        raise UserError(
+            f"on_oom='skip' leaves samples out of a mean over samples, and {what} makes no such mean: leave one of "
+            "them out."
         )
     others = {
         "objective='throughput'": options.objective == "throughput",

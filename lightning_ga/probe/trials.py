@@ -30,15 +30,19 @@ from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
-from lightning_ga.memory.oom import attempt, may_be_out_of_memory
+from lightning_ga.memory.oom import attempt, is_out_of_memory, may_be_out_of_memory
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Timing
+from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Recomputed, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.meters import StepMeter
-from lightning_ga.probe.prober import Budget, Prober
+from lightning_ga.probe.prober import Budget, DoesNotFitError, Prober
+from lightning_ga.probe.throughput import fastest, time_windows
 from lightning_ga.probe.training import ProbedTraining
-from lightning_ga.probe.within_limit import fastest, limits_by_size, time_windows
+from lightning_ga.probe.unequal import limits_by_size
+from lightning_ga.recompute.choice import PARTS, Candidate
+from lightning_ga.recompute.survey import survey
+from lightning_ga.recompute.wrapper import recomputed
 from lightning_ga.snapshot.copies import sparse_parameters
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
@@ -86,10 +90,13 @@ def _look_further(batches: TrialBatches) -> None:
         )
 
 
-def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
+def probe(
+    setup: TrainingSetup, options: Options, *, high: int, chosen: Recomputed | None = None
+) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
     """Find the largest micro-batch of a training step of a Trainer, or remember it; ``None`` if there is no sample.
 
-    Beside it is the description of the step that it is remembered for; ``None`` without a cache.
+    Beside it is the description of the step that it is remembered for; ``None`` without a cache. ``chosen`` says
+    which submodules are computed again already.
     """
     trainer, batches = setup.trainer, setup.batches
     started = time.perf_counter()
@@ -104,18 +111,18 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         _look_further(batches)
         training = ProbedTrainer(setup, restore, announce)
         kind = training.describe(options) if options.cache else None
-        training.see_gradients()
-        training.reset()
-        device = numbered(trainer.strategy.root_device)
-        budget = Budget(options.budget, total_memory(device))
-        if setup.chunks is not None:
-            budget.advice = (
-                f"give a smaller effective_batch_size, as whole= makes a window one pass; or {budget.advice}"
-            )
-        prober = Prober(training, StepMeter(device, training), budget)
+        prober = _prober(training, options)
         predict_only = True if ranks.is_sharded(trainer) else None
-        found = prober.find(high, known=remembered(kind) if kind else None, predict_only=predict_only)
+        known = remembered(kind) if kind and chosen is None else None
+        names = known.recomputed.names if known is not None and known.recomputed is not None else ()
+        if len({*ranks.of_all_ranks(trainer, names)}) > 1:
+            known = None
+        else:
+            training.recompute(names)
+        found = prober.find(high, known=known, predict_only=predict_only)
         is_new = found.source != "cache"
+        if is_new:
+            found = replace(found, recomputed=chosen)
         if is_new and options.objective == "throughput":
             announce("Looking for the fastest micro-batch …")
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
@@ -129,6 +136,45 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         if is_new and kind:
             remember(kind, found)
     return replace(found, seconds=time.perf_counter() - started), kind
+
+
+def _prober(training: "ProbedTrainer", options: Options) -> Prober:
+    """Return what runs the steps of a training, within the budget that was asked for."""
+    training.see_gradients()
+    training.reset()
+    device = numbered(training.trainer.strategy.root_device)
+    budget = Budget(options.budget, total_memory(device))
+    if not options.checkpoint:
+        budget.advice = f'give checkpoint="auto", which computes activations again; or {budget.advice}'
+    if options.whole:
+        budget.advice = f"give a smaller effective_batch_size, as whole= makes a window one pass; or {budget.advice}"
+    return Prober(training, StepMeter(device, training), budget)
+
+
+def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
+    """Choose the submodules that are computed again so that the fewest samples fit, which do not plainly.
+
+    Ranks choose from what the first of them has seen.
+    """
+    trainer = setup.trainer
+    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
+        training = ProbedTrainer(setup, restore, announce)
+        prober = _prober(training, options)
+        seen = attempt(training.survey)
+        if not training.agree(seen.failure is None):  # not even a forward pass fits
+            raise plain
+        size, root = ranks.of_all_ranks(trainer, seen.result)[0]
+        training.reset()
+        chosen = prober.choose(root, size, training.recompute)
+    freed = sum(each.frees for each in root.all() if each.name in chosen.names)
+    return Recomputed(chosen.names, chosen.share, size, max(plain.needed, (chosen.peak_bytes or 0) + freed), plain.left)
+
+
+def recomputable(setup: TrainingSetup) -> tuple[str, ...]:
+    """Return all submodules that can be computed again, as the last resort of a window; ranks do not wait."""
+    with announcing(setup.trainer) as announce, isolated(setup.trainer, begins=setup.begins) as restore:
+        seen = attempt(ProbedTrainer(setup, restore, announce).survey).result
+    return () if seen is None else tuple(seen[1].chosen(seen[1].frees / PARTS[0]))
 
 
 @contextmanager
@@ -158,6 +204,7 @@ class ProbedTrainer(ProbedTraining):
         self.trainer, self.batches = setup.trainer, setup.batches
         self._setup, self._restore, self._write = setup, restore, announce
         self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
+        self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
 
     def batch(self, samples: int) -> tuple[Any, Any]:
@@ -189,16 +236,35 @@ class ProbedTrainer(ProbedTraining):
 
     def _runs(self, samples: int) -> bool:
         """Run the first pass of a window on a few samples; return whether memory was enough."""
+        with uncounted(), compiled_run_eagerly():
+            return attempt(self._run_first, is_out_of_memory, samples).failure is None
+
+    def _run_first(self, samples: int) -> None:
+        """Run the first pass of a window on a few samples, in one chunk."""
         samples = min(samples, self.batches.most)
         if self._setup.chunks is not None:
             self._setup.chunks.window, self._setup.chunks.samples = samples, None
+        batch, _whole = self.batch(samples)
+        run_pass(self.trainer, batch, FIRST_OF_WINDOW)
 
-        def run() -> None:
-            batch, _whole = self.batch(samples)
-            run_pass(self.trainer, batch, FIRST_OF_WINDOW)
+    def recompute(self, names: tuple[str, ...]) -> None:
+        """Let steps compute these submodules again."""
+        self._recomputed = names
 
-        with uncounted(), compiled_run_eagerly():
-            return attempt(run).failure is None
+    def forget(self) -> None:
+        """Run plain steps."""
+        self._recomputed = ()
+
+    def survey(self) -> tuple[int, Candidate]:
+        """See what submodules would free, with the fewest samples that run: BatchNorm may refuse one."""
+        self._write("Looking for submodules to compute again …")
+        self._restore()  # there are no gradients
+        found = attempt(self._survey_of, lambda error: not is_out_of_memory(error), 1).result
+        return (2, self._survey_of(2)) if found is None else (1, found)
+
+    def _survey_of(self, samples: int) -> Candidate:
+        step = partial(self._run_first, samples)
+        return survey(self.trainer.lightning_module, step, step)
 
     def step(self, samples: int, meter: OriginMeter) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
@@ -210,7 +276,8 @@ class ProbedTrainer(ProbedTraining):
             batch, whole = self.batch(samples if chunks is None else window)
             meter.note_batch(tensors_in((whole, batch)))
             place = LAST_OF_WINDOW if chunks is None else WHOLE_WINDOW
-            run_pass(self.trainer, batch, place, after_backward=meter.mark)
+            with recomputed(self.trainer.lightning_module, self._recomputed):
+                run_pass(self.trainer, batch, place, after_backward=meter.mark)
         finally:
             if chunks is not None:
                 chunks.on_recompute = None

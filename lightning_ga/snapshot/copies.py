@@ -1,5 +1,6 @@
 """Copy tensors, metrics and containers; see by versions or sums of bits what has changed; edit gradients in place."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
@@ -97,7 +98,8 @@ def refill(container: Any, content: Any) -> None:
     if isinstance(container, dict):
         for name in container.keys() - content.keys():
             del container[name]
-        dict.update(container, content)  # never empty, as others may read it; a Counter's own would add
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict  # a Counter's own update would add
+        kind.update(container, content)  # never empty, as others may read it
         return
     container.clear()
     (container.update if isinstance(container, set) else container.extend)(content)

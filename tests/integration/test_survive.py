@@ -68,7 +68,7 @@ def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
         train(module=Huge())
     message = str(caught.value)
     assert "one sample alone" in message
-    for way_out in ("precision", "checkpointing", "memory_budget"):
+    for way_out in ("precision", 'checkpoint="auto"', "memory_budget"):
         assert way_out in message
 
 
