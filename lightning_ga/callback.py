@@ -40,6 +40,8 @@ class AutoAccumulate(Callback):
             large as fits and leaves at least one full window an epoch.
         micro_batch_size: Samples of one forward and backward pass; ``"auto"`` probes for the limit.
         max_micro_batch_size: Never probe or use more than this.
+        micro_batch_multiple: Micro-batches are multiples of this, such as 2 for timm's ``Mixup`` or 8 for tensor cores;
+            a last one has what is left if it does not divide the window. Once fewer samples fit, none is a multiple.
         objective: What the probe looks for: ``"memory"`` finds the largest micro-batch that fits, ``"throughput"``
             the smallest whose window takes at most 3 % longer than the fastest.
         memory_budget: The memory that training may use: ``None`` for what the device has free, a
@@ -87,6 +89,7 @@ class AutoAccumulate(Callback):
         accumulate: ScheduleLike | None = None,
         micro_batch_size: int | Literal["auto"] = "auto",
         max_micro_batch_size: int | None = None,
+        micro_batch_multiple: int = 1,
         objective: Literal["memory", "throughput"] = "memory",
         memory_budget: int | float | str | None = None,
         normalize: Literal["samples"] | Callable[[Any], Any] | None = "samples",

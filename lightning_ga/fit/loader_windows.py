@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.intervals import RecipeIntervals
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.windows import FitParts
@@ -159,7 +159,7 @@ class LoaderWindows:
     def micro_batch(self) -> int:
         """The micro-batch that ``accumulate=`` multiplies: that of the recipe while the limit is not known."""
         known = self._parts.limit.initial_micro_batch
-        return known or self._parts.request.capped(self._source.recipe.batch_size)
+        return self._parts.request.in_multiples(known or self._source.recipe.batch_size)
 
     @property
     def _world_size(self) -> int:
@@ -216,6 +216,7 @@ class LoaderWindows:
             epoch.number,
             epoch.batch,
             micro_batch,
+            multiple=self._parts.request.multiple,
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,
@@ -279,7 +280,7 @@ class LoaderWindows:
         return self._span if has_begun else replace(self._span, after=self._span.before)
 
     @contextmanager
-    def patches(self, exchange: Exchange | None) -> Iterator[None]:
+    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
         """Return a context in which the loop runs these windows; the last pass of each exchanges gradients."""
         with ExitStack() as stack:
             stack.enter_context(self._place.before_reading(self._follow_length))
@@ -312,7 +313,8 @@ class LoaderWindows:
         if not batch.is_constant:
             size = batch.at(number, window.start)
             most = self._source.capped(min(size, self._parts.limit.micro_batch or size))
-            self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size)
+            multiple = self._parts.request.multiple
+            self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size, multiple=multiple)
             factor = len(window.sizes)
             if factor != self._place.factor:
                 self._relocate(number, factor)

@@ -12,7 +12,7 @@ from lightning_ga.batch.read_layout import Comparison, read_hook_layout, read_la
 from lightning_ga.loading.largest import Largest
 from lightning_ga.loading.samples import Samples
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.plan.accumulation import ceil_div, split_evenly, whole_multiples
 from lightning_ga.snapshot.copies import copied_if_possible
 from lightning_ga.snapshot.random_numbers import RandomState
 
@@ -65,12 +65,12 @@ class BatchCutter:
         """Return the samples ``start`` to ``stop - 1`` of a batch, as views of it if possible."""
         return self._layout(batch).cut(batch, start, stop)
 
-    def halves(self, batch: Any) -> CutBatch:
-        """Cut a batch in two."""
+    def halves(self, batch: Any, multiple: int = 1) -> CutBatch:
+        """Cut a batch in two parts that are multiples, if there are two."""
         samples = self.count(batch)
         if samples < 2:
             raise LayoutError(f"A batch of {samples} samples cannot be cut in two.")
-        middle = (samples + 1) // 2
+        middle = split_evenly(samples, 2, multiple)[0]
         parts = self.cut(batch, 0, middle), self.cut(batch, middle, samples)
         return CutBatch(batch, parts, (middle, samples - middle))
 
@@ -156,14 +156,14 @@ class TrialBatches:
         is_whole = self._largest is None and samples >= self.most
         return (whole if is_whole else self.cutter.cut(whole, 0, samples)), whole
 
-    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
+    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
         """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
         collate = self._samples.collate
         found = self._unlike(samples)
-        middle = ceil_div(len(found), 2)
         if self._largest is not None and len(found) < 2:
             return None
         if self._largest is not None and not self._in_step:
+            middle = split_evenly(len(found), 2, multiple)[0]
             parts = found, found[:middle], found[middle:]
             whole, one, other = (move(collate(part, len(part), seed=seed)) for part in parts)
             return CutBatch(whole, (one, other), (middle, len(found) - middle))
@@ -171,7 +171,8 @@ class TrialBatches:
         number = self.cutter.count(whole)
         if min(number, samples) < 2:
             return None
-        return self.cutter.halves(whole if number <= samples else self.cutter.cut(whole, 0, samples))
+        samples = whole_multiples(min(number, samples), multiple)
+        return self.cutter.halves(whole if number == samples else self.cutter.cut(whole, 0, samples), multiple)
 
     def _unlike(self, number: int) -> list[Any]:
         """Return so many of the samples that were read and are not left out of batches; those differ."""
