@@ -5,7 +5,7 @@ from inspect import signature
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ga.compat.patching import Callback
 from lightning_ga.fit import messages
@@ -167,7 +167,17 @@ class AutoAccumulate(Callback):
         """Find the limit and begin the epoch with it; a resumed run continues at its sample."""
         self._started_fit.start()
         rank_zero_info(f"AutoAccumulate: {self._started_fit.summary()}")
+        self._log_arguments(trainer)
         self._started_fit.warn_at_start()
+
+    def _log_arguments(self, trainer: Any) -> None:
+        plain = (int, float, str, type(None))
+        arguments = {name: value if isinstance(value, plain) else repr(value) for name, value in self._given.items()}
+        for logger in trainer.loggers:
+            try:
+                logger.log_hyperparams({"AutoAccumulate": {**arguments, "plan": str(self.plan)}})
+            except Exception as error:  # MLflow refuses another plan in a run that goes on; training does not need it
+                rank_zero_warn(f"{type(logger).__name__} has not taken the arguments of AutoAccumulate: {error}")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Cut the epoch as its schedule says."""

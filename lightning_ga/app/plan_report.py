@@ -65,6 +65,8 @@ class PlanRecords:
             if probe.source == "probe":
                 tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}"
                 rows["probe"] = f"{tried}, {probe.seconds:.1f} s"
+        if probe.recomputed is not None:
+            rows["computed again"] = str(probe.recomputed)
         if probe.fastest is not None:
             rows["fastest"] = f"{counted(probe.fastest, 'sample')}, of {len(probe.timings)} sizes that were timed"
         return rows

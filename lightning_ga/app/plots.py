@@ -168,6 +168,11 @@ def probe_figure(probe: ProbeResult) -> Figure:
         if points:
             batches, peaks = np.array(points).T
             axes.plot(batches, peaks / scale, style, linewidth=2, label=label)
+    if probe.recomputed is not None:
+        plain = probe.recomputed.plain_bytes
+        beside = ([0, probe.recomputed.samples], [0, plain / scale])
+        axes.plot(*beside, ":", color="dimgray", marker="x", label="without computing again")
+        top = max(top, plain)
     label = f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}"
     axes.scatter([probe.limit], [probe.peak_bytes / scale], label=label, **RING)
     axes.legend(frameon=False, loc="lower right")

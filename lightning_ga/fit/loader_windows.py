@@ -22,7 +22,6 @@ from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accu
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import NO_WINDOW
-from lightning_ga.snapshot.random_numbers import RandomState
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,6 @@ class LoaderWindows:
         self._first: Any = None  # micro-batch, if training alone reads samples, until it begins
         self._read_micro_batch = 0  # samples of that
         self._reads = False  # whether the loop has begun to read
-        self._random_numbers: RandomState | None = None  # before the loop's iterator was made
         self._iterated_for: Any = None  # what the loop's iterator was made for
         self._uses_intervals = False  # whether the loop's counts have been others than the recipe's
         self._warned = False  # that samples cannot be counted
@@ -115,16 +113,15 @@ class LoaderWindows:
         if self._begun is None:
             self._arrange(self._place.epoch, enabled=True)
             self._place.size_epoch(self._source.plan.length)
+        seeds = self._source.loader.seeds
         self._iterate()
+        self._source.loader.seeds = seeds  # if it begins again, workers have the same
         self._read_micro_batch = self.plan.micro_batch_size
         self._first = self._parts.first_batch()
         return self._first
 
     def _iterate(self) -> None:
         """Let the loop's iterator begin with the window that comes next."""
-        if self._random_numbers is not None:  # the seed of workers is drawn once
-            self._random_numbers.restore()
-        self._random_numbers = RandomState()
         self._place.iterate_again()
         self._iterated_for = self._cut_now()
 

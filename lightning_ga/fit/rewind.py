@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_ga.compat import advance, ranks
@@ -19,12 +20,15 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.retry import go_back
 from lightning_ga.fit.windows import Windows
+from lightning_ga.memory.allocator import RepeatedRetries
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, may_be_out_of_memory, release
 from lightning_ga.plan.pieces import halved
 from lightning_ga.probe.limit import Limit
 from lightning_ga.snapshot.kept_batch import undo
 from lightning_ga.snapshot.savepoint import Savepoint
+
+LESS = 10  # retries of the allocator lower a micro-batch by one part in so many
 
 
 class Rewinder:
@@ -59,6 +63,9 @@ class Rewinder:
         if retries and self._refusal is None:
             loop = trainer.fit_loop.epoch_loop
             self._savepoint = Savepoint(trainer.lightning_module, lambda: loop._results)
+        device = trainer.strategy.root_device
+        watches = self._savepoint is not None and device.type == "cuda"
+        self._retried = RepeatedRetries(device) if watches else None
         self._members: list[Callable[[], None]] = []
         self._is_updating = False  # whether the window's passes are done: what follows is the optimizer's update
         self._is_begun = False  # a resumed run may start within a window, which cannot run again
@@ -79,6 +86,8 @@ class Rewinder:
             try:
                 if self._place.begins_window:
                     self._begin_window()
+                    if self._lower_after_retries():
+                        continue
                 batches = len(self._windows.batches)
                 stock_advance()
                 return
@@ -112,6 +121,22 @@ class Rewinder:
         self._is_begun = True
         if self._trainer.world_size > 1:
             self._collectives = ranks.collectives_run()
+
+    def _lower_after_retries(self) -> bool:
+        """Plan smaller micro-batches if the last two windows were short of memory; return whether that was done."""
+        if self._retried is None or not self._retried.after_window():
+            return False
+        most = self._windows.largest_pass
+        fits = most - max(1, most // LESS)
+        if fits < 1:
+            return False
+        rank_zero_warn(
+            "The allocator had to free its cache in two windows running, so memory is fragmented: micro-batches have "
+            f"at most {fits} samples from here on, instead of {most}, with the same result."
+        )
+        self._limit.fall(fits)
+        self._windows.begin_again()
+        return True
 
     def _may_run_again(self, error: Exception, batches: int) -> bool:
         """Return whether the window can run again, or raise why not; so many batches were kept before the error."""

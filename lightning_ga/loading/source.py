@@ -77,7 +77,7 @@ class LoaderSource:
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.seed)
         self.samples = Samples(loader, self._indices, trusted=size_of is not None)
         # The fit loop reads this one.
-        self.loader = rebatch(self.samples.showing(), self._sampler, shuffle=settings.may_shuffle)
+        self.loader: Any = rebatch(self.samples.showing(), self._sampler, shuffle=settings.may_shuffle)
 
     @property
     def plan(self) -> EpochPlan:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
-from lightning_ga.batch.layout import Layout, cut_batch, cut_by_hook, leaves, length_of_first
+from lightning_ga.batch.layout import HookLayout, Layout, leaves
 from lightning_ga.batch.pytree import REMEDY, LayoutError, tensors_in
-from lightning_ga.batch.read_layout import Comparison, read_layout, read_ready_made, read_rows
+from lightning_ga.batch.read_layout import Comparison, read_hook_layout, read_layout, read_ready_made
 from lightning_ga.loading.largest import Largest
 from lightning_ga.loading.samples import Samples
 from lightning_ga.memory.oom import attempt, is_out_of_memory
@@ -45,9 +45,6 @@ class BatchCutter:
 
     def count(self, batch: Any) -> int:
         """Return the samples of a batch; raise ``LayoutError`` if they cannot be separated."""
-        if self._transfer.split_batch is not None:
-            rows = self._rows_of_sample
-            return length_of_first(batch) // (rows if isinstance(rows, int) else 1)
         return self._layout(batch).samples(batch)
 
     def count_left(self, batch: Any) -> int | None:
@@ -55,22 +52,18 @@ class BatchCutter:
 
         It is known if a few samples, collated apart, have shown how batches grow with them.
         """
-        by_hook = self._transfer.split_batch is not None
-        shown = self._rows_of_sample if by_hook else self._collated
-        outcome = attempt(self.count, _is_of_layout, batch)
-        return None if shown is None or isinstance(shown, str) else outcome.result
+        if self._shown is None or isinstance(self._shown, str):
+            return None
+        counted: int | None = attempt(self.count, _is_of_layout, batch).result
+        return counted
 
     def weight(self, batch: Any, samples: int) -> int:
         """Return a batch's weight in samples: with several loaders, the most that one of them gives."""
-        several = len(self._samples) > 1 and self._transfer.split_batch is None
-        return max(self._layout(batch).sizes(batch).values()) if several else samples
+        return samples if len(self._samples) == 1 else max(self._layout(batch).sizes(batch).values())
 
     def cut(self, batch: Any, start: int, stop: int) -> Any:
         """Return the samples ``start`` to ``stop - 1`` of a batch, as views of it if possible."""
-        hook = self._transfer.split_batch
-        if hook is not None:
-            return cut_by_hook(hook, batch, self.count(batch), start, stop)
-        return cut_batch(batch, start, stop, layout=self._layout(batch))
+        return self._layout(batch).cut(batch, start, stop)
 
     def halves(self, batch: Any, multiple: int = 1) -> CutBatch:
         """Cut a batch in two parts that are multiples, if there are two."""
@@ -81,39 +74,34 @@ class BatchCutter:
         parts = self.cut(batch, 0, middle), self.cut(batch, middle, samples)
         return CutBatch(batch, parts, (middle, samples - middle))
 
-    def _layout(self, batch: Any) -> Layout:
-        collated = self._collated
-        if isinstance(collated, str):
-            raise LayoutError(collated)
-        return collated or read_ready_made(batch)
+    def _layout(self, batch: Any) -> Layout | HookLayout:
+        hook = self._transfer.split_batch
+        shown = self._shown
+        if hook is not None:
+            return HookLayout(hook) if shown is None or isinstance(shown, str) else shown
+        if isinstance(shown, str):
+            raise LayoutError(shown)
+        return shown or read_ready_made(batch)
 
     @cached_property
-    def _collated(self) -> Layout | str | None:
-        """The layout of collated batches, or why there is none; ``None`` if no samples are known."""
-        layout: Layout | str | None = self._read(read_layout)
-        return layout
-
-    @cached_property
-    def _rows_of_sample(self) -> int | str | None:
-        """How many rows of a batch's first tensor a sample has, or why that is not known."""
-        rows: int | str | None = self._read(read_rows)
-        return rows
-
-    def _read(self, read: Callable[[Comparison], Any]) -> Any:
-        """Return what is read of small batches, or why it cannot be read; ``None`` if there are no samples."""
+    def _shown(self) -> Layout | HookLayout | str | None:
+        """The layout that small batches show, or why they show none; ``None`` if no samples are known."""
+        hook = self._transfer.split_batch
         kinds = [each.kinds for each in self._samples]
         if not all(kinds):
             return None
         comparison = Comparison(self._batch, len(kinds), max(map(len, kinds)))
         state = RandomState()  # hooks of the transfer may draw
+        read = read_layout if hook is None else partial(read_hook_layout, hook)
         outcome = attempt(read, lambda error: not is_out_of_memory(error), comparison)
         state.restore()
-        if outcome.failure is None or _is_of_layout(outcome.failure):
-            return outcome.result or str(outcome.failure)  # the error itself would keep batches alive
-        return (
-            f"The batch cannot be cut into samples, as collating a few of them apart ended in "
-            f"{type(outcome.failure).__name__}: {outcome.failure}: {REMEDY}."
-        )
+        failure = outcome.failure
+        if failure is not None and not _is_of_layout(failure):
+            return (
+                f"The batch cannot be cut into samples, as collating a few of them apart ended in "
+                f"{type(failure).__name__}: {failure}: {REMEDY}."
+            )
+        return outcome.result or str(failure)  # the error itself would keep batches alive
 
     def _batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
         batches = []

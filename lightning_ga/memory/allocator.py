@@ -19,6 +19,25 @@ _MOST_EVENTS = 2_000_000
 _OTHER_SETTINGS = ("large_segment", "max_non_split", "max_split_size", "roundup_power2", "garbage_collection")
 
 
+class RepeatedRetries:
+    """Sees whether CUDA's allocator frees its cache in window after window: memory is fragmented, and soon runs out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._count = self._retries()
+        self._in_row = 0  # windows with retries
+
+    def after_window(self) -> bool:
+        """Return whether this window and the one before had retries."""
+        count = self._retries()
+        self._in_row = self._in_row + 1 if count > self._count else 0
+        self._count = count
+        return self._in_row > 1
+
+    def _retries(self) -> int:
+        return int(torch.cuda.memory_stats_as_nested_dict(self._device).get("num_alloc_retries", 0))
+
+
 class AllocatorMeter:
     """Measures the peak of one step in a caching allocator, and whether the step ran without retries.
 

@@ -68,9 +68,12 @@ class Limit:
         self._window = RunningWindow()
         self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(trainer.lightning_module, self._always, "checkpoint=")
-        self.of_ranks: tuple[
-            int, ...
-        ] = ()  # the limits of all ranks, to which their shares of windows are in proportion
+        if options.checkpoint and ranks.checkpoints_itself(trainer):
+            raise UserError(
+                f"checkpoint={options.checkpoint!r} and activation_checkpointing_policy= of "
+                f"{type(trainer.strategy).__name__} both compute submodules again: give one of them."
+            )
+        self.of_ranks: tuple[int, ...] = ()  # limits, to which the shares of ranks are in proportion
         self.initial_micro_batch: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
 
     @property
@@ -191,6 +194,8 @@ class Limit:
             if may_be_out_of_memory(error) or isinstance(error, UserError) or trainer.world_size > 1:
                 raise  # ranks probe together or not at all
             said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
+            if "Creating a new Tensor subclass" in said:
+                said += " (PyTorch refuses Tensor.__new__ while the probe records memory; training itself may use it)"
             rank_zero_warn(
                 f"The probe found no limit, because a trial step ended in {type(error).__name__}: {said}. Training "
                 f"uses micro-batches of the recipe, {recipe} samples; give micro_batch_size=… to choose."

@@ -1,8 +1,9 @@
 """Keep what a forward pass may change besides its output, so that it can run again from the state before.
 
 Attributes are always kept. Containers, small tensors and generators of random numbers are looked at in calls 1, 2, 4,
-8, … of a module, and if parts of it have been switched between training and evaluation. In other calls only those are
-copied that have been seen to change. A small tensor has an older copy besides, which counts once its version moves.
+8, … of a module, if parts of it have been switched between training and evaluation, and if attributes have got other
+values, as in trial steps, which work on copies. In other calls only those are copied that have been seen to change. A
+small tensor has an older copy besides, which counts once its version moves.
 """
 
 from collections import deque
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_ga.batch.pytree import same_values
+from lightning_ga.batch.pytree import is_constant, same_values
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.copies import checksums, is_writable, refill
 from lightning_ga.snapshot.isolation import contained
@@ -69,6 +70,7 @@ class ForwardEffects:
         self._looks = False  # whether the running call is a look at all
         self._changing: list[Any] = []  # what is copied before every call
         self._quiet: list[Quiet] = []
+        self._values: list[tuple[dict[str, Any], str, Any]] = []  # of attributes
         self._known: set[int] = set()  # what has been seen to change, by id
         self._watched: dict[str, Tensor] = {}  # what must not change
         self._sums: dict[int, int | None] = {}
@@ -77,25 +79,32 @@ class ForwardEffects:
         """Return the state as a call begins, and that of generators among its arguments."""
         self._calls += 1
         flags = [part.training for part in self._module.modules()]
-        self._looks = not self._calls & (self._calls - 1) or flags != self._flags
+        is_due = not self._calls & (self._calls - 1) or flags != self._flags
+        self._looks = is_due or any(own.get(name) is not value for own, name, value in self._values)
         if self._looks:
             self._flags = flags
-            self._look()
+            self._look(is_due)
         return StateBefore([*self._changing, *given], self._quiet)
 
-    def _look(self) -> None:
-        """Find all that a forward pass may change."""
+    def _look(self, is_due: bool) -> None:
+        """Find all that a forward pass may change, and what it must not if that ``is_due``."""
         self._changing = [*global_generators()]
         self._quiet = []
+        self._values = []
         seen: set[int] = set()
         for part in self._module.modules():
             own = vars(part)
             self._changing.append(own)
             for name in own.keys() - _LEFT:
                 value = own[name]
+                if not is_constant(value) or isinstance(value, Tensor):
+                    self._values.append((own, name, value))
                 if _is_object(value):
                     value = vars(value)
                 self._changing += [each for each in contained(value, seen) if _is_restorable(each)]
+        if not is_due:
+            self._watched = {}
+            return
         parameters = self._module.named_parameters()
         buffers = self._module.named_buffers()
         self._watched = {**dict(parameters), **{name: each for name, each in buffers if not _is_restorable(each)}}

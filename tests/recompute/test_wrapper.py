@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,28 @@ def test_a_context_inside_another_computes_its_part_in_both_passes() -> None:
 
     assert all(map(torch.equal, plain, train(ours, nested)))
     assert "forward" not in vars(ours.part), "it is as before"
+
+
+@pytest.mark.parametrize("kind", ["list", "dictionary", "queue", "object", "NumPy's generator", "hidden state"])
+def test_what_is_put_in_the_place_of_an_attribute_is_seen(kind: str) -> None:
+    """As trial steps do, which work on copies: between two calls in which nothing is looked at."""
+
+    def copied(net: Net, context: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        seen = []
+        with context(net):
+            for number in range(8):
+                if number in (5, 6):
+                    for name in ("seen", "state", "queue", "running", "own", "hidden"):
+                        if name in vars(net.part):
+                            setattr(net.part, name, deepcopy(vars(net.part)[name]))
+                net.zero_grad()
+                net(torch.randn(SAMPLES, WIDTH)).backward()
+                seen += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        return seen
+
+    plain, ours = (copied(made(EXACT[kind]), context) for context in (plainly, again))
+    assert all(map(torch.equal, plain, ours))
 
 
 def blocks() -> nn.Sequential:

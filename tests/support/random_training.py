@@ -93,6 +93,7 @@ class Course:
     stops: int = 0  # after so many steps; then it goes on, as ``then`` says
     then: "Course | None" = None
     ranks: int = 1
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -265,9 +266,10 @@ def modes_of(recipe: Recipe) -> list[str]:
 def draw_life(r: random.Random, recipe: Recipe, ranks: int = 1) -> Course:
     """Where a life cuts its batches; a factor counts micro-batches, which are the recipe's batches then."""
     mode = r.choice(modes_of(recipe))
+    checkpoint = random.Random(f"{recipe} {mode} {ranks}").choice([None, "auto", "net"])
     if "accumulate" in recipe.windows.arguments:
-        return Course(mode, recipe.batch, ranks=ranks)
-    return Course(mode, r.choice([1, 2, 3, 4, 5, 8, WHOLE]), ranks=ranks)
+        return Course(mode, recipe.batch, ranks=ranks, checkpoint=checkpoint)
+    return Course(mode, r.choice([1, 2, 3, 4, 5, 8, WHOLE]), ranks=ranks, checkpoint=checkpoint)
 
 
 def draw_fails(r: random.Random, recipe: Recipe) -> tuple[tuple[str, int], ...]:
@@ -705,6 +707,7 @@ def accumulate(recipe: Recipe, course: Course) -> AutoAccumulate:
     arguments: dict[str, Any] = {"micro_batching": course.mode, "micro_batch_size": course.micro}
     arguments |= {"normalize": TargetTokens()} if recipe.mean == "words" and not recipe.coupling else {}
     arguments |= {"size_of": "auto"} if recipe.by_size else {}
+    arguments["checkpoint"] = course.checkpoint
     return AutoAccumulate(**arguments, **recipe.windows.arguments, verify=recipe.verify)
 
 
