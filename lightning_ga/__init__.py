@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_ga.plan.records import ProbeResult as ProbeResult
     from lightning_ga.plan.records import Trial as Trial
     from lightning_ga.probe.finder import find_micro_batch as find_micro_batch
+    from lightning_ga.recompute.wrapper import recomputed as recomputed
 
 __version__ = version("lightning_ga")
 
@@ -56,6 +57,7 @@ _HOMES = {
     "measure_batch_size": "batch_size",
     "optimizer_steps": "compat.intervals",
     "plan_accumulation": "plan.accumulation",
+    "recomputed": "recompute.wrapper",
 }
 __all__ = [*_HOMES]
 

@@ -27,7 +27,8 @@ from lightning_ga.app.settings import check_typed, read_settings, shown, unread_
 from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence, warn
 from lightning_ga.errors import UserError
 
-TRACEBACK, FULL_ERROR = "--traceback", "HYDRA_FULL_ERROR"
+TRACEBACK = "--traceback"
+FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 class FailedJobError(Exception):
@@ -80,7 +81,8 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
 
     def job(cfg: DictConfig) -> float | None:
         parsing.stop()
-        own, is_sweep = HydraConfig.get(), HydraConfig.get().mode == RunMode.MULTIRUN
+        own = HydraConfig.get()
+        is_sweep = own.mode == RunMode.MULTIRUN
         os.environ.pop(FULL_ERROR, None)  # which processes of other ranks would get
         try:
             return run_job(cfg, given)
@@ -95,7 +97,8 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         finally:
             os.environ[FULL_ERROR] = "1"
 
-    before, sys.argv = sys.argv, [sys.argv[0], *given]
+    before = sys.argv
+    sys.argv = [sys.argv[0], *given]
     os.environ[FULL_ERROR] = "1"  # Hydra then raises errors, and prints nothing
     parsing.start()
     try:
@@ -117,14 +120,17 @@ def refuse(_: argparse.ArgumentParser, message: str) -> NoReturn:
 
 def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     """Do what a configuration says; return the optimized metric, for sweepers."""
-    own, unread = HydraConfig.get(), check_typed(cfg, arguments, options())
+    own = HydraConfig.get()
+    unread = check_typed(cfg, arguments, options())
     settings = read_settings(cfg)
     unread_groups(cfg, arguments)
     for sentence in unread:
         warn(sentence)
     is_sweep = own.mode == RunMode.MULTIRUN
     folder = Path(own.runtime.output_dir)
-    result = done_before(folder, shown(cfg)) if is_sweep else None
+    result = None
+    if is_sweep:
+        result = done_before(folder, shown(cfg))
     if result is None:
         from lightning_ga.app import build, tasks  # import torch: not before it is needed
 
@@ -139,7 +145,7 @@ def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
 def options() -> dict[str, list[str]]:
     """The options of every group of the package."""
     groups = sorted(path for path in config_folder().iterdir() if path.is_dir() and path.name != "hydra")
-    return {group.name: sorted(file.stem for file in group.glob("[!_]*.yaml")) for group in groups}
+    return {group.name: [file.stem for file in sorted(group.glob("[!_]*.yaml"))] for group in groups}
 
 
 def in_order(arguments: Sequence[str]) -> list[str]:
@@ -148,7 +154,8 @@ def in_order(arguments: Sequence[str]) -> list[str]:
     for word in arguments:
         option, _, value = word.partition("=")
         if words and words[-1] in ("--config-dir", "-cd"):
-            option, value = words.pop(), word
+            option = words.pop()
+            value = word
         if option in ("--config-dir", "-cd") and option != word:
             if not value:  # Hydra would run without it
                 raise UserError(f"{option} names no folder.")
@@ -161,7 +168,9 @@ def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     """Overrides for all ranks but the first: they keep no log, and no folder that is named by their own clock."""
     added = ("hydra/job_logging=none", "hydra.output_subdir=null", f"hydra.run.dir=${{paths.output_root}}/{FOLDER}")
     keys = [argument.lstrip("+").partition("=")[0] for argument in arguments]
-    return [one for one in added if one.partition("=")[0] not in keys] if not is_first_rank(environment) else []
+    if is_first_rank(environment):
+        return []
+    return [one for one in added if one.partition("=")[0] not in keys]
 
 
 if __name__ == "__main__":
