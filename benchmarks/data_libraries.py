@@ -5,6 +5,7 @@ step in pieces of three samples, an out-of-memory error in the third step, and a
 the relative differences of the final weights. Libraries that are not installed are left out, which the table says.
 """
 
+import json
 import tempfile
 import traceback
 import warnings
@@ -21,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.output import Record, benchmark, shown
+from benchmarks.processes import forked
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 
@@ -63,7 +65,7 @@ def of_litdata(folder: Path) -> Any:
     return litdata.StreamingDataLoader(litdata.StreamingDataset(str(stored), shuffle=False), batch_size=BATCH)
 
 
-def of_datasets(folder: Path, *, streams: bool = False) -> Any:
+def of_datasets(_: Path, *, streams: bool = False) -> Any:
     import datasets
 
     x, y = rows()
@@ -73,7 +75,7 @@ def of_datasets(folder: Path, *, streams: bool = False) -> Any:
     return DataLoader(data.with_format("torch", dtype=torch.float64), BATCH)
 
 
-def of_torch_geometric(folder: Path) -> Any:
+def of_torch_geometric(_: Path) -> Any:
     from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader as GraphLoader
 
@@ -85,7 +87,7 @@ def of_torch_geometric(folder: Path) -> Any:
     return GraphLoader(graphs, BATCH)
 
 
-def of_tensordict(folder: Path) -> Any:
+def of_tensordict(_: Path) -> Any:
     from tensordict import TensorDict
 
     x, y = map(torch.from_numpy, rows())
@@ -96,13 +98,13 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def of_torchdata(folder: Path) -> Any:
+def of_torchdata(_: Path) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader(samples(), BATCH)
 
 
-def of_nodes(folder: Path) -> Any:
+def of_nodes(_: Path) -> Any:
     from torchdata import nodes
 
     node = nodes.SamplerWrapper(range(SIZE))
@@ -111,7 +113,7 @@ def of_nodes(folder: Path) -> Any:
     return nodes.Loader(node)
 
 
-def of_monai(folder: Path) -> Any:
+def of_monai(_: Path) -> Any:
     from monai.data import CacheDataset
     from monai.data import DataLoader as MonaiLoader
     from monai.transforms import EnsureTyped
@@ -120,7 +122,7 @@ def of_monai(folder: Path) -> Any:
     return MonaiLoader(data, batch_size=BATCH)
 
 
-def of_torchio(folder: Path, *, queue: bool = False) -> Any:
+def of_torchio(_: Path, *, queue: bool = False) -> Any:
     import torchio
 
     subjects = []
@@ -142,7 +144,7 @@ def of_torchio(folder: Path, *, queue: bool = False) -> Any:
     return torchio.SubjectsLoader(data, batch_size=BATCH, num_workers=0)
 
 
-def of_grain(folder: Path) -> Any:
+def of_grain(_: Path) -> Any:
     import grain
 
     return grain.MapDataset.source(samples()).batch(BATCH).to_iter_dataset()
@@ -271,8 +273,8 @@ def trained(make: Callable[[Path], Any], folder: Path, way: Way) -> torch.Tensor
 def difference(make: Callable[[Path], Any], folder: Path, name: str) -> float:
     """Return the relative difference of the final weights to those of stock Lightning.
 
-    A resumed run may give those of an uninterrupted one, or those of stock Lightning resumed, which reads the samples of
-    most loaders again.
+    A resumed run may give those of an uninterrupted one, or those of stock Lightning resumed, which reads the samples
+    of most loaders again.
     """
     way = SETTINGS[name]
     ours = trained(make, folder, way)
@@ -317,15 +319,28 @@ def text(record: Record) -> str:
         WAYS,
         table,
         f"Final weights beside stock Lightning's after {EPOCHS} epochs of {SIZE} samples in batches of {BATCH}: the "
-        f"same (a relative difference of at most {MOST:.0e}), or how far off. AutoAccumulate(); in the step, in pieces "
-        "of 3 samples; after an out-of-memory error in the third step; resumed in mid-epoch (as if never stopped, or as "
-        "stock Lightning resumes).",
+        f"same (a relative difference of at most {MOST:.0e}), or how far off. AutoAccumulate(); in the step, in "
+        "pieces of 3 samples; after an out-of-memory error in the third step; resumed in mid-epoch (as if never "
+        "stopped, or as stock Lightning resumes).",
     )
 
 
+def write_row(name: str, folder: Path) -> None:
+    (folder / "row.json").write_text(json.dumps(row(name, folder)))
+
+
+def row_apart(name: str) -> dict[str, Any]:
+    """A row, measured in a process of its own: some libraries set how the whole program starts processes."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        forked(partial(write_row, name, folder), folder / "output.txt")
+        found: dict[str, Any] = json.loads((folder / "row.json").read_text())
+    print(found, flush=True)
+    return found
+
+
 def measure(only: tuple[str, ...] = tuple(LIBRARIES)) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name:
-        found = [row(each, Path(name)) for each in only]
+    found = [row_apart(each) for each in only]
     wrong = [
         f"{each['library']}, {way}"
         for each in found

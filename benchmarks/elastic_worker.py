@@ -58,7 +58,7 @@ class Diary:
 
 
 class Net(pl.LightningModule):
-    """A small network in fp64 that notes the samples of every window."""
+    """A small network in fp64 that notes the samples of every window, which takes at least a ``pause``, in seconds."""
 
     def __init__(self, diary: Diary, pause: float, width: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.diary.visit(FORWARD)
-        time.sleep(self.pause * len(batch[0]))
+        time.sleep(self.pause * len(batch[0]) * self.trainer.world_size / EFFECTIVE)
         self.samples += batch[2].tolist()
         loss = self.loss(batch)
         loss.register_hook(lambda _: self.diary.visit(BACKWARD))

@@ -5,7 +5,7 @@ from inspect import signature
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ga.compat.patching import Callback
 from lightning_ga.fit import messages
@@ -40,6 +40,8 @@ class AutoAccumulate(Callback):
             large as fits and leaves at least one full window an epoch.
         micro_batch_size: Samples of one forward and backward pass; ``"auto"`` probes for the limit.
         max_micro_batch_size: Never probe or use more than this.
+        micro_batch_multiple: Micro-batches are multiples of this, such as 2 for timm's ``Mixup`` or 8 for tensor cores;
+            a last one has what is left if it does not divide the window. Once fewer samples fit, none is a multiple.
         objective: What the probe looks for: ``"memory"`` finds the largest micro-batch that fits, ``"throughput"``
             the smallest whose window takes at most 3 % longer than the fastest.
         memory_budget: The memory that training may use: ``None`` for what the device has free, a
@@ -87,6 +89,7 @@ class AutoAccumulate(Callback):
         accumulate: ScheduleLike | None = None,
         micro_batch_size: int | Literal["auto"] = "auto",
         max_micro_batch_size: int | None = None,
+        micro_batch_multiple: int = 1,
         objective: Literal["memory", "throughput"] = "memory",
         memory_budget: int | float | str | None = None,
         normalize: Literal["samples"] | Callable[[Any], Any] | None = "samples",
@@ -161,7 +164,17 @@ class AutoAccumulate(Callback):
         """Find the limit and begin the epoch with it; a resumed run continues at its sample."""
         self._started_fit.start()
         rank_zero_info(f"AutoAccumulate: {self._started_fit.summary()}")
+        self._log_arguments(trainer)
         self._started_fit.warn_at_start()
+
+    def _log_arguments(self, trainer: Any) -> None:
+        plain = (int, float, str, type(None))
+        arguments = {name: value if isinstance(value, plain) else repr(value) for name, value in self._given.items()}
+        for logger in trainer.loggers:
+            try:
+                logger.log_hyperparams({"AutoAccumulate": {**arguments, "plan": str(self.plan)}})
+            except Exception as error:  # MLflow refuses another plan in a run that goes on; training does not need it
+                rank_zero_warn(f"{type(logger).__name__} has not taken the arguments of AutoAccumulate: {error}")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Cut the epoch as its schedule says."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import hydra
@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from lightning_ga.app.errors import explain
 from lightning_ga.app.folders import FOLDER, done_before, report_sweep
 from lightning_ga.app.other_tools import check_words, config_folder
+from lightning_ga.app.own_process import run_apart
 from lightning_ga.app.settings import check_typed, read_settings, shown, unread_groups
 from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence, warn
 from lightning_ga.errors import UserError
@@ -75,16 +76,13 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     """Let Hydra compose the configuration and call a job with it, once for each combination of a sweep."""
     Plugins.instance().register(PackageConfig)
     given = [*arguments, *rank_overrides(arguments, os.environ)]
-    sweeps = set[Path]()
-
+    HydraConfig.instance().cfg = None  # of an earlier call in this process
     parsing = patch.object(argparse.ArgumentParser, "error", refuse)  # which would print nine lines of usage
 
     def job(cfg: DictConfig) -> float | None:
         parsing.stop()
         own = HydraConfig.get()
-        is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        if is_sweep:
-            sweeps.add(Path(own.sweep.dir))
+        is_sweep = own.mode == RunMode.MULTIRUN
         os.environ.pop(FULL_ERROR, None)  # which processes of other ranks would get
         try:
             return run_job(cfg, given)
@@ -109,8 +107,9 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         parsing.stop()
         sys.argv = before
         os.environ.pop(FULL_ERROR, None)
-        for folder in sweeps:
-            report_sweep(folder)
+        ran: Any = HydraConfig.instance().cfg  # in this process if other processes ran the jobs, too: OwnFolder sets it
+        if ran is not None and ran.hydra.mode == RunMode.MULTIRUN:
+            report_sweep(Path(ran.hydra.sweep.dir))
         sys.stdout.flush()  # here, because Hydra exits after --help
 
 
@@ -128,13 +127,17 @@ def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     for sentence in unread:
         warn(sentence)
     is_sweep = own.mode == RunMode.MULTIRUN
+    folder = Path(own.runtime.output_dir)
     result = None
     if is_sweep:
-        result = done_before(Path(own.runtime.output_dir), shown(cfg))
+        result = done_before(folder, shown(cfg))
     if result is None:
-        from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
+        from lightning_ga.app import build, tasks  # import torch: not before it is needed
 
-        result = run_task(cfg, settings)
+        if is_sweep and build.starts_processes(cfg):
+            result = run_apart(folder, arguments)
+        else:
+            result = tasks.run_task(cfg, settings)
     value: float | None = result.get(str(result.get("optimized_metric")))
     return value
 

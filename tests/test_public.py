@@ -33,6 +33,7 @@ def test_the_signature_is_the_one_that_others_write_against() -> None:
         "accumulate": None,
         "micro_batch_size": "auto",
         "max_micro_batch_size": None,
+        "micro_batch_multiple": 1,
         "objective": "memory",
         "memory_budget": None,
         "normalize": "samples",

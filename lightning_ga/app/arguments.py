@@ -70,7 +70,7 @@ def check_call(key: str, keys: Mapping[Any, str], content: Mapping[Any, Any], *,
             continue
         if name in known:
             annotation, default = known[name]
-            is_true = failed or is_typed(keys[name]) or (is_library and value is not None)
+            is_true = failed or (is_library and value is not None) or is_typed(keys[name])
             if is_true and not fits(value, annotation) and type(value) is not type(default):
                 takes = f"{target.__name__} takes {described(annotation)} as {name}"
                 raise UserError(f"{keys[name]}={written(value)} does not fit: {takes}.")

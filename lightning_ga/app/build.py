@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -23,7 +22,7 @@ from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
 from lightning_ga.app.pictures import Pictures
 from lightning_ga.app.plan_report import PlanReport, schedule_text
-from lightning_ga.app.progress import EpochLine
+from lightning_ga.app.progress import EpochLine, quiet_lightning
 from lightning_ga.app.settings import Progress, Settings, Task
 from lightning_ga.checkpoints import AtomicCheckpointIO
 from lightning_ga.elastic import CheckpointEvery
@@ -141,11 +140,17 @@ def batch_schedule(cfg: DictConfig) -> PiecewiseSchedule | None:
     return None
 
 
+def starts_processes(cfg: DictConfig) -> bool:
+    """Whether the Trainer starts processes itself, which begin with this one's command line."""
+    with quiet_lightning():
+        strategy = make(cfg, "trainer", logger=False).strategy
+    environment = getattr(strategy, "cluster_environment", None)
+    is_started = environment is not None and environment.creates_processes_externally  # as by srun and submitit
+    return strategy.launcher is not None and not strategy.launcher.is_interactive_compatible and not is_started
+
+
 def require_one_run(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
-    """Refuse files in the folder of another run, and a sweep whose jobs start processes with folders of their own."""
-    launcher = trainer.strategy.launcher
-    if launcher and not launcher.is_interactive_compatible and HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise UserError("A sweep (-m) cannot start several processes per job: use one device, or start each run alone.")
+    """Refuse files in the folder of another run."""
     checkpoints = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     for place in [*checkpoints, *(one.log_dir for one in trainer.loggers if isinstance(one, CSVLogger))]:
         if place and not Path(place).resolve().is_relative_to(folder.resolve()):

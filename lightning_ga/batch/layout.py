@@ -68,6 +68,16 @@ class Layout:
             raise uncuttable("nothing in it grows with them")
         return {loader: samples for loader, (samples, _) in found.items()}
 
+    def cut(self, batch: Any, start: int, stop: int) -> Any:
+        """Return the samples ``start`` to ``stop - 1`` of a batch; refuse one that does not have the layout."""
+        sizes = self.sizes(batch)
+        samples = gcd(*sizes.values())
+        if samples == 1 < max(sizes.values()):
+            given = " and ".join(map(str, sizes.values()))
+            raise uncuttable(f"its loaders give {given} of them, and no smaller batch keeps that proportion")
+        each = {loader: size // max(1, samples) for loader, size in sizes.items()}
+        return _cut(self.roles, each, (start, stop), "batch", batch)
+
     def _counts(self, path: str, node: Any) -> Iterator[tuple[int, int, str]]:
         """Yield loader, number of samples and path of each part with entries for each sample."""
         role = self.roles.get(path)
@@ -182,18 +192,7 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
     samples = layout.samples(batch)
     if sum(sizes) != samples:
         raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch has {samples} samples.")
-    return (cut_batch(batch, end - size, end, layout=layout) for size, end in zip(sizes, accumulate(sizes)))
-
-
-def cut_batch(batch: Any, start: int, stop: int, *, layout: Layout) -> Any:
-    """Return the samples ``start`` to ``stop - 1`` of a batch; refuse one that does not have the layout."""
-    sizes = layout.sizes(batch)
-    samples = gcd(*sizes.values())
-    if samples == 1 < max(sizes.values()):
-        given = " and ".join(map(str, sizes.values()))
-        raise uncuttable(f"its loaders give {given} of them, and no smaller batch keeps that proportion")
-    each = {loader: size // max(1, samples) for loader, size in sizes.items()}
-    return _cut(layout.roles, each, (start, stop), "batch", batch)
+    return (layout.cut(batch, end - size, end) for size, end in zip(sizes, accumulate(sizes)))
 
 
 def _cut(roles: Mapping[str, Role], each: Mapping[int, int], span: tuple[int, int], path: str, node: Any) -> Any:
@@ -212,16 +211,32 @@ def _cut(roles: Mapping[str, Role], each: Mapping[int, int], span: tuple[int, in
     return rebuild(node, [_cut(roles, each, span, path + name, child) for name, child in children])
 
 
-def cut_by_hook(hook: Any, batch: Any, samples: int, start: int, stop: int) -> Any:
-    """Return the samples ``start`` to ``stop - 1`` as a module's own ``split_batch`` cuts them."""
-    if not callable(hook):
-        raise UserError(
-            f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
-        )
-    sizes = [size for size in (start, stop - start, samples - stop) if size]
-    found = hook(batch, list(sizes))
-    parts = list(found) if isinstance(found, Iterable) else [found]
-    if len(parts) != len(sizes) or not isinstance(found, Iterable):
-        chunks = f"{len(parts)} chunks" if isinstance(found, Iterable) else repr(found)
-        raise UserError(f"split_batch returned {chunks} for {sizes=}: it must return one chunk for each size.")
-    return parts[1 if start else 0]
+@dataclass(frozen=True, slots=True)
+class HookLayout:
+    """Batches that a module's own ``split_batch`` cuts; a sample has so many ``rows`` of their first tensor."""
+
+    hook: Any
+    rows: int = 1
+
+    def sizes(self, batch: Any) -> dict[int, int]:
+        """Return the samples of a batch, as those of a single loader."""
+        return {0: self.samples(batch)}
+
+    def samples(self, batch: Any) -> int:
+        """Return the samples of a batch."""
+        return length_of_first(batch) // self.rows
+
+    def cut(self, batch: Any, start: int, stop: int) -> Any:
+        """Return the samples ``start`` to ``stop - 1`` of a batch."""
+        hook = self.hook
+        if not callable(hook):
+            raise UserError(
+                f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
+            )
+        sizes = [size for size in (start, stop - start, self.samples(batch) - stop) if size]
+        found = hook(batch, list(sizes))
+        parts = list(found) if isinstance(found, Iterable) else [found]
+        if len(parts) != len(sizes) or not isinstance(found, Iterable):
+            chunks = f"{len(parts)} chunks" if isinstance(found, Iterable) else repr(found)
+            raise UserError(f"split_batch returned {chunks} for {sizes=}: it must return one chunk for each size.")
+        return parts[1 if start else 0]

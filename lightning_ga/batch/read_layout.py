@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
-from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount, length_of_first, uncuttable, unknown_type
+from lightning_ga.batch.layout import (
+    HookLayout,
+    Layout,
+    Role,
+    SampleAxis,
+    SampleCount,
+    length_of_first,
+    uncuttable,
+    unknown_type,
+)
 from lightning_ga.batch.pytree import (
     extents,
     find_splitter,
@@ -53,13 +62,13 @@ def read_layout(samples: Comparison) -> Layout:
     return Layout(roles)
 
 
-def read_rows(samples: Comparison) -> int:
-    """Return how many rows of a batch's first tensor each sample has; refuse a number that is not the same for all."""
+def read_hook_layout(hook: Any, samples: Comparison) -> HookLayout:
+    """Read how many rows of a batch's first tensor each sample has; refuse a number that is not the same for all."""
     lengths = [length_of_first(samples.batch([count], range(samples.kinds), 0)) for count in (BASE, ONE_MORE)]
     rows = lengths[0] // BASE
     if samples.loaders > 1 or rows == 0 or lengths != [BASE * rows, ONE_MORE * rows]:
         raise uncuttable(f"its first tensor goes from {lengths[0]} to {lengths[1]} rows when 3 samples become 4")
-    return rows
+    return HookLayout(hook, rows)
 
 
 def _compared(samples: Comparison, loader: int, kinds: Sequence[int], *, widely: bool = False) -> dict[str, Role]:

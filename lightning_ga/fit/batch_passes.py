@@ -9,7 +9,7 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures
 from lightning_ga.compat.place import LoopPlace
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import IN_A_PIECE
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
@@ -21,7 +21,7 @@ from lightning_ga.plan.pieces import piece_sizes
 class WholePasses:
     """Runs each batch of the loop in one pass, the last of a window with an exchange of gradients, if there is one."""
 
-    def __init__(self, place: LoopPlace, exchange: Exchange | None) -> None:
+    def __init__(self, place: LoopPlace, exchange: AnyExchange | None) -> None:
         self._place = place
         self._exchange = exchange
 
@@ -56,13 +56,14 @@ class BatchPasses(WholePasses):
         self._values = parts.values
         self._compiled = parts.compiled
         self._limit = parts.limit
+        self._multiple = parts.request.multiple
         self._cutter = parts.cutter
         self._batch_size = batch_size  # of a batch whose samples cannot be counted
         self.samples = 0  # of the window's batches so far, on this rank
         self.sizes: tuple[int, ...] = ()  # of the pieces of the batch that runs
         self.in_pieces = False  # whether a batch was cut
 
-    def exchange_through(self, exchange: Exchange | None) -> None:
+    def exchange_through(self, exchange: AnyExchange | None) -> None:
         """Exchange gradients in the last pass of each window from here on, if there are ranks to do so."""
         self._exchange = exchange
 
@@ -100,7 +101,7 @@ class BatchPasses(WholePasses):
             if limit is not None and limit < samples:
                 raise
         self._limit.cut_evenly(samples)
-        self.sizes = piece_sizes(samples, limit)
+        self.sizes = piece_sizes(samples, limit, self._multiple)
         return weight
 
     def _run_whole(self, closure: Any, batch: Any, weight: int) -> Any:

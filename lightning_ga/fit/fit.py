@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.compat.place import LoopPlace
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange, exchange_of
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
@@ -57,7 +57,7 @@ class Fit:
         self.gradients = Gradients(trainer, None if options.whole else options.normalize)
         self.values = StepValues(trainer, place, lambda: self.gradients.counted)
         self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients, self.values)
-        self.verdict = Verdict(trainer, options, lambda: self.windows.several_passes)
+        self.verdict = Verdict(trainer, options, request.multiple, lambda: self.windows.several_passes)
         self.evaluation = Evaluation(trainer, reporter, options)
         self.rates: WindowRates | None = None  # none if they are neither scaled nor logged
         if options.scale_lr != "none" or request.varies:
@@ -114,7 +114,7 @@ class Fit:
         chunked = self.limit.chunked
         if chunked is not None:
             self._held.enter_context(chunked.installed())
-        exchange = Exchange.of(trainer)
+        exchange = exchange_of(trainer)
         self._held.callback(self.limit.parts.use, ())
         rewinder = Rewinder(
             trainer,
@@ -171,6 +171,7 @@ class Fit:
             rank_samples=ceil_div(windows.effective(epoch), ranks.data_ranks(self.trainer)[0]),
             kept=self.rewinder.tensors_kept,
             chunks=None if chunked is None else chunked.size,
+            multiple=self.request.multiple,
             sizes=windows.sizes,
             begins=begins,
         )
@@ -203,7 +204,7 @@ class Fit:
         is_cut = may_be or windows.several_passes
         return ranks.sum_over_ranks(self.trainer, float(is_cut)) > 0
 
-    def _begin_windows(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
+    def _begin_windows(self, rewinder: Rewinder, exchange: AnyExchange | None) -> None:
         """Let the loop run windows from here on, in each of which the same members begin in the same order."""
         members = [self.windows.begin_window, self.gradients.begin_window, self.values.begin_window]
         self._held.callback(self.values.close)
@@ -250,7 +251,11 @@ class Fit:
             if self.verdict.is_due(after_error=after_error):
                 cutter = self.data.cutter_of_training()
                 limit = self.limit.piece_samples or NO_LIMIT
-                self.verdict.measure_in_training(batch, cutter, limit=limit, in_step=self.windows.in_step)
+                if self.verdict.exactness is None:  # as at the start, on samples that differ
+                    batches = self.windows.trial_batches(place.epoch)
+                    self.verdict.measure_first(batches, limit=limit, in_step=self.windows.in_step)
+                else:
+                    self.verdict.measure_in_training(batch, cutter, limit=limit, in_step=self.windows.in_step)
             if after_error:
                 self.reporter.report_pending(self.verdict.exactness)
         self.windows.weigh(batch, position)

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.intervals import RecipeIntervals
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.windows import FitParts
@@ -22,7 +22,6 @@ from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accu
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import NO_WINDOW
-from lightning_ga.snapshot.random_numbers import RandomState
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,6 @@ class LoaderWindows:
         self._first: Any = None  # micro-batch, if training alone reads samples, until it begins
         self._read_micro_batch = 0  # samples of that
         self._reads = False  # whether the loop has begun to read
-        self._random_numbers: RandomState | None = None  # before the loop's iterator was made
         self._iterated_for: Any = None  # what the loop's iterator was made for
         self._uses_intervals = False  # whether the loop's counts have been others than the recipe's
         self._warned = False  # that samples cannot be counted
@@ -115,16 +113,15 @@ class LoaderWindows:
         if self._begun is None:
             self._arrange(self._place.epoch, enabled=True)
             self._place.size_epoch(self._source.plan.length)
+        seeds = self._source.loader.seeds
         self._iterate()
+        self._source.loader.seeds = seeds  # if it begins again, workers have the same
         self._read_micro_batch = self.plan.micro_batch_size
         self._first = self._parts.first_batch()
         return self._first
 
     def _iterate(self) -> None:
         """Let the loop's iterator begin with the window that comes next."""
-        if self._random_numbers is not None:  # the seed of workers is drawn once
-            self._random_numbers.restore()
-        self._random_numbers = RandomState()
         self._place.iterate_again()
         self._iterated_for = self._cut_now()
 
@@ -162,7 +159,7 @@ class LoaderWindows:
     def micro_batch(self) -> int:
         """The micro-batch that ``accumulate=`` multiplies: that of the recipe while the limit is not known."""
         known = self._parts.limit.initial_micro_batch
-        return known or self._parts.request.capped(self._source.recipe.batch_size)
+        return self._parts.request.in_multiples(known or self._source.recipe.batch_size)
 
     @property
     def _world_size(self) -> int:
@@ -219,6 +216,7 @@ class LoaderWindows:
             epoch.number,
             epoch.batch,
             micro_batch,
+            multiple=self._parts.request.multiple,
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,
@@ -282,7 +280,7 @@ class LoaderWindows:
         return self._span if has_begun else replace(self._span, after=self._span.before)
 
     @contextmanager
-    def patches(self, exchange: Exchange | None) -> Iterator[None]:
+    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
         """Return a context in which the loop runs these windows; the last pass of each exchanges gradients."""
         with ExitStack() as stack:
             stack.enter_context(self._place.before_reading(self._follow_length))
@@ -315,7 +313,8 @@ class LoaderWindows:
         if not batch.is_constant:
             size = batch.at(number, window.start)
             most = self._source.capped(min(size, self._parts.limit.micro_batch or size))
-            self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size)
+            multiple = self._parts.request.multiple
+            self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size, multiple=multiple)
             factor = len(window.sizes)
             if factor != self._place.factor:
                 self._relocate(number, factor)

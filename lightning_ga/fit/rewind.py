@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ga.compat import advance, ranks
 from lightning_ga.compat.place import LoopPlace
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.retry import go_back
@@ -46,7 +46,7 @@ class Rewinder:
         reporter: messages.OomReporter,
         *,
         retries: bool,
-        exchange: Exchange | None,
+        exchange: AnyExchange | None,
         search: Callable[[int], int | None],
         last_resort: Callable[[], bool],
     ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import advance, closures, loaders, ranks
 from lightning_ga.compat.intervals import RecipeIntervals
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_passes import BatchPasses
 from lightning_ga.fit.windows import FitParts
@@ -186,7 +186,13 @@ class StepWindows:
         )
         size = self._batch_size
         limit = self._parts.limit.piece_samples or size
-        self._plan = plan_in_step(size, batches=factor, micro_batch=limit, world_size=self._source.world_size)
+        self._plan = plan_in_step(
+            size,
+            batches=factor,
+            micro_batch=limit,
+            world_size=self._source.world_size,
+            multiple=self._parts.request.multiple,
+        )
         self._place.set_factor(factor)
         if factor != self._source.recipe_factor and not self._uses_intervals:
             self._uses_intervals = True
@@ -198,7 +204,7 @@ class StepWindows:
         return WindowSpan(self._source.recipe_factor, self._place.window_start, self._place.ready)
 
     @contextmanager
-    def patches(self, exchange: Exchange | None) -> Iterator[None]:
+    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
         """Return a context in which the loop's batches run in pieces that fit."""
         self._passes.exchange_through(exchange)
         with ExitStack() as stack:

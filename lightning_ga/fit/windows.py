@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning_ga.compat.compiled import CompiledModules
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.progress import Progress
@@ -104,7 +104,7 @@ class Windows(Protocol):
     def begin_epoch(self, number: int) -> None:
         """Cut an epoch for training and set the loop up for it, once."""
 
-    def patches(self, exchange: Exchange | None) -> AbstractContextManager[None]:
+    def patches(self, exchange: AnyExchange | None) -> AbstractContextManager[None]:
         """Return a context in which the loop runs these windows."""
 
     def begin_reading(self, *, same_epoch: bool) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -107,7 +108,7 @@ def rebatch(loader: "DataLoader[Any]", sampler: WindowBatchSampler, *, shuffle: 
     """Copy a loader so that it yields the micro-batches of a window batch sampler, in the order of that sampler.
 
     Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept. The loop's first
-    ``iter``, before a plan is made, starts no worker and draws no seed.
+    ``iter``, before a plan is made, starts no worker; the seed that it draws is that of the next (``seeds``).
     """
     settings: dict[str, Any] = {"batch_sampler": sampler, "drop_last": False, "in_order": True}
     if not shuffle:  # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``
@@ -115,10 +116,21 @@ def rebatch(loader: "DataLoader[Any]", sampler: WindowBatchSampler, *, shuffle: 
     copied = copy_loader(loader, **settings)
     kind = type(loader)
 
-    def begin(self: "DataLoader[Any]") -> Iterator[Any]:
-        return kind.__iter__(self) if sampler.enabled else iter(())
+    def begin(self: Any) -> Iterator[Any]:
+        own = self.generator
+        if not sampler.enabled:
+            self.seeds = torch.Generator()
+            self.seeds.set_state((own or torch.default_generator).get_state())
+            torch.empty((), dtype=torch.int64).random_(generator=own)
+            return iter(())
+        self.generator = self.seeds or own
+        self.seeds = None
+        try:
+            return kind.__iter__(self)
+        finally:
+            self.generator = own
 
-    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin}))
+    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin, "seeds": None}))
     return copied
 
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from io import IOBase
 from itertools import islice
 from math import gcd
 from pathlib import Path
@@ -31,6 +32,7 @@ from lightning_ga.snapshot.untouched import datasets_in, untouched
 SAMPLES_PER_READ = 8
 SAMPLES_AT_ONCE = 64
 FIRST_SECONDS = 1.0  # after which no further samples are read
+_QUEUES = {"get", "put", "empty"}  # methods of those between threads or processes
 _KINDS = 3  # samples that are collated, of different shapes if there are any
 _MOST_ELEMENTS = 2**26  # of a batch that is collated to see how batches grow
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
@@ -98,8 +100,11 @@ class Samples:
         """Whether the dataset seems to hand out one sample after the other in this process, whatever the index is."""
         if self._trusted or self.loader.num_workers or self._repeated or not self._are_by_index:
             return False
-        one, other = ([*self._read([[index]])] for index in islice(self.order(), 2))
-        return self._holds_iterators or (bool(one) and same_values(one, other))
+        used_up = self._used_up()
+        if used_up:  # who reads files may seek in them
+            return not all(isinstance(each, IOBase) for each in used_up)
+        firsts = [list(self._read([[index]])) for index in islice(self.order(), 2)]
+        return all(firsts) and len(firsts) == 2 and same_values(*firsts)
 
     @cached_property
     def _repeated(self) -> Sequence[Any]:
@@ -115,15 +120,14 @@ class Samples:
     def _are_by_index(self) -> bool:
         return collates_by_index(self.loader) and not _finishes_batches(self.loader) and len(self.indices) > 0
 
-    @property
-    def _holds_iterators(self) -> bool:
-        """Whether reading uses something up that cannot be put back."""
+    def _used_up(self) -> list[Any]:
+        """Return what reading uses up and cannot be put back: iterators, files and queues."""
         held = [value for each in datasets_in(self.loader.dataset) for value in vars(each).values()]
-        return any(isinstance(each, Iterator) or {"get", "put"} <= set(dir(type(each))) for each in held)
+        return [each for each in held if isinstance(each, Iterator) or set(dir(type(each))) >= _QUEUES]
 
     def _read(self, lists: Iterable[list[Any]]) -> Iterator[Any]:
         """Yield the samples of each list, unless reading them would leave a trace, or they are no list of samples."""
-        if self._holds_iterators:
+        if self._used_up():
             return
         lists = list(lists)
         with uncounted(), self.fetched(lists, _SeededReader(self.loader.dataset)) as reads:  # samples lie on the host

@@ -71,7 +71,7 @@ class LoaderSource:
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.seed)
         self.samples = Samples(loader, self._indices, trusted=size_of is not None)
         # The fit loop reads this one.
-        self.loader = rebatch(self.samples.showing(), self._sampler, shuffle=settings.may_shuffle)
+        self.loader: Any = rebatch(self.samples.showing(), self._sampler, shuffle=settings.may_shuffle)
 
     @property
     def plan(self) -> EpochPlan:
@@ -133,6 +133,7 @@ class LoaderSource:
         batch: Growth,
         micro_batch: int,
         *,
+        multiple: int = 1,
         samples_done: int = 0,
         windows_done: int = 0,
         start: int | None = None,
@@ -147,8 +148,10 @@ class LoaderSource:
         total = self.epoch(epoch).samples
         windows = self._windows(total, batch, samples_done, windows_done)
         world_size = self.recipe.world_size
-        plan = plan_accumulation(windows.largest or world_size, micro_batch=micro_batch, world_size=world_size)
-        epoch_plan = EpochPlan(windows, micro_batch, world_size)
+        plan = plan_accumulation(
+            windows.largest or world_size, micro_batch=micro_batch, world_size=world_size, multiple=multiple
+        )
+        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple)
         if self.sizes is not None:
             plan, epoch_plan = self.sizes.cut(plan, epoch_plan, self._order.draw(epoch, self._seed)[:total])
         start = epoch_plan.done if start is None else start

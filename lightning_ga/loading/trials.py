@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
-from lightning_ga.batch.layout import Layout, cut_batch, cut_by_hook, leaves, length_of_first
+from lightning_ga.batch.layout import HookLayout, Layout, leaves
 from lightning_ga.batch.pytree import REMEDY, LayoutError, tensors_in
-from lightning_ga.batch.read_layout import Comparison, read_layout, read_ready_made, read_rows
+from lightning_ga.batch.read_layout import Comparison, read_hook_layout, read_layout, read_ready_made
 from lightning_ga.loading.largest import Largest
 from lightning_ga.loading.samples import Samples
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.plan.accumulation import ceil_div, split_evenly, whole_multiples
 from lightning_ga.snapshot.copies import copied_if_possible
 from lightning_ga.snapshot.random_numbers import RandomState
 
@@ -45,9 +45,6 @@ class BatchCutter:
 
     def count(self, batch: Any) -> int:
         """Return the samples of a batch; raise ``LayoutError`` if they cannot be separated."""
-        if self._transfer.split_batch is not None:
-            rows = self._rows_of_sample
-            return length_of_first(batch) // (rows if isinstance(rows, int) else 1)
         return self._layout(batch).samples(batch)
 
     def count_left(self, batch: Any) -> int | None:
@@ -55,65 +52,56 @@ class BatchCutter:
 
         It is known if a few samples, collated apart, have shown how batches grow with them.
         """
-        by_hook = self._transfer.split_batch is not None
-        shown = self._rows_of_sample if by_hook else self._collated
-        outcome = attempt(self.count, _is_of_layout, batch)
-        return None if shown is None or isinstance(shown, str) else outcome.result
+        if self._shown is None or isinstance(self._shown, str):
+            return None
+        counted: int | None = attempt(self.count, _is_of_layout, batch).result
+        return counted
 
     def weight(self, batch: Any, samples: int) -> int:
         """Return a batch's weight in samples: with several loaders, the most that one of them gives."""
-        several = len(self._samples) > 1 and self._transfer.split_batch is None
-        return max(self._layout(batch).sizes(batch).values()) if several else samples
+        return samples if len(self._samples) == 1 else max(self._layout(batch).sizes(batch).values())
 
     def cut(self, batch: Any, start: int, stop: int) -> Any:
         """Return the samples ``start`` to ``stop - 1`` of a batch, as views of it if possible."""
-        hook = self._transfer.split_batch
-        if hook is not None:
-            return cut_by_hook(hook, batch, self.count(batch), start, stop)
-        return cut_batch(batch, start, stop, layout=self._layout(batch))
+        return self._layout(batch).cut(batch, start, stop)
 
-    def halves(self, batch: Any) -> CutBatch:
-        """Cut a batch in two."""
+    def halves(self, batch: Any, multiple: int = 1) -> CutBatch:
+        """Cut a batch in two parts that are multiples, if there are two."""
         samples = self.count(batch)
         if samples < 2:
             raise LayoutError(f"A batch of {samples} samples cannot be cut in two.")
-        middle = (samples + 1) // 2
+        middle = split_evenly(samples, 2, multiple)[0]
         parts = self.cut(batch, 0, middle), self.cut(batch, middle, samples)
         return CutBatch(batch, parts, (middle, samples - middle))
 
-    def _layout(self, batch: Any) -> Layout:
-        collated = self._collated
-        if isinstance(collated, str):
-            raise LayoutError(collated)
-        return collated or read_ready_made(batch)
+    def _layout(self, batch: Any) -> Layout | HookLayout:
+        hook = self._transfer.split_batch
+        shown = self._shown
+        if hook is not None:
+            return HookLayout(hook) if shown is None or isinstance(shown, str) else shown
+        if isinstance(shown, str):
+            raise LayoutError(shown)
+        return shown or read_ready_made(batch)
 
     @cached_property
-    def _collated(self) -> Layout | str | None:
-        """The layout of collated batches, or why there is none; ``None`` if no samples are known."""
-        layout: Layout | str | None = self._read(read_layout)
-        return layout
-
-    @cached_property
-    def _rows_of_sample(self) -> int | str | None:
-        """How many rows of a batch's first tensor a sample has, or why that is not known."""
-        rows: int | str | None = self._read(read_rows)
-        return rows
-
-    def _read(self, read: Callable[[Comparison], Any]) -> Any:
-        """Return what is read of small batches, or why it cannot be read; ``None`` if there are no samples."""
+    def _shown(self) -> Layout | HookLayout | str | None:
+        """The layout that small batches show, or why they show none; ``None`` if no samples are known."""
+        hook = self._transfer.split_batch
         kinds = [each.kinds for each in self._samples]
         if not all(kinds):
             return None
         comparison = Comparison(self._batch, len(kinds), max(map(len, kinds)))
         state = RandomState()  # hooks of the transfer may draw
+        read = read_layout if hook is None else partial(read_hook_layout, hook)
         outcome = attempt(read, lambda error: not is_out_of_memory(error), comparison)
         state.restore()
-        if outcome.failure is None or _is_of_layout(outcome.failure):
-            return outcome.result or str(outcome.failure)  # the error itself would keep batches alive
-        return (
-            f"The batch cannot be cut into samples, as collating a few of them apart ended in "
-            f"{type(outcome.failure).__name__}: {outcome.failure}: {REMEDY}."
-        )
+        failure = outcome.failure
+        if failure is not None and not _is_of_layout(failure):
+            return (
+                f"The batch cannot be cut into samples, as collating a few of them apart ended in "
+                f"{type(failure).__name__}: {failure}: {REMEDY}."
+            )
+        return outcome.result or str(failure)  # the error itself would keep batches alive
 
     def _batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
         batches = []
@@ -168,14 +156,14 @@ class TrialBatches:
         is_whole = self._largest is None and samples >= self.most
         return (whole if is_whole else self.cutter.cut(whole, 0, samples)), whole
 
-    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
+    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
         """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
         collate = self._samples.collate
         found = self._unlike(samples)
-        middle = ceil_div(len(found), 2)
         if self._largest is not None and len(found) < 2:
             return None
         if self._largest is not None and not self._in_step:
+            middle = split_evenly(len(found), 2, multiple)[0]
             parts = found, found[:middle], found[middle:]
             whole, one, other = (move(collate(part, len(part), seed=seed)) for part in parts)
             return CutBatch(whole, (one, other), (middle, len(found) - middle))
@@ -183,7 +171,8 @@ class TrialBatches:
         number = self.cutter.count(whole)
         if min(number, samples) < 2:
             return None
-        return self.cutter.halves(whole if number <= samples else self.cutter.cut(whole, 0, samples))
+        samples = whole_multiples(min(number, samples), multiple)
+        return self.cutter.halves(whole if number == samples else self.cutter.cut(whole, 0, samples), multiple)
 
     def _unlike(self, number: int) -> list[Any]:
         """Return so many of the samples that were read and are not left out of batches; those differ."""

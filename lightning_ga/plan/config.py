@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.accumulation import ceil_div, require_count, whole_multiples
 from lightning_ga.plan.schedule import Growth, PiecewiseSchedule, Schedule, as_schedule, require_arguments
 from lightning_ga.plan.units import LEAST_BYTES, parse_budget
 
@@ -34,6 +34,7 @@ class Request:
     factor: Schedule  # ``None`` if the effective batch decides
     micro_batch: int | None  # ``None`` to probe for it
     most: int | None  # upper bound of the micro-batch
+    multiple: int = 1  # of which micro-batches are multiples
 
     def effective_batch(self, epoch: int, micro_batch: int, world_size: int) -> int | None:
         """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows."""
@@ -89,6 +90,10 @@ class Request:
         wanted = micro_batch if self.micro_batch is None else self.micro_batch
         return wanted if self.most is None else min(wanted, self.most)
 
+    def in_multiples(self, micro_batch: int) -> int:
+        """Return the largest micro-batch that the user's arguments allow, of at most so many samples."""
+        return whole_multiples(self.capped(micro_batch), self.multiple)
+
     def useful_limit(self, epochs: range, *, recipe: int, total: int | None, world_size: int) -> int:
         """Return the largest micro-batch that any of these epochs can use, in samples.
 
@@ -99,6 +104,7 @@ class Request:
         share = -(-max(self.effective(epoch) or recipe for epoch in epochs) // world_size)
         if factor:
             share = recipe if total is None else max(1, total // (factor * world_size))
+            share = whole_multiples(share, self.multiple)
         elif total is not None:
             share = min(share, max(1, -(-total // world_size)))
         return self.capped(share)
@@ -175,11 +181,25 @@ def read_request(given: Mapping[str, Any]) -> Request:
         )
     # Factors are 1 before the first epoch of a mapping, as in Lightning's scheduler.
     factors = {0: 1, **accumulate} if isinstance(accumulate, Mapping) and accumulate else accumulate
+    micro_batch = None if isinstance(micro_batch_size, str) else require_count("micro_batch_size", micro_batch_size)
+    most = None if most is None else require_count("max_micro_batch_size", most)
+    multiple = require_count("micro_batch_multiple", given["micro_batch_multiple"])
+    if micro_batch is not None and micro_batch % multiple:
+        raise UserError(
+            f"{micro_batch_size=} is no multiple of micro_batch_multiple={multiple}: give "
+            f"{ceil_div(micro_batch, multiple) * multiple}, or leave one of them out."
+        )
+    if most is not None and most < multiple:
+        raise UserError(
+            f"max_micro_batch_size={most} is below micro_batch_multiple={multiple}, so that no micro-batch is a "
+            f"multiple: give at least {multiple}."
+        )
     return Request(
         effective=as_schedule(effective_batch_size, name="effective_batch_size"),
         factor=as_schedule(factors, name="accumulate"),
-        micro_batch=None if isinstance(micro_batch_size, str) else require_count("micro_batch_size", micro_batch_size),
-        most=None if most is None else require_count("max_micro_batch_size", most),
+        micro_batch=micro_batch,
+        most=most,
+        multiple=multiple,
     )
 
 
@@ -230,10 +250,13 @@ def _refuse_together(options: Options, request: Request) -> None:
         "accumulate=": request.factor(0) is not None,
         "micro_batching='step'": options.micro_batching == "step",
         f"whole={options.whole!r}": options.whole,
+        f"micro_batch_multiple={request.multiple}": request.multiple > 1,
         f"effective_batch_size={request.by_window!r}": request.is_by_window,
     }
     pairs = [("size_of=", name) for name in others if options.size_of is not None]
-    pairs += [(f"whole={options.whole!r}", "objective='throughput'")] if options.whole else []
+    if options.whole:
+        chunked = f"whole={options.whole!r}"
+        pairs += [(chunked, "objective='throughput'"), (chunked, f"micro_batch_multiple={request.multiple}")]
     for first, second in pairs:
         if others[second]:
             raise UserError(f"{first} and {second} do not go together: leave one of them out.")

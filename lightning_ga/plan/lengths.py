@@ -186,7 +186,7 @@ def plan_by_size(
     windows = range(epoch.done, epoch.count)
     some = windows[:: len(windows) // _WINDOWS_COMPARED + 1]
     of_pass = limits.budget // SHARE_OF_PASS
-    sized = SizedEpoch(epoch.windows, epoch.micro_batch, epoch.world_size, sizes, limits)
+    sized = SizedEpoch(epoch.windows, epoch.micro_batch, epoch.world_size, sizes=sizes, limits=limits)
 
     def cost(cut: SizedEpoch) -> int:
         return sum(_padded(cut, sizes, some)[1]) + of_pass * cut.factor * len(some) * epoch.world_size

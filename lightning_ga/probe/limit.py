@@ -187,6 +187,8 @@ class Limit:
             if may_be_out_of_memory(error) or isinstance(error, UserError) or trainer.world_size > 1:
                 raise  # ranks probe together or not at all
             said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
+            if "Creating a new Tensor subclass" in said:
+                said += " (PyTorch refuses Tensor.__new__ while the probe records memory; training itself may use it)"
             rank_zero_warn(
                 f"The probe found no limit, because a trial step ended in {type(error).__name__}: {said}. Training "
                 f"uses micro-batches of the recipe, {recipe} samples; give micro_batch_size=… to choose."

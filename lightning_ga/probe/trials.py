@@ -31,6 +31,7 @@ from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory, may_be_out_of_memory
+from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Recomputed, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
@@ -59,6 +60,7 @@ class TrainingSetup:
     rank_samples: int  # of a window on one rank
     kept: Callable[[], Iterable[Tensor]]  # what is on the device for a retry, besides the model
     chunks: ChunkSize | None = None  # of submodules that run over whole windows: then their size is tried
+    multiple: int = 1  # of which micro-batches are multiples
     sizes: SampleSizes | None = None  # of samples, if windows are cut by these
     begins: bool = True  # whether training begins: then the module's start hooks have not run
 
@@ -304,7 +306,9 @@ class ProbedTrainer(ProbedTraining):
 
     def useful(self, samples: int, limit: int) -> int:
         """Return the size of as many chunks of near-equal size, or of one fewer if these are known to fit."""
-        if self._setup.chunks is None or samples <= limit:
+        if self._setup.chunks is None:
+            return whole_multiples(samples, self._setup.multiple)
+        if samples <= limit:
             return samples
         window = self._setup.rank_samples
         chunks = min(-(-window // samples), -(-window // limit) - 1 if limit else window)

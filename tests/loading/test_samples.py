@@ -1,6 +1,7 @@
 """Samples are read apart only where that leaves no trace; otherwise the first batch of training shows them."""
 
 import multiprocessing
+import tempfile
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_ga.loading import samples as samples_module
+from lightning_ga.loading.orders import Sequential
 from lightning_ga.loading.rebatch import rebatch
 from lightning_ga.loading.sampler import WindowBatchSampler
 from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
@@ -22,6 +24,8 @@ ROWS: Any = [(torch.full((3,), float(index)), index) for index in range(24)]
 
 class Counting(Dataset[int]):
     """Counts the reads of each index, in all processes."""
+
+    file: Any = None
 
     def __init__(self) -> None:
         self.reads = torch.zeros(SIZE, dtype=torch.int64).share_memory_()
@@ -152,6 +156,11 @@ def test_a_dataset_that_ignores_the_index_hands_its_samples_out(kind: Any) -> No
     assert not Samples(DataLoader(Draws(), 4)).are_handed_out
     assert not Samples(DataLoader(Counting(), 4)).are_handed_out
     assert not Samples(DataLoader(Pops(list), 4, num_workers=1)).are_handed_out
+    with tempfile.TemporaryFile() as file:
+        reader = Counting()
+        reader.file = file
+        assert not Samples(DataLoader(reader, 4)).are_handed_out
+        assert Samples(DataLoader(reader, 4)).first == []
 
 
 def test_an_error_of_reading_is_left_to_training() -> None:
@@ -206,8 +215,6 @@ def test_looking_at_samples_uses_up_no_random_numbers() -> None:
     samples = Samples(loader)
     samples.collate(samples.first, 2)
     assert torch.equal(torch.get_rng_state(), before)
-    from lightning_ga.loading.orders import Sequential
-
     cut = WindowBatchSampler(Sequential(size), rank=0, seed=1)
     cut.arrange(0, EpochPlan(RegularWindows(size, 4), 2), start=0, enabled=True)
     with torch.random.fork_rng():

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.plan.windows import EpochPlan, GrowingWindows, RegularWindows
 
 TOTALS = st.integers(0, 90)
@@ -82,3 +83,24 @@ def test_a_rank_without_a_sample_gets_a_stand_in() -> None:
     windows = [plan.window(1, rank) for rank in range(4)]
     assert [each.sizes for each in windows] == [(1,), (1,), (0,), (0,)]
     assert [list(plan.places(each, 0)) for each in windows] == [[8], [9], [9], [9]]
+
+
+@given(st.integers(1, 90), SIZES, st.integers(1, 30), WORLD_SIZES, st.integers(1, 9))
+def test_micro_batches_are_multiples_if_the_window_allows(total, size, micro_batch, world_size, multiple):
+    """All but the last of a window; each sample is in one, none is too large, and they are the fewest."""
+    plan = EpochPlan(RegularWindows(total, size), micro_batch, world_size, multiple)
+    most = micro_batch - micro_batch % multiple if micro_batch >= multiple else micro_batch
+    for number in range(plan.count):
+        windows = [plan.window(number, rank) for rank in range(world_size)]
+        sizes = [each for window in windows for each in window.sizes]
+        places = [
+            place for each in windows for at, size in enumerate(each.sizes) if size for place in plan.places(each, at)
+        ]
+        assert places == list(range(windows[0].start, windows[0].end))
+        assert max(sizes) <= most
+        assert (plan.factor_of(number) - 1) * most < max(sum(each.sizes) for each in windows)
+        many = ceil_div(windows[0].samples, multiple)  # multiples in the window
+        if micro_batch >= multiple and many >= world_size * plan.factor_of(number):
+            odd = [each for each in sizes if each % multiple]
+            assert len(odd) == (windows[0].samples % multiple > 0)
+            assert max(sizes) - min(sizes) < 3 * multiple

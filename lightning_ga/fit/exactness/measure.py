@@ -19,6 +19,7 @@ from lightning_ga.fit.exactness.differences import Differences, Gradient, compar
 from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics, passes_of, rounding
 from lightning_ga.loading.trials import CutBatch, Move, TrialBatches
 from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.exactness import Cause, Exactness
 from lightning_ga.plan.weights import count_items
 from lightning_ga.snapshot.isolation import refuse_lazy
@@ -103,8 +104,12 @@ def measure_at_start(
     limit: int,
     in_step: bool = False,
     chunked: "ChunkedModules | None" = None,
+    begins: bool = True,
+    multiple: int = 1,
 ) -> Exactness:
-    """Measure before training on a few samples of its data, in passes of at most ``limit`` samples.
+    """Measure on a few samples of the training data, in passes of at most ``limit`` samples.
+
+    If training ``begins``, the module's start hooks run first. Parts are multiples of ``multiple`` if so many fit.
 
     A small model may run a few samples more than that. ``move`` moves a batch to the device, with its hooks.
     """
@@ -113,22 +118,24 @@ def measure_at_start(
         return _unmeasured(trainer, _SHARDED)
     plain = _is_small(trainer)
     most = min(limit, batches.most)
-    size = min(SAMPLES, batches.most if plain else most)
+    size = whole_multiples(min(max(SAMPLES, 3 * multiple), batches.most if plain else most), multiple)
     verdict = _unmeasured(trainer, "a micro-batch of one sample has no parts")
     while size >= 2:
-        make = partial(_make_batch, batches, move, size)
-        found = _tried(trainer, make, normalize, plain=plain, begins=True, in_step=in_step, chunked=chunked)
+        make = partial(_make_batch, batches, move, size, multiple)
+        found = _tried(trainer, make, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked)
         verdict = found or _unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
         if found is None:
-            size = most = size // 2
+            size = most = whole_multiples(size // 2, multiple)
         elif not found.has_gradient and size < most:
-            size = min(_MORE * size, most)
+            size = whole_multiples(min(_MORE * size, most), multiple)
         else:
             break
     return verdict
 
 
-def _make_batch(batches: TrialBatches, move: Move, size: int, passes: Passes, seed: int) -> CutBatch | None:
+def _make_batch(
+    batches: TrialBatches, move: Move, size: int, multiple: int, passes: Passes, seed: int
+) -> CutBatch | None:
     """Make and move a batch, with random numbers of this seed."""
 
     def moved(batch: Any) -> Any:
@@ -136,7 +143,7 @@ def _make_batch(batches: TrialBatches, move: Move, size: int, passes: Passes, se
         return move(batch)
 
     passes.begin(seed)
-    return batches.batch_in_two_parts(size, moved, seed)
+    return batches.batch_in_two_parts(size, moved, seed, multiple)
 
 
 def _is_small(trainer: Any) -> bool:

@@ -295,7 +295,9 @@ class Trials:
     def make(self, samples: int, move: Callable[[Any], Any]) -> tuple[Any, Any]:
         return move(batch_of(samples)), None
 
-    def batch_in_two_parts(self, samples: int, move: Callable[[Any], Any], seed: int = 0) -> CutBatch | None:
+    def batch_in_two_parts(
+        self, samples: int, move: Callable[[Any], Any], seed: int = 0, multiple: int = 1
+    ) -> CutBatch | None:
         self.asked.append(samples)
         if self.refuses:
             raise LayoutError("samples cannot be told apart")
