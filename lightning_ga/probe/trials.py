@@ -118,7 +118,7 @@ def probe(
         predict_only = True if ranks.is_sharded(trainer) else None
         known = remembered(kind) if kind and chosen is None else None
         names = known.recomputed.names if known is not None and known.recomputed is not None else ()
-        if len({*ranks.of_all_ranks(trainer, names)}) > 1:
+        if not setup.alone and len({*ranks.of_all_ranks(trainer, names)}) > 1:
             known = None
         else:
             training.recompute(names)
@@ -157,7 +157,7 @@ def _prober(training: "ProbedTrainer", options: Options) -> Prober:
 def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
     """Choose the submodules that are computed again so that the fewest samples fit, which do not plainly.
 
-    Ranks choose from what the first of them has seen.
+    Ranks choose from what the first of them has seen, unless each probes alone.
     """
     trainer = setup.trainer
     with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
@@ -166,7 +166,8 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
         seen = attempt(training.survey)
         if not training.agree(seen.failure is None):  # not even a forward pass fits
             raise plain
-        size, root = ranks.of_all_ranks(trainer, seen.result)[0]
+        found = [seen.result] if setup.alone else ranks.of_all_ranks(trainer, seen.result)
+        size, root = found[0]
         training.reset()
         chosen = prober.choose(root, size, training.recompute)
     freed = sum(each.frees for each in root.all() if each.name in chosen.names)
