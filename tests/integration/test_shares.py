@@ -173,6 +173,32 @@ def test_shares_follow_speeds_once_in_50_windows(
     assert plan in records[0]["plan"]
 
 
+def resumed(seconds: tuple[float, ...], steps: int, folder: Path) -> dict[str, Any]:
+    """What this rank records of a training that stops within an epoch, and of one that continues it."""
+    rank = int(os.environ["RANK"])
+    modules = [Paced(), Paced()]
+    for number, module in enumerate(modules):
+        module.seconds = seconds[rank]
+        speed.clock = lambda clock=module: clock.now
+        ours = AutoAccumulate(effective_batch_size=EFFECTIVE, micro_batch_size=10, shares="speed", verify=False)
+        more = {"ckpt_path": folder / "run.ckpt", "max_epochs": 1} if number else {"max_steps": steps}
+        _, trainer = fit(DataLoader(Samples(PACED), 8, shuffle=True), ours, module=module, **more, **ddp())
+        trainer.save_checkpoint(folder / "run.ckpt")
+    first, second = modules
+    windows = first.windows + second.windows[steps:]
+    return {"windows": windows, "gradients": first.gradients + second.gradients, "shares": [*map(len, windows)]}
+
+
+@pytest.mark.distributed
+def test_a_resume_begins_with_equal_shares_at_its_sample(tmp_path: Path) -> None:
+    records = on_ranks(resumed, tmp_path, (1.0, 2.0), 52, tmp_path)
+    assert [each["shares"][50:54] for each in records] == [[24, 24, 18, 18], [12, 12, 18, 18]]
+    windows = cut(permutation(PACED, 7, 0), EFFECTIVE)
+    assert joined(records) == [sorted(window) for window in windows]
+    for record in records:
+        assert worst_error(record["gradients"], plain_loop(Samples(PACED), windows)) <= 1e-12
+
+
 def validated(shares: str) -> list[int]:
     """The steps after which this rank is validated."""
     limit = (24, 4)[int(os.environ["RANK"])]
