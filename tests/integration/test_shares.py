@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import ddp, joined, on_ranks
-from reference import Regression, Samples, StreamOf, Validated, cut, fit, permutation, plain_loop, worst_error
+from reference import Regression, Samples, SaveAll, StreamOf, Validated, cut, fit, permutation, plain_loop, worst_error
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
@@ -181,9 +181,9 @@ def resumed(seconds: tuple[float, ...], steps: int, folder: Path) -> dict[str, A
         module.seconds = seconds[rank]
         speed.clock = lambda clock=module: clock.now
         ours = AutoAccumulate(effective_batch_size=EFFECTIVE, micro_batch_size=10, shares="speed", verify=False)
-        more = {"ckpt_path": folder / "run.ckpt", "max_epochs": 1} if number else {"max_steps": steps}
-        _, trainer = fit(DataLoader(Samples(PACED), 8, shuffle=True), ours, module=module, **more, **ddp())
-        trainer.save_checkpoint(folder / "run.ckpt")
+        more = {"ckpt_path": folder / f"step{steps}.ckpt", "max_epochs": 1} if number else {"max_steps": steps}
+        loader = DataLoader(Samples(PACED), 8, shuffle=True)
+        fit(loader, ours, SaveAll(folder, {steps}), module=module, **more, **ddp())
     first, second = modules
     windows = first.windows + second.windows[steps:]
     return {"windows": windows, "gradients": first.gradients + second.gradients, "shares": [*map(len, windows)]}
