@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.output import read_json
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = (*sorted((DOCS / "results").glob("*.md")), DOCS / "guide" / "frameworks.md")
+PAGES = (*sorted((DOCS / "results").glob("*.md")), DOCS / "guide" / "frameworks.md", DOCS / "guide" / "data.md")
 _PLACE = re.compile(r"(<!-- benchmark: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_ga import audit as audit
     from lightning_ga import callbacks as callbacks
     from lightning_ga import data as data
+    from lightning_ga import elastic as elastic
     from lightning_ga import models as models
     from lightning_ga import report as report
     from lightning_ga import schedule as schedule
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from lightning_ga import testing as testing
     from lightning_ga import train as train
     from lightning_ga import weights as weights
-    from lightning_ga.app.checkpoints import AtomicCheckpointIO as AtomicCheckpointIO
     from lightning_ga.batch_size import measure_batch_size as measure_batch_size
     from lightning_ga.callback import AutoAccumulate as AutoAccumulate
+    from lightning_ga.checkpoints import AtomicCheckpointIO as AtomicCheckpointIO
     from lightning_ga.chunks import in_chunks as in_chunks
     from lightning_ga.compat.intervals import optimizer_steps as optimizer_steps
     from lightning_ga.errors import ExactnessWarning as ExactnessWarning
@@ -34,13 +35,16 @@ if TYPE_CHECKING:
     from lightning_ga.plan.records import ProbeResult as ProbeResult
     from lightning_ga.plan.records import Trial as Trial
     from lightning_ga.probe.finder import find_micro_batch as find_micro_batch
+    from lightning_ga.recompute.wrapper import recomputed as recomputed
 
 __version__ = version("lightning_ga")
 
-_MODULES = ("audit", "callbacks", "data", "models", "report", "schedule", "split", "testing", "train", "weights")
+_MODULES = (
+    *("audit", "callbacks", "data", "elastic", "models", "report", "schedule", "split", "testing", "train", "weights"),
+)
 _HOMES = {
     "AccumulationPlan": "plan.accumulation",
-    "AtomicCheckpointIO": "app.checkpoints",
+    "AtomicCheckpointIO": "checkpoints",
     "AutoAccumulate": "callback",
     "Exactness": "plan.exactness",
     "ExactnessWarning": "errors",
@@ -53,6 +57,7 @@ _HOMES = {
     "measure_batch_size": "batch_size",
     "optimizer_steps": "compat.intervals",
     "plan_accumulation": "plan.accumulation",
+    "recomputed": "recompute.wrapper",
 }
 __all__ = [*_HOMES]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.errors import UserError, printable
-from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.accumulation import ceil_div, require_count
 from lightning_ga.plan.config import ScaleLr, rate_ratio, require_choice
 from lightning_ga.plan.critical_batch import BatchPoint, CriticalBatch, batches_around
 
@@ -72,7 +72,7 @@ def measure_batch_size(
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
             raise UserError(f"{name}={value!r} must be a number above 0.")
     samples, epochs = _whole(require_count("samples", samples), 4 * batch, make()[1])
-    from lightning_ga.app.checkpoints import read_safely  # the library does without Hydra
+    from lightning_ga.checkpoints import read_safely  # the library does without Hydra
 
     content = read_safely(Path(ckpt_path))
     if len(content.get("optimizer_states") or ()) != 1:
@@ -80,16 +80,20 @@ def measure_batch_size(
     run = _Branches(make, content, scale_lr, batch, lr, monitor, trainer)
     arguments = {"batch": batch, "samples": samples, "lr": lr, "monitor": monitor, "scale_lr": scale_lr}
     setting = _setting(Path(ckpt_path), {**arguments, "trainer": trainer})
-    losses, sizes = _known(Path(folder), setting), batches_around(batch, samples)
-    left = [(size, seed) for seed in range(seeds) for size in sizes if f"{size}/{seed}" not in losses]
+    losses = _known(Path(folder), setting)
+    sizes = batches_around(batch, samples)
+    left = [(size, seed) for seed, size in product(range(seeds), sizes) if f"{size}/{seed}" not in losses]
     for number, (size, seed) in enumerate(left, 1):
-        loss = run.loss(size, seed, {"max_epochs": epochs} if epochs else {"max_steps": samples // size})
+        end = {"max_epochs": epochs} if epochs else {"max_steps": samples // size}
+        loss = run.loss(size, seed, end)
         losses[f"{size}/{seed}"] = loss
         part = Path(folder) / "batch_size.part"
         part.write_text(json.dumps({"setting": setting, "losses": losses}, indent=1) + "\n")
         part.replace(Path(folder) / "batch_size.json")
         tell(f"{number} of {len(left)}: batch {size}, seed {seed}, {samples:,} samples: {monitor} {loss:.4f}")
-    points = (BatchPoint(size, tuple(losses[f"{size}/{seed}"] for seed in range(seeds))) for size in sizes)
+    points = []
+    for size in sizes:
+        points.append(BatchPoint(size, tuple(losses[f"{size}/{seed}"] for seed in range(seeds))))
     return CriticalBatch(tuple(points), tolerance, samples)
 
 
@@ -123,7 +127,8 @@ class _Branches:
         """Take the checkpoint's weights over, and its optimizer's state at a fixed learning rate."""
         module.load_state_dict(self.content["state_dict"])
         trainer.strategy.lr_scheduler_configs = []
-        (optimizer,), (state,) = trainer.optimizers, self.content["optimizer_states"]
+        (optimizer,) = trainer.optimizers
+        (state,) = self.content["optimizer_states"]
         optimizer.load_state_dict(deepcopy(state))  # it would train on in these tensors
         for group in optimizer.param_groups:
             rate = group["lr"] if self.lr is None else self.lr
@@ -141,7 +146,7 @@ def _whole(samples: int, multiple: int, data: Any) -> tuple[int, int]:
         return round(samples / total) * total, round(samples / total)
     if multiple > total:
         raise UserError(f"samples={samples} of {total} contain no window of {multiple} samples: give a smaller batch.")
-    return min(-(-samples // multiple), total // multiple) * multiple, 0
+    return min(ceil_div(samples, multiple), total // multiple) * multiple, 0
 
 
 def _setting(ckpt_path: Path, arguments: Mapping[str, Any]) -> Any:
@@ -160,62 +165,18 @@ def _known(folder: Path, setting: Mapping[str, Any]) -> Any:
     """Return what an earlier call of the same setting has measured."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "batch_size.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    return known["losses"] if known.get("setting") == setting else {}
+    if path.is_file():
+        known = json.loads(path.read_text())
+        if known["setting"] == setting:
+            return known["losses"]
+    return {}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure for a run of the command line: ``ckpt_path=RUN`` and arguments of ``measure_batch_size``."""
-    from hydra import compose, initialize
-    from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
+    from lightning_ga.app.branches import branch_from  # with Hydra, which the library does without
 
-    from lightning_ga.app import build
-    from lightning_ga.app.progress import quiet_lightning
-    from lightning_ga.app.terminal import interruptions_reported
-
-    typed = list(sys.argv[1:] if arguments is None else arguments)
-    parameters = {name: one.default for name, one in signature(measure_batch_size).parameters.items()}
-    defaults = {name: parameters[name] for name in ("seeds", "scale_lr", "lr", "tolerance", "monitor")}
-    trainer = dict.fromkeys(("accelerator", "devices", "precision", "gradient_clip_val"))  # None: as the run had it
-    defaults |= {"ckpt_path": "RUN", "batch": None, "samples": None, "trainer": trainer}
-    if {"-h", "--help"} & {*typed}:
-        print(f"{__doc__}\n{OmegaConf.to_yaml(OmegaConf.create(defaults))}")
-        return
-    ConfigStore.instance().store("batch_size", defaults)
-    try:
-        with initialize(None, version_base="1.3"):
-            given: Any = OmegaConf.to_container(compose("batch_size", typed))
-    except HydraException as error:
-        raise UserError(" ".join(str(error).split())) from error
-    path = Path(given.pop("ckpt_path"))
-    path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
-    folder = path.parent.parent
-    if not (path.is_file() and (folder / "config.yaml").is_file() and (folder / "plan.json").is_file()):
-        raise UserError(f"ckpt_path={path} is no checkpoint in the folder of a run with its config.yaml and plan.json.")
-    cfg: Any = OmegaConf.merge(OmegaConf.load(folder / "config.yaml"), {"paths": {"output_dir": str(folder)}})
-
-    def make() -> tuple[Any, Any]:
-        data = build.make(cfg, "data")
-        build.follow_classes(cfg, data)
-        return build.make(cfg, "model"), data
-
-    section = cfg.get("accumulate") or {}
-    is_scheduled = any(OmegaConf.is_dict(section.get(key)) for key in ("effective_batch_size", "accumulate"))
-    if given["batch"] is None and (is_scheduled or section.get("scale_lr", "none") != "none"):
-        raise UserError("The run's batch or learning rate followed a schedule: give batch=…, which the rate is for.")
-    plan = json.loads((folder / "plan.json").read_text())["plan"]
-    given["batch"] = require_count("batch", given["batch"] or plan["effective_batch_size"])
-    given["samples"] = given["samples"] or 64 * given["batch"]
-    given |= {key: value or cfg.trainer.get(key) for key, value in given.pop("trainer").items()}
-    kept = "finished branches are kept, and the same command continues with the others."
-    with quiet_lightning(), interruptions_reported(lambda: kept):
-        found = measure_batch_size(make, path, folder=folder / "batch_size", **given)
-    print(f"{'batch':>8}  {'loss':>8}  standard error")
-    for point in found.points:
-        print(f"{point.batch:>8}  {point.loss:>8.4f}  {point.error:.4f}")
-    print(found.sentence())
+    branch_from(list(sys.argv[1:] if arguments is None else arguments), measure_batch_size, description=str(__doc__))
 
 
 if __name__ == "__main__":

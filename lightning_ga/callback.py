@@ -5,7 +5,7 @@ from inspect import signature
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ga.compat.patching import Callback
 from lightning_ga.fit import messages
@@ -28,9 +28,9 @@ class AutoAccumulate(Callback):
     near-equal micro-batches.
 
     The optimizer sees the gradient of the loss that ``training_step`` returns, over the whole window, as if it had run
-    in one pass; if it does not, the start of training says so, with a measured number. Hooks, callbacks, ``batch_idx``
-    and logged values act as under Lightning's own ``accumulate_grad_batches``; if batches are cut in the step, they act
-    as for the whole batch.
+    in one pass; if it does not, the start of training says so, with a measured number. Hooks, callbacks and
+    ``batch_idx`` act as under Lightning's own ``accumulate_grad_batches``; if batches are cut in the step, they act as
+    for the whole batch. A value logged by step is that of the window.
 
     Args:
         effective_batch_size: Samples behind one optimizer step over all ranks: a number, a mapping
@@ -40,6 +40,8 @@ class AutoAccumulate(Callback):
             large as fits and leaves at least one full window an epoch.
         micro_batch_size: Samples of one forward and backward pass; ``"auto"`` probes for the limit.
         max_micro_batch_size: Never probe or use more than this.
+        micro_batch_multiple: Micro-batches are multiples of this, such as 2 for timm's ``Mixup`` or 8 for tensor cores;
+            a last one has what is left if it does not divide the window. Once fewer samples fit, none is a multiple.
         objective: What the probe looks for: ``"memory"`` finds the largest micro-batch that fits, ``"throughput"``
             the smallest whose window takes at most 3 % longer than the fastest.
         memory_budget: The memory that training may use: ``None`` for what the device has free, a
@@ -50,8 +52,11 @@ class AutoAccumulate(Callback):
         micro_batching: Where batches are cut: ``"loader"`` lets a map-style DataLoader yield micro-batches, each of
             them a batch for callbacks and counters; batches of other data are cut in the step. ``"step"`` cuts all
             batches in the training step, and leaves the loader as it is.
+        shares: How ranks share a window: ``"equal"``, or ``"memory"`` in proportion to their limits, which each rank
+            finds for itself. Hooks then see different numbers of batches on each rank.
         on_oom: What an out-of-memory error in training, validation, test or prediction does: ``"split"``
-            runs the window (in evaluation the batch) again in smaller micro-batches; ``"raise"`` ends the run.
+            runs the window (in evaluation the batch) again in smaller micro-batches; ``"skip"`` also leaves out samples
+            that fit in no way, and writes them to ``skipped.csv``; ``"raise"`` ends the run.
         batch_norm: Whether there is a warning if BatchNorm changes the gradient, with the measured difference:
             ``"warn"`` or ``"ignore"``.
         whole: Names of submodules, such as ``("encoder",)``, for losses that compare the samples of a batch: a window
@@ -61,6 +66,9 @@ class AutoAccumulate(Callback):
             or attribute, or ``"auto"`` for the extent that varies. A window keeps its samples; they are sorted by size
             and cut so that samples × longest stays within ``micro_batch_size`` × the longest of all. The sizes of all
             samples are read once, those of a sampler's later epochs as they come.
+        checkpoint: Activation checkpointing, with the same gradient: ``"auto"`` computes submodules again in the
+            backward pass if not one sample fits without (two where BatchNorm trains), as few as are needed, chosen by
+            measuring. With names of submodules these are always computed again.
         scale_lr: Multiplies the scheduler's learning rates by effective batch ÷ the recipe's (``"linear"``), or by the
             root of that (``"sqrt"``), in every parameter group.
         verify: Whether exactness is measured at the start, and rarely on a micro-batch of training.
@@ -83,14 +91,17 @@ class AutoAccumulate(Callback):
         accumulate: ScheduleLike | None = None,
         micro_batch_size: int | Literal["auto"] = "auto",
         max_micro_batch_size: int | None = None,
+        micro_batch_multiple: int = 1,
         objective: Literal["memory", "throughput"] = "memory",
         memory_budget: int | float | str | None = None,
         normalize: Literal["samples"] | Callable[[Any], Any] | None = "samples",
         micro_batching: Literal["loader", "step"] = "loader",
-        on_oom: Literal["split", "raise"] = "split",
+        shares: Literal["equal", "memory"] = "equal",
+        on_oom: Literal["split", "skip", "raise"] = "split",
         batch_norm: Literal["warn", "ignore"] = "warn",
         whole: tuple[str, ...] | list[str] | str = (),
         size_of: Callable[[Any, Any], int] | str | None = None,
+        checkpoint: tuple[str, ...] | list[str] | str | None = None,
         scale_lr: ScaleLr = "none",
         verify: bool = True,
         cache: bool = True,
@@ -156,7 +167,17 @@ class AutoAccumulate(Callback):
         """Find the limit and begin the epoch with it; a resumed run continues at its sample."""
         self._started_fit.start()
         rank_zero_info(f"AutoAccumulate: {self._started_fit.summary()}")
+        self._log_arguments(trainer)
         self._started_fit.warn_at_start()
+
+    def _log_arguments(self, trainer: Any) -> None:
+        plain = (int, float, str, type(None))
+        arguments = {name: value if isinstance(value, plain) else repr(value) for name, value in self._given.items()}
+        for logger in trainer.loggers:
+            try:
+                logger.log_hyperparams({"AutoAccumulate": {**arguments, "plan": str(self.plan)}})
+            except Exception as error:  # MLflow refuses another plan in a run that goes on; training does not need it
+                rank_zero_warn(f"{type(logger).__name__} has not taken the arguments of AutoAccumulate: {error}")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Cut the epoch as its schedule says."""

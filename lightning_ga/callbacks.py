@@ -48,34 +48,44 @@ class NoiseScale(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse what cannot be measured, and watch the gradients of normalisation layers."""
-        found = [each for each in trainer.callbacks if isinstance(each, AutoAccumulate)]
-        layers = [layer for layer in pl_module.modules() if isinstance(layer, NORMS)]
-        self._norms = [each for layer in layers for each in layer.parameters(recurse=False) if each.requires_grad]
-        fit: Any = found[0]._fit if found else None
-        plan = fit.plan if fit is not None else None
-        alone = plan is not None and plan.factor * plan.world_size < 2
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        problems = {
-            "AutoAccumulate is not among the callbacks": fit is None,
-            "BatchNorm makes the samples of a micro-batch depend on each other": any(
-                isinstance(layer, _BatchNorm) for layer in pl_module.modules()
-            ),
-            "the strategy shards gradients": ranks.is_sharded(trainer),
-            "a fused optimizer gets gradients that the GradScaler has scaled: set fused=False": bool(
-                getattr(trainer.precision_plugin, "scaler", None) and any(group.get("fused") for group in groups)
-            ),
-            "the model has no LayerNorm, GroupNorm or RMSNorm that is trained": not self._norms,
-            "a window is one micro-batch: set micro_batch_size=…": alone and not fit.request.is_by_window,
-        }
-        if problem := next((text for text, holds in problems.items() if holds), None):
+        fit: Any = None
+        for each in trainer.callbacks:
+            if isinstance(each, AutoAccumulate):
+                fit = each._fit
+        self._norms = []
+        for layer in pl_module.modules():
+            if isinstance(layer, NORMS):
+                self._norms += [each for each in layer.parameters(recurse=False) if each.requires_grad]
+        problem = self._problem(trainer, pl_module, fit)
+        if problem is not None:
             raise UserError(f"NoiseScale cannot measure here: {problem}.")
         self._gradients = fit.gradients
         self._handles = [each.register_hook(self._add) for each in self._norms]  # type: ignore[no-untyped-call]
 
+    def _problem(self, trainer: Any, module: Any, fit: Any) -> str | None:
+        if fit is None:
+            return "AutoAccumulate is not among the callbacks"
+        if any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+            return "BatchNorm makes the samples of a micro-batch depend on each other"
+        if ranks.is_sharded(trainer):
+            return "the strategy shards gradients"
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if getattr(trainer.precision_plugin, "scaler", None) and any(group.get("fused") for group in groups):
+            return "a fused optimizer gets gradients that the GradScaler has scaled: set fused=False"
+        if not self._norms:
+            return "the model has no LayerNorm, GroupNorm or RMSNorm that is trained"
+        is_one = fit.plan is not None and fit.plan.factor * fit.plan.world_size < 2
+        if is_one and not fit.request.is_by_window:
+            return "a window is one micro-batch: set micro_batch_size=…"
+        return None
+
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Note the weight of a micro-batch, by which its gradient is multiplied."""
-        weights, scaler = self._gradients.weights, getattr(trainer.precision_plugin, "scaler", None)
-        weight = weights.weight * (scaler.get_scale() if scaler is not None else 1.0)
+        weights = self._gradients.weights
+        weight = weights.weight
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            weight *= scaler.get_scale()
         self._scale = trainer.accumulate_grad_batches / weight if weight else 0.0
         self._passes.append((weights.count, torch.zeros((), device=loss.device)))
 
@@ -85,15 +95,16 @@ class NoiseScale(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Estimate from the window's passes and mean gradient; leave out windows that ran again or overflowed."""
-        passes, self._passes = self._passes, []
-        known = [(count, float(norm)) for count, norm in passes if count]
+        known = [(count, float(norm)) for count, norm in self._passes if count]
+        self._passes = []
         whole = sum(float(each.grad.float().square().sum()) for each in self._norms if each.grad is not None)
         of_ranks = [each for rank in ranks.of_all_ranks(trainer, known) for each in rank]
         if len(of_ranks) > 1 and self._gradients.weights.reached == sum(count for count, _ in known):
             moments = window_moments(of_ranks, whole)
             if all(map(isfinite, moments)):
                 self._moments.append(moments)
-        if estimate := self.estimate:
+        estimate = self.estimate
+        if estimate is not None:
             intervals.log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

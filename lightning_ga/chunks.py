@@ -6,7 +6,7 @@ once (the scheme of GradCache, arXiv 2101.06983). The memory is that of one chun
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.batch.pytree import open_container, rebuild, same_values, take, tensors_in
-from lightning_ga.compat.patching import replaced, shadowed
+from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.snapshot.copies import versions
+from lightning_ga.recompute.wrapper import RunTwice, submodules
 from lightning_ga.snapshot.random_numbers import RandomState, generators_of
 
 
@@ -33,6 +31,12 @@ class ChunkSize:
     keep: int = 0  # the last chunks of each call keep their activations
     window: int | None = None  # samples of the step's batch, if known; a module may get several views of each
     on_recompute: Callable[[], object] | None = None  # called once, when the first chunk is recomputed
+
+    def notify(self) -> None:
+        """Note that a chunk is recomputed."""
+        notify, self.on_recompute = self.on_recompute, None
+        if notify is not None:
+            notify()
 
     def sizes(self, entries: int) -> list[int]:
         """Return the sizes of the chunks of so many entries; the last has two if possible: BatchNorm refuses one."""
@@ -60,7 +64,7 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Abs
         keep: How many chunks of each call, the last ones, keep their activations instead: less time, more memory.
 
     Raises:
-        UserError: If an output has no entry for each sample, or if a forward pass changes a buffer.
+        UserError: If an output has no entry for each sample, or if a forward pass changes its arguments or a parameter.
 
     Examples:
         Contrastive learning in a plain loop, with the memory of 64 samples::
@@ -76,14 +80,10 @@ class ChunkedModules:
     """Submodules of a training that run over its batches in chunks; in evaluation they run whole."""
 
     def __init__(self, trainer: Any, names: Sequence[str]) -> None:
-        root, self.size = trainer.lightning_module, ChunkSize()
-        found = {_submodule(root, name): name for name in names}
-        self.forwards = {name: Chunks(module, self.size, name=name, trainer=trainer) for module, name in found.items()}
+        self.size = ChunkSize()
+        found = submodules(trainer.lightning_module, names, "whole=")
+        self.forwards = {name: Chunks(module, self.size, name=name, trainer=trainer) for name, module in found.items()}
         self.names = tuple(self.forwards)
-        for module, name in found.items():
-            inside = next((n for other, n in found.items() if other is not module and other in module.modules()), None)
-            if inside is not None:
-                raise UserError(f"whole={self.names!r}: {inside} lies inside {name}, which runs in chunks with it.")
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -94,20 +94,13 @@ class ChunkedModules:
             yield
 
 
-def _submodule(module: Module, name: str) -> Module:
-    found: Module | None = dict(module.named_modules(remove_duplicate=False)).get(name)
-    if found is None or not name:
-        children = ", ".join(child for child, _ in module.named_children()) or "none"
-        raise UserError(f"whole= names {name!r}, and {type(module).__name__} has no such submodule: it has {children}.")
-    return found
-
-
 class Chunks:
     """The forward pass of a module, in chunks; a pass without chunks notes which arguments belong to no sample."""
 
     def __init__(self, module: Module, size: ChunkSize, dim: int = 0, *, name: str = "", trainer: Any = None) -> None:
         self.module, self._forward, self._name = module, module.forward, name or type(module).__name__
         self.size, self._dim, self._trainer = size, dim, trainer
+        self._run_twice = RunTwice(module, self._name, self._forward, size.notify)
         self.is_called = self.draws = False  # whether it ran whole; whether it has drawn random numbers
         self._constant: set[str] = set()  # places of arguments that were seen to belong to no sample
 
@@ -130,7 +123,8 @@ class Chunks:
         recomputed, outputs = len(sizes) - size.keep if torch.is_grad_enabled() else 0, []
         for number, (start, of) in enumerate(zip(accumulate(sizes, initial=0), sizes)):
             chunk = self._cut(given, samples, start, start + of)
-            outputs.append(self._run_twice(*chunk) if number < recomputed else self._forward(*chunk[0], **chunk[1]))
+            run = self._run_twice if number < recomputed else self._forward
+            outputs.append(run(*chunk[0], **chunk[1]))
         return self._joined(outputs, sizes)
 
     def _cut(self, given: Any, samples: int, start: int, stop: int) -> Any:
@@ -141,27 +135,6 @@ class Chunks:
             return node if is_shared else take(node, self._dim % getattr(node, "ndim", 1), start, stop)
 
         return _mapped(given, cut)
-
-    def _run_twice(self, arguments: Any, named: Any) -> Any:
-        """Run a chunk that is computed again in the backward pass; what it changes would change twice."""
-        watched = {
-            **_buffers(self.module),
-            **{"input" + n * " ": x for n, x in enumerate(tensors_in((arguments, named)))},
-        }
-        before, recomputation = versions(watched.values()), _Recomputation(self.module, self.size)
-        output = checkpoint(  # ``_Recomputation`` restores more generators than PyTorch
-            *(self._forward, *arguments),
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), recomputation),
-            **named,
-        )
-        changed = [name for name, was, now in zip(watched, before, versions(watched.values())) if was != now]
-        changed += [name for name, buffer in _buffers(self.module).items() if watched.get(name) is not buffer]
-        if changed:
-            why = f"changes its {changed[0].rstrip()} in its forward pass, which runs twice for each chunk"
-            raise self._error(why, "change a copy or outside of it, or leave it out")
-        return output
 
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         """Join the outputs of the chunks."""
@@ -186,32 +159,6 @@ class Chunks:
         return UserError(f"{self._name} runs in chunks, and {why}: {remedy}.")
 
 
-class _Recomputation:
-    """A context in which a chunk is recomputed: it draws the same random numbers, also those of NumPy and Python.
-
-    BatchNorm does not update its statistics a second time. A second backward pass enters the context once more.
-    """
-
-    def __init__(self, module: Module, size: ChunkSize) -> None:
-        self._module, self._size, self._generators = module, size, generators_of(module)
-        self._before, self._entered = RandomState(self._generators), ExitStack()
-
-    def __enter__(self) -> None:
-        notify, self._size.on_recompute = self._size.on_recompute, None
-        if notify is not None:
-            notify()
-        self._entered.callback(RandomState(self._generators).restore)
-        self._before.restore()
-        for layer in self._module.modules():
-            if isinstance(layer, _NormBase) and layer.track_running_stats:
-                self._entered.enter_context(replaced(layer, momentum=0.0))
-                if (count := layer.num_batches_tracked) is not None:
-                    self._entered.callback(count.copy_, count.clone())
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.close()
-
-
 def _mapped(node: Any, visit: Callable[[str, Any], Any], place: str = "") -> Any:
     """Return a value with ``visit(place, each)`` instead of its tensors and its lists of no tensors, such as texts."""
     if isinstance(node, Tensor) or (type(node) is list and next(tensors_in(node), None) is None):
@@ -224,9 +171,3 @@ def _length(node: Any, dim: int) -> int | None:
     """Return the length of the first tensor that has an axis, or of a list of no tensors."""
     found = next((each.shape[dim] for each in tensors_in(node) if -each.dim() <= dim < each.dim()), None)
     return len(node) if found is None and type(node) is list else found
-
-
-def _buffers(module: Module) -> dict[str, Tensor]:
-    """Return the buffers that no normalization updates."""
-    parts = [(name, part) for name, part in module.named_modules() if not isinstance(part, _NormBase)]
-    return {f"buffer {name}": each for prefix, part in parts for name, each in part.named_buffers(prefix, False)}

@@ -51,7 +51,9 @@ def read(variable: str, given: str) -> dict[str, Any]:
     """
     known = [name for name in signature(AutoAccumulate).parameters if name != "scale_beta2"]
     arguments: dict[str, Any] = {}
-    for word in given.split() if given != "1" else ():
+    if given == "1":
+        return arguments
+    for word in given.split():
         name, _, value = word.partition("=")
         if name not in known or not value:
             raise UserError(

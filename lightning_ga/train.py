@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import hydra
@@ -20,13 +20,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_ga.app.errors import explain
-from lightning_ga.app.folders import done_before, report_sweep
+from lightning_ga.app.folders import FOLDER, done_before, report_sweep
 from lightning_ga.app.other_tools import check_words, config_folder
+from lightning_ga.app.own_process import run_apart
 from lightning_ga.app.settings import check_typed, read_settings, shown, unread_groups
 from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence, warn
 from lightning_ga.errors import UserError
 
-TRACEBACK, FULL_ERROR = "--traceback", "HYDRA_FULL_ERROR"
+TRACEBACK = "--traceback"
+FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 class FailedJobError(Exception):
@@ -73,14 +75,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     """Let Hydra compose the configuration and call a job with it, once for each combination of a sweep."""
     Plugins.instance().register(PackageConfig)
-    given, sweeps = [*arguments, *rank_overrides(arguments, os.environ)], set[Path]()
-
+    given = [*arguments, *rank_overrides(arguments, os.environ)]
+    HydraConfig.instance().cfg = None  # of an earlier call in this process
     parsing = patch.object(argparse.ArgumentParser, "error", refuse)  # which would print nine lines of usage
 
     def job(cfg: DictConfig) -> float | None:
         parsing.stop()
-        own, is_sweep = HydraConfig.get(), HydraConfig.get().mode == RunMode.MULTIRUN
-        sweeps.update([Path(own.sweep.dir)] if is_sweep else [])
+        own = HydraConfig.get()
+        is_sweep = own.mode == RunMode.MULTIRUN
         os.environ.pop(FULL_ERROR, None)  # which processes of other ranks would get
         try:
             return run_job(cfg, given)
@@ -95,7 +97,8 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         finally:
             os.environ[FULL_ERROR] = "1"
 
-    before, sys.argv = sys.argv, [sys.argv[0], *given]
+    before = sys.argv
+    sys.argv = [sys.argv[0], *given]
     os.environ[FULL_ERROR] = "1"  # Hydra then raises errors, and prints nothing
     parsing.start()
     try:
@@ -104,8 +107,9 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         parsing.stop()
         sys.argv = before
         os.environ.pop(FULL_ERROR, None)
-        for folder in sweeps:
-            report_sweep(folder)
+        ran: Any = HydraConfig.instance().cfg  # in this process if other processes ran the jobs, too: OwnFolder sets it
+        if ran is not None and ran.hydra.mode == RunMode.MULTIRUN:
+            report_sweep(Path(ran.hydra.sweep.dir))
         sys.stdout.flush()  # here, because Hydra exits after --help
 
 
@@ -116,17 +120,24 @@ def refuse(_: argparse.ArgumentParser, message: str) -> NoReturn:
 
 def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     """Do what a configuration says; return the optimized metric, for sweepers."""
-    own, unread = HydraConfig.get(), check_typed(cfg, arguments, options())
+    own = HydraConfig.get()
+    unread = check_typed(cfg, arguments, options())
     settings = read_settings(cfg)
     unread_groups(cfg, arguments)
     for sentence in unread:
         warn(sentence)
     is_sweep = own.mode == RunMode.MULTIRUN
-    result = done_before(Path(own.runtime.output_dir), shown(cfg)) if is_sweep else None
+    folder = Path(own.runtime.output_dir)
+    result = None
+    if is_sweep:
+        result = done_before(folder, shown(cfg))
     if result is None:
-        from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
+        from lightning_ga.app import build, tasks  # import torch: not before it is needed
 
-        result = run_task(cfg, settings)
+        if is_sweep and build.starts_processes(cfg):
+            result = run_apart(folder, arguments)
+        else:
+            result = tasks.run_task(cfg, settings)
     value: float | None = result.get(str(result.get("optimized_metric")))
     return value
 
@@ -134,7 +145,7 @@ def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
 def options() -> dict[str, list[str]]:
     """The options of every group of the package."""
     groups = sorted(path for path in config_folder().iterdir() if path.is_dir() and path.name != "hydra")
-    return {group.name: sorted(file.stem for file in group.glob("[!_]*.yaml")) for group in groups}
+    return {group.name: [file.stem for file in sorted(group.glob("[!_]*.yaml"))] for group in groups}
 
 
 def in_order(arguments: Sequence[str]) -> list[str]:
@@ -143,7 +154,8 @@ def in_order(arguments: Sequence[str]) -> list[str]:
     for word in arguments:
         option, _, value = word.partition("=")
         if words and words[-1] in ("--config-dir", "-cd"):
-            option, value = words.pop(), word
+            option = words.pop()
+            value = word
         if option in ("--config-dir", "-cd") and option != word:
             if not value:  # Hydra would run without it
                 raise UserError(f"{option} names no folder.")
@@ -154,9 +166,11 @@ def in_order(arguments: Sequence[str]) -> list[str]:
 
 def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Overrides for all ranks but the first: they keep no log, and no folder that is named by their own clock."""
-    added = ("hydra/job_logging=none", "hydra.output_subdir=null", "hydra.run.dir=${paths.output_root}")
+    added = ("hydra/job_logging=none", "hydra.output_subdir=null", f"hydra.run.dir=${{paths.output_root}}/{FOLDER}")
     keys = [argument.lstrip("+").partition("=")[0] for argument in arguments]
-    return [one for one in added if one.partition("=")[0] not in keys] if not is_first_rank(environment) else []
+    if is_first_rank(environment):
+        return []
+    return [one for one in added if one.partition("=")[0] not in keys]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hypothesis import settings
 # the last of them in the end, and most of them share one server of forks.
 LONG = {
     *("test_ranks", "test_ranks_memory", "test_ranks_survive", "test_setrlimit", "test_sharded", "test_terminal"),
-    *("test_public", "test_benchmarks_probe", "test_examples", "test_survive", "test_train"),
+    *("test_public", "test_examples", "test_survive", "test_train"),
 }
 
 settings.register_profile("quick", deadline=None, max_examples=30, derandomize=True)  # the same examples each time
@@ -62,11 +62,13 @@ def micro_batching(request: pytest.FixtureRequest) -> str:
     return mode
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _mode_of_the_run(request: pytest.FixtureRequest) -> None:
-    from lightning_ga import AutoAccumulate
+@pytest.fixture(autouse=True)
+def _mode_of_the_run(micro_batching: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test that does not say where batches are cut use the mode of this run."""
+    if micro_batching != "loader":
+        from lightning_ga import AutoAccumulate
 
-    AutoAccumulate.__init__.__kwdefaults__["micro_batching"] = request.config.getoption("--micro-batching")
+        monkeypatch.setitem(AutoAccumulate.__init__.__kwdefaults__, "micro_batching", micro_batching)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -79,9 +81,9 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _no_clock() -> None:
     """Samples are looked at however slow a machine is."""
-    from lightning_ga.loading import largest
+    from lightning_ga.loading import largest, samples
 
-    largest.FIRST_SECONDS = largest.LOOK_SECONDS = float("inf")
+    samples.FIRST_SECONDS = largest.LOOK_SECONDS = float("inf")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -480,6 +480,32 @@ def test_a_script_is_audited_as_it_stands(
     assert any(line.split()[:2] == ["1", "1-4" if script == LIGHTNING else "1-3"] for line in lines)
 
 
+NETWORK = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 1)
+
+    def forward(self, inputs, targets):
+        return {"loss": torch.nn.functional.mse_loss(self.linear(inputs), targets)}
+
+
+class Model"""
+
+
+def test_a_network_that_returns_its_loss_is_audited_by_its_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the micro-batches of the fit, and with its factor."""
+    script = LIGHTNING.replace("\nclass Model", NETWORK).replace("self.net = torch", "self.net = Net()  # torch")
+    script = script.replace("torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])", 'self.net(*batch)["loss"]')
+    (tmp_path / "script.py").write_text(script)
+    assert main([str(tmp_path / "script.py"), "804"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "WRONG: last window divided by the factor"
+    assert [line.split()[1] for line in lines[1:5]] == ["1-4", "5-8", "9-12", "13-14"]
+
+
 def test_a_script_without_a_training_that_can_be_seen_is_refused(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import torch\ntorch.nn.Linear(1, 1)(torch.ones(1))\n")
     with pytest.raises(UserError, match="trained no LightningModule, and no model that returns its loss"):

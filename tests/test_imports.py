@@ -10,11 +10,26 @@ import lightning_ga
 
 PACKAGE = Path(lightning_ga.__file__).parent
 LEVELS = (
-    *("errors", "plan batch", "memory", "snapshot", "loading compat", "chunks", "probe", "fit", "callback"),
-    *("callbacks models data app", "train report batch_size audit everywhere", "environment"),
+    "errors",
+    "plan batch",
+    "memory",
+    "snapshot",
+    "loading compat",
+    "recompute",
+    "chunks",
+    "probe",
+    "fit",
+    "callback",
+    "checkpoints",
+    "elastic",
+    "callbacks models data app",
+    "train report batch_size everywhere step_weights",
+    "audited_script",
+    "audit",
+    "environment",
 )
 """A room imports from itself and from those of earlier levels; rooms of one level know nothing of each other."""
-MOST_ROOMS, MOST_ARROWS = 12, 26
+MOST_ROOMS, MOST_ARROWS = 13, 31
 """Of folders and the callback. ``errors.py`` is a vocabulary for all of them, and not counted."""
 BESIDE = ("models", "data", "app", "train", "report")
 """Of the command line; they know nothing of the callback, which Hydra binds them to."""

@@ -4,8 +4,9 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from inspect import Parameter
 from pkgutil import resolve_name
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -16,7 +17,18 @@ from lightning_ga.app.errors import one_line
 from lightning_ga.errors import UserError
 
 LIBRARIES = ("lightning", "pytorch_lightning", "torch", "lightning_ga")  # their annotations are true
-PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
+UNIONS = (Union, types.UnionType)
+LISTS = (list, tuple, Sequence, Iterable, Collection)
+KINDS: Mapping[Any, tuple[set[Any], str]] = {  # of annotations: types of values that fit, and words
+    bool: ({bool, int}, "true or false"),
+    int: ({int}, "a whole number"),
+    float: ({float, int}, "a number"),
+    str: ({str}, "a text"),
+    type(None): ({type(None)}, "null"),
+    list: ({list}, "a list ([VALUE, …], each {})"),
+    dict: ({dict}, "a mapping ({KEY: VALUE})"),
+    Callable: (set(), "a class ({_target_: NAME})"),
+}
 
 
 def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -> None:
@@ -33,40 +45,47 @@ def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -
     Raises:
         UserError: With the key, its value, and what the class takes.
     """
-    raw = raw if isinstance(raw, type(content)) else content  # behind an interpolation
+    if not isinstance(raw, type(content)):  # an interpolation
+        raw = content
     if isinstance(content, list):
-        for number, (inner, value) in enumerate(zip(raw, content, strict=True)):
-            check_arguments(f"{key}.{number}", inner, value, failed=failed)
+        for number, value in enumerate(content):
+            check_arguments(f"{key}.{number}", raw[number], value, failed=failed)
     if not isinstance(content, dict):
         return
-    keys = {str(name): referred(raw[name]) or f"{key}.{name}" for name in content}
+    keys = {}
     for name, value in content.items():
-        check_arguments(keys[str(name)], raw[name], value, failed=failed)
-    if "_target_" not in content or content["_target_"] == "???":
-        return
+        keys[name] = referred(raw[name]) or f"{key}.{name}"
+        check_arguments(keys[name], raw[name], value, failed=failed)
+    if content.get("_target_", "???") != "???":
+        check_call(key, keys, content, failed=failed)
+
+
+def check_call(key: str, keys: Mapping[Any, str], content: Mapping[Any, Any], *, failed: bool) -> None:
+    """Compare the values of one node, whose own keys are given, with what its class takes."""
     target = found_at(f"{key}._target_", str(content["_target_"]))
-    known, closed = arguments_of(target)
-    given = [name for name in keys if not (name.startswith("_") and name.endswith("_"))]
-    for name in given:
-        value, title = content[name], f"{keys[name]}={written(content[name])}"
-        if name not in known and (closed or (failed and known)):
-            nearest = get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f"; did you mean {nearest[0]}? It" if nearest else ": it"
-            title = f"{key}.{name}={written(content[name])}"
-            text = f"{title}: {target.__name__} got an unexpected keyword argument {name!r}"
+    known, is_closed = arguments_of(target)
+    is_library = target.__module__.partition(".")[0] in LIBRARIES
+    for name, value in content.items():
+        if name.startswith("_") and name.endswith("_"):  # for Hydra
+            continue
+        if name in known:
+            annotation, default = known[name]
+            is_true = failed or (is_library and value is not None) or is_typed(keys[name])
+            if is_true and not fits(value, annotation) and type(value) is not type(default):
+                takes = f"{target.__name__} takes {described(annotation)} as {name}"
+                raise UserError(f"{keys[name]}={written(value)} does not fit: {takes}.")
+        elif is_closed or (failed and known):
+            hint = ": it"
+            for nearest in get_close_matches(name, known, n=1, cutoff=0.6):
+                hint = f"; did you mean {nearest}? It"
             listed = [one for one, (annotation, _) in known.items() if annotation is not type(None)]  # some are removed
+            text = f"{key}.{name}={written(value)}: {target.__name__} got an unexpected keyword argument {name!r}"
             raise UserError(f"{text}{hint} takes {', '.join(listed)}.")
-        hint, default = known.get(name, (Any, None))
-        is_library = value is not None and target.__module__.partition(".")[0] in LIBRARIES
-        if (failed or is_library or is_typed(keys[name])) and not (fits(value, hint) or type(value) is type(default)):
-            raise UserError(f"{title} does not fit: {target.__name__} takes {described(hint)} as {name}.")
     if failed and not content.get("_partial_"):
-        lacking = [
-            name for name, (_, default) in known.items() if default is inspect.Parameter.empty and name not in given
-        ]
-        for name in lacking:
-            added = "_partial_=true, as the module gives it" if name in ("params", "optimizer") else f"{name}=VALUE"
-            raise UserError(f"{key}.{name} is missing, which {target.__name__} needs: add +{key}.{added}.")
+        for name, (_, default) in known.items():
+            if default is Parameter.empty and name not in content:
+                added = "_partial_=true, as the module gives it" if name in ("params", "optimizer") else f"{name}=VALUE"
+                raise UserError(f"{key}.{name} is missing, which {target.__name__} needs: add +{key}.{added}.")
 
 
 def found_at(key: str, path: str) -> Any:
@@ -75,14 +94,15 @@ def found_at(key: str, path: str) -> Any:
         return resolve_name(path)
     except Exception as error:  # modules raise anything
         home, _, name = path.rpartition(".")
-        nearest = get_close_matches(name, dir(sys.modules.get(home, object)), n=1, cutoff=0.6)
-        remedy = f"did you mean {home}.{nearest[0]}?" if nearest else "give the full name of a class that Python finds."
+        remedy = "give the full name of a class that Python finds."
+        for nearest in get_close_matches(name, dir(sys.modules.get(home, object)), n=1, cutoff=0.6):
+            remedy = f"did you mean {home}.{nearest}?"
         raise UserError(f"{key}={path} cannot be imported ({one_line(error)}): {remedy}") from error
 
 
 def referred(raw: Any) -> str | None:
     """The key that an interpolation takes its value from: ``optimizer`` of ``${optimizer}``."""
-    found = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)\}", raw) if isinstance(raw, str) else None
+    found = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)\}", str(raw))
     return found[1] if found else None
 
 
@@ -91,8 +111,11 @@ def is_typed(key: str) -> bool:
     if not HydraConfig.initialized():
         return False
     own = HydraConfig.get()
-    typed = [word.lstrip("+").partition("=")[0] for word in own.overrides.task]
-    return any(f"{key}.".startswith(f"{one}.") for one in typed if one not in own.runtime.choices)
+    for word in own.overrides.task:
+        typed = word.lstrip("+").partition("=")[0]
+        if typed not in own.runtime.choices and f"{key}.".startswith(f"{typed}."):
+            return True
+    return False
 
 
 def arguments_of(target: Any) -> tuple[dict[str, tuple[Any, Any]], bool]:
@@ -106,58 +129,64 @@ def arguments_of(target: Any) -> tuple[dict[str, tuple[Any, Any]], bool]:
         constructors = [vars(one)["__init__"] for one in inspect.getmro(target) if "__init__" in vars(one)]
     for place, function in enumerate(constructors):
         try:
-            parameters = [*inspect.signature(function).parameters.values()][inspect.isclass(target) :]
+            parameters = [*inspect.signature(function).parameters.values()]
             hints = get_type_hints(function)
         except Exception:  # it is not in Python, or an annotation names what is not there
             return known, False
-        named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        for one in named:
-            if not place or one.default is not one.empty:  # the class itself gives its base the others
+        for one in parameters[inspect.isclass(target) :]:
+            is_named = one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            if is_named and (not place or one.default is not one.empty):  # the class itself gives its base the others
                 known.setdefault(one.name, (hints.get(one.name, Any), one.default))
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        if Parameter.VAR_KEYWORD not in [one.kind for one in parameters]:
             return known, not place
     return known, False
 
 
-def fits(value: Any, hint: Any) -> bool:
+def kind_of(annotation: Any) -> Any:
+    """The entry of ``KINDS`` that an annotation is; ``Callable`` if it has to be built, ``None`` if not known."""
+    origin = get_origin(annotation) or annotation
+    if origin in KINDS:
+        return origin
+    if origin in LISTS:
+        return list
+    if inspect.isclass(origin) and issubclass(origin, Mapping):
+        return dict
+    is_built = inspect.isclass(origin) and issubclass(origin, torch.Tensor | torch.nn.Module)
+    return Callable if is_built else None
+
+
+def fits(value: Any, annotation: Any) -> bool:
     """Whether an annotation allows a plain value; what is to be built, and annotations by classes, allow anything."""
-    origin, inner = get_origin(hint) or hint, get_args(hint)
+    origin = get_origin(annotation)
+    inner = get_args(annotation)
     if value == "???" or (isinstance(value, Mapping) and "_target_" in value):
         return True
-    if origin in (Union, types.UnionType):
+    if origin in UNIONS:
         return any(fits(value, one) for one in inner)
     if origin is Literal:
         return value in inner
-    if origin in PLAIN:  # 1 is true, but true is no number
-        accepted = {bool: bool | int, float: float | int}.get(origin, origin)
-        return isinstance(value, accepted) and (origin is bool or not isinstance(value, bool))
-    if origin is Callable or (inspect.isclass(origin) and issubclass(origin, torch.Tensor | torch.nn.Module)):
-        return False
-    if inspect.isclass(origin) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping)
-    if origin in (list, tuple, Sequence) or getattr(origin, "__name__", "") in ("Iterable", "Collection"):
-        each = inner[0] if inner else Any
-        return isinstance(value, list) and (origin is tuple or all(fits(one, each) for one in value))
-    return True
+    kind = kind_of(annotation)
+    if kind is None:
+        return True
+    if kind is list and isinstance(value, list) and inner and origin is not tuple:
+        return all(fits(one, inner[0]) for one in value)
+    return type(value) in KINDS[kind][0]
 
 
-def described(hint: Any) -> str:
+def described(annotation: Any) -> str:
     """An annotation in words."""
-    origin, inner = get_origin(hint) or hint, get_args(hint)
-    if origin in (Union, types.UnionType):
-        parts = [part for one in inner if one is not torch.Tensor for part in described(one).split(" or ")]
-        return " or ".join(dict.fromkeys(part for part in parts if part != PLAIN[int] or PLAIN[float] not in parts))
-    if origin is Literal:
+    inner = get_args(annotation)
+    if get_origin(annotation) in UNIONS:
+        parts = [described(one) for one in inner if one is not torch.Tensor and not (one is int and float in inner)]
+        return " or ".join(dict.fromkeys(parts))
+    if get_origin(annotation) is Literal:
         return " or ".join(map(str, inner))
-    if inspect.isclass(origin) and issubclass(origin, Mapping):
-        return "a mapping ({KEY: VALUE})"
-    if inspect.isclass(origin) and issubclass(origin, Sequence) and origin is not str:
-        each = described(inner[0]) if inner else "a value"
-        return f"a list ([VALUE, …], each {each})"
-    return PLAIN.get(origin, "a class ({_target_: NAME})")
+    kind = kind_of(annotation) or Callable
+    each = described(inner[0]) if kind is list and inner else "a value"
+    return KINDS[kind][1].replace("{}", each)
 
 
 def written(value: Any) -> str:
     """A value as it is typed."""
-    plain = {None: "null", True: "true", False: "false"}
-    return plain[value] if value is None or isinstance(value, bool) else str(value).replace("'", "")
+    text = str(value).replace("'", "")
+    return {"None": "null", "True": "true", "False": "false"}.get(text, text)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -18,14 +17,15 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.app.arguments import check_arguments
-from lightning_ga.app.checkpoints import AtomicCheckpointIO
 from lightning_ga.app.errors import chain, is_named
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
 from lightning_ga.app.pictures import Pictures
 from lightning_ga.app.plan_report import PlanReport, schedule_text
-from lightning_ga.app.progress import EpochLine
-from lightning_ga.app.settings import Progress, Settings
+from lightning_ga.app.progress import EpochLine, quiet_lightning
+from lightning_ga.app.settings import Progress, Settings, Task
+from lightning_ga.checkpoints import AtomicCheckpointIO
+from lightning_ga.elastic import CheckpointEvery
 from lightning_ga.errors import UserError
 from lightning_ga.plan.schedule import PiecewiseSchedule, as_schedule
 
@@ -74,10 +74,14 @@ def follow_classes(cfg: DictConfig, data: LightningDataModule) -> None:
 def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: OptimizedMetric) -> Trainer:
     """The Trainer; a dry run has no loggers, no checkpoints and no bar."""
     dry_run, progress = settings.dry_run, settings.progress
+    if settings.elastic and settings.task is Task.fit:
+        keep_effective_batch(cfg)
     use_full_names(cfg.get("accumulate") or {})
     accumulate, schedule = ([make(cfg, "accumulate")] if cfg.get("accumulate") else []), batch_schedule(cfg)
     text = schedule_text(schedule, "factor " * (getattr(schedule, "name", "") == "accumulate"))
     others: list[Callback] = [] if dry_run else make_all(cfg, "callbacks")
+    if settings.checkpoint_every is not None and not dry_run:
+        others.append(CheckpointEvery(folder / "checkpoints", settings.checkpoint_every))
     loggers: list[Logger] = [] if dry_run else make_all(cfg, "logger")
     lines = [] if dry_run or progress is Progress.none else [EpochLine(schedule)]
     pictures = [] if dry_run else [Pictures(folder)]
@@ -94,6 +98,17 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     require_one_run(trainer, cfg, folder)
     return trainer
+
+
+def keep_effective_batch(cfg: DictConfig) -> None:
+    """Fix the effective batch, which would else be that of one rank × the number of ranks."""
+    section: Any = cfg.get("accumulate") or {}
+    if section.get("effective_batch_size") is not None:
+        return
+    batch_size = cfg.data.get("batch_size")
+    if "_target_" not in section or section.get("accumulate") is not None or batch_size is None:
+        raise UserError("With trainer=elastic ranks come and go: give the batch, accumulate.effective_batch_size=256.")
+    section.effective_batch_size = batch_size * cfg.trainer.get("accumulate_grad_batches", 1)
 
 
 def use_full_names(section: Any) -> None:
@@ -125,11 +140,17 @@ def batch_schedule(cfg: DictConfig) -> PiecewiseSchedule | None:
     return None
 
 
+def starts_processes(cfg: DictConfig) -> bool:
+    """Whether the Trainer starts processes itself, which begin with this one's command line."""
+    with quiet_lightning():
+        strategy = make(cfg, "trainer", logger=False).strategy
+    environment = getattr(strategy, "cluster_environment", None)
+    is_started = environment is not None and environment.creates_processes_externally  # as by srun and submitit
+    return strategy.launcher is not None and not strategy.launcher.is_interactive_compatible and not is_started
+
+
 def require_one_run(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
-    """Refuse files in the folder of another run, and a sweep whose jobs start processes with folders of their own."""
-    launcher = trainer.strategy.launcher
-    if launcher and not launcher.is_interactive_compatible and HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise UserError("A sweep (-m) cannot start several processes per job: use one device, or start each run alone.")
+    """Refuse files in the folder of another run."""
     checkpoints = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     for place in [*checkpoints, *(one.log_dir for one in trainer.loggers if isinstance(one, CSVLogger))]:
         if place and not Path(place).resolve().is_relative_to(folder.resolve()):

@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.app.errors import explain, one_line
@@ -20,6 +22,7 @@ from lightning_ga.app.terminal import columns, is_first_rank, number, report_err
 from lightning_ga.errors import UserError, printable
 
 LEAVES = (RESULT, PLAN, "checkpoints/*.ckpt", "csv/metrics.csv")  # files that show that a folder contains a run
+FOLDER = "${oc.select:run.folder,.}"  # of all ranks but the first, below the root of outputs
 STARTED_AGAIN = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")  # the same run, by its scheduler
 
 
@@ -34,7 +37,10 @@ class OwnFolder(Callback):
             if folder == Path():
                 raise UserError(f"hydra.{kind}.dir is empty, and Hydra would write into this folder: give it a name.")
             if is_first_rank():
-                require_free(folder, config)
+                if kind == "run" and continues(config):
+                    set_aside(folder)
+                else:
+                    require_free(folder, config)
                 sweep = folder / "multirun.yaml"
                 before = OmegaConf.select(OmegaConf.load(sweep), "hydra.overrides.task") if sweep.is_file() else None
                 if before not in (None, config.hydra.overrides.task):
@@ -46,10 +52,46 @@ class OwnFolder(Callback):
     on_multirun_start = partialmethod(on_run_start, kind="sweep")
 
 
+def continues(config: Mapping[str, Any]) -> bool:
+    """Whether a fit goes on from the newest checkpoint of its own folder: it says so, or its scheduler starts it again.
+
+    The folder must be the same at each start and on each rank: not one that is named by the clock.
+    """
+    is_auto = config.get("ckpt_path") == "auto"
+    is_restart = any(os.environ.get(name, "0") != "0" for name in STARTED_AGAIN)
+    if str(config.get("task", "fit")) != "fit" or not (is_auto or config.get("elastic") or is_restart):
+        return False
+    own: Any = HydraConfig.get()
+    words: Any = OmegaConf.to_container(own.overrides.hydra, resolve=False)
+    typed = [word for word in words if word.startswith("hydra.run.dir=") and FOLDER not in word]
+    run: Any = config.get("run") or {}
+    has_folder = bool(typed or run.get("folder") or own.mode == RunMode.MULTIRUN)
+    if is_auto and not has_folder:
+        raise UserError("ckpt_path=auto looks in the run's folder, and each start has another: give hydra.run.dir=…")
+    return has_folder
+
+
+def set_aside(folder: Path) -> None:
+    """Rename the folder of a run that ended before its first checkpoint, so that it begins anew in a new one.
+
+    Raises:
+        UserError: If there are checkpoints, and none is whole.
+    """
+    if any(folder.rglob("*.ckpt")):
+        from lightning_ga.checkpoints import newest_checkpoint  # imports torch: not before it is needed
+
+        newest_checkpoint(folder)
+    elif any(path for name in LEAVES for path in folder.glob(name)):
+        places = (folder.with_name(f"{folder.name}-before-{number}") for number in count(1))
+        place = next(place for place in places if not place.exists())
+        folder.rename(place)
+        print(f"{folder} contained a run without checkpoints, which is in {place} now.")
+
+
 def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[str] = LEAVES) -> None:
     """Refuse a folder that contains a run, unless ``ckpt_path`` resumes that very run."""
     held = [path.name for name in leaves for path in folder.glob(name)]
-    if not held or any(os.environ.get(name, "0") != "0" for name in STARTED_AGAIN):
+    if not held or continues(config):
         return
     wanted, is_fit = config.get("ckpt_path"), str(config.get("task", "fit")) == "fit"
     names = {"last": ["last"], "best": ["best", "last"]}.get(str(wanted), [])  # the last one tells which is the best

@@ -1,6 +1,6 @@
 """The optimized metric: which one it is, in which direction it is better, and which callbacks watch it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torchmetrics import Metric
 
-from lightning_ga.app.checkpoints import AtomicCheckpointIO, read_safely
 from lightning_ga.app.settings import direction_of
 from lightning_ga.app.terminal import log, warn
+from lightning_ga.checkpoints import AtomicCheckpointIO, read_safely
 from lightning_ga.errors import UserError
 
 PLACEHOLDER = "optimized_metric"  # what callbacks of a configuration monitor in place of a metric's name
@@ -29,7 +29,8 @@ class OptimizedMetric(Callback):
     """
 
     def __init__(self, name: str | None = None, direction: str | None = None) -> None:
-        self.name, self.direction = name, direction
+        self.name = name
+        self.direction = direction
         self._of_objects: dict[str, str] = {}
         self._logged: set[str] = set()  # names, by validation
         self._values: dict[str, float] = {}  # of the latest validation: a checkpoint keeps them
@@ -66,38 +67,62 @@ class OptimizedMetric(Callback):
 
     def _choose(self, trainer: Trainer, logged: Sequence[str], source: str) -> None:
         """Find the direction, tell the callbacks and the user; pause the callbacks whose metric is not logged."""
-        for callback, (monitor, _) in [*self._paused.items()]:
+        for callback, (monitor, kept) in [*self._paused.items()]:
             if (self.name if monitor == PLACEHOLDER else monitor) in trainer.callback_metrics:
-                callback.monitor, callback.save_top_k = self._paused.pop(callback)
+                callback.monitor = monitor
+                callback.save_top_k = kept
+                del self._paused[callback]
         if self.name is not None and self.direction is None:
             self.direction = self._of_objects.get(self.name.partition(OF_LOADER)[0], direction_of(self.name))
         self._set_watchers(trainer)
-        watched = (self.name, *(one.monitor for one in watchers(trainer)), *(one for one, _ in self._paused.values()))
-        names = {name for name in watched if name is not None}
-        if any(trainer.num_val_batches):  # else all of them are known after an epoch
-            names = {name for name in names if name.startswith(OF_TRAINING) == (source == "training")}
+        names = self._watched(trainer, source)
         missing = names - trainer.callback_metrics.keys()
-        if trainer.sanity_checking and not logged:
+        if not trainer.sanity_checking:
+            self._pause(trainer, missing)
+        elif not logged:
             return
-        if trainer.sanity_checking and self.name in missing:  # nothing is lost yet
+        elif self.name in missing:  # nothing is lost yet
             nearest = get_close_matches(str(self.name), logged, n=1, cutoff=0.0)[0]
             raise UserError(
                 f"optimized_metric={self.name} is not logged by validation, which logs {', '.join(logged)}: write "
                 f"optimized_metric={nearest}, or trainer.num_sanity_val_steps=0 if it begins in a later epoch."
             )
-        for callback in () if trainer.sanity_checking else watchers(trainer):
-            if callback.monitor in missing and isinstance(callback, EarlyStopping):
-                callback.strict = False
-            elif callback.monitor in missing and callback not in self._paused:  # save_last still saves
-                self._paused[callback] = callback.monitor, callback.save_top_k
-                callback.monitor, callback.save_top_k = (None, 1) if callback.save_last else (callback.monitor, 0)
-        for name in sorted(names - self._reported) if trainer.is_global_zero else ():
-            if name in missing:
-                listed = ", ".join(logged) or "nothing"
-                warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
-            elif name == self.name:
-                log.info(f"Optimized metric: {name} ({'larg' if self.direction == 'max' else 'small'}er is better)")
+        if trainer.is_global_zero:
+            for name in sorted(names - self._reported):
+                self._tell(name, name in missing, logged, source)
         self._reported |= names & {self.name, *missing}
+
+    def _watched(self, trainer: Trainer, source: str) -> set[str]:
+        """The metrics that are watched and known by now: after an epoch all of them if there is no validation."""
+        names = {self.name, *(one.monitor for one in watchers(trainer)), *(name for name, _ in self._paused.values())}
+        has_validation = any(trainer.num_val_batches)
+        is_training = source == "training"
+        known = set()
+        for name in names - {None}:
+            if not has_validation or name.startswith(OF_TRAINING) == is_training:
+                known.add(name)
+        return known
+
+    def _pause(self, trainer: Trainer, missing: Collection[str]) -> None:
+        """Let callbacks whose metric is missing do without it; a checkpoint of the last epoch is still saved."""
+        for callback in watchers(trainer):
+            if callback.monitor not in missing:
+                continue
+            if isinstance(callback, EarlyStopping):
+                callback.strict = False
+            elif callback not in self._paused:
+                self._paused[callback] = (callback.monitor, callback.save_top_k)
+                if callback.save_last:
+                    callback.monitor = None
+                callback.save_top_k = 1 if callback.save_last else 0
+
+    def _tell(self, name: str, is_missing: bool, logged: Sequence[str], source: str) -> None:
+        if is_missing:
+            listed = ", ".join(logged) or "nothing"
+            warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
+        elif name == self.name:
+            better = "larger" if self.direction == "max" else "smaller"
+            log.info(f"Optimized metric: {name} ({better} is better)")
 
     def _set_watchers(self, trainer: Trainer) -> None:
         """Let callbacks watch the metric, as if they had been made with its name and direction."""
@@ -105,9 +130,11 @@ class OptimizedMetric(Callback):
         worst = torch.tensor(-sign * torch.inf)
         for callback in watchers(trainer):
             if callback.monitor == PLACEHOLDER and self.name and self.direction:
-                callback.monitor, callback.mode = self.name, self.direction
+                callback.monitor = self.name
+                callback.mode = self.direction
                 if isinstance(callback, EarlyStopping):
-                    callback.min_delta, callback.best_score = sign * abs(callback.min_delta), worst
+                    callback.min_delta = sign * abs(callback.min_delta)
+                    callback.best_score = worst
                     callback.strict = False  # a metric of training may come after validation
                 else:
                     callback.kth_value = worst
@@ -123,8 +150,8 @@ class OptimizedMetric(Callback):
         if saved.get("name") == self.name:
             self.direction = self.direction or saved.get("direction")
         self._set_watchers(trainer)
-        for callback in watchers(trainer) if trainer.state.fn == "fit" else ():  # not into the folder of a test
-            if isinstance(callback, ModelCheckpoint):
+        for callback in watchers(trainer):
+            if isinstance(callback, ModelCheckpoint) and trainer.state.fn == "fit":  # not into the folder of a test
                 bring_best(trainer, callback, checkpoint["callbacks"].get(callback.state_key) or {})
 
 
@@ -136,7 +163,9 @@ def watchers(trainer: Trainer) -> list[Any]:
 
 def bring_best(trainer: Trainer, callback: ModelCheckpoint, state: dict[str, Any]) -> None:
     """Copy the best checkpoint of a run that continues in another folder, where Lightning forgets it and its score."""
-    name, score, folder = Path(state.get("best_model_path") or "").name, state.get("best_model_score"), callback.dirpath
+    name = Path(state.get("best_model_path") or "").name
+    score = state.get("best_model_score")
+    folder = callback.dirpath
     if folder is None or not name or state["dirpath"] == folder:
         return
     changes: dict[str, Any] = {}

@@ -3,8 +3,8 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from omegaconf import OmegaConf
@@ -21,7 +21,8 @@ from lightning_ga.plan.units import counted
 PAGE = "report.html"
 FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # keys: every run has its own
 TEMPLATES = Environment(loader=PackageLoader("lightning_ga.app"), autoescape=True, trim_blocks=True)
-BETTER, SIGNS = {"max": "larger is better", "min": "smaller is better"}, {"max": 1, "min": -1}
+BETTER = {"max": "larger is better", "min": "smaller is better"}
+SIGNS = {"max": 1, "min": -1}
 MOST_COMPARED = 3  # runs in the command that compares the best of a sweep
 STAGES = ("test/", "val/", "")  # beginnings of metrics, in the order in which these are shown
 
@@ -33,48 +34,51 @@ def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
         write_text(page, sweep_page(folders[0]))
         return page
     runs = [read_run(folder) for folder in folders if (folder / CONFIG).is_file()] or [read_run(folders[0])]
-    page = path or (runs[0].folder / PAGE if len(folders) == 1 else Path(PAGE))
-    write_text(page, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
-    return page
+    page = Path(PAGE)
+    if len(folders) == 1:
+        page = runs[0].folder / PAGE
+    write_text(path or page, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
+    return path or page
 
 
 def run_page(run: RunFiles) -> str:
     """The page of one run."""
-    probe, confusion = probe_or_none(run.plan.get("probe")), run.confusion
-    memory = probe_figure(probe) if probe is not None else None
-    classes = confusion_figure(confusion["counts"], confusion["classes"]) if confusion else None
-    model, data = run.config.get("model") or {}, run.config.get("data") or {}
-    names = [str(section.get("_target_", "?")).rpartition(".")[2] for section in (model, data)]
-    kinds = ("precision", "recall", "f1-score")
+    memory = ""
+    probe = probe_or_none(run.plan.get("probe"))
+    if probe is not None:
+        memory = as_svg(probe_figure(probe), "Memory by micro-batch")
+    confusion = ""
+    if run.confusion:
+        figure = confusion_figure(run.confusion["counts"], run.confusion["classes"])
+        confusion = as_svg(figure, "Confusion matrix of the test")
+    settings = dict(walk(run.config))
+    model = str(settings.get("model._target_", "?")).rpartition(".")[2]
+    data = str(settings.get("data._target_", "?")).rpartition(".")[2]
     return TEMPLATES.get_template("run.html").render(
-        title=f"{model.get('name') or names[0]} on {names[1]}: {run.name}",
+        title=f"{settings.get('model.name') or model} on {data}: {run.name}",
         run=run,
         facts=facts(run),
         optimized=optimized_metric(run),
         is_better=BETTER.get(str(run.result.get("optimized_direction")), ""),
         warning=verdict_warning(run),
         curves=curves_of([run]),
-        memory=as_svg(memory, "Memory by micro-batch") if memory else "",
-        confusion=as_svg(classes, "Confusion matrix of the test") if classes else "",
-        scores=[
-            [name, *(f"{score[kind]:.4f}" for kind in kinds), f"{score['support']:,.0f}"]
-            for name, score in run.scores.items()
-            if isinstance(score, dict)  # the accuracy is a number
-        ],
+        memory=memory,
+        confusion=confusion,
         config=OmegaConf.to_yaml(OmegaConf.create(dict(run.config))),
     )
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Several runs side by side: a table of differing settings and results, and their curves."""
-    tables = [run.plan.get("table") or {} for run in runs]
-    configs = [{key: str(one) for key, one in walk(run.config) if not key.endswith(FOLDERS)} for run in runs]
+    settings = []
+    for run in runs:
+        settings.append({key: str(value) for key, value in walk(run.config) if not key.endswith(FOLDERS)})
     return TEMPLATES.get_template("comparison.html").render(
         title=f"{len(runs)} runs side by side",
         names=[run.name for run in runs],
-        results=beside_each_other([facts(run) for run in runs]),
-        plans=beside_each_other(tables),
-        differing=[row for row in beside_each_other(configs) if len({*row[1:]}) > 1],
+        results=beside_each_other([*map(facts, runs)]),
+        plans=beside_each_other([run.plan.get("table") or {} for run in runs]),
+        differing=differing(settings),
         curves=curves_of(runs),
     )
 
@@ -82,25 +86,32 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
 def sweep_page(folder: Path) -> str:
     """The jobs of a sweep, the best first, the metric by every setting that differs, and how to compare the best."""
     jobs = read_sweep(folder)
-    found: Mapping[str, Any] = next((job.result for job in jobs if job.result.get("optimized_metric")), {})
-    metric, direction = found.get("optimized_metric", "metric"), found.get("optimized_direction") or "min"
+    metric = "metric"
+    direction = "min"
+    for job in jobs:
+        metric = job.result.get("optimized_metric") or metric
+        direction = job.result.get("optimized_direction") or direction
     done = [job for job in jobs if job.result.get(metric) is not None]
-    done.sort(key=lambda job: -SIGNS[direction] * job.result[metric])
-    keys = dict.fromkeys(key for job in jobs for key in job.settings)
-    differing = [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
-    values, figures = [job.result[metric] for job in done], {}
-    for key in differing if done else ():
-        figures[key] = sweep_figure([job.settings.get(key, "–") for job in done], values, key, metric, best=0)
-    best = [str(folder / job.name) for job in done[:MOST_COMPARED]]
+    done.sort(key=lambda job: job.result[metric], reverse=direction == "max")
+    keys = [row[0] for row in differing([job.settings for job in jobs])]
+    pictures = []
+    for key in keys if done else ():
+        settings = [job.settings.get(key, "–") for job in done]
+        figure = sweep_figure(settings, [job.result[metric] for job in done], key, metric, best=0)
+        pictures.append(as_svg(figure, f"{metric} by {key}"))
+    command = shlex.join(
+        ["python", "-m", "lightning_ga.report", *(str(folder / job.name) for job in done[:MOST_COMPARED])]
+    )
     return TEMPLATES.get_template("sweep.html").render(
         title=f"Sweep {'/'.join(folder.resolve().parts[-2:])}: {counted(len(jobs), 'job')}",
         metric=metric,
         is_better=BETTER[direction],
-        keys=differing,
-        rows=[*((job, number(job.result[metric])) for job in done), *((job, "") for job in jobs if job not in done)],
-        pictures=[as_svg(figure, f"{metric} by {key}") for key, figure in figures.items()],
-        command=printable(shlex.join(["python", "-m", "lightning_ga.report", *best])) if len(best) > 1 else "",
-        shared={key: value for key, value in jobs[0].settings.items() if key not in differing},
+        keys=keys,
+        jobs=jobs,
+        done=done,
+        number=number,
+        pictures=pictures,
+        command=printable(command) if len(done) > 1 else "",
     )
 
 
@@ -117,16 +128,22 @@ def measures(runs: Sequence[RunFiles]) -> list[str]:
 
 def curves_of(runs: Sequence[RunFiles]) -> dict[str, str]:
     """A picture for each measure that the runs log."""
-    optimized, direction = optimized_metric(runs[0]), str(runs[0].result.get("optimized_direction"))
+    optimized = optimized_metric(runs[0])
+    direction = str(runs[0].result.get("optimized_direction"))
     curves = {run.name: run.curves for run in runs}
-    figures = {one: curves_figure(curves, one, optimized, SIGNS.get(direction, 0)) for one in measures(runs)}
-    return {one: as_svg(figure, f"Curves of {one}") for one, figure in figures.items()}
+    pictures = {}
+    for measure in measures(runs):
+        figure = curves_figure(curves, measure, optimized, SIGNS.get(direction, 0))
+        pictures[measure] = as_svg(figure, f"Curves of {measure}")
+    return pictures
 
 
 def verdict_warning(run: RunFiles) -> str | None:
     """What a reader of the run has to know first: that its gradients were not exact, or that this is not known."""
-    verdict, accumulate = run.plan.get("exactness"), run.config.get("accumulate") or {}
-    if not verdict or (run.plan.get("plan") or {}).get("factor", 1) == 1:
+    verdict = run.plan.get("exactness")
+    plan = run.plan.get("plan") or {}
+    accumulate = run.config.get("accumulate") or {}
+    if not verdict or plan.get("factor", 1) == 1:
         return None
     with suppress(TypeError):  # of another version
         return warning(Exactness(**verdict), batch_norm=accumulate.get("batch_norm", "warn"))
@@ -135,24 +152,36 @@ def verdict_warning(run: RunFiles) -> str | None:
 
 def facts(run: RunFiles) -> dict[str, str]:
     """The most important facts that are known: the optimized metric, labels, then the other results."""
-    name, tags, result = dict(walk(run.config)).get("run.name"), run.config.get("tags"), dict(run.result)
-    seconds, errors = result.pop("seconds", None), result.pop("oom_events", 0)
-    texts = {
-        metric: "not finite" if value is None else number(value)
-        for metric, value in result.items()
-        if not metric.startswith("optimized_")
-    }
     optimized = optimized_metric(run)
-    found = {optimized: texts[optimized]} if optimized in texts else {}
-    found |= {"name": str(name)} if name is not None else {}
-    found |= {"tags": ", ".join(map(str, tags))} if tags else {}
+    texts = {}
+    for metric, value in run.result.items():
+        if metric not in ("seconds", "oom_events") and not metric.startswith("optimized_"):
+            texts[metric] = "not finite" if value is None else number(value)
+    known: dict[str, str] = {}
+    if optimized in texts:
+        known[optimized] = texts[optimized]
+    name = dict(walk(run.config)).get("run.name")
+    if name is not None:
+        known["name"] = str(name)
+    if run.config.get("tags"):
+        known["tags"] = ", ".join(map(str, run.config["tags"]))
     for stage in STAGES:
-        found |= {metric: text for metric, text in texts.items() if metric not in found and metric.startswith(stage)}
-    found |= {"seconds": f"{seconds:,.0f}"} if seconds is not None else {}
-    return found | ({"out-of-memory errors": str(errors)} if errors else {})
+        known |= {metric: text for metric, text in texts.items() if metric.startswith(stage) and metric not in known}
+    if run.result.get("seconds") is not None:
+        known["seconds"] = f"{run.result['seconds']:,.0f}"
+    if run.result.get("oom_events"):
+        known["out-of-memory errors"] = str(run.result["oom_events"])
+    return known
 
 
 def beside_each_other(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
     """Rows of a name and its text in every column; a dash if a column lacks it."""
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [[name, *(column.get(name, "–") for column in columns)] for name in names]
+    rows = []
+    for name in dict.fromkeys(chain.from_iterable(columns)):
+        rows.append([name, *(column.get(name, "–") for column in columns)])
+    return rows
+
+
+def differing(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """The rows whose texts are not all the same."""
+    return [row for row in beside_each_other(columns) if len({*row[1:]}) > 1]

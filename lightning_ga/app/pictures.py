@@ -15,9 +15,13 @@ from lightning_ga.app.run_files import PICTURES, write_json
 
 MOST = 24  # samples of a chapter
 MOST_SIGNS = 120  # of a prediction in words
-PIXELS, LEAST_PIXELS = 96, 4  # height and width of a picture on the page at most, and of a picture at all
-TRAINING, TEST, PREDICTION = "Training batch, as the model sees it", "Test samples, worst first", "First predictions"
+PIXELS = 96  # height and width of a picture on the page at most
+LEAST_PIXELS = 4  # of a picture
+TRAINING = "Training batch, as the model sees it"
+TEST = "Test samples, worst first"
+PREDICTION = "First predictions"
 PROBABILITIES = "class_probabilities"  # key of what a step returns: ``(batch, classes)``
+Sample = tuple[float, str, str]  # rank, PNG in base64, text
 
 
 class Pictures(Callback):
@@ -29,15 +33,19 @@ class Pictures(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._chapters: dict[str, list[tuple[float, str, str]]] = {}  # rank, PNG in base64, text
+        self._chapters: dict[str, list[Sample]] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the first micro-batch, behind all transforms."""
-        if TRAINING not in self._chapters:
-            pictures = pictures_in(batch)
-            labels = labels_in(batch, len(pictures))
-            texts = [""] * MOST if labels is None else [class_name(trainer, one) for one in labels.tolist()]
-            self._chapters[TRAINING] = [(0, as_png(one), text) for one, text in zip(pictures[:MOST], texts)]
+        if TRAINING in self._chapters:
+            return
+        samples: list[Sample] = []
+        pictures = pictures_in(batch)
+        labels = labels_in(batch, len(pictures))
+        for place, picture in enumerate(pictures[:MOST]):
+            text = "" if labels is None else class_name(trainer, int(labels[place]))
+            samples.append((0, as_png(picture), text))
+        self._chapters[TRAINING] = samples
 
     def on_test_batch_end(
         self,
@@ -49,16 +57,19 @@ class Pictures(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Keep the worst samples so far."""
-        pictures, rows = pictures_in(batch), probabilities_in(outputs)
+        pictures = pictures_in(batch)
+        rows = probabilities_in(outputs)
         labels = labels_in(batch, len(rows))
         if labels is None or len(pictures) != len(rows) or not 0 <= labels.min() <= labels.max() < rows.shape[1]:
             return
         of_label = rows.gather(1, labels[:, None]).flatten()
-        samples = self._chapters.setdefault(TEST, [])
+        samples = self._chapters.get(TEST, [])
         for place in of_label.argsort()[:MOST].tolist():
-            is_wrong = int(rows[place].argmax()) != int(labels[place])
-            text = f"{class_name(trainer, int(labels[place]))}: predicted {class_text(trainer, rows[place])}"
-            samples.append((float(of_label[place]), as_png(pictures[place]), f"{'✗ ' * is_wrong}{text}"))
+            row = rows[place]
+            label = int(labels[place])
+            mark = "" if int(row.argmax()) == label else "✗ "
+            text = f"{mark}{class_name(trainer, label)}: predicted {class_text(trainer, row)}"
+            samples.append((float(row[label]), as_png(pictures[place]), text))
         self._chapters[TEST] = sorted(samples)[:MOST]
 
     def on_predict_batch_end(
@@ -74,9 +85,10 @@ class Pictures(Callback):
         if PREDICTION in self._chapters:
             return
         texts = [class_text(trainer, row) for row in probabilities_in(outputs)[:MOST]] or in_words(outputs)
-        pictures = pictures_in(batch)[:MOST]
-        shown = map(as_png, pictures) if len(pictures) == len(texts) else [""] * len(texts)
-        self._chapters[PREDICTION] = [(0, png, text) for png, text in zip(shown, texts)]
+        pictures = [as_png(picture) for picture in pictures_in(batch)[:MOST]]
+        if len(pictures) != len(texts):
+            pictures = [""] * len(texts)
+        self._chapters[PREDICTION] = [(0, *sample) for sample in zip(pictures, texts)]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write what was kept."""
@@ -95,11 +107,15 @@ def parts_of(batch: Any) -> Sequence[Any]:
 def pictures_in(batch: Any) -> Sequence[Tensor]:
     """The pictures of a batch, each ``(1 or 3, height, width)``: its first tensor or list that holds nothing else."""
     parts = parts_of(batch)
-    candidates = batch.unbind() if isinstance(batch, Tensor) and batch.dim() == 4 else parts
-    if candidates and all(map(is_picture, candidates)):
-        return candidates
-    found = map(pictures_in, parts)
-    return next((pictures for pictures in found if pictures), [])
+    if isinstance(batch, Tensor) and batch.dim() == 4:
+        parts = batch.unbind()
+    if all(map(is_picture, parts)):
+        return parts
+    for part in parts:
+        pictures = pictures_in(part)
+        if pictures:
+            return pictures
+    return []
 
 
 def is_picture(value: Any) -> bool:
@@ -111,18 +127,21 @@ def is_picture(value: Any) -> bool:
 def labels_in(batch: Any, samples: int) -> Tensor | None:
     """The labels of a batch, one whole number a sample; of mixed ones, rows of probabilities, the largest."""
     for part in parts_of(batch):
-        if samples and isinstance(part, Tensor) and part.shape[:1] == (samples,):
-            if part.dim() == 1 and not part.is_floating_point():
-                return part.long().cpu()
-            if part.dim() == 2 and bool((part.sum(dim=1) - 1).abs().max() < 1e-3):
-                return part.argmax(dim=1).cpu()
+        if not samples or not isinstance(part, Tensor) or part.shape[:1] != (samples,):
+            continue
+        if part.dim() == 1 and not part.is_floating_point():
+            return part.long().cpu()
+        if part.dim() == 2 and bool((part.sum(dim=1) - 1).abs().max() < 1e-3):
+            return part.argmax(dim=1).cpu()
     return None
 
 
 def probabilities_in(outputs: Any) -> Tensor:
     """The probabilities that a step has returned, ``(batch, classes)``; none if there are none."""
     found = outputs.get(PROBABILITIES) if isinstance(outputs, Mapping) else None
-    return found.float().cpu() if isinstance(found, Tensor) and found.dim() == 2 else Tensor()
+    if isinstance(found, Tensor) and found.dim() == 2:
+        return found.float().cpu()
+    return Tensor()
 
 
 def class_name(trainer: Trainer, label: int) -> str:
@@ -138,10 +157,11 @@ def class_text(trainer: Trainer, probabilities: Tensor) -> str:
 
 def in_words(outputs: Any) -> list[str]:
     """What a prediction step has returned for the first samples, if it returned a tensor or list of them."""
+    samples: Sequence[Any] = [outputs]
     if isinstance(outputs, Tensor) and outputs.dim():
-        samples: Sequence[Any] = [*outputs.detach().cpu().float().numpy()]
-    else:
-        samples = outputs if isinstance(outputs, list | tuple) else [outputs]
+        samples = [*outputs.detach().cpu().float().numpy()]
+    elif isinstance(outputs, list | tuple):
+        samples = outputs
     return [shorten(str(one), MOST_SIGNS, placeholder=" …") for one in samples[:MOST]]
 
 

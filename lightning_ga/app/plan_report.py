@@ -37,29 +37,38 @@ class PlanRecords:
 
     def rows(self) -> dict[str, str]:
         """Texts by name; more on memory if a batch is cut, or more than half of the memory is used."""
-        plan, probe = self.plan, self.probe
         rows = {"training": self.setting}
-        is_whole = plan is not None and plan.factor == 1
-        if plan is not None:
-            rows["effective batch"] = str(plan).removeprefix("effective batch ")
+        if self.plan is not None:
+            rows["effective batch"] = str(self.plan).removeprefix("effective batch ")
         if self.schedule:
             rows["schedule"] = self.schedule
         if self.fits is not None:
             rows["fits"] = str(self.fits)
-        if probe is not None:
-            peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
-            rows["memory"] = f"peak {peak} at the limit, of a budget of {budget}"
-            if not is_whole or 2 * probe.peak_bytes > probe.budget_bytes:
-                or_more = " or more" * (plan is not None and is_whole and plan.micro_batch_size == probe.limit)
-                rows["limit"] = f"{counted(probe.limit, 'sample')} per micro-batch{or_more}"
-                tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}, {probe.seconds:.1f} s"
-                rows["probe"] = tried if probe.source == "probe" else f"from the {probe.source}"
-        if probe is not None and probe.fastest is not None:
-            rows["fastest"] = f"{counted(probe.fastest, 'sample')}, of {len(probe.timings)} sizes that were timed"
+        if self.probe is not None:
+            rows |= self._probe_rows(self.probe)
+        is_whole = self.plan is not None and self.plan.factor == 1
         if is_whole and (self.fits is not None or self.exactness is not None):
             rows["exactness"] = "whole windows: nothing is accumulated"
         elif self.exactness is not None:
             rows["exactness"] = on_the_line(str(self.exactness))
+        return rows
+
+    def _probe_rows(self, probe: ProbeResult) -> dict[str, str]:
+        peak = format_bytes(probe.peak_bytes)
+        rows = {"memory": f"peak {peak} at the limit, of a budget of {format_bytes(probe.budget_bytes)}"}
+        is_whole = self.plan is not None and self.plan.factor == 1
+        if not is_whole or 2 * probe.peak_bytes > probe.budget_bytes:
+            rows["limit"] = f"{counted(probe.limit, 'sample')} per micro-batch"
+            if self.plan is not None and is_whole and self.plan.micro_batch_size == probe.limit:
+                rows["limit"] += " or more"
+            rows["probe"] = f"from the {probe.source}"
+            if probe.source == "probe":
+                tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}"
+                rows["probe"] = f"{tried}, {probe.seconds:.1f} s"
+        if probe.recomputed is not None:
+            rows["computed again"] = str(probe.recomputed)
+        if probe.fastest is not None:
+            rows["fastest"] = f"{counted(probe.fastest, 'sample')}, of {len(probe.timings)} sizes that were timed"
         return rows
 
 
@@ -67,19 +76,17 @@ class PlanReport(Callback):
     """Prints the plan and saves ``plan.json`` and ``probe.png`` before the first step; a dry run ends there."""
 
     def __init__(self, folder: Path, *, dry_run: bool = False, schedule: str = "") -> None:
-        self.folder, self.dry_run, self.schedule = folder, dry_run, schedule
+        self.folder = folder
+        self.dry_run = dry_run
+        self.schedule = schedule
         self._records = PlanRecords()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the plan, which AutoAccumulate has by now, as it comes first among the callbacks."""
         if trainer.is_global_zero:
-            found, count = find_accumulate(trainer), sum(one.numel() for one in pl_module.parameters())
-            size = f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
-            place = f"{f'{trainer.world_size} × ' if trainer.world_size > 1 else ''}{pl_module.device.type}"
-            name = pl_module.hparams.get("name", type(pl_module).__name__)
-            setting = f"{name}, {size} parameters, {trainer.precision}, on {place}"
+            found = find_accumulate(trainer)
             known = {key: getattr(found, key, None) for key in RECORDS}
-            records = PlanRecords(**known, setting=setting, schedule=self.schedule)
+            records = PlanRecords(**known, setting=setting_of(trainer, pl_module), schedule=self.schedule)
             self._records = records
             save_plan(self.folder / "plan.json", records)
             if records.probe is not None:
@@ -95,6 +102,17 @@ class PlanReport(Callback):
             save_plan(self.folder / "plan.json", replace(self._records, exactness=exactness))
 
 
+def setting_of(trainer: Trainer, module: LightningModule) -> str:
+    """Model, number of parameters, precision and devices."""
+    name = module.hparams.get("name", type(module).__name__)
+    count = sum(one.numel() for one in module.parameters())
+    size = f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
+    place = module.device.type
+    if trainer.world_size > 1:
+        place = f"{trainer.world_size} × {place}"
+    return f"{name}, {size} parameters, {trainer.precision}, on {place}"
+
+
 def schedule_text(schedule: Any, what: str) -> str:
     """How a batch changes: ``32, from epoch 2 on 64``; empty for one number, and for functions of the epoch."""
     if not isinstance(schedule, PiecewiseSchedule) or schedule.starts in ((), (0,)):
@@ -105,14 +123,17 @@ def schedule_text(schedule: Any, what: str) -> str:
     parts = [f"from {unit} {start:,} on {count:,}" for start, count in changes]
     if len(parts) > MOST_CHANGES:
         parts = [*parts[: MOST_CHANGES - 1], "…", parts[-1]]
-    counted_from = " (epochs count from 0)" * (unit == "epoch")
+    counted_from = " (epochs count from 0)" if unit == "epoch" else ""
     return ", ".join([f"{what}{first}", *parts]) + counted_from
 
 
 def find_accumulate(trainer: Trainer) -> Any:
     """The callback that plans, known by what it offers: ``plan`` and ``probe``."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((one for one in callbacks if hasattr(one, "plan") and hasattr(one, "probe")), None)
+    for callback in callbacks:
+        if hasattr(callback, "plan") and hasattr(callback, "probe"):
+            return callback
+    return None
 
 
 def printed_plan(records: PlanRecords) -> str:

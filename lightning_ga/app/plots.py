@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from io import StringIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
@@ -21,11 +21,22 @@ from lightning_ga.plan.units import counted, format_bytes
 
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or repeat what is seen
-STAGES = (  # beginning of a metric's name, in words, and how its curve is drawn
-    ("train", "training, ", "-", "o"),
-    ("val", "validation, ", "--", "s"),
-    ("test", "test, ", ":", "*"),
-    ("", "", "-.", "d"),
+
+
+class Stage(NamedTuple):
+    """How curves of a stage are drawn."""
+
+    beginning: str  # of the names of its metrics
+    words: str
+    line: str
+    mark: str
+
+
+STAGES = (
+    Stage("train", "training, ", "-", "o"),
+    Stage("val", "validation, ", "--", "s"),
+    Stage("test", "test, ", ":", "*"),
+    Stage("", "", "-.", "d"),
 )
 NAME = re.compile(
     r"^(?:train|training|val|valid|validation|test)[/_.-](?=.)|_(?:step|epoch)(?=$|/dataloader_idx)|/dataloader_idx_\d+$"
@@ -61,19 +72,21 @@ def curves_figure(runs: Mapping[str, Mapping[str, Curve]], measure: str, optimiz
     figure = Figure(figsize=(7, 4 + several * len(runs) / 3), layout="constrained")
     axes = figure.subplots()
     for number_of_run, (run, curves) in enumerate(runs.items()):
-        for name in (name for name in curves if measure_of(name) == measure):
-            stage = next(index for index, (beginning, *_) in enumerate(STAGES) if name.startswith(beginning))
-            _, word, line, marker = STAGES[stage]
+        for name, curve in curves.items():
+            if measure_of(name) != measure:
+                continue
+            stage = [name.startswith(one.beginning) for one in STAGES].index(True)
+            label = STAGES[stage].words + brief(name)
             axes.plot(
-                *zip(*curves[name]),
-                linestyle=line if len(curves[name]) > 1 else "",
-                marker=marker if len(curves[name]) <= MOST_MARKS else "",
+                *zip(*curve),
+                linestyle=STAGES[stage].line if len(curve) > 1 else "",
+                marker=STAGES[stage].mark if len(curve) <= MOST_MARKS else "",
                 markersize=5,
                 color=f"C{(number_of_run if several else stage) % 10}",
-                label=f"{f'run {brief(run)}, ' * several}{word}{brief(name)}",
+                label=f"run {brief(run)}, {label}" if several else label,
             )
             if name == optimized and sign:
-                step, value = max(curves[name], key=lambda point: sign * point[1])
+                step, value = max(curve, key=lambda point: sign * point[1])
                 axes.scatter([step], [value], label=f"best: {number(value)} at step {step:,}", **RING)
     axes.set(xlabel="optimizer step", ylabel=brief(measure))
     tidy(axes)
@@ -89,8 +102,9 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> F
     few = len(counts) <= MOST_CLASSES
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.subplots()
-    labels = [*map(brief, names)] if len(names) == len(counts) else None
-    picture = ConfusionMatrixDisplay(np.asarray(counts), display_labels=labels)
+    picture = ConfusionMatrixDisplay(np.asarray(counts))
+    if len(names) == len(counts):
+        picture.display_labels = [*map(brief, names)]
     picture.plot(ax=axes, cmap="Blues", colorbar=not few, include_values=few, values_format="d", xticks_rotation=90)
     if not few:
         axes.set(xticks=[], yticks=[])
@@ -105,10 +119,10 @@ def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, met
     places: Sequence[Any] = [*map(brief, settings)]
     with suppress(ValueError):  # of words, which stand side by side
         places = [*map(float, settings)]
-        if min(places) > 0 and max(places) >= WIDE_RANGE * min(places):
+        if is_wide(places):
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
-    if min(values) > 0 and max(values) >= WIDE_RANGE * min(values):
+    if is_wide(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -122,28 +136,45 @@ def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, met
     return figure
 
 
+def is_wide(values: Sequence[float]) -> bool:
+    """Whether values differ so much that their axis has to be logarithmic."""
+    return min(values) > 0 and max(values) >= WIDE_RANGE * min(values)
+
+
 def probe_figure(probe: ProbeResult) -> Figure:
     """Memory by micro-batch: predicted and measured peaks, the budget and the limit."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    top = max([probe.peak_bytes, *(size for _, size in probe.curve), *(trial.peak_bytes for trial in probe.trials)])
-    is_near = probe.budget_bytes <= WIDE * top
-    top = max(top, is_near * probe.budget_bytes)
-    scale, unit = (2**30, "GiB") if top >= 2**30 else (2**20, "MiB")
-    if probe.curve:
-        axes.plot(*zip(*((batch, size / scale) for batch, size in probe.curve)), linewidth=2, label="predicted peak")
-    for fits, style, label in ((True, "C2o", "measured, fits"), (False, "C3X", "does not fit")):
-        points = [(trial.micro_batch_size, trial.peak_bytes / scale) for trial in probe.trials if trial.fits is fits]
+    fitting = [(trial.micro_batch_size, trial.peak_bytes) for trial in probe.trials if trial.fits]
+    failed = [(trial.micro_batch_size, trial.peak_bytes) for trial in probe.trials if not trial.fits]
+    top = max(peak for _, peak in (*probe.curve, *fitting, *failed, (probe.limit, probe.peak_bytes)))
+    budget = f"budget {format_bytes(probe.budget_bytes)}"
+    height = probe.budget_bytes
+    if height <= WIDE * top:
+        top = max(top, height)
+    else:
+        height = round(1.05 * top)
+        budget += ", far above"
+    unit = "GiB" if top >= 2**30 else "MiB"
+    scale = 2**30 if top >= 2**30 else 2**20
+    if height == probe.budget_bytes:
+        axes.axhline(height / scale, color="dimgray", linewidth=1, linestyle="--")
+    axes.text(0.01, height / scale, budget, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
+    for points, style, label in (
+        (probe.curve, "C0-", "predicted peak"),
+        (fitting, "C2o", "measured, fits"),
+        (failed, "C3X", "does not fit"),
+    ):
         if points:
-            axes.plot(*zip(*points), style, label=label)
-    height = probe.budget_bytes / scale if is_near else 1.05 * top / scale
-    if is_near:
-        axes.axhline(height, color="dimgray", linewidth=1, linestyle="--")
-    budget = f"budget {format_bytes(probe.budget_bytes)}{', far above' * (not is_near)}"
-    axes.text(0.01, height, budget, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
+            batches, peaks = np.array(points).T
+            axes.plot(batches, peaks / scale, style, linewidth=2, label=label)
+    if probe.recomputed is not None:
+        plain = probe.recomputed.plain_bytes
+        beside = ([0, probe.recomputed.samples], [0, plain / scale])
+        axes.plot(*beside, ":", color="dimgray", marker="x", label="without computing again")
+        top = max(top, plain)
     label = f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}"
-    place = [probe.limit], [probe.peak_bytes / scale]
-    axes.scatter(*place, label=label, **RING)
+    axes.scatter([probe.limit], [probe.peak_bytes / scale], label=label, **RING)
     axes.legend(frameon=False, loc="lower right")
     axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", xlim=(0, None), ylim=(0, 1.15 * top / scale))
     axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")

@@ -6,10 +6,11 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from textwrap import wrap
+from textwrap import fill
 from typing import Any
+from unittest.mock import patch
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,10 +43,12 @@ class EpochLine(Callback):
     """Prints one line for every epoch, with its validation, and one a minute in between if there is no progress bar."""
 
     def __init__(self, schedule: PiecewiseSchedule | None = None) -> None:
-        self._validated, self._schedule = False, schedule
+        self._schedule = schedule
+        self._validated = False
         self._fit_began = self._epoch_began = self._line_at = 0.0  # seconds of the clock
         self._validation_began = self._validation_seconds = 0.0  # of the epoch
-        self._first_step, self._last_step = 0, math.inf  # optimizer steps of this process
+        self._first_step = 0  # optimizer steps, of this process
+        self._last_step = math.inf
         self._done_before = 0  # samples, or optimizer steps, before the epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,20 +60,27 @@ class EpochLine(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the time, and what was done before."""
-        self._epoch_began, self._validated, self._validation_seconds = time.perf_counter(), False, 0.0
+        self._epoch_began = time.perf_counter()
+        self._validated = False
+        self._validation_seconds = 0.0
         self._done_before = done(trainer)[0]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Print how far training is, once a minute if there is no bar."""
-        now, steps = time.perf_counter(), trainer.global_step - self._first_step
-        if trainer.progress_bar_callback is None and trainer.is_global_zero and now >= self._line_at + LINE_EVERY:
-            self._line_at = now
-            epoch, step = of(trainer.current_epoch + 1, trainer.max_epochs), of(trainer.global_step, self._last_step)
-            left = (now - self._fit_began) / max(steps, 1) * (self._last_step - trainer.global_step)
-            end = f", {timedelta(seconds=round(left))} left" if steps and left < math.inf else ""
-            self._print(f"Epoch {epoch}, step {step}, {self._rate(trainer)}{end}")
+        now = time.perf_counter()
+        if trainer.progress_bar_callback is not None or not trainer.is_global_zero or now < self._line_at + LINE_EVERY:
+            return
+        self._line_at = now
+        epoch = of(trainer.current_epoch + 1, trainer.max_epochs)
+        step = of(trainer.global_step, self._last_step)
+        line = f"Epoch {epoch}, step {step}, {self._rate(trainer)}"
+        done_here = trainer.global_step - self._first_step
+        if done_here and self._last_step < math.inf:
+            left = (now - self._fit_began) / done_here * (self._last_step - trainer.global_step)
+            line += f", {timedelta(seconds=round(left))} left"
+        self._print(line)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the time: samples a second are those of training."""
@@ -83,11 +93,12 @@ class EpochLine(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the epoch; all ranks ask a model for its ``epoch_means``, which it logs only after this."""
+        found = {**trainer.callback_metrics}
         means = getattr(pl_module, "epoch_means", None)
-        of_epoch = means() if callable(means) else {}
+        if callable(means):
+            found |= means()
         if not trainer.is_global_zero:
             return
-        found = {**trainer.callback_metrics, **of_epoch}
         metrics = {name: float(found[name]) for name in found if self._validated or not name.startswith("val")}
         seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
@@ -102,15 +113,17 @@ class EpochLine(Callback):
 
     def _print(self, line: str) -> None:
         """Print a line without breaking a progress bar; only a terminal has a width."""
-        lines = wrap(line, columns(), subsequent_indent="  ") if sys.stdout.isatty() else [line]
+        if sys.stdout.isatty():
+            line = fill(line, columns(), subsequent_indent="  ")
         with Tqdm.external_write_mode(file=sys.stdout):
-            log.info("\n".join(lines))
+            log.info(line)
 
 
 def done(trainer: Trainer) -> tuple[int, str]:
     """What training has done so far over all ranks: the samples, which AutoAccumulate counts, else optimizer steps."""
     accumulate = find_accumulate(trainer)
-    position = accumulate.state_dict().get("position") if accumulate is not None else None
+    state = {} if accumulate is None else accumulate.state_dict()
+    position = state.get("position")
     if position is None:
         return trainer.global_step, "steps"
     return position["samples_before"] + position["samples_done"], "samples"
@@ -118,8 +131,9 @@ def done(trainer: Trainer) -> tuple[int, str]:
 
 def of(count: int, total: float | None) -> str:
     """A count and its end, if it has one: ``3/10``."""
-    has_end = total is not None and 0 < total < math.inf
-    return f"{count:,}/{total:,}" if has_end else f"{count:,}"
+    if total is None or total <= 0 or total == math.inf:
+        return f"{count:,}"
+    return f"{count:,}/{total:,}"
 
 
 def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:
@@ -138,26 +152,29 @@ def batch_of(trainer: Trainer, schedule: PiecewiseSchedule | None) -> str:
     plan = getattr(find_accumulate(trainer), "plan", None)
     if schedule is None or plan is None or len(schedule.counts) < 2 or schedule.unit == "samples":
         return ""
-    by_step = schedule.at(trainer.global_step - 1, 0) if schedule.by_window else None
-    is_factor = schedule.name.startswith("accumulate")
-    return f"; batch {plan.effective_batch_size if by_step is None or is_factor else by_step:,}"
+    batch = plan.effective_batch_size
+    if schedule.by_window and not schedule.name.startswith("accumulate"):
+        batch = schedule.at(trainer.global_step - 1, 0) or batch
+    return f"; batch {batch:,}"
 
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Keep Lightning's information and the warnings in ``NOISE`` off the screen, and others to their sentence."""
-    levels = {name: logging.getLogger(name).level for name in INFORMATION}
-    for name in INFORMATION:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    form, warnings.formatwarning = warnings.formatwarning, lambda message, *_: f"Warning: {on_the_line(str(message))}"
-    logging.captureWarnings(True)
-    try:
-        with warnings.catch_warnings():
-            for message in NOISE:
-                warnings.filterwarnings("ignore", message)
-            yield
-    finally:
-        logging.captureWarnings(False)
-        warnings.formatwarning = form
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+    with ExitStack() as stack:
+        for name in INFORMATION:
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.WARNING)
+        stack.enter_context(patch.object(warnings, "formatwarning", as_sentence))
+        stack.callback(logging.captureWarnings, False)
+        logging.captureWarnings(True)
+        stack.enter_context(warnings.catch_warnings())
+        for message in NOISE:
+            warnings.filterwarnings("ignore", message)
+        yield
+
+
+def as_sentence(message: Any, *_: Any) -> str:
+    """A warning without its place in a file."""
+    return f"Warning: {on_the_line(str(message))}"

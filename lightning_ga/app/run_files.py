@@ -108,6 +108,20 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     return {name: sorted(curve.items()) for name, curve in curves.items()}
 
 
+def put_aside(path: Path, place: Path, *, before: int | None) -> None:
+    """Move the curves of a run that is resumed, without the rows of steps that will be done again."""
+    rows = [*csv.DictReader(text_of(path).splitlines())]
+    path.replace(place)
+    if before is None or not rows:
+        return
+    with place.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[0]])
+        writer.writeheader()
+        for row in rows:
+            if str(row.get("step")).isdigit() and int(row["step"]) < before and None not in row:
+                writer.writerow(row)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text; bytes of names that are not UTF-8 become question marks."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -18,22 +19,37 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from sklearn.metrics import classification_report
 
-from lightning_ga.app import checkpoints
+from lightning_ga.app import ckpt_path
 from lightning_ga.app.build import Fit, build
 from lightning_ga.app.errors import one_line
 from lightning_ga.app.export import save_weights
-from lightning_ga.app.folders import roots_of_runs
+from lightning_ga.app.folders import continues, roots_of_runs
 from lightning_ga.app.page import measures, write_page
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import curves_figure
 from lightning_ga.app.progress import quiet_lightning
-from lightning_ga.app.run_files import CONFIG, CONFUSION, RESULT, SCORES, read_run, write_json, write_text
-from lightning_ga.app.settings import Config, Settings, Task, shown
+from lightning_ga.app.run_files import (
+    CONFIG,
+    CONFUSION,
+    RESULT,
+    SCORES,
+    put_aside,
+    read_config,
+    read_run,
+    write_json,
+    write_text,
+)
+from lightning_ga.app.settings import Config, Settings, Task, shown, walk
 from lightning_ga.app.terminal import interruptions_reported, log, number, warn
+from lightning_ga.checkpoints import RECORD, newest_checkpoint, read_safely, resumable_steps
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.units import counted
 
 Metrics = dict[str, float]
+OF_TRAINING = (  # keys that decide what is trained, in which samples and steps
+    *("model.", "data.", "optimizer.", "lr_scheduler.", "seed", "trainer.accumulate_grad_batches"),
+    *("accumulate.effective_batch_size", "accumulate.accumulate", "accumulate.normalize"),
+)
 MOST_CLASSES = 20  # of a report on the screen
 
 
@@ -46,8 +62,9 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
+            done = resumable_steps(checkpoint) if checkpoint is not None else None
             for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
-                path.rename(path.with_name(f"metrics-{time.time_ns()}.csv"))
+                put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=done)
         for logger in run.trainer.loggers:
             logger.log_hyperparams({**written, "parameters": sum(one.numel() for one in run.model.parameters())})
         with interruptions_reported(lambda: outcome(run)):
@@ -62,22 +79,52 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
 def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
     """The file of ``ckpt_path``, which is printed; only a fit and published weights need none."""
     wanted, is_fit, model = run.settings.ckpt_path, run.settings.task is Task.fit, written["model"]
+    if continues(run.config):
+        newest = newest_checkpoint(run.folder)
+        if newest is not None:
+            if run.trainer.is_global_zero:
+                require_same_training(run.folder, written)
+            return announced(run, newest)
+        wanted = None if wanted == "auto" else wanted
+    if wanted == "auto" and not is_fit:
+        raise UserError(
+            f"ckpt_path=auto is for task=fit, and this is task={run.settings.task.name}: give ckpt_path=best."
+        )
     if wanted is None:
         if is_fit or model.get("pretrained"):
             return None
         raise UserError(f"task={run.settings.task.name} needs trained weights: give ckpt_path=best, last or a path.")
     roots = roots_of_runs(run.config)
     weights, kind = run.model.state_dict(), "last" if is_fit else "best"
-    path = checkpoints.find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder)
-    content = checkpoints.read_safely(path)  # Lightning 2.5 would load anything: it gets nothing but plain values
-    if not isinstance(content, Mapping) or not {"state_dict", "global_step"} <= content.keys():
+    return announced(run, ckpt_path.find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder))
+
+
+def announced(run: Fit, path: Path) -> Path:
+    """A checkpoint, which is printed; a file that is none of a run is refused."""
+    is_sharded = path.is_dir()
+    content = read_safely(path / RECORD if is_sharded else path)  # Lightning 2.5 would load anything
+    if not isinstance(content, Mapping) or not ("state_dict" in content or is_sharded) or "global_step" not in content:
         raise UserError(f"{str(path)!r} is no checkpoint of a run: give a run's own.")
     epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
     log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
     most = run.trainer.max_epochs
-    if is_fit and most is not None and 0 < most <= epoch:
+    has_ended = most is not None and 0 < most <= epoch and not continues(run.config)
+    if run.settings.task is Task.fit and has_ended:
         warn(f"The checkpoint has trained {counted(epoch, 'epoch')} of trainer.max_epochs={most}: set a larger number.")
     return path
+
+
+def require_same_training(folder: Path, written: Config) -> None:
+    """Refuse to continue a run with other data, another model, optimizer or batch."""
+    before = dict(walk(read_config(folder)))
+    now = dict(walk(written))
+    for key in sorted({*before, *now}):
+        value = before.get(key)
+        if key.startswith(OF_TRAINING) and not key.endswith("num_workers") and value != now.get(key):
+            raise UserError(
+                f"{key} was {value!r} in the run in {str(folder)!r} and is {now.get(key)!r} now: repeat the "
+                "run's value, or give another hydra.run.dir."
+            )
 
 
 def fit(run: Fit, checkpoint: Path | None) -> Metrics:
@@ -93,7 +140,7 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     metrics, callbacks = measured(run), trainer.checkpoint_callbacks
     watching = [one for one in callbacks if isinstance(one, ModelCheckpoint) and one.monitor and one.save_top_k]
     best = min(watching, key=lambda one: one.monitor != run.metric.name, default=None)
-    kept = checkpoints.read_safely(Path(best.best_model_path)) if best is not None and best.best_model_path else {}
+    kept = read_safely(Path(best.best_model_path)) if best is not None and best.best_model_path else {}
     if best is not None and best.best_model_score is not None:
         metrics[str(best.monitor)] = float(best.best_model_score)
     metrics |= kept.get("callbacks", {}).get(run.metric.state_key, {}).get("values", {})  # of the same epoch
@@ -141,7 +188,7 @@ def export(run: Fit, checkpoint: Path | None) -> Metrics:
     """Write the weights without optimizer and Trainer, and show the lines that load them."""
     if run.trainer.is_global_zero:
         made = {"state_dict": run.model.state_dict(), "hyper_parameters": dict(run.model.hparams)}
-        content = made if checkpoint is None else checkpoints.read_safely(checkpoint)
+        content = made if checkpoint is None else read_safely(checkpoint)
         run.model.configure_model()
         run.model.load_state_dict(content["state_dict"], strict=run.model.strict_loading)  # another model's are refused
         log.info(f"Load them with:\n{indent(save_weights(run.folder, run.model, content), '  ').rstrip()}")
@@ -162,8 +209,9 @@ def outcome(run: Fit) -> str:
     if (run.folder / RESULT).is_file() or run.settings.task is not Task.fit:
         return f"what was done is in {run.folder}."
     steps = f"{run.trainer.global_step:,} optimizer steps were done"
-    files = [folder / f"{name}.ckpt" for name in ("last", "best") for folder in checkpoints.folders_of(run.folder)]
-    path = next((path for path in files if path.is_file()), None)
+    path = None
+    with suppress(UserError):  # none of them is whole
+        path = newest_checkpoint(run.folder)
     own, left_out = HydraConfig.get(), ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
     typed = [argument for argument in sys.argv[1:] if not argument.startswith(left_out)]
     line = shlex.join(["python", "-m", "lightning_ga.train", *typed])
@@ -172,8 +220,7 @@ def outcome(run: Fit) -> str:
     if path is None:
         return f"{steps}, and no checkpoint had been saved yet. Start again: {line}"
     line = f"{line} ckpt_path={shlex.quote(str(path))}"
-    saved = checkpoints.read_safely(path)["global_step"]
-    return f"{steps}; the state after step {saved:,} is in {path}. Resume with: {line}"
+    return f"{steps}; the state after step {resumable_steps(path):,} is in {path}. Resume with: {line}"
 
 
 def summarize(run: Fit, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:

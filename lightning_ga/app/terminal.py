@@ -64,18 +64,20 @@ def warn(sentence: str) -> None:
 
 def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is the only one, or the first of those that were started together."""
-    names = ("RANK",) if "RANK" in environment else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
-    return all(environment.get(name, "0") == "0" for name in names)
+    names = ["RANK"] if "RANK" in environment else ["SLURM_PROCID", "NODE_RANK", "LOCAL_RANK"]
+    return {environment.get(name, "0") for name in names} == {"0"}
 
 
 def report_error(sentence: str, error: BaseException | None = None, *, trace: bool = False) -> None:
     """Print a mistake on the first rank, and an error of one rank alone on that rank; the log keeps the ``trace``."""
     rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")
     rank = getattr(getattr(rank_zero, "rank_zero_only", None), "rank", None)
-    rank = int(not is_first_rank()) if rank is None else rank
+    if rank is None:
+        rank = int(not is_first_rank())
     if rank and not any(isinstance(link, RankError) for link in chain(error)):
         return
-    text = f"Error{f' on rank {rank}' if rank else ''}: {printable(sentence)}"
+    where = f" on rank {rank}" if rank else ""
+    text = f"Error{where}: {printable(sentence)}"
     if any(isinstance(handler, Console) for handler in logging.getLogger().handlers):
         log.error("%s", text, exc_info=error if trace else None)
     else:
@@ -86,7 +88,8 @@ class Interrupted(BaseException):
     """A signal that ended the run; its text is printed."""
 
     def __init__(self, signum: signal.Signals, outcome: str = "this run had trained and saved nothing.") -> None:
-        super().__init__(f"Stopped by {'Ctrl-C' if signum == signal.SIGINT else signum.name}: {outcome}")
+        name = "Ctrl-C" if signum == signal.SIGINT else signum.name
+        super().__init__(f"Stopped by {name}: {outcome}")
         self.code = 128 + signum  # as shells count: 130 for Ctrl-C, 143 for SIGTERM
 
 
@@ -96,7 +99,7 @@ def interruptions_reported(outcome: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except BaseException as end:  # Lightning makes SystemExit of signals, and torch.save an error of its own
-        behind = [SIGNALS[type(link).__name__] for link in chain(end) if type(link).__name__ in SIGNALS]
-        if behind:
-            raise Interrupted(behind[0], outcome()) from end
+        for link in chain(end):
+            if type(link).__name__ in SIGNALS:
+                raise Interrupted(SIGNALS[type(link).__name__], outcome()) from end
         raise

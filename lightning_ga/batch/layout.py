@@ -5,13 +5,23 @@ A LightningModule may define ``split_batch(self, batch, sizes)`` for batches who
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import gcd, prod
 from typing import Any, Literal
 
 import torch
 
-from lightning_ga.batch.pytree import REMEDY, extents, is_constant, is_plain_sequence, open_container, rebuild, take
+from lightning_ga.batch.pytree import (
+    REMEDY,
+    extents,
+    is_constant,
+    is_plain_sequence,
+    open_container,
+    rebuild,
+    take,
+    walk,
+)
 from lightning_ga.batch.pytree import LayoutError as LayoutError
 from lightning_ga.errors import UserError
 
@@ -58,6 +68,16 @@ class Layout:
             raise uncuttable("nothing in it grows with them")
         return {loader: samples for loader, (samples, _) in found.items()}
 
+    def cut(self, batch: Any, start: int, stop: int) -> Any:
+        """Return the samples ``start`` to ``stop - 1`` of a batch; refuse one that does not have the layout."""
+        sizes = self.sizes(batch)
+        samples = gcd(*sizes.values())
+        if samples == 1 < max(sizes.values()):
+            given = " and ".join(map(str, sizes.values()))
+            raise uncuttable(f"its loaders give {given} of them, and no smaller batch keeps that proportion")
+        each = {loader: size // max(1, samples) for loader, size in sizes.items()}
+        return _cut(self.roles, each, (start, stop), "batch", batch)
+
     def _counts(self, path: str, node: Any) -> Iterator[tuple[int, int, str]]:
         """Yield loader, number of samples and path of each part with entries for each sample."""
         role = self.roles.get(path)
@@ -100,34 +120,17 @@ def _changed(path: str, node: Any) -> LayoutError:
     return uncuttable(f"{path} is of another kind than in the batches that were read before ({kind})")
 
 
-Field = tuple[Any, ...]
-_POSITIONS = 8  # further items of a sequence count as one field
-
-
 def elements(sample: Any) -> int:
     """Count the elements of all tensors, arrays, images, sequences and text in a sample of any structure."""
     return sum(prod(shape) for _, shape in leaves(sample))
 
 
-def leaves(
-    sample: Any, *, text: bool = True, field: Field = (), inside: tuple[int, ...] = ()
-) -> Iterator[tuple[Field, tuple[int, ...]]]:
-    """Yield every field of a sample and its shape; names begin with ``field``, objects ``inside`` are left out."""
-    shape = _shape(sample, text)
-    if shape is not None:
-        yield field, shape
-    elif id(sample) not in inside:  # an object may contain itself
-        for name, value in _items(sample):
-            yield from leaves(value, text=text, field=(*field, name), inside=(*inside, id(sample)))
+def leaves(sample: Any, *, text: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the path of every field of a sample and its shape."""
+    return walk(sample, partial(_shape, text=text))
 
 
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, (list, tuple)):
-        return ((min(position, _POSITIONS), item) for position, item in enumerate(value))
-    return value.items() if isinstance(value, Mapping) else vars(value).items()
-
-
-def _shape(value: Any, text: bool) -> tuple[int, ...] | None:
+def _shape(value: Any, *, text: bool) -> tuple[int, ...] | None:
     """Return the shape of a leaf; ``None`` for a container."""
     if isinstance(value, torch.Tensor):
         sparse = "sparse" in str(value.layout)
@@ -146,19 +149,10 @@ def _shape(value: Any, text: bool) -> tuple[int, ...] | None:
 
 def length_of_first(batch: Any) -> int:
     """Return the length of a batch's first tensor, for the sizes that ``split_batch`` is called with."""
-    pending, seen = [batch], set[int]()
-    while pending:
-        node = pending.pop(0)
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(getattr(node, "num_graphs", None), int):
-            return int(node.num_graphs)
-        shape = extents(node)
-        if shape is not None and not isinstance(node, (list, tuple)):
-            return shape[0]
-        children = open_container(node)
-        pending[:0] = getattr(node, "__dict__", {}).values() if children is None else [child for _, child in children]
+    if isinstance(getattr(batch, "num_graphs", None), int):
+        return int(batch.num_graphs)
+    for _, length in walk(batch, _length):
+        return int(length)
     if isinstance(batch, (list, tuple)):
         return len(batch)
     name = type(batch).__name__
@@ -166,6 +160,11 @@ def length_of_first(batch: Any) -> int:
         f"How many samples a {name} has is not known, so split_batch cannot be called with sizes: call "
         f"lightning_ga.split.register_splitter({name}, count=…, take=…) as well."
     )
+
+
+def _length(value: Any) -> int | None:
+    shape = None if is_plain_sequence(value) else extents(value)
+    return None if shape is None else shape[0]
 
 
 def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator[Any]:
@@ -193,18 +192,7 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
     samples = layout.samples(batch)
     if sum(sizes) != samples:
         raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch has {samples} samples.")
-    return (cut_batch(batch, end - size, end, layout=layout) for size, end in zip(sizes, accumulate(sizes)))
-
-
-def cut_batch(batch: Any, start: int, stop: int, *, layout: Layout) -> Any:
-    """Return the samples ``start`` to ``stop - 1`` of a batch; refuse one that does not have the layout."""
-    sizes = layout.sizes(batch)
-    samples = gcd(*sizes.values())
-    if samples == 1 < max(sizes.values()):
-        given = " and ".join(map(str, sizes.values()))
-        raise uncuttable(f"its loaders give {given} of them, and no smaller batch keeps that proportion")
-    each = {loader: size // max(1, samples) for loader, size in sizes.items()}
-    return _cut(layout.roles, each, (start, stop), "batch", batch)
+    return (layout.cut(batch, end - size, end) for size, end in zip(sizes, accumulate(sizes)))
 
 
 def _cut(roles: Mapping[str, Role], each: Mapping[int, int], span: tuple[int, int], path: str, node: Any) -> Any:
@@ -223,17 +211,32 @@ def _cut(roles: Mapping[str, Role], each: Mapping[int, int], span: tuple[int, in
     return rebuild(node, [_cut(roles, each, span, path + name, child) for name, child in children])
 
 
-def cut_by_hook(hook: Any, batch: Any, samples: int, start: int, stop: int) -> Any:
-    """Return the samples ``start`` to ``stop - 1`` as a module's own ``split_batch`` cuts them."""
-    if not callable(hook):
-        raise UserError(
-            f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
-        )
-    sizes = [size for size in (start, stop - start, samples - stop) if size]
-    parts = hook(batch, list(sizes))
-    if not isinstance(parts, Iterable):
-        raise UserError(f"split_batch returned {parts!r} for {sizes=}: it must return one chunk for each size.")
-    parts = list(parts)
-    if len(parts) != len(sizes):
-        raise UserError(f"split_batch returned {len(parts)} chunks for {sizes=}: it must return one for each size.")
-    return parts[1 if start else 0]
+@dataclass(frozen=True, slots=True)
+class HookLayout:
+    """Batches that a module's own ``split_batch`` cuts; a sample has so many ``rows`` of their first tensor."""
+
+    hook: Any
+    rows: int = 1
+
+    def sizes(self, batch: Any) -> dict[int, int]:
+        """Return the samples of a batch, as those of a single loader."""
+        return {0: self.samples(batch)}
+
+    def samples(self, batch: Any) -> int:
+        """Return the samples of a batch."""
+        return length_of_first(batch) // self.rows
+
+    def cut(self, batch: Any, start: int, stop: int) -> Any:
+        """Return the samples ``start`` to ``stop - 1`` of a batch."""
+        hook = self.hook
+        if not callable(hook):
+            raise UserError(
+                f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
+            )
+        sizes = [size for size in (start, stop - start, self.samples(batch) - stop) if size]
+        found = hook(batch, list(sizes))
+        parts = list(found) if isinstance(found, Iterable) else [found]
+        if len(parts) != len(sizes) or not isinstance(found, Iterable):
+            chunks = f"{len(parts)} chunks" if isinstance(found, Iterable) else repr(found)
+            raise UserError(f"split_batch returned {chunks} for {sizes=}: it must return one chunk for each size.")
+        return parts[1 if start else 0]

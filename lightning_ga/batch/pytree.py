@@ -6,15 +6,16 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time, timedelta
 from enum import Enum
+from itertools import count
 from numbers import Number
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_ga.errors import UserError
 
@@ -25,6 +26,9 @@ _CONSTANTS = (
     *(str, bytes, Number, type(None), Enum, PurePath, date, time, timedelta),
     *(torch.dtype, torch.device, torch.Size, torch.Generator),
 )
+
+
+_CONTENTS = (torch.Tensor, Mapping, list)
 
 
 class LayoutError(UserError):
@@ -39,7 +43,7 @@ class Splitter:
     take: Callable[[Any, int, int], Any]
 
 
-_PARTS = WeakTensorKeyDictionary()  # ragged size and offsets of parts, by the offsets of jagged tensors
+_PARTS = WeakValueDictionary[Any, torch.Tensor]()  # offsets of parts of jagged tensors, by ragged size and place
 _SPLITTERS: dict[type, Splitter] = {}
 _OF_GRAPHS = Splitter(
     count=lambda batch: int(batch.num_graphs),
@@ -130,15 +134,14 @@ def extents(node: Any) -> tuple[int, ...] | None:
 
 def open_container(node: Any) -> list[tuple[str, Any]] | None:
     """Return the children of a container, each with its path from there; ``None`` for anything else."""
-    if (names := _attribute_names(node)) is not None:
+    names = _attribute_names(node)
+    if names is not None:
         return [(f".{name}", getattr(node, name)) for name in names]
     registration = _registration(node)
     if registration is not None:
         children = registration.flatten_fn(node)[0]
-        keys: list[Any] = list(node.keys()) if isinstance(node, Mapping) else []
-        if len(keys) != len(children):
-            keys = list(range(len(children)))
-        return [(f"[{key!r}]", child) for key, child in zip(keys, children)]
+        keys = list(node.keys()) if isinstance(node, Mapping) else []
+        return [(f"[{key!r}]", child) for key, child in zip(keys if len(keys) == len(children) else count(), children)]
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", value) for key, value in node.items()]
     if isinstance(node, (list, tuple)):
@@ -147,28 +150,38 @@ def open_container(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def contents_of(node: Any) -> dict[str, Any]:
-    """Return the attributes of an object, of a class of the user's own, that are tensors, mappings or lists."""
+    """Return the attributes of an object, of a class of the user's own, that are tensors, arrays, mappings or lists."""
     if isinstance(node, torch.Tensor) or open_container(node) is not None or is_constant(node):
         return {}
     own = getattr(node, "__dict__", {})
-    return {name: value for name, value in own.items() if isinstance(value, (torch.Tensor, Mapping, list))}
+    return {name: value for name, value in own.items() if isinstance(value, _CONTENTS) or is_array(value)}
 
 
-def tensors_in(node: Any, inside: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, at any depth; objects ``inside`` are left out."""
-    if isinstance(node, torch.Tensor):
-        yield node
-    elif id(node) not in inside:  # an object may contain itself
+def walk(
+    node: Any, leaf_of: Callable[[Any], Any], path: str = "", inside: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield the path of each leaf in a value, and what ``leaf_of`` returns of it, which is ``None`` for containers.
+
+    Objects ``inside`` of which the value is are left out: an object may contain itself.
+    """
+    found = leaf_of(node)
+    if found is not None:
+        yield path, found
+    elif id(node) not in inside:
         children = open_container(node)
-        for child in contents_of(node).values() if children is None else (child for _, child in children):
-            yield from tensors_in(child, (*inside, id(node)))
+        for name, child in contents_of(node).items() if children is None else children:
+            yield from walk(child, leaf_of, path + name, (*inside, id(node)))
+
+
+def tensors_in(node: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, at any depth."""
+    return (tensor for _, tensor in walk(node, lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None))
 
 
 def rebuild(node: Any, children: Iterable[Any]) -> Any:
     """Return a container like ``node`` with other children, a copy if possible, which keeps other attributes."""
     if isinstance(node, tuple):
-        make: Callable[[Iterable[Any]], Any] = getattr(type(node), "_make", type(node))
-        return make(children)
+        return getattr(type(node), "_make", type(node))(children)
     names = _attribute_names(node)
     registration = _registration(node) if names is None else None
     if registration is not None:
@@ -176,14 +189,14 @@ def rebuild(node: Any, children: Iterable[Any]) -> Any:
     if names is None and not isinstance(node, (dict, list)):
         return type(node)(dict(zip(node.keys(), children)))  # a copy of another mapping may share its contents
     clone: Any = copy.copy(node)
-    if names is not None:
+    if isinstance(node, list):
+        clone[:] = children
+    elif names is None:
+        for key, child in zip(node, children):  # ``update`` may be refused (``ModelOutput``)
+            clone[key] = child
+    else:
         for name, child in zip(names, children):
             object.__setattr__(clone, name, child)
-    elif isinstance(node, list):
-        clone[:] = children
-    else:
-        for key, child in zip(node, children):
-            clone[key] = child
     return clone
 
 
@@ -230,12 +243,8 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.is_nested:
         return one.size(0) == other.size(0) and all(map(_same_tensors, one.unbind(), other.unbind()))
-    if one.shape != other.shape:
-        return False
-    if one.layout != torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    one, other = one.detach().as_subclass(torch.Tensor), other.detach().as_subclass(torch.Tensor)
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    one, other = (each.detach().to_dense().as_subclass(torch.Tensor) for each in (one, other))
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def take(node: Any, axis: int, start: int, stop: int) -> Any:
@@ -288,19 +297,15 @@ def _take_jagged(tensor: Any, start: int, stop: int) -> torch.Tensor:
     ragged size.
     """
     axis = tensor._ragged_idx
-    ragged = tensor.shape[axis]
     offsets = tensor.offsets()
-    pairs = _PARTS.values()  # type: ignore[no-untyped-call]
-    known = next((parts for size, parts in pairs if size == ragged), None)
-    if known is None:
-        known = {}
-        _PARTS[offsets] = (ragged, known)
-    place = (start, stop, offsets.device)
-    if place not in known:
-        known[place] = offsets[start : stop + 1] - offsets[start]
+    place = (tensor.shape[axis], start, stop, offsets.device)
+    part = _PARTS.get(place)
+    if part is None:
+        part = offsets[start : stop + 1] - offsets[start]
+        _PARTS[place] = part
     first, end = offsets[[start, stop]].tolist()
     values = torch.narrow(tensor.values(), axis - 1, first, end - first)
-    return torch.nested.nested_tensor_from_jagged(values, offsets=known[place], jagged_dim=axis)
+    return torch.nested.nested_tensor_from_jagged(values, offsets=part, jagged_dim=axis)
 
 
 def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequence:

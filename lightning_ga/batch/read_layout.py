@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
-from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount, length_of_first, uncuttable, unknown_type
+from lightning_ga.batch.layout import (
+    HookLayout,
+    Layout,
+    Role,
+    SampleAxis,
+    SampleCount,
+    length_of_first,
+    uncuttable,
+    unknown_type,
+)
 from lightning_ga.batch.pytree import (
     extents,
     find_splitter,
@@ -27,7 +36,7 @@ BASE, ONE_MORE, FAR_MORE = 3, 4, 9  # samples of the batches that are compared
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class Comparison:
     """A few different samples of one or several loaders.
 
     ``batch`` makes a batch as the loaders do. Its arguments: the number of samples from each loader, which samples to
@@ -39,7 +48,7 @@ class Samples:
     kinds: int  # different samples of each
 
 
-def read_layout(samples: Samples) -> Layout:
+def read_layout(samples: Comparison) -> Layout:
     """Read the layout of a loader's batches from small batches of its samples; refuse those that cannot be cut."""
     roles: dict[str, Role] = {}
     for loader in range(samples.loaders):
@@ -53,16 +62,16 @@ def read_layout(samples: Samples) -> Layout:
     return Layout(roles)
 
 
-def read_rows(samples: Samples) -> int:
-    """Return how many rows of a batch's first tensor each sample has; refuse a number that is not the same for all."""
+def read_hook_layout(hook: Any, samples: Comparison) -> HookLayout:
+    """Read how many rows of a batch's first tensor each sample has; refuse a number that is not the same for all."""
     lengths = [length_of_first(samples.batch([count], range(samples.kinds), 0)) for count in (BASE, ONE_MORE)]
     rows = lengths[0] // BASE
     if samples.loaders > 1 or rows == 0 or lengths != [BASE * rows, ONE_MORE * rows]:
         raise uncuttable(f"its first tensor goes from {lengths[0]} to {lengths[1]} rows when 3 samples become 4")
-    return rows
+    return HookLayout(hook, rows)
 
 
-def _compared(samples: Samples, loader: int, kinds: Sequence[int], *, widely: bool = False) -> dict[str, Role]:
+def _compared(samples: Comparison, loader: int, kinds: Sequence[int], *, widely: bool = False) -> dict[str, Role]:
     """Return the roles as 3 samples become 4; ``widely``: also 9, so that rounding cannot hide growth."""
     roles: dict[str, Role] = {}
     few = [BASE] * samples.loaders

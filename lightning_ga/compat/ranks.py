@@ -47,6 +47,11 @@ def is_sharded(trainer: Any) -> bool:
     return any(base.__name__ in ("FSDPStrategy", "ModelParallelStrategy") for base in type(trainer.strategy).__mro__)
 
 
+def checkpoints_itself(trainer: Any) -> bool:
+    """Return whether the strategy has an ``activation_checkpointing_policy`` (``strategies/fsdp.py`` of 2.6.6)."""
+    return bool(getattr(trainer.strategy, "_activation_checkpointing_kwargs", None))
+
+
 def share_buffers_before_forward(module: Any) -> None:
     """Share buffers now if the next forward pass would share them: a rank may have to repeat that pass alone."""
     if isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers():  # type: ignore[no-untyped-call]

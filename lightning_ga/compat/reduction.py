@@ -27,8 +27,8 @@ from lightning_ga.errors import RankError
 
 ASKS = (
     "A rank that has run out of memory runs a window again alone, but the step exchanges values with the other ranks "
-    "(all_gather, all_reduce, a log with sync_dist): resume from the last checkpoint with a lower max_micro_batch_size "
-    "or memory_budget."
+    "(all_gather, all_reduce, a metric with dist_sync_on_step): resume from the last checkpoint with a lower "
+    "max_micro_batch_size or memory_budget."
 )
 ONCE = "ranks were exchanging gradients by a communication hook of their own, or after the window's last pass"
 _IN_USE: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # groups of reducers, which do not own their Python part

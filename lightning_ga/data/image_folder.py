@@ -36,7 +36,8 @@ class ImageFolder(ImageData):
     ) -> None:
         super().__init__(**arguments)
         self.test_fraction = test_fraction
-        self.check_pictures, self.skip_broken = check_pictures, skip_broken
+        self.check_pictures = check_pictures
+        self.skip_broken = skip_broken
         try:
             self.class_names, self.class_numbers = find_classes(Path(self.root) / "train")
         except FileNotFoundError as error:
@@ -46,7 +47,9 @@ class ImageFolder(ImageData):
 
     def read(self) -> Splits:
         """List the files of the three folders."""
-        train, val, test = (self._part(part) for part in ("train", "val", "test"))
+        train = self._part("train")
+        val = self._part("val")
+        test = self._part("test")
         assert train is not None  # its classes have been found
         if test is None:
             train, test = self.hold_out(train, self.test_fraction)
@@ -58,7 +61,8 @@ class ImageFolder(ImageData):
         folder = Path(self.root) / part
         if not folder.is_dir():
             return None
-        if unknown := set(find_classes(folder)[0]) - set(self.class_names):
+        unknown = set(find_classes(folder)[0]) - set(self.class_names)
+        if unknown:
             raise UserError(
                 f"{str(folder)!r} has classes that are not in train/: {', '.join(sorted(unknown))}. Add them there, or "
                 "remove them: no model can have learned them."
@@ -66,8 +70,8 @@ class ImageFolder(ImageData):
         pictures = make_dataset(folder, self.class_numbers, IMG_EXTENSIONS, allow_empty=part != "train")
         if self.check_pictures or self.skip_broken:
             pictures = self._readable(pictures)
-        paths, numbers = (list(side) for side in zip(*pictures)) if pictures else ([], [])
-        return Labelled(np.array(paths, dtype=object), torch.tensor(numbers))
+        paths = [path for path, _ in pictures]
+        return Labelled(np.array(paths, dtype=object), torch.tensor([number for _, number in pictures]))
 
     def _readable(self, pictures: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -75,8 +79,10 @@ class ImageFolder(ImageData):
         broken = [problem for problem in problems if problem]
         count = f"{len(broken):,} of {len(pictures):,} pictures cannot be read"
         if broken and not self.skip_broken:
-            listed = "; ".join(broken[:MOST_LISTED]) + ("; …" if len(broken) > MOST_LISTED else "")
-            raise UserError(f"{count}: {listed}. Remove them, or leave them out: data.skip_broken=true.")
+            listed = broken[:MOST_LISTED]
+            if len(broken) > MOST_LISTED:
+                listed.append("…")
+            raise UserError(f"{count}: {'; '.join(listed)}. Remove them, or leave them out: data.skip_broken=true.")
         if broken:
             print(f"Warning: {count} and are left out, such as {printable(broken[0])}.", file=sys.stderr)
         return [picture for picture, problem in zip(pictures, problems) if not problem]

@@ -42,14 +42,16 @@ class ImageDataset(Dataset[Sample]):
     """Transforms an image when it is asked for."""
 
     def __init__(self, samples: Labelled, transform: Transform) -> None:
-        self.samples, self.transform = samples, transform
+        self.samples = samples
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.samples.labels)
 
     def __getitem__(self, index: int) -> Sample:
         image = self.samples.images[index]
-        image = read_picture(image) if isinstance(image, str) else image
+        if isinstance(image, str):
+            image = read_picture(image)
         return self.transform(image), int(self.samples.labels[index])
 
 
@@ -97,8 +99,11 @@ class Loaded(LightningDataModule):
         split_seed: int = 0,
     ) -> None:
         super().__init__()
-        self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
-        self.val_fraction, self.split_seed = val_fraction, split_seed
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.num_workers = num_workers
+        self.val_fraction = val_fraction
+        self.split_seed = split_seed
 
     def dataset(self, part: str) -> Dataset[Any]:
         """The samples of a part."""
@@ -174,11 +179,18 @@ class ImageData(Loaded):
         **loading: Any,
     ) -> None:
         super().__init__(**loading)
-        self.root, self.download = root, download
-        self.image_size, self.channels, self.num_classes = image_size, channels, num_classes
-        self.mean, self.std = mean, std
-        self.augment = [*augment, *([] if rand_augment is None else [v2.RandAugment(magnitude=rand_augment)])]
-        self.mixup, self.cutmix = mixup, cutmix
+        self.root = root
+        self.download = download
+        self.image_size = image_size
+        self.channels = channels
+        self.num_classes = num_classes
+        self.mean = mean
+        self.std = std
+        self.augment = [*augment]
+        if rand_augment is not None:
+            self.augment.append(v2.RandAugment(magnitude=rand_augment))
+        self.mixup = mixup
+        self.cutmix = cutmix
         self.splits: Splits | None = None
 
     def read(self) -> Splits:
@@ -209,7 +221,8 @@ class ImageData(Loaded):
 
     def hold_out(self, samples: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
         """Split off a share of the samples, in the same mix of classes: what stays, what is held out."""
-        places, labels = range(len(samples.labels)), samples.labels.tolist()
+        places = range(len(samples.labels))
+        labels = samples.labels.tolist()
         try:
             kept, held = train_test_split(places, test_size=fraction, stratify=labels, random_state=self.split_seed)
         except ValueError as error:
@@ -222,14 +235,23 @@ class ImageData(Loaded):
     def dataset(self, part: str) -> Dataset[Sample]:
         """The samples of a part, those of training augmented."""
         assert self.splits is not None, "setup() comes first"
-        return ImageDataset(getattr(self.splits, part), self.transform(self.augment if part == "train" else ()))
+        augment = self.augment if part == "train" else ()
+        return ImageDataset(getattr(self.splits, part), self.transform(augment))
 
     def collate(self, part: str) -> Callable[..., Any] | None:
         """What mixes the samples of training batches, if anything does."""
-        kinds = ((v2.MixUp, self.mixup), (v2.CutMix, self.cutmix))
-        mixers = [kind(alpha=float(alpha), num_classes=self.num_classes) for kind, alpha in kinds if alpha]
-        return partial(mixed, v2.RandomChoice(mixers)) if mixers and part == "train" else None
+        mixers: list[Any] = []
+        if self.mixup:
+            mixers.append(v2.MixUp(alpha=float(self.mixup), num_classes=self.num_classes))
+        if self.cutmix:
+            mixers.append(v2.CutMix(alpha=float(self.cutmix), num_classes=self.num_classes))
+        if not mixers or part != "train":
+            return None
+        return partial(mixed, v2.RandomChoice(mixers))
 
     def _per_channel(self, value: float | Sequence[float]) -> list[float]:
-        values = [value] if isinstance(value, int | float) else list(value)
-        return values if len(values) == self.channels else [sum(values) / len(values)] * self.channels
+        if isinstance(value, int | float):
+            return [value] * self.channels
+        if len(value) == self.channels:
+            return list(value)
+        return [sum(value) / len(value)] * self.channels

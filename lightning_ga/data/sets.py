@@ -69,7 +69,8 @@ class Published(ImageData):
 
     def read(self, root: str | None = None) -> Splits:
         """Read training and test images, from another root if one is given; a share of the first is held out."""
-        train, test = (self._part(root or self.root, train=is_train) for is_train in (True, False))
+        train = self._part(root or self.root, train=True)
+        test = self._part(root or self.root, train=False)
         return Splits(*self.hold_out(train, self.val_fraction), test)
 
     def _part(self, root: str, *, train: bool) -> Labelled:
@@ -105,9 +106,10 @@ class FashionMNIST(Published):
 
     def read(self, root: str | None = None) -> Splits:
         """Read torchvision's files, or else Debian's, unpacked for that."""
-        places = (root / DEBIAN_FOLDER for root in (Path(self.root), Path("/")))
-        package = next((place for place in places if place.is_dir()), None)
-        if package is None or (Path(self.root) / RAW).is_dir():
+        package = Path(self.root) / DEBIAN_FOLDER
+        if not package.is_dir():
+            package = Path("/") / DEBIAN_FOLDER
+        if not package.is_dir() or (Path(self.root) / RAW).is_dir():
             return super().read(root)
         with TemporaryDirectory() as unpacked:
             (Path(unpacked) / RAW).mkdir(parents=True)
@@ -137,7 +139,8 @@ class Synthetic(ImageData):
 
     def __init__(self, *, samples: int = 1024, noise: float = 0.5, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.samples, self.noise = samples, noise
+        self.samples = samples
+        self.noise = noise
         self.num_classes = self.num_classes or 10
 
     def read(self) -> Splits:
@@ -146,7 +149,9 @@ class Synthetic(ImageData):
         shape = (self.num_classes or 10, self.channels, self.image_size, self.image_size)
         patterns = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
         held_out = max(1, self.samples // 4)
-        return Splits(*(self._draw(count, patterns, generator) for count in (self.samples, held_out, held_out)))
+        train = self._draw(self.samples, patterns, generator)
+        val = self._draw(held_out, patterns, generator)
+        return Splits(train, val, self._draw(held_out, patterns, generator))
 
     def _draw(self, count: int, patterns: torch.Tensor, generator: torch.Generator) -> Labelled:
         labels = torch.arange(count) % len(patterns)
@@ -173,7 +178,8 @@ class Definitions(Loaded):
         self, *, max_length: int = 512, val_fraction: float = 0.05, test_fraction: float = 0.05, **loading: Any
     ) -> None:
         super().__init__(val_fraction=val_fraction, **loading)
-        self.max_length, self.test_fraction = max_length, test_fraction
+        self.max_length = max_length
+        self.test_fraction = test_fraction
         self.splits: dict[str, Sequence[str]] = {}
 
     def setup(self, stage: str) -> None:
@@ -183,9 +189,11 @@ class Definitions(Loaded):
         lines = (files("timm.data") / FILE).read_text(encoding="utf-8").splitlines()
         texts = [line.partition("\t")[2] for line in lines]
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(self.split_seed)).tolist()
-        val, test = (int(fraction * len(texts)) for fraction in (self.val_fraction, self.test_fraction))
+        val = int(self.val_fraction * len(texts))
+        test = int(self.test_fraction * len(texts))
         places = {"val": order[:val], "test": order[val : val + test], "train": order[val + test :]}
-        self.splits = {part: [texts[place] for place in sorted(chosen)] for part, chosen in places.items()}
+        for part, chosen in places.items():
+            self.splits[part] = [texts[place] for place in sorted(chosen)]
 
     def dataset(self, part: str) -> Dataset[Text]:
         """The texts of a part."""
@@ -200,7 +208,8 @@ class TextDataset(Dataset[Text]):
     """Texts as bytes: the tokens, and the token after each as its label."""
 
     def __init__(self, texts: Sequence[str], max_length: int) -> None:
-        self.texts, self.max_length = texts, max_length
+        self.texts = texts
+        self.max_length = max_length
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -212,6 +221,6 @@ class TextDataset(Dataset[Text]):
 
 def pad(texts: Sequence[Mapping[str, Tensor]]) -> Text:
     """Return a batch as long as its longest text."""
-    fills = {"tokens": END, "labels": IGNORED}
-    parts = {name: [text[name] for text in texts] for name in fills}
-    return {name: pad_sequence(part, batch_first=True, padding_value=fills[name]) for name, part in parts.items()}
+    tokens = pad_sequence([text["tokens"] for text in texts], batch_first=True, padding_value=END)
+    labels = pad_sequence([text["labels"] for text in texts], batch_first=True, padding_value=IGNORED)
+    return {"tokens": tokens, "labels": labels}

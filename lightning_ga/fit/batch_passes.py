@@ -6,23 +6,22 @@ from functools import partial
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures
 from lightning_ga.compat.place import LoopPlace
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
-from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.messages import IN_A_PIECE
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
-from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.fit.windows import FitParts
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.pieces import piece_sizes
-from lightning_ga.probe.limit import Limit
 
 
 class WholePasses:
     """Runs each batch of the loop in one pass, the last of a window with an exchange of gradients, if there is one."""
 
-    def __init__(self, place: LoopPlace, exchange: Exchange | None) -> None:
+    def __init__(self, place: LoopPlace, exchange: AnyExchange | None) -> None:
         self._place = place
         self._exchange = exchange
 
@@ -50,26 +49,21 @@ class WholePasses:
 class BatchPasses(WholePasses):
     """Makes the closures of automatic optimization, each of which runs a batch as a whole or in pieces."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        place: LoopPlace,
-        gradients: Gradients,
-        limit: Limit,
-        cutter: Callable[[], BatchCutter],
-        batch_size: Callable[[], int],
-    ) -> None:
-        super().__init__(place, None)
-        self._trainer = trainer
-        self._gradients = gradients
-        self._limit = limit
-        self._cutter = cutter
+    def __init__(self, parts: FitParts, batch_size: Callable[[], int]) -> None:
+        super().__init__(parts.progress.place, None)
+        self._trainer = parts.progress.trainer
+        self._gradients = parts.gradients
+        self._values = parts.values
+        self._compiled = parts.compiled
+        self._limit = parts.limit
+        self._multiple = parts.request.multiple
+        self._cutter = parts.cutter
         self._batch_size = batch_size  # of a batch whose samples cannot be counted
         self.samples = 0  # of the window's batches so far, on this rank
         self.sizes: tuple[int, ...] = ()  # of the pieces of the batch that runs
         self.in_pieces = False  # whether a batch was cut
 
-    def exchange_through(self, exchange: Exchange | None) -> None:
+    def exchange_through(self, exchange: AnyExchange | None) -> None:
         """Exchange gradients in the last pass of each window from here on, if there are ranks to do so."""
         self._exchange = exchange
 
@@ -107,7 +101,7 @@ class BatchPasses(WholePasses):
             if limit is not None and limit < samples:
                 raise
         self._limit.cut_evenly(samples)
-        self.sizes = piece_sizes(samples, limit)
+        self.sizes = piece_sizes(samples, limit, self._multiple)
         return weight
 
     def _run_whole(self, closure: Any, batch: Any, weight: int) -> Any:
@@ -116,10 +110,12 @@ class BatchPasses(WholePasses):
 
     def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, weight: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
+        self._values.merge()
         each = weight // sum(self.sizes)  # the weight of a sample
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
         is_first = True
         for piece, size, is_last in cut_in_pieces(self._cutter(), batch, self.sizes):
+            self._compiled.mark(tensors_in(piece), size)
             closure = of_piece(piece)
             if not is_first:
                 closure._zero_grad_fn = None
@@ -129,7 +125,7 @@ class BatchPasses(WholePasses):
                 stack.enter_context(self._pass(is_last=is_last))
                 if not is_last:
                     stack.enter_context(closures.before_the_last(self._trainer))
-                stack.enter_context(pieces.piece(samples=size, weight=share))
+                stack.enter_context(pieces.piece(samples=size, weight=share, logs=is_last))
                 result = self._run_piece(closure)
             if not is_last:
                 self._gradients.settle()

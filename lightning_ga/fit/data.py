@@ -2,18 +2,23 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning_ga.compat import advance, loaders, ranks
+from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.loaders import BatchTransfer
+from lightning_ga.compat.step_values import StepValues
+from lightning_ga.errors import UserError
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.loader_windows import LoaderWindows
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.step_windows import StepWindows
 from lightning_ga.fit.windows import FitParts, Windows
-from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.loading.rebatch import SourceSettings
+from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.source import LoaderSource, read_source
+from lightning_ga.loading.trials import BatchCutter
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.probe.limit import Limit, evaluates_again
 
@@ -22,13 +27,30 @@ class TrainingData:
     """Gives the fit loop a loader of micro-batches, or the user's own loader if batches are cut in the step."""
 
     def __init__(
-        self, trainer: Any, request: Request, options: Options, limit: Limit, progress: Progress, gradients: Gradients
+        self,
+        trainer: Any,
+        request: Request,
+        options: Options,
+        limit: Limit,
+        progress: Progress,
+        gradients: Gradients,
+        values: StepValues,
     ) -> None:
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self._trainer = trainer
         self._options = options
         self._progress = progress
-        self._parts = FitParts(request, limit, progress, gradients, self.cutter_of_training)
+        self._parts = FitParts(
+            request,
+            limit,
+            progress,
+            gradients,
+            values,
+            CompiledModules(trainer),
+            self.cutter_of_training,
+            partial(advance.first_batch, trainer),
+            leaves_out=options.on_oom == "skip",
+        )
         self._windows: Windows | None = None
         self._read: Any = None  # the user's loader that the loop is being set up with
         self._setting_up = ExitStack()
@@ -62,7 +84,13 @@ class TrainingData:
             epoch=self._progress.place.epoch,
         )
         source = read_source(loader, settings, in_step=self._why_in_step(), size_of=self._options.size_of)
+        if self._options.shares != "equal" and not isinstance(source, LoaderSource):
+            raise UserError(
+                f"shares={self._options.shares!r} needs windows that the loader cuts, and these data are cut in the "
+                f"step ({source.why}): leave it out."
+            )
         self._cutter = None
+        self._source = source
         self._read = loader
         if self._windows is not None:
             self._windows.use(source)
@@ -81,14 +109,12 @@ class TrainingData:
         if self._read is not None:
             self.windows.data_are_set_up(self._read)
 
-    def first_batch(self) -> Any:
-        """Return the first batch of training, on the host; training still gets it. ``None`` if there is none."""
-        return advance.first_batch(self._trainer)
-
     def cutter_of_training(self) -> BatchCutter:
         """Return the cutter of the batches that the training step gets."""
         if self._cutter is None:
-            self._cutter = BatchCutter(*loaders.loaders_of(self._trainer), BatchTransfer(self._trainer))
+            found, combine = loaders.loaders_of(self._trainer)
+            samples = [self._source.samples] if found == [self._source.loader] else list(map(Samples, found))
+            self._cutter = BatchCutter(samples, combine, BatchTransfer(self._trainer))
         return self._cutter
 
     def _why_in_step(self) -> str:

@@ -10,10 +10,11 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
 from lightning_ga.fit.retry import go_back
-from lightning_ga.loading.cutter import BatchCutter
+from lightning_ga.loading.samples import Samples
+from lightning_ga.loading.trials import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.pieces import piece_sizes
+from lightning_ga.plan.pieces import halved, piece_sizes
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -26,7 +27,7 @@ class Evaluation:
 
     def __init__(self, trainer: Any, reporter: messages.OomReporter, options: Options) -> None:
         self._trainer, self._reporter = trainer, reporter
-        self._retries = options.on_oom == "split" and not ranks.is_sharded(trainer)
+        self._retries = options.on_oom != "raise" and not ranks.is_sharded(trainer)
         self._loaders: dict[tuple[str, int], _LoaderPieces] = {}  # by stage
         self._savepoint: Savepoint | None = None
         self._held = loaders.intercepted_evaluation(trainer, self._evaluate)
@@ -52,7 +53,10 @@ class Evaluation:
         while (outcome := attempt(run, _is_survived)).failure is not None:
             failed = known.failed_samples(kept.batch, outcome.failure)
             back = partial(undo, savepoint, [kept])
-            event = go_back(trainer, stage, outcome.failure, failed=failed, why_not_alone=exchanged, undo=back)
+            fits = halved(failed)
+            event = go_back(
+                trainer, stage, outcome.failure, failed=failed, fits=fits, why_not_alone=exchanged, undo=back
+            )
             known.lower(event.fits)
             self._reporter.report(event, _RESULT)
         return outcome.result
@@ -74,7 +78,8 @@ class _LoaderPieces:
 
     def __init__(self, trainer: Any, stage: str, loader: int) -> None:
         self._trainer, self._stage = trainer, stage
-        self._cutter = BatchCutter(*loaders.loaders_of(trainer, loader), loaders.BatchTransfer(trainer, loader))
+        found, combine = loaders.loaders_of(trainer, loader)
+        self._cutter = BatchCutter(list(map(Samples, found)), combine, loaders.BatchTransfer(trainer, loader))
         self._limit: int | None = None  # most samples of a pass; ``None`` before an error
         self._running = 0  # samples of the pass that runs; 0 if none does, or if they were not counted
 

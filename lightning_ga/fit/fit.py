@@ -11,11 +11,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.compat.place import LoopPlace
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange, exchange_of
+from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
-from lightning_ga.fit.messages import OomReporter, check_automatic, check_trainer
+from lightning_ga.fit.left_out import MOST_OF_EPOCH, LeftOut
+from lightning_ga.fit.messages import OomReporter, check_automatic, check_shares, check_trainer
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.rewind import Rewinder
@@ -49,16 +51,23 @@ class Fit:
         place = LoopPlace(trainer)
         earlier = place.take_back()
         check_trainer(trainer, trainer.lightning_module, request)
+        check_shares(trainer, options)
         chunked = ChunkedModules(trainer, options.whole) if options.whole else None
         self.limit = Limit(trainer, request, options, chunked)
         self.progress = Progress(trainer, place, earlier)
         self.gradients = Gradients(trainer, None if options.whole else options.normalize)
-        self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients)
-        self.verdict = Verdict(trainer, options, lambda: self.windows.several_passes)
+        self.values = StepValues(trainer, place, lambda: self.gradients.counted)
+        self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients, self.values)
+        self.verdict = Verdict(trainer, options, request.multiple, lambda: self.windows.several_passes)
         self.evaluation = Evaluation(trainer, reporter, options)
         self.rates: WindowRates | None = None  # none if they are neither scaled nor logged
         if options.scale_lr != "none" or request.varies:
             self.rates = WindowRates(trainer, options.scale_lr)
+        self.left_out: LeftOut | None = None
+        if options.on_oom == "skip":
+            self.left_out = LeftOut(
+                self.progress, self.gradients, lambda at: self.windows.index_of(at), self._most_left_out
+            )
         self.rewinder: Rewinder | None = None  # none before training
         self._held = ExitStack()
         self._held.enter_context(
@@ -99,26 +108,29 @@ class Fit:
         options = self.options
         place = self.progress.place
         windows = self.windows
-        same_epoch = windows.begin_training(self.data.first_batch)
+        same_epoch = windows.begin_training()
         epoch = place.epoch
         self._hold_to_budget()
         self._held.enter_context(self.gradients.summed_in_float32())
         chunked = self.limit.chunked
         if chunked is not None:
             self._held.enter_context(chunked.installed())
-        exchange = Exchange.of(trainer)
+        exchange = exchange_of(trainer)
+        self._held.callback(self.limit.parts.use, ())
         rewinder = Rewinder(
             trainer,
             place,
             windows,
             self.limit,
             self.reporter,
-            retries=options.on_oom == "split",
+            retries=options.on_oom != "raise",
             exchange=exchange,
             search=self._limit_below,
+            last_resort=self._last_resort,
         )
         self.rewinder = rewinder
         self._find_limit(self.progress.restored, begins=True)
+        self.limit.share_out()
         world_size = ranks.data_ranks(trainer)[0]
         require_possible(self.request, place.epochs, self.limit.initial_micro_batch, world_size)
         windows.begin_epoch(epoch)
@@ -136,6 +148,10 @@ class Fit:
         If windows are asked about again because they have grown, nothing happens unless nothing is known of them.
         """
         windows = self.windows
+        if self.request.micro_batch is not None:
+            if begins:
+                self.limit.use_given(restored, windows.sizes)
+            return
         epochs = self.progress.place.epochs
         if not self.limit.is_asked_at_once:
             epochs = epochs[:1]
@@ -151,12 +167,15 @@ class Fit:
         windows = self.windows
         epoch = self.progress.place.epoch
         chunked = self.limit.chunked
+        ranks_of_share = 1 if self.limit.differs_by_rank else ranks.data_ranks(self.trainer)[0]
         return TrainingSetup(
             self.trainer,
             windows.trial_batches(epoch),
-            rank_samples=ceil_div(windows.effective(epoch), ranks.data_ranks(self.trainer)[0]),
+            rank_samples=ceil_div(windows.effective(epoch), ranks_of_share),
             kept=self.rewinder.tensors_kept,
             chunks=None if chunked is None else chunked.size,
+            multiple=self.request.multiple,
+            alone=self.limit.differs_by_rank,
             sizes=windows.sizes,
             begins=begins,
         )
@@ -167,6 +186,21 @@ class Fit:
             return None
         return self.limit.search_below(self._trial_setup(begins=False), failed)
 
+    def _last_resort(self) -> bool:
+        """Let the running window compute again all that can be, or leave out the sample, if that is asked for."""
+        if self.options.checkpoint == "auto" and self.limit.recompute_window(self._trial_setup(begins=False)):
+            return True
+        if self.left_out is None or not self.left_out.add():
+            return False
+        self.limit.leave_window()
+        return True
+
+    def _most_left_out(self) -> int | None:
+        """Return the most samples of an epoch that may be left out."""
+        epoch = self.progress.place.epoch
+        steps = self.windows.steps(range(epoch, epoch + 1))
+        return None if steps is None else ceil_div(steps * self.windows.effective(epoch), MOST_OF_EPOCH)
+
     def _is_cut(self) -> bool:
         """Return whether windows of some rank run in several passes or chunks, or later ones may: they are measured."""
         windows = self.windows
@@ -174,13 +208,19 @@ class Fit:
         is_cut = may_be or windows.several_passes
         return ranks.sum_over_ranks(self.trainer, float(is_cut)) > 0
 
-    def _begin_windows(self, rewinder: Rewinder, exchange: Exchange | None) -> None:
+    def _begin_windows(self, rewinder: Rewinder, exchange: AnyExchange | None) -> None:
         """Let the loop run windows from here on, in each of which the same members begin in the same order."""
-        members = [self.windows.begin_window, self.gradients.begin_window]
+        members = [self.windows.begin_window, self.gradients.begin_window, self.values.begin_window]
+        self._held.callback(self.values.close)
         if self.rates is not None:
             self._held.callback(self.rates.give_back)
             self._held.enter_context(self.rates.unscaled_for_schedulers())
             members.append(self._begin_rates)
+        if self.options.checkpoint == "auto" or self.left_out is not None:
+            members.insert(0, self.limit.begin_window)
+        if self.left_out is not None:
+            members.append(self.left_out.begin_window)
+            self._held.enter_context(self.left_out.installed())
         if exchange is not None:
             members.append(exchange.begin_window)
         self._held.enter_context(rewinder.guarding(members))
@@ -215,7 +255,11 @@ class Fit:
             if self.verdict.is_due(after_error=after_error):
                 cutter = self.data.cutter_of_training()
                 limit = self.limit.piece_samples or NO_LIMIT
-                self.verdict.measure_in_training(batch, cutter, limit=limit, in_step=self.windows.in_step)
+                if self.verdict.exactness is None:  # as at the start, on samples that differ
+                    batches = self.windows.trial_batches(place.epoch)
+                    self.verdict.measure_first(batches, limit=limit, in_step=self.windows.in_step)
+                else:
+                    self.verdict.measure_in_training(batch, cutter, limit=limit, in_step=self.windows.in_step)
             if after_error:
                 self.reporter.report_pending(self.verdict.exactness)
         self.windows.weigh(batch, position)
@@ -233,6 +277,8 @@ class Fit:
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
         windows = self.data.windows
+        if self.left_out is not None:
+            self.left_out.end_pass()
         if windows.is_over and not self.progress.place.skips_backward:
             windows.end_window()
 
@@ -303,6 +349,8 @@ class Fit:
             found.append(how_cut)
         if self.limit.fits is not None:
             found.append(f"fits: {self.limit.fits}")
+        if self.limit.recomputed is not None:
+            found.append(f"computed again: {self.limit.recomputed}")
         probe = self.limit.probe
         if probe is not None:
             of_longest = "" if probe.sizes is None else " of the longest"

@@ -9,6 +9,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.compat import gradient_dtype, ranks
+from lightning_ga.compat.step_values import Counted
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.plan.config import Normalize
 from lightning_ga.plan.weights import KnownWindow, LateWindow, WindowWeights, count_items
@@ -36,6 +37,7 @@ class Gradients:
         self._counts: Callable[[Any], Any] | None = normalize if callable(normalize) else None
         self._world_size = ranks.data_ranks(trainer)[0]
         self.weights = WindowWeights()  # of the window so far
+        self.counted = Counted()  # in the loop's running batch so far
         self._sum = partial(ranks.sum_over_ranks, trainer)
         self._known: KnownWindow | None = None  # once a window's samples have been known in advance
         self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counts is None)
@@ -74,25 +76,32 @@ class Gradients:
         ``samples`` is the micro-batch's number of samples if a collate function may have dropped some (``may_drop``);
         ``None`` if they could not be counted.
         """
-        if self.normalize is None:
-            return
         factor = int(self._trainer.accumulate_grad_batches)
         planned = window.sizes[position]
+        count = planned if samples is None or not planned else samples
+        self.counted = Counted(count, count)
+        if self.normalize is None:
+            return
         if self._counts is not None:
-            self._weigh_late(count_items(self._counts, batch) if planned else 0, factor)
+            items = count_items(self._counts, batch) if planned else 0
+            self.counted = Counted(count, items)
+            self._weigh_late(items, factor)
             return
         if self._known is None:
             sums = self._sum if may_drop and self._world_size > 1 else None
             self._known = KnownWindow(self._world_size, sum_over_ranks=sums)
-        count = planned if samples is None else samples
         self.weights = self._known.weigh(
-            count if planned else 0,
+            count,
             planned=planned,
             window=window.samples,
             factor=factor,
             first=position == 0,
         )
         self._passes += 1
+
+    def begin_batch(self) -> None:
+        """Begin a batch that the step cuts."""
+        self.counted = Counted()
 
     def weigh_piece(self, piece: Any, batch: Any, *, samples: int, of: int) -> float:
         """Weigh the next pass: a piece of ``samples`` samples, cut in the step from a batch of ``of``.
@@ -106,6 +115,7 @@ class Gradients:
         if self._counts is not None:
             count = count_items(self._counts, piece)
             total = count if piece is batch else count_items(self._counts, batch)
+        self.counted = Counted(self.counted.samples + samples, self.counted.items + count)
         share = count / total if total else 0.0
         if self.normalize is None:  # Lightning divides each batch by the factor
             self.weights = self.weights.weigh_share(count, of=total, first=is_first)
@@ -124,6 +134,16 @@ class Gradients:
     def _weigh_late(self, count: float, factor: int) -> None:
         self.weights = self._late.weigh(count, factor=factor, first=self._passes == 0)
         self._passes += 1
+
+    @property
+    def passes(self) -> int:
+        """Passes of the window that have begun."""
+        return self._passes
+
+    def leave_out(self) -> None:
+        """Let the pass that runs weigh nothing, and the window be the mean over the others."""
+        self.weights.weight = 0.0
+        self.weights.pending = 0.0
 
     def apply_weight(self, loss: torch.Tensor) -> None:
         """Multiply the backward pass that begins by its weight; at weight 0, make its gradients zero."""

@@ -1,15 +1,16 @@
 """Windows that the loader cuts: it yields micro-batches, and the loop accumulates those of a window."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures, loaders, place
 from lightning_ga.compat.intervals import RecipeIntervals
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.windows import FitParts
@@ -51,6 +52,10 @@ class LoaderWindows:
         self._begun: tuple[LoaderSource, int] | None = None  # the epoch that the loop is set up for
         self._window = NO_WINDOW  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
+        self._first: Any = None  # micro-batch, if training alone reads samples, until it begins
+        self._read_micro_batch = 0  # samples of that
+        self._reads = False  # whether the loop has begun to read
+        self._iterated_for: Any = None  # what the loop's iterator was made for
         self._uses_intervals = False  # whether the loop's counts have been others than the recipe's
         self._warned = False  # that samples cannot be counted
         self.use(source)
@@ -82,7 +87,7 @@ class LoaderWindows:
         loaders.show_loaders(self._trainer, loader)
         self._place.size_epoch(len(self._source.loader))
 
-    def begin_training(self, read_first_batch: Callable[[], Any]) -> bool:
+    def begin_training(self) -> bool:
         """Adopt the loop's position; return whether a run continues within an epoch."""
         return self._parts.progress.take_over(self._source.epoch(self._place.epoch))
 
@@ -92,7 +97,39 @@ class LoaderWindows:
 
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement."""
-        return self._source.trial_batches(epoch)
+        source = self._source
+        if source.samples.first:
+            return TrialBatches(source.samples, self._parts.cutter(), source.largest_micro_batch(epoch))
+        batch = self._first_batch()
+        return TrialBatches(source.samples, self._parts.cutter(), self._read_micro_batch, batch=batch)
+
+    def _first_batch(self) -> Any:
+        """Return the first micro-batch, which training still gets; it is a whole share if the limit is not known.
+
+        It is read if samples cannot be read apart from training. Once training has begun, there is none.
+        """
+        if self._reads or self._iterated_for is not None:
+            return self._first
+        if self._begun is None:
+            self._arrange(self._place.epoch, enabled=True)
+            self._place.size_epoch(self._source.plan.length)
+        seeds = self._source.loader.seeds
+        self._iterate()
+        self._source.loader.seeds = seeds  # if it begins again, workers have the same
+        self._read_micro_batch = self.plan.micro_batch_size
+        self._first = self._parts.first_batch()
+        return self._first
+
+    def _iterate(self) -> None:
+        """Let the loop's iterator begin with the window that comes next."""
+        self._place.iterate_again()
+        self._iterated_for = self._cut_now()
+
+    def _cut_now(self) -> tuple[int | None, ...]:
+        """Return what the loop's iterator depends on."""
+        epoch = self._epoch
+        plan = self._source.plan
+        return epoch.number, epoch.batch.largest, plan.done, plan.micro_batch, self._place.batches_of_epoch
 
     @property
     def sizes(self) -> SampleSizes | None:
@@ -122,7 +159,7 @@ class LoaderWindows:
     def micro_batch(self) -> int:
         """The micro-batch that ``accumulate=`` multiplies: that of the recipe while the limit is not known."""
         known = self._parts.limit.initial_micro_batch
-        return known or self._parts.request.capped(self._source.recipe.batch_size)
+        return self._parts.request.in_multiples(known or self._source.recipe.batch_size)
 
     @property
     def _world_size(self) -> int:
@@ -141,9 +178,12 @@ class LoaderWindows:
     def useful_limit(self, epochs: range) -> int:
         """Return the largest micro-batch that these epochs can use."""
         total = self._source.epoch(epochs.start).samples
+        ranks_of_share = 1 if self._parts.limit.differs_by_rank else self._world_size  # a rank may get nearly all
         high = self._parts.request.useful_limit(
-            epochs, recipe=self.recipe_effective, total=total, world_size=self._world_size
+            epochs, recipe=self.recipe_effective, total=total, world_size=ranks_of_share
         )
+        if not self._source.samples.first:  # only the first batch can be tried
+            high = min(high, self._read_micro_batch or ceil_div(self.effective(epochs.start), self._world_size))
         return self._source.capped(max(1, high))
 
     def steps(self, epochs: range) -> int:
@@ -171,12 +211,17 @@ class LoaderWindows:
         epoch = self._epoch
         micro_batch = ceil_div(epoch.batch.largest, self._world_size)  # a whole share, until the limit is known
         limit = self._parts.limit.micro_batch
-        if limit is not None:
-            micro_batch = self._source.capped(min(micro_batch, limit))
+        limits = self._parts.limit.of_ranks if enabled else ()
+        if limits:
+            micro_batch = epoch.batch.largest
+        if enabled:
+            micro_batch = self._source.capped(min(micro_batch, limit or micro_batch))
         self.plan = self._source.arrange(
             epoch.number,
             epoch.batch,
             micro_batch,
+            multiple=self._parts.request.multiple,
+            limits=limits,
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,
@@ -221,7 +266,7 @@ class LoaderWindows:
         plan = self._source.plan
         is_alone = recipe.world_size == 1 or plan.factor == 1
         same_window = self._epoch.batch.largest == self._source.within_epoch(recipe.effective, self._epoch.number)
-        if self._parts.request.is_by_window or not is_alone:
+        if self._parts.request.is_by_window or not is_alone or self._parts.limit.of_ranks:
             return False
         return same_window and plan.length == self._epoch.recipe.batches
 
@@ -240,7 +285,7 @@ class LoaderWindows:
         return self._span if has_begun else replace(self._span, after=self._span.before)
 
     @contextmanager
-    def patches(self, exchange: Exchange | None) -> Iterator[None]:
+    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
         """Return a context in which the loop runs these windows; the last pass of each exchanges gradients."""
         with ExitStack() as stack:
             stack.enter_context(self._place.before_reading(self._follow_length))
@@ -257,8 +302,10 @@ class LoaderWindows:
         if self._place.restarts:
             self._held.enter_context(place.positions_are_kept())
             self._place.begin_at(self._source.plan.done, same_epoch=same_epoch)
-        with self._source.seeded_as_before():
-            self._place.iterate_again()
+        self._reads = True
+        self._first = None
+        if self._iterated_for != self._cut_now():
+            self._iterate()
 
     def begin_window(self) -> None:
         """Set the factor of the window that the loop has come to, and the batches that are done after it."""
@@ -271,7 +318,8 @@ class LoaderWindows:
         if not batch.is_constant:
             size = batch.at(number, window.start)
             most = self._source.capped(min(size, self._parts.limit.micro_batch or size))
-            self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size)
+            multiple = self._parts.request.multiple
+            self.plan = plan_accumulation(size, micro_batch=most, world_size=self._world_size, multiple=multiple)
             factor = len(window.sizes)
             if factor != self._place.factor:
                 self._relocate(number, factor)
@@ -283,9 +331,11 @@ class LoaderWindows:
         """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""
         if not self._window.sizes:
             return
-        may_drop = self._source.may_drop_samples
+        if len(self._window.sizes) > 1:
+            self._parts.compiled.mark(tensors_in(batch), self._window.sizes[position])
+        may_drop = self._source.may_drop_samples or self._parts.leaves_out
         samples = None
-        if may_drop and self._parts.gradients.normalize == "samples":
+        if self._source.may_drop_samples and self._parts.gradients.normalize == "samples":
             samples = self._samples_left(batch, self._window.sizes[position])
         self._parts.gradients.weigh_micro_batch(batch, self._window, position, samples=samples, may_drop=may_drop)
 
@@ -322,6 +372,10 @@ class LoaderWindows:
             self._parts.progress.end_window(samples=self._window.end, batches=self._span.after)
 
     # --- errors --------------------------------------------------------------------------------
+
+    def index_of(self, place: int) -> Any:
+        """Return the index in the dataset of a micro-batch of one sample of the running window."""
+        return self._source.index_of(self._window, place)
 
     def can_read_again(self, batches_before: int) -> bool:
         """Return true: the sampler knows the window's samples."""

@@ -4,12 +4,12 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ga.compat import closures
+from lightning_ga.compat import closures, ranks
 from lightning_ga.errors import RankError, UserError
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.config import Request
-from lightning_ga.plan.exactness import SAME_RESULT, Exactness, after_error
+from lightning_ga.plan.config import Options, Request
+from lightning_ga.plan.exactness import Exactness, after_error
 
 BY_HAND = """\
 leave AutoAccumulate out of the callbacks and cut each batch in training_step with lightning_ga.plan_accumulation:
@@ -38,10 +38,12 @@ class OomEvent:
     def sentence(self, result: str) -> str:
         """Say what happened, and what was measured of the result."""
         what = "The window" if self.stage == "training" else "The batch"
+        how = f"in {self.unit} of at most {self.fits} samples, and so are later ones"
+        if self.fits == self.samples:
+            how = "with submodules computed again in the backward pass, or without that sample"
         return (
             f"Memory ran out in {self.stage} with {self.samples} samples after {self.step} optimizer steps "
-            f"({self.memory}). {what} is run again in {self.unit} of at most {self.fits} samples, and so are later "
-            f"ones{f', {result}.' if result == SAME_RESULT else f'. {result}'}"
+            f"({self.memory}). {what} is run again {how}. {result}"
         )
 
 
@@ -56,21 +58,24 @@ class OomReporter:
     def report(self, event: OomEvent, result: str) -> None:
         """Report an error that was survived on this rank."""
         self.events += 1
-        rank = f"Rank {self._trainer.global_rank}: " if self._trainer.world_size > 1 else ""
-        warnings.warn(f"{rank}{event.sentence(result)}", stacklevel=2)
+        text = event.sentence(result)
+        if self._trainer.world_size > 1:
+            text = f"Rank {self._trainer.global_rank}: {text}"
+        warnings.warn(text, stacklevel=2)
         for logger in self._trainer.loggers:
             logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
 
     def report_pending(self, verdict: Exactness | None) -> None:
         """Report the errors of training that were not reported yet."""
-        pending, self.pending = self.pending, []
+        pending = self.pending
+        self.pending = []
         for event in pending:
             self.report(event, after_error(verdict))
 
 
 ONE_SAMPLE = (
-    "with one sample alone ({memory}), so there is nothing left to split: train in a lower precision "
-    "(precision='bf16-mixed'), use activation checkpointing, or raise memory_budget and free the device of other "
+    'with one sample alone ({memory}), so there is nothing left to split: give checkpoint="auto", train in '
+    "a lower precision (precision='bf16-mixed'), or raise memory_budget and free the device of other "
     "processes. If one row of the batch joins several samples, define split_batch(self, batch, sizes) on the "
     "LightningModule, and give the loader's batches a first tensor with an entry for each sample."
 )
@@ -110,7 +115,20 @@ def out_of_memory(trainer: Any, stage: str, sentence: str, what: object = "") ->
     """Return the error that ends a run when memory has run out: one of the sentences above."""
     memory = describe_memory(trainer.strategy.root_device)
     text = f"Memory ran out in {stage} {sentence.format(what=what, memory=memory)}"
-    return (RankError if trainer.world_size > 1 else UserError)(text)
+    return RankError(text) if trainer.world_size > 1 else UserError(text)
+
+
+def check_shares(trainer: Any, options: Options) -> None:
+    """Refuse unequal shares of a window if there are no ranks that could have them."""
+    if options.shares == "equal":
+        return
+    why = "this training has one rank" if ranks.data_ranks(trainer)[0] == 1 else ""
+    if ranks.is_sharded(trainer):
+        why = "the model is sharded, so that its ranks run in step"
+    if why:
+        raise UserError(
+            f"shares={options.shares!r} divides a window among ranks by their memory, and {why}: leave it out."
+        )
 
 
 def check_trainer(trainer: Any, module: Any, request: Request) -> None:

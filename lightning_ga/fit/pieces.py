@@ -4,7 +4,7 @@ Torchmetrics accumulate by themselves: each sees the pieces as batches.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -17,18 +17,24 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ga.batch.pytree import open_container, rebuild, same_values
 from lightning_ga.compat.closures import logging_redirected, plain
-from lightning_ga.loading.cutter import BatchCutter
-
-# By the name of ``reduce_fx``, a function or a text (``_Metadata`` in Lightning's ``result.py``); else a mean.
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+from lightning_ga.compat.step_values import mean, merged_entry
+from lightning_ga.loading.trials import BatchCutter
 
 
 @dataclass(slots=True)
 class _Piece:
     samples: int
     weight: float  # in means
-    entries: list[tuple[str, str, Any, dict[str, Any]]] = field(default_factory=list)  # what it has logged
     output: Any = None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What the pieces have logged by one name, the first, second … time in each."""
+
+    values: list[Any] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    pieces: list[_Piece] = field(default_factory=list)
 
 
 class Pieces:
@@ -37,19 +43,38 @@ class Pieces:
     def __init__(self, results: Any) -> None:
         self._results = results  # of the loop that runs; ``None`` in prediction
         self._pieces: list[_Piece] = []
+        self._entries: dict[tuple[str, str, int], _Entry] = {}  # that are not logged yet
 
     @contextmanager
-    def piece(self, *, samples: int, weight: float) -> Iterator[None]:
-        """Return a context for the pass over the next piece, whose logged values are kept; an error discards all."""
+    def piece(self, *, samples: int, weight: float, logs: bool = False) -> Iterator[None]:
+        """Return a context for the pass over the next piece, whose logged values are kept; an error discards all.
+
+        If the last piece ``logs``, each value is logged when that piece logs it, and not after the pass: other ranks
+        may exchange it there.
+        """
         if self._pieces:  # free the graph of the piece before
             self._pieces[-1].output = _plain(self._pieces[-1].output)
         piece = _Piece(samples, weight)
         self._pieces.append(piece)
+        log = getattr(self._results, "log", None)
+        times: Counter[tuple[str, str]] = Counter()
+
+        def note(fx: str, name: str, value: Any, settings: dict[str, Any]) -> None:
+            times[fx, name] += 1
+            key = fx, name, times[fx, name]
+            entry = self._entries.setdefault(key, _Entry())
+            entry.values.append(value)
+            entry.settings.append(settings)
+            entry.pieces.append(piece)
+            if logs:
+                self._log(key, log)
+
         try:
-            with logging_redirected(self._results, lambda *entry: piece.entries.append(entry)):
+            with logging_redirected(self._results, note):
                 yield
         except BaseException:
             self._pieces = []
+            self._entries = {}
             raise
 
     def add(self, output: Any) -> None:
@@ -58,11 +83,22 @@ class Pieces:
 
     def finish(self) -> Any:
         """Log each value once, as that of the whole batch, and return the output of the whole batch."""
+        for key in [*self._entries]:
+            self._log(key, self._results.log)
         pieces, self._pieces = self._pieces, []
-        _log(self._results, pieces)
         if len(pieces) == 1:
             return pieces[0].output
         return merge(*zip(*[(piece.output, piece.samples, piece.weight) for piece in pieces]))
+
+    def _log(self, key: tuple[str, str, int], log: Any) -> None:
+        fx, name, _ = key
+        entry = self._entries.pop(key)
+        value, settings = entry.values[0], entry.settings[0]
+        if len(self._pieces) > 1:
+            samples = [piece.samples for piece in entry.pieces]
+            weights = [piece.weight for piece in entry.pieces]
+            value, settings = merged_entry(entry.values, entry.settings, samples, weights)
+        log(fx, name, value, **settings)
 
 
 def cut_in_pieces(cutter: BatchCutter, batch: Any, sizes: Sequence[int]) -> Iterator[tuple[Any, int, bool]]:
@@ -146,49 +182,3 @@ def _same(values: list[Any]) -> Any:
 def _plain(node: Any) -> Any:
     children = open_container(node)
     return plain(node) if children is None else rebuild(node, [_plain(child) for _, child in children])
-
-
-def _log(results: Any, pieces: list[_Piece]) -> None:
-    """Log each value once: the n-th of a name in every piece, merged into one."""
-    groups: dict[tuple[Any, ...], list[tuple[Any, dict[str, Any], int, float]]] = {}
-    for piece in pieces:
-        times: Counter[tuple[str, str]] = Counter()
-        for fx, name, value, settings in piece.entries:
-            times[fx, name] += 1
-            groups.setdefault((fx, name, times[fx, name]), []).append((value, settings, piece.samples, piece.weight))
-    for (fx, name, _), group in groups.items():
-        value, settings = group[0][:2] if len(pieces) == 1 else _merged_entry(*zip(*group))
-        results.log(fx, name, value, **settings)
-
-
-def _merged_entry(
-    values: Sequence[Any], all_settings: Sequence[dict[str, Any]], samples: Sequence[int], weights: Sequence[float]
-) -> tuple[Any, dict[str, Any]]:
-    """Merge what was logged in all pieces: add up sums, average means by weight or by a counted ``batch_size``."""
-    settings, sizes = {**all_settings[0]}, [each.get("batch_size") for each in all_settings]
-    if None not in sizes and _are_counts(sizes, samples):
-        settings["batch_size"] = sum(sizes)
-        weights = weights if sizes == [*samples] else [size or 0 for size in sizes]
-    if not all(isinstance(value, Tensor) for value in values):  # a metric has seen all pieces
-        return values[0], settings
-    kind = settings.get("reduce_fx", "mean")
-    reduce = _REDUCTIONS.get(kind.lower() if isinstance(kind, str) else kind.__name__)
-    return (mean(values, weights) if reduce is None else reduce(torch.stack([*values]))), settings
-
-
-def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Average tensors of one element in at least single precision; leave out those of weight 0, means over nothing."""
-    dtype = values[0].dtype if values[0].is_floating_point() or values[0].is_complex() else torch.get_default_dtype()
-    wide = torch.promote_types(dtype, torch.float32)
-    pairs = [pair for pair in zip(values, weights) if pair[1]] or [(values[-1], 1.0)]
-    if len({weight for _, weight in pairs}) == 1:  # fewer operations
-        return torch.stack([value for value, _ in pairs]).to(wide).mean(0).to(dtype)
-    total = torch.stack([value.to(wide) * weight for value, weight in pairs]).sum(0)
-    return (total / sum(weight for _, weight in pairs)).to(dtype)
-
-
-def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
-    """Return whether each ``batch_size`` was counted in its piece, and is not a constant such as the loader's."""
-    if len(set(sizes)) > 1 or sizes == [*samples]:
-        return True
-    return len(set(samples)) == 1 and sizes[0] % samples[0] == 0 and sizes[0] != sum(samples)  # tokens, as many in each

@@ -1,4 +1,4 @@
-"""After an out-of-memory error in training or evaluation: undo the failed passes, and halve the one that failed."""
+"""After an out-of-memory error in training or evaluation: undo the failed passes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from lightning_ga.fit import messages
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, retry_once
-from lightning_ga.plan.pieces import halved
 
 
 def go_back(
@@ -15,19 +14,20 @@ def go_back(
     failure: Exception,
     *,
     failed: int,
+    fits: int | None,
     why_not_alone: Callable[[], str | None],
     undo: Callable[[], str | None],
     unit: str = "micro-batches",
 ) -> messages.OomEvent:
-    """Undo what failed passes have done, and return the event, which says how many samples a pass may have now.
+    """Undo what failed passes have done, and return the event.
 
-    A pass of ``failed`` samples ran out of memory. ``why_not_alone`` returns why other ranks wait for this one, and
+    A pass of ``failed`` samples ran out of memory; now it may have as many as ``fits``, which is ``None`` if there is
+    nothing left to try. ``why_not_alone`` returns why other ranks wait for this one, and
     ``undo`` what cannot be put back; ``None`` if all is well.
 
     Raises:
         UserError: If the samples cannot run again with the same result. Then nothing has fallen, and the run ends.
     """
-    fits = halved(failed)
     if fits is None:
         if is_ambiguous_out_of_memory(failure):  # it may mean something else
             raise failure

@@ -1,4 +1,4 @@
-"""After an out-of-memory error, run the window again from its start, in smaller micro-batches.
+"""After an out-of-memory error, run the window again from its start: smaller, or with submodules computed again.
 
 Weights do not change within a window, so the window is the unit of undo. The savepoint keeps the other small state that
 passes change. Gradients of a failed attempt are zeroed by the loop, as always, with the window's first backward pass.
@@ -10,20 +10,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_ga.compat import advance, ranks
 from lightning_ga.compat.place import LoopPlace
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.retry import go_back
 from lightning_ga.fit.windows import Windows
+from lightning_ga.memory.allocator import RepeatedRetries
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import is_out_of_memory, may_be_out_of_memory, release
+from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, may_be_out_of_memory, release
+from lightning_ga.plan.pieces import halved
 from lightning_ga.probe.limit import Limit
 from lightning_ga.snapshot.kept_batch import undo
 from lightning_ga.snapshot.savepoint import Savepoint
+
+LESS = 10  # retries of the allocator lower a micro-batch by one part in so many
 
 
 class Rewinder:
@@ -41,8 +46,9 @@ class Rewinder:
         reporter: messages.OomReporter,
         *,
         retries: bool,
-        exchange: Exchange | None,
+        exchange: AnyExchange | None,
         search: Callable[[int], int | None],
+        last_resort: Callable[[], bool],
     ) -> None:
         self._trainer = trainer
         self._place = place
@@ -51,11 +57,15 @@ class Rewinder:
         self._reporter = reporter
         self._exchange = exchange
         self._search = search  # looks for a limit below a pass that failed; ``None`` halves
+        self._last_resort = last_resort  # of a pass of one sample; returns whether there is one
         self._refusal = ranks.obstacle(trainer) if retries else None
         self._savepoint: Savepoint | None = None  # none if no window runs again
         if retries and self._refusal is None:
             loop = trainer.fit_loop.epoch_loop
             self._savepoint = Savepoint(trainer.lightning_module, lambda: loop._results)
+        device = trainer.strategy.root_device
+        watches = self._savepoint is not None and device.type == "cuda"
+        self._retried = RepeatedRetries(device) if watches else None
         self._members: list[Callable[[], None]] = []
         self._is_updating = False  # whether the window's passes are done: what follows is the optimizer's update
         self._is_begun = False  # a resumed run may start within a window, which cannot run again
@@ -76,6 +86,8 @@ class Rewinder:
             try:
                 if self._place.begins_window:
                     self._begin_window()
+                    if self._lower_after_retries():
+                        continue
                 batches = len(self._windows.batches)
                 stock_advance()
                 return
@@ -110,6 +122,22 @@ class Rewinder:
         if self._trainer.world_size > 1:
             self._collectives = ranks.collectives_run()
 
+    def _lower_after_retries(self) -> bool:
+        """Plan smaller micro-batches if the last two windows were short of memory; return whether that was done."""
+        if self._retried is None or not self._retried.after_window():
+            return False
+        most = self._windows.largest_pass
+        fits = most - max(1, most // LESS)
+        if fits < 1:
+            return False
+        rank_zero_warn(
+            "The allocator had to free its cache in two windows running, so memory is fragmented: micro-batches have "
+            f"at most {fits} samples from here on, instead of {most}, with the same result."
+        )
+        self._limit.fall(fits)
+        self._windows.begin_again()
+        return True
+
     def _may_run_again(self, error: Exception, batches: int) -> bool:
         """Return whether the window can run again, or raise why not; so many batches were kept before the error."""
         if isinstance(error, UserError):
@@ -131,17 +159,22 @@ class Rewinder:
         return may_be_out_of_memory(error)
 
     def _go_back(self, failure: Exception) -> None:
-        """Begin the window again in smaller micro-batches; raise an error if that is not possible."""
+        """Begin the window again in smaller micro-batches, or as a last resort says; else raise an error."""
+        failed = self._windows.largest_pass
+        fits = halved(failed)
+        if fits is None and not is_ambiguous_out_of_memory(failure) and self._last_resort():
+            fits = failed
         event = go_back(
             self._trainer,
             "training",
             failure,
-            failed=self._windows.largest_pass,
+            failed=failed,
+            fits=fits,
             why_not_alone=self._why_not_alone,
             undo=self._undo,
             unit=self._limit.unit,
         )
-        found = self._search(event.samples)
+        found = self._search(failed) if event.fits < failed else None
         if found is not None:
             event = replace(event, fits=found)
         self._limit.fall(event.fits)
@@ -156,7 +189,8 @@ class Rewinder:
 
     def _why_not_alone(self) -> str | None:
         if self._is_begun and self._trainer.world_size > 1 and ranks.collectives_run() != self._collectives:
-            return "the step exchanges values with the other ranks (all_gather, all_reduce, a log with sync_dist)"
+            what = "all_gather, all_reduce, a metric with dist_sync_on_step"
+            return f"the step exchanges values with the other ranks ({what})"
         return None if self._exchange is None else self._exchange.failed()
 
     def _error(self, sentence: str, what: object = "") -> UserError:

@@ -1,13 +1,13 @@
 """Windows that the step cuts: the loader is the user's own, and a window is a whole number of its batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.compat import advance, closures, ranks
+from lightning_ga.compat import advance, closures, loaders, ranks
 from lightning_ga.compat.intervals import RecipeIntervals
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_passes import BatchPasses
 from lightning_ga.fit.windows import FitParts
@@ -34,10 +34,9 @@ class StepWindows:
         self._held = ExitStack()  # what the loop gets back in the end
         self._plan: AccumulationPlan | None = None
         self._begun: tuple[StepSource, int] | None = None  # the epoch that the loop is set up for
+        self._reads = False  # whether the loop has begun to read
         self._uses_intervals = False  # whether windows have been others than the recipe's
-        self._passes = BatchPasses(
-            self._trainer, self._place, parts.gradients, parts.limit, parts.cutter, lambda: self._batch_size
-        )
+        self._passes = BatchPasses(parts, lambda: self._batch_size)
 
     def use(self, source: LoaderSource | StepSource) -> None:
         """Use a loader that is loaded again."""
@@ -55,12 +54,14 @@ class StepWindows:
         return nullcontext()
 
     def data_are_set_up(self, loader: Any) -> None:
-        """Leave the loop's data as they are."""
+        """Show the user's loader to others."""
+        if self._source.loader is not loader:
+            loaders.show_loaders(self._trainer, loader)
 
-    def begin_training(self, read_first_batch: Callable[[], Any]) -> bool:
+    def begin_training(self) -> bool:
         """Adopt the loop's position, and look at the first batch, which training still gets, if only it shows sizes."""
-        if self._source.is_ready_made:
-            batch = read_first_batch()
+        if self._source.batch_size is None:
+            batch = self._parts.first_batch()
             if batch is not None:
                 with suppress(LayoutError):  # its number of samples may not be known
                     self._source.see(batch, self._parts.cutter())
@@ -72,14 +73,14 @@ class StepWindows:
         """Return nothing: a resumed loop skips batches of the user's loader."""
 
     def trial_batches(self, epoch: int) -> TrialBatches:
-        """Return the source of batches for probe and measurement."""
-        cutter = self._parts.cutter()
-        if not self.batches:
-            return self._source.trial_batches(epoch, cutter)
-        self._source.see(self.batches[-1].batch, cutter)  # after an error
-        found = self._source.trial_batches(epoch, cutter)
-        self._source.forget()
-        return found
+        """Return the source of batches for probe and measurement: after an error, the batch that failed."""
+        samples = self._source.samples
+        batch = None
+        if self.batches:
+            batch = self.batches[-1].batch
+        elif not self._reads and (self.varies or not samples.first):
+            batch = self._parts.first_batch()
+        return TrialBatches(samples, self._parts.cutter(), self._batch_size, batch=batch, in_step=True)
 
     @property
     def varies(self) -> bool:
@@ -113,7 +114,7 @@ class StepWindows:
     @property
     def recipe_effective(self) -> int:
         """The recipe's effective batch."""
-        return self._source.recipe_effective()
+        return self._recipe.effective
 
     @property
     def micro_batch(self) -> int:
@@ -185,7 +186,13 @@ class StepWindows:
         )
         size = self._batch_size
         limit = self._parts.limit.piece_samples or size
-        self._plan = plan_in_step(size, batches=factor, micro_batch=limit, world_size=self._source.world_size)
+        self._plan = plan_in_step(
+            size,
+            batches=factor,
+            micro_batch=limit,
+            world_size=self._source.world_size,
+            multiple=self._parts.request.multiple,
+        )
         self._place.set_factor(factor)
         if factor != self._source.recipe_factor and not self._uses_intervals:
             self._uses_intervals = True
@@ -197,7 +204,7 @@ class StepWindows:
         return WindowSpan(self._source.recipe_factor, self._place.window_start, self._place.ready)
 
     @contextmanager
-    def patches(self, exchange: Exchange | None) -> Iterator[None]:
+    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
         """Return a context in which the loop's batches run in pieces that fit."""
         self._passes.exchange_through(exchange)
         with ExitStack() as stack:
@@ -212,7 +219,7 @@ class StepWindows:
 
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin with the batch that comes next."""
-        self._source.forget()
+        self._reads = True
         place = self._place
         place.begin_epoch_after_last_batch()
         if self._parts.request.is_by_window and place.restarts and place.ready != place.batches_of_epoch:
@@ -230,6 +237,7 @@ class StepWindows:
 
     def weigh(self, batch: Any, position: int) -> None:
         """Leave the weights to the pieces."""
+        self._parts.gradients.begin_batch()
 
     @property
     def is_over(self) -> bool:
@@ -246,6 +254,9 @@ class StepWindows:
         progress.end_window(samples=progress.position.samples_done + samples, batches=self._place.ready)
 
     # --- errors --------------------------------------------------------------------------------
+
+    def index_of(self, place: int) -> None:
+        """Return nothing: the loader's indices are not seen."""
 
     def keeps(self, batch: Any) -> None:
         """Keep a batch as the loader made it, because steps change containers."""

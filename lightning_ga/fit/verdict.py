@@ -11,8 +11,8 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.exactness.measure import Moments, measure, measure_at_start
-from lightning_ga.loading.cutter import BatchCutter
-from lightning_ga.loading.trials import TrialBatches
+from lightning_ga.loading.trials import BatchCutter, TrialBatches
+from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import Exactness, combined, is_inexact, warning
 
@@ -22,9 +22,10 @@ ENOUGH = 3  # samples that take an "unmeasured" back: two, each a part, may agre
 class Verdict:
     """Keeps the verdict, and warns once if micro-batches do not give the gradient of the whole batch."""
 
-    def __init__(self, trainer: Any, options: Options, several_passes: Callable[[], bool]) -> None:
+    def __init__(self, trainer: Any, options: Options, multiple: int, several_passes: Callable[[], bool]) -> None:
         self._trainer = trainer
         self._options = options
+        self._multiple = multiple  # of which micro-batches, and so the measured parts, are multiples
         self._several_passes = several_passes
         self.exactness: Exactness | None = None  # none without ``verify``, and while nothing is accumulated
         self._moments = Moments()
@@ -35,9 +36,17 @@ class Verdict:
         self, batches: TrialBatches, *, limit: int, in_step: bool, chunked: ChunkedModules | None
     ) -> None:
         """Measure before training, in passes of at most ``limit`` samples; all ranks call it."""
-        move, normalize = BatchTransfer(self._trainer).to_device, self._options.normalize
-        found = measure_at_start(self._trainer, batches, move, normalize, limit=limit, in_step=in_step, chunked=chunked)
+        found = self._on_samples(batches, limit=limit, in_step=in_step, chunked=chunked)
         self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
+
+    def measure_first(self, batches: TrialBatches, *, limit: int, in_step: bool) -> None:
+        """Measure as at the start, because nothing was accumulated then; a rank may be the only one that calls it."""
+        self.exactness = self._on_samples(batches, limit=limit, in_step=in_step, begins=False)
+
+    def _on_samples(self, batches: TrialBatches, **settings: Any) -> Exactness:
+        move = BatchTransfer(self._trainer).to_device
+        normalize = self._options.normalize
+        return measure_at_start(self._trainer, batches, move, normalize, multiple=self._multiple, **settings)
 
     def is_due(self, *, after_error: bool) -> bool:
         """Return whether the micro-batch that begins a window is to be measured; called as each window begins."""
@@ -50,21 +59,21 @@ class Verdict:
         return self._moments.due(int(self._trainer.global_step), self._passes) or after_error
 
     def measure_in_training(self, batch: Any, cutter: BatchCutter, *, limit: int, in_step: bool) -> None:
-        """Measure on a batch of training, and warn if the gradient is inexact and another verdict was known."""
+        """Measure on a batch of training, and warn if the gradient is inexact."""
         samples = 0
         try:
             samples = cutter.count(batch)
-            part = batch if samples <= limit else cutter.cut(batch, 0, limit)
-            if min(samples, limit) < 2:
+            most = whole_multiples(min(samples, limit), self._multiple)
+            part = batch if samples == most else cutter.cut(batch, 0, most)
+            if most < 2:
                 raise LayoutError("a micro-batch of one sample has no parts")
-            halves, normalize = cutter.halves(part), self._options.normalize
+            halves = cutter.halves(part, self._multiple)
+            normalize = self._options.normalize
             found = measure(self._trainer, halves, normalize=normalize, begins=False, in_step=in_step)
         except LayoutError as error:
             found = Exactness(None, 0.0, "unmeasured", reason=str(error))
-        known = self.exactness
-        if known is None:  # the report of an error says what was found, or the end of the window warns
-            self.exactness = found
-        elif is_inexact(found) or (known.cause == "unmeasured" and min(samples, limit) >= ENOUGH):
+        is_unknown = self.exactness is None or self.exactness.cause == "unmeasured"
+        if is_inexact(found) or (is_unknown and min(samples, limit) >= ENOUGH):
             self.exactness = found
             self.warn()
 

@@ -9,14 +9,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_ga.compat.reduction import Exchange
+from lightning_ga.compat.compiled import CompiledModules
+from lightning_ga.compat.replicas import AnyExchange
+from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.progress import Progress
-from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.loading.sized import SampleSizes
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.loading.trials import TrialBatches
+from lightning_ga.loading.trials import BatchCutter, TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan, require_effective_batch, require_few_chunks
 from lightning_ga.plan.config import Request
 from lightning_ga.probe.limit import Limit
@@ -31,7 +32,11 @@ class FitParts:
     limit: Limit
     progress: Progress
     gradients: Gradients
+    values: StepValues
+    compiled: CompiledModules
     cutter: Callable[[], BatchCutter]  # of the batches that the step gets
+    first_batch: Callable[[], Any]  # the next batch of the loop, on the host, which the loop still gets
+    leaves_out: bool  # whether samples that do not fit may be left out
 
 
 class Windows(Protocol):
@@ -54,7 +59,7 @@ class Windows(Protocol):
     def data_are_set_up(self, loader: Any) -> None:
         """Follow the loop's set-up; the ``loader`` is the user's."""
 
-    def begin_training(self, read_first_batch: Callable[[], Any]) -> bool:
+    def begin_training(self) -> bool:
         """Adopt the loop's position, before the probe; return whether a run continues within an epoch."""
 
     def kept_order(self) -> str | None:
@@ -99,7 +104,7 @@ class Windows(Protocol):
     def begin_epoch(self, number: int) -> None:
         """Cut an epoch for training and set the loop up for it, once."""
 
-    def patches(self, exchange: Exchange | None) -> AbstractContextManager[None]:
+    def patches(self, exchange: AnyExchange | None) -> AbstractContextManager[None]:
         """Return a context in which the loop runs these windows."""
 
     def begin_reading(self, *, same_epoch: bool) -> None:
@@ -119,6 +124,9 @@ class Windows(Protocol):
         """Note that a window is done."""
 
     # --- errors --------------------------------------------------------------------------------
+
+    def index_of(self, place: int) -> Any:
+        """Return the index in the dataset of the only sample of a pass of the running window; ``None`` if not known."""
 
     @property
     def keeps(self) -> Callable[[Any], None] | None:

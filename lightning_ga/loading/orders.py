@@ -3,21 +3,18 @@
 So window k of epoch e has the same samples for every micro-batch and number of ranks, also after a resume.
 """
 
-import copy
 import zlib
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, RandomSampler, WeightedRandomSampler
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.snapshot import random_numbers
+from lightning_ga.snapshot.untouched import borrowed, seeded
 
 MOST_KEPT = 2**20  # indices of an order that a checkpoint keeps
 _SEEDS = 2**63  # seeds of torch.Generator have 64 bits
@@ -34,11 +31,6 @@ class Sequential:
     def __init__(self, length: int | Callable[[], int], *, multiple: int = 1) -> None:
         self._length, self._multiple = length, multiple
         self._begun: tuple[int, int] | None = None  # the last epoch that training has begun, and its ``dataset_size``
-
-    @property
-    def dataset_size(self) -> int:
-        """The samples of the dataset, now."""
-        return self._length() if callable(self._length) else self._length
 
     def size(self, epoch: int, seed: int) -> int:
         """Return the samples of an epoch, by the length of the dataset now; once training has begun it, the same."""
@@ -61,7 +53,7 @@ class Sequential:
     def _dataset_size(self, epoch: int) -> int:
         if self._begun is not None and self._begun[0] == epoch:
             return self._begun[1]
-        return self.dataset_size
+        return self._length() if callable(self._length) else self._length
 
 
 class Shuffled(Sequential):
@@ -143,12 +135,7 @@ class FromSampler:
         self.goes_on = True
 
     def pool(self, epoch: int, seed: int) -> Sequence[Any]:
-        """Return the indices that a sampler of torch draws from, or those of the epoch."""
-        if type(self._sampler) is RandomSampler:
-            return range(len(self._sampler.data_source))
-        if type(self._sampler) is WeightedRandomSampler:
-            weighted: list[int] = self._sampler.weights.nonzero().flatten().tolist()
-            return weighted
+        """Return the indices of the epoch."""
         return self.draw(epoch, seed)
 
     def _read(self, sampler: Any, epoch: int, seed: int) -> list[Any]:
@@ -164,40 +151,3 @@ class FromSampler:
 
 
 Order = Sequential | FromSampler
-
-
-@contextmanager
-def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
-    """Yield a deep copy that shares datasets and modules; if copying fails, ``thing``, restored afterwards."""
-    own = getattr(thing, "__dict__", {})
-    held = [each for each in own.values() if isinstance(each, (Dataset, torch.nn.Module)) or hasattr(each, "trainer")]
-    try:
-        lent = copy.deepcopy(thing, {id(each): each for each in (*held, *shared)})
-    except Exception:  # it may contain anything: open files, generators
-        lent = thing
-    before = dict(own)
-    try:
-        yield lent
-    finally:
-        if lent is thing:
-            own.clear()
-            own.update(before)
-
-
-@contextmanager
-def seeded(seed: int, *holders: object, epoch: int = 0) -> Iterator[None]:
-    """Return a context in which random numbers depend on the seed alone; afterwards every generator is as it was.
-
-    This includes generators that are attributes of ``holders``; torch's are seeded with their initial seed + epoch.
-    """
-    held = {id(value): value for holder in holders for value in getattr(holder, "__dict__", {}).values()}
-    own: list[Any] = [generator for generator in held.values() if isinstance(generator, random_numbers.GENERATORS)]
-    before = random_numbers.RandomState(own)
-    try:
-        for generator in own:
-            is_torch = isinstance(generator, torch.Generator)
-            random_numbers.seed_generator(generator, generator.initial_seed() + epoch if is_torch else seed)
-        random_numbers.reseed(seed)
-        yield
-    finally:
-        before.restore()

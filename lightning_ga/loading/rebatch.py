@@ -43,8 +43,8 @@ def length_of(data: Any) -> int | None:
 
 def collates(loader: Any) -> bool:
     """Return whether a loader makes its batches of samples as torch's own does."""
-    kind = getattr(loader, "_users_class", type(loader))  # a rebatched loader with workers has an __iter__ of ours
-    return issubclass(kind, DataLoader) and kind.__iter__ is DataLoader.__iter__ and loader.batch_sampler is not None
+    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    return is_plain and loader.batch_sampler is not None
 
 
 def collates_by_index(loader: Any) -> bool:
@@ -107,24 +107,30 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
 def rebatch(loader: "DataLoader[Any]", sampler: WindowBatchSampler, *, shuffle: bool = True) -> "DataLoader[Any]":
     """Copy a loader so that it yields the micro-batches of a window batch sampler, in the order of that sampler.
 
-    Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept.
+    Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept. The loop's first
+    ``iter``, before a plan is made, starts no worker; the seed that it draws is that of the next (``seeds``).
     """
-    settings: dict[str, Any] = {"batch_sampler": sampler, "generator": sampler.generator, "drop_last": False}
-    settings["in_order"] = True
+    settings: dict[str, Any] = {"batch_sampler": sampler, "drop_last": False, "in_order": True}
     if not shuffle:  # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``
         settings["sampler"] = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
-    copied, kind = copy_loader(loader, **settings), type(loader)
-    if loader.num_workers:  # no worker starts for the loop's first iter(), which fetches nothing
+    copied = copy_loader(loader, **settings)
+    kind = type(loader)
 
-        def start(self: "DataLoader[Any]") -> Iterator[Any]:
-            if sampler.enabled:
-                return kind.__iter__(self)
-            empty = iter(sampler)
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # the workers' seed
-            return empty
+    def begin(self: Any) -> Iterator[Any]:
+        own = self.generator
+        if not sampler.enabled:
+            self.seeds = torch.Generator()
+            self.seeds.set_state((own or torch.default_generator).get_state())
+            torch.empty((), dtype=torch.int64).random_(generator=own)
+            return iter(())
+        self.generator = self.seeds or own
+        self.seeds = None
+        try:
+            return kind.__iter__(self)
+        finally:
+            self.generator = own
 
-        object.__setattr__(copied, "_users_class", kind)
-        object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__iter__": start}))
+    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin, "seeds": None}))
     return copied
 
 

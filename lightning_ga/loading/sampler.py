@@ -16,10 +16,12 @@ class WindowBatchSampler(Sampler[list[Any]]):
     Until an epoch is arranged it yields nothing, so that data workers fetch nothing in vain.
     """
 
-    def __init__(self, order: Order, *, rank: int, seed: int, generator: torch.Generator | None = None) -> None:
-        self.order, self.rank, self.seed, self.generator = order, rank, seed, generator
-        self.before: torch.Tensor | None = None  # state of the workers' generator at the empty iteration
-        self.epoch, self.start = 0, 0
+    def __init__(self, order: Order, *, rank: int, seed: int) -> None:
+        self.order = order
+        self.rank = rank
+        self.seed = seed
+        self.epoch = 0
+        self.start = 0
         self.plan: EpochPlan | None = None
         self.enabled = False
         self.length: int | None = None  # of an epoch, if not in micro-batches
@@ -35,28 +37,17 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def arrange(self, epoch: int, plan: EpochPlan, *, start: int, enabled: bool) -> None:
         """Take an epoch's plan; the next iteration yields its micro-batches from window ``start`` on if ``enabled``."""
-        self.epoch, self.plan, self.start, self.enabled = epoch, plan, start, enabled
+        self.epoch = epoch
+        self.plan = plan
+        self.start = start
+        self.enabled = enabled
 
     def __len__(self) -> int:
         planned = self.plan.length if self.plan else 0
         return planned if self.length is None else max(self.length, min(1, planned))
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Not a generator function: the loader draws the seed of its workers right after this call.
-        if self.enabled and self.plan:
-            return self._micro_batches(self.plan)
-        if self.before is None:
-            self.before = (self.generator or torch.default_generator).get_state()
-        return iter(())
-
-    def take_seed_back(self) -> torch.Generator | None:
-        """Return the generator as it was before the empty iteration; ``None`` if there was no such iteration."""
-        if self.before is None:
-            return None
-        generator = torch.Generator()
-        generator.set_state(self.before)
-        self.before = None
-        return generator
+        return self._micro_batches(self.plan) if self.enabled and self.plan else iter(())
 
     def _micro_batches(self, plan: EpochPlan) -> Iterator[list[Any]]:
         drawn = self.order.begin(self.epoch, self.seed)

@@ -9,16 +9,17 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_ga.batch.layout import Field, leaves
+from lightning_ga.batch.layout import leaves
 from lightning_ga.errors import UserError
-from lightning_ga.loading.largest import SAMPLES_AT_ONCE, SAMPLES_KEPT, ScanOrder
+from lightning_ga.loading.largest import SAMPLES_KEPT
 from lightning_ga.loading.orders import Order
 from lightning_ga.loading.sampler import listed
-from lightning_ga.loading.samples import fetched, untouched
-from lightning_ga.loading.trials import SampleTrials, TrialBatches
+from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
+from lightning_ga.loading.trials import BatchCutter, TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.lengths import SizeLimits, plan_by_size
 from lightning_ga.plan.windows import EpochPlan
+from lightning_ga.snapshot.untouched import untouched
 
 SizeOf = Callable[[Any, Any], int] | str
 _LARGEST = 2**31 - 1
@@ -46,12 +47,12 @@ class SampleSizes:
         """The indices of all samples, those of the largest first."""
         return sorted(self._sizes, key=self._sizes.__getitem__, reverse=True)
 
-    def shorter_trials(self, least: int) -> tuple[int, TrialBatches]:
+    def shorter_trials(self, least: int, cutter: BatchCutter) -> tuple[int, TrialBatches]:
         """Return the smallest size ≥ ``least`` and ≥ the median, and batches of samples of that size."""
         sizes = [self._sizes[each] for each in self.descending]
         size = min(each for each in sizes[: len(sizes) // 2 + 1] if each >= min(least, sizes[0]))
         same = [each for each, found in zip(self.descending, sizes) if found == size][:SAMPLES_KEPT]
-        return max(1, size), SampleTrials(self._loader, same, len(sizes))
+        return max(1, size), TrialBatches(Samples(self._loader, same, trusted=True), cutter, len(sizes))
 
     def cut(self, plan: AccumulationPlan, epoch: EpochPlan, drawn: Any) -> tuple[AccumulationPlan, EpochPlan]:
         """Cut an epoch by the sizes of its samples, which are given in order, once the limits are known."""
@@ -74,12 +75,12 @@ class SampleSizes:
         measure: Callable[[Iterable[Any]], list[int]] = partial(_by_name, name=size_of)
         if size_of == "auto":  # read from a few samples
             text = self._loader.collate_fn is not default_collate  # that leaves text as it is
-            seen = [_extents(sample, text=text) for sample in ScanOrder(self._loader, indices).first]
+            seen = [_extents(sample, text=text) for sample in Samples(self._loader, indices, trusted=True).first]
             varying = {place for each in seen for place in each if len({other.get(place) for other in seen}) > 1}
             measure = partial(_by_shape, places=varying, text=text)
         lists = ([*indices[at : at + SAMPLES_AT_ONCE]] for at in range(0, len(indices), SAMPLES_AT_ONCE))
         workers = max(1, self._loader.num_workers)
-        with fetched(self._loader, lists, measure, workers=workers) as reports:
+        with Samples(self._loader).fetched(lists, measure, workers=workers) as reports:
             return array("q", (size for some in reports for size in some))
 
 
@@ -119,11 +120,11 @@ def _by_name(samples: Iterable[Any], *, name: str) -> list[int]:
     return [_size(value, f"{name!r} names") for value in values]
 
 
-def _extents(sample: Any, *, text: bool) -> dict[tuple[Field, int], int]:
+def _extents(sample: Any, *, text: bool) -> dict[tuple[str, int], int]:
     return {(field, axis): extent for field, shape in leaves(sample, text=text) for axis, extent in enumerate(shape)}
 
 
-def _by_shape(samples: Iterable[Any], *, places: set[tuple[Field, int]], text: bool) -> list[int]:
+def _by_shape(samples: Iterable[Any], *, places: set[tuple[str, int]], text: bool) -> list[int]:
     """Return the largest of the extents that vary; 1 if none does."""
     found = (_extents(sample, text=text) for sample in samples)
     return [max((each[place] for place in places & each.keys()), default=1) for each in found]

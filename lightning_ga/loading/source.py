@@ -1,6 +1,6 @@
 """The training data of one fit: cut in the loader into micro-batches, or left as they are and cut in the step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -9,14 +9,19 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.cutter import joins_batches
 from lightning_ga.loading.orders import FromSampler, Order, Sequential
 from lightning_ga.loading.rebatch import SourceSettings, read_order, rebatch, why_in_step
-from lightning_ga.loading.sampler import WindowBatchSampler
+from lightning_ga.loading.sampler import WindowBatchSampler, listed
+from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.sized import SampleSizes, SizeOf
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.loading.trials import SampleTrials, TrialBatches
-from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation, require_effective_batch
+from lightning_ga.plan.accumulation import (
+    AccumulationPlan,
+    ceil_div,
+    plan_accumulation,
+    plan_unequal_shares,
+    require_effective_batch,
+)
 from lightning_ga.plan.recipe import Recipe, RecipeEpoch
 from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import EpochPlan, GrowingWindows, RegularWindows, Window, Windows
@@ -29,7 +34,10 @@ def read_source(
     why = in_step or why_in_step(loader)
     order = None if why else read_order(loader, settings)
     if order is not None:
-        return LoaderSource(loader, order, settings, size_of)
+        source = LoaderSource(loader, order, settings, size_of)
+        if not source.samples.are_handed_out:
+            return source
+        why = "a dataset that hands out its samples one after the other"
     why = why or "an order of samples of its own on each rank"
     if size_of is not None:
         raise UserError(
@@ -50,7 +58,7 @@ class LoaderSource:
     def __init__(
         self, loader: "DataLoader[Any]", order: Order, settings: SourceSettings, size_of: SizeOf | None = None
     ) -> None:
-        self._user_loader = loader
+        self._epoch = settings.epoch
         self._order = order
         self._seed = settings.seed
         self._rank = settings.rank
@@ -65,9 +73,11 @@ class LoaderSource:
         # Lightning keeps this number until data are loaded again, also if a dataset becomes longer.
         self.batches_at_set_up = self.recipe.batches_within_limit(order.size(settings.epoch, settings.seed))
         self.may_drop_samples = loader.collate_fn is not default_collate  # those of a micro-batch
-        self._sampler = WindowBatchSampler(order, rank=settings.rank, seed=settings.seed, generator=loader.generator)
-        self.loader = rebatch(loader, self._sampler, shuffle=settings.may_shuffle)  # the fit loop reads this one
+        self._sampler = WindowBatchSampler(order, rank=settings.rank, seed=settings.seed)
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.seed)
+        self.samples = Samples(loader, self._indices, trusted=size_of is not None)
+        # The fit loop reads this one.
+        self.loader: Any = rebatch(self.samples.showing(), self._sampler, shuffle=settings.may_shuffle)
 
     @property
     def plan(self) -> EpochPlan:
@@ -79,6 +89,11 @@ class LoaderSource:
         """Return one window of the arranged epoch as this rank runs it."""
         return self.plan.window(index, self._rank)
 
+    def index_of(self, window: Window, position: int) -> Any:
+        """Return the index in the dataset of the first sample of a micro-batch."""
+        place = self.plan.places(window, position)[0]
+        return listed(self._order.draw(self._sampler.epoch, self._seed)[place : place + 1])[0]
+
     def epoch(self, number: int) -> RecipeEpoch:
         """Return the batches of the recipe, and their samples, in an epoch of the dataset as long as it is now."""
         return self.recipe.epoch(self._order.size(number, self._seed), self.batches_at_set_up)
@@ -86,7 +101,7 @@ class LoaderSource:
     @cached_property
     def joins_batches(self) -> bool:
         """Whether the samples of several batches of the recipe can be collated to one."""
-        return joins_batches(self._user_loader, self.recipe.batch_size)
+        return self.samples.joins_batches(self.recipe.batch_size)
 
     def capped(self, micro_batch: int) -> int:
         """Return a micro-batch of at most the recipe's batch, unless samples of several can be collated to one."""
@@ -124,6 +139,8 @@ class LoaderSource:
         batch: Growth,
         micro_batch: int,
         *,
+        multiple: int = 1,
+        limits: tuple[int, ...] = (),
         samples_done: int = 0,
         windows_done: int = 0,
         start: int | None = None,
@@ -138,8 +155,12 @@ class LoaderSource:
         total = self.epoch(epoch).samples
         windows = self._windows(total, batch, samples_done, windows_done)
         world_size = self.recipe.world_size
-        plan = plan_accumulation(windows.largest or world_size, micro_batch=micro_batch, world_size=world_size)
-        epoch_plan = EpochPlan(windows, micro_batch, world_size)
+        plan = plan_accumulation(
+            windows.largest or world_size, micro_batch=micro_batch, world_size=world_size, multiple=multiple
+        )
+        if limits:
+            plan = plan_unequal_shares(windows.largest, limits=limits, rank=self._rank, multiple=multiple)
+        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple, limits, self._rank if limits else 0)
         if self.sizes is not None:
             plan, epoch_plan = self.sizes.cut(plan, epoch_plan, self._order.draw(epoch, self._seed)[:total])
         start = epoch_plan.done if start is None else start
@@ -152,14 +173,16 @@ class LoaderSource:
         total = self.epoch(epoch).samples
         return self._windows(total, batch).count, total
 
-    def trial_batches(self, epoch: int) -> TrialBatches:
-        """Return the source of batches for probe and measurement."""
-        order = self._order
-        total = self.epoch(epoch).samples
-        met = order.pool(epoch, self._seed) if self.sizes is None else self.sizes.descending
-        if type(order) is Sequential and self.sizes is None:
-            met = met[:total]
-        return SampleTrials(self._user_loader, met, self.capped(ceil_div(total, self.recipe.world_size)))
+    def _indices(self) -> Sequence[Any]:
+        """Return the indices of samples that training may meet."""
+        if self.sizes is not None:
+            return self.sizes.descending
+        met = self._order.pool(self._epoch, self._seed)
+        return met[: self.epoch(self._epoch).samples] if type(self._order) is Sequential else met
+
+    def largest_micro_batch(self, epoch: int) -> int:
+        """Return the most samples that a micro-batch of an epoch may have."""
+        return self.capped(ceil_div(self.epoch(epoch).samples, self.recipe.world_size))
 
     @contextmanager
     def in_recipe_batches(self, epoch: int) -> Iterator[None]:
@@ -169,16 +192,6 @@ class LoaderSource:
             yield
         finally:
             self._sampler.length = None
-
-    @contextmanager
-    def seeded_as_before(self) -> Iterator[None]:
-        """Return a context in which workers get the seed that the first, empty ``iter(loader)`` has drawn."""
-        own, earlier = self.loader.generator, self._sampler.take_seed_back()
-        self.loader.generator = own if earlier is None else earlier
-        try:
-            yield
-        finally:
-            self.loader.generator = own
 
     def _windows(self, total: int, batch: Growth, samples_done: int = 0, windows_done: int = 0) -> Windows:
         world_size = self.recipe.world_size

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_ga.batch.layout import LayoutError, length_of_first
 from lightning_ga.errors import UserError
-from lightning_ga.loading.cutter import BatchCutter
-from lightning_ga.loading.rebatch import SourceSettings, collates, collates_by_index, length_of
-from lightning_ga.loading.trials import SampleTrials, SeenTrials, TrialBatches
+from lightning_ga.loading.rebatch import SourceSettings, collates, length_of
+from lightning_ga.loading.samples import Samples
+from lightning_ga.loading.trials import BatchCutter
 from lightning_ga.memory.oom import attempt
 
 
@@ -27,16 +27,12 @@ class StepSource:
         if collates(loader) and loader.batch_size is not None:
             self._asked_size = loader.batch_size
         self.varies = self.batch_size is None  # whether the first batch may be smaller than others
-        self._first_batch: Any = None  # until training begins
-
-    @property
-    def is_ready_made(self) -> bool:
-        """Whether only a batch can show how many samples there are, or what the step gets."""
-        return self.batch_size is None or not collates_by_index(self.loader)
+        self.samples = Samples(loader)
+        if collates(loader) and isinstance(loader.dataset, IterableDataset):
+            self.loader = self.samples.showing()
 
     def see(self, batch: Any, cutter: BatchCutter) -> None:
-        """Keep a batch that training will run, as it is on the host."""
-        self._first_batch = batch
+        """Read the batch size off the first batch, if the loader does not say it."""
         if self.batch_size is None:
             counted = attempt(cutter.count, lambda error: isinstance(error, LayoutError), batch)
             self.batch_size = max(1, counted.result or length_of_first(batch))
@@ -44,14 +40,6 @@ class StepSource:
     def take_size(self, earlier: "StepSource") -> None:
         """Use the batch size of a loader that this one follows, unless it says its own."""
         self.batch_size = self.batch_size or earlier.batch_size
-
-    def forget(self) -> None:
-        """Let the first batch go, because training begins."""
-        self._first_batch = None
-
-    def recipe_effective(self) -> int:
-        """Return the samples of a window as the user wrote it, over all ranks; a batch whose size is not known is 1."""
-        return (self.batch_size or 1) * self.recipe_factor * self.world_size
 
     def factor_for(self, effective: int) -> int:
         """Return the batches of a window of so many samples over all ranks; refuse a number that is no multiple."""
@@ -63,14 +51,6 @@ class StepSource:
                 f"batches of {size} samples on {self.world_size} ranks are kept. Use a multiple of {each}."
             )
         return effective // each
-
-    def trial_batches(self, epoch: int, cutter: BatchCutter) -> TrialBatches:
-        """Return the source of batches for probe and measurement: a map-style dataset, or the batch seen."""
-        loader, size = self.loader, self.batch_size or 1
-        total = length_of(getattr(loader, "dataset", ()))
-        if collates_by_index(loader) and not self.varies and total:
-            return SampleTrials(loader, range(total), size, cutter=cutter)
-        return SeenTrials(self._first_batch, cutter, size)
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -1,112 +1,186 @@
-"""Batches for the probe and the measurement: collated from samples, or cut out of a batch that training will see."""
+"""Count and cut the batches of training, and make batches for the probe and the measurement of the same kind."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
-from torch.utils.data import DataLoader
-
-from lightning_ga.batch.layout import LayoutError, elements, leaves, length_of_first
-from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.loading.cutter import BatchCutter, CutBatch
-from lightning_ga.loading.largest import Largest, ScanOrder, largest_samples
-from lightning_ga.loading.samples import collate_samples, copied_if_possible, is_kept
-from lightning_ga.memory.oom import attempt
+from lightning_ga.batch.layout import HookLayout, Layout, leaves
+from lightning_ga.batch.pytree import REMEDY, LayoutError, tensors_in
+from lightning_ga.batch.read_layout import Comparison, read_hook_layout, read_layout, read_ready_made
+from lightning_ga.loading.largest import Largest
+from lightning_ga.loading.samples import Samples
+from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.plan.accumulation import ceil_div, split_evenly, whole_multiples
+from lightning_ga.snapshot.copies import copied_if_possible
+from lightning_ga.snapshot.random_numbers import RandomState
 
 Move = Callable[[Any], Any]
 _FEW_NUMBERS = 2**14  # of a tensor: larger ones are data
 
 
-class SampleTrials:
-    """Batches collated from the samples of a map-style dataset; with a ``cutter``, cut out of a batch of ``most``."""
+@dataclass(frozen=True, slots=True)
+class CutBatch:
+    """A batch, and two parts of it as training would get them; all on the device."""
 
-    def __init__(
-        self, loader: "DataLoader[Any]", indices: Sequence[Any], most: int, *, cutter: BatchCutter | None = None
-    ) -> None:
-        self._loader, self._scan, self._cutter = loader, ScanOrder(loader, indices), cutter
-        self.most, self.total = most, len(indices)
+    whole: Any
+    parts: tuple[Any, Any]
+    sizes: tuple[int, int]  # samples of the parts
+
+
+class BatchCutter:
+    """Counts and cuts the batches that ``combine`` makes of one batch of each loader.
+
+    The layout is read once, from a few samples. If no samples are known, each batch is read by itself.
+    """
+
+    def __init__(self, samples: Sequence[Samples], combine: Callable[[list[Any]], Any], transfer: Any) -> None:
+        self._samples, self._combine, self._transfer = samples, combine, transfer
+
+    @property
+    def drops_samples(self) -> bool:
+        """Whether some of the samples that are known are left out of batches."""
+        return any(each.are_dropped for each in self._samples)
+
+    def count(self, batch: Any) -> int:
+        """Return the samples of a batch; raise ``LayoutError`` if they cannot be separated."""
+        return self._layout(batch).samples(batch)
+
+    def count_left(self, batch: Any) -> int | None:
+        """Return how many samples the collate function has left in a batch; ``None`` if that is not known.
+
+        It is known if a few samples, collated apart, have shown how batches grow with them.
+        """
+        if self._shown is None or isinstance(self._shown, str):
+            return None
+        counted: int | None = attempt(self.count, _is_of_layout, batch).result
+        return counted
+
+    def weight(self, batch: Any, samples: int) -> int:
+        """Return a batch's weight in samples: with several loaders, the most that one of them gives."""
+        return samples if len(self._samples) == 1 else max(self._layout(batch).sizes(batch).values())
+
+    def cut(self, batch: Any, start: int, stop: int) -> Any:
+        """Return the samples ``start`` to ``stop - 1`` of a batch, as views of it if possible."""
+        return self._layout(batch).cut(batch, start, stop)
+
+    def halves(self, batch: Any, multiple: int = 1) -> CutBatch:
+        """Cut a batch in two parts that are multiples, if there are two."""
+        samples = self.count(batch)
+        if samples < 2:
+            raise LayoutError(f"A batch of {samples} samples cannot be cut in two.")
+        middle = split_evenly(samples, 2, multiple)[0]
+        parts = self.cut(batch, 0, middle), self.cut(batch, middle, samples)
+        return CutBatch(batch, parts, (middle, samples - middle))
+
+    def _layout(self, batch: Any) -> Layout | HookLayout:
+        hook = self._transfer.split_batch
+        shown = self._shown
+        if hook is not None:
+            return HookLayout(hook) if shown is None or isinstance(shown, str) else shown
+        if isinstance(shown, str):
+            raise LayoutError(shown)
+        return shown or read_ready_made(batch)
 
     @cached_property
-    def _largest(self) -> Largest:
-        return largest_samples(self._loader, self._scan)
+    def _shown(self) -> Layout | HookLayout | str | None:
+        """The layout that small batches show, or why they show none; ``None`` if no samples are known."""
+        hook = self._transfer.split_batch
+        kinds = [each.kinds for each in self._samples]
+        if not all(kinds):
+            return None
+        comparison = Comparison(self._batch, len(kinds), max(map(len, kinds)))
+        state = RandomState()  # hooks of the transfer may draw
+        read = read_layout if hook is None else partial(read_hook_layout, hook)
+        outcome = attempt(read, lambda error: not is_out_of_memory(error), comparison)
+        state.restore()
+        failure = outcome.failure
+        if failure is not None and not _is_of_layout(failure):
+            return (
+                f"The batch cannot be cut into samples, as collating a few of them apart ended in "
+                f"{type(failure).__name__}: {failure}: {REMEDY}."
+            )
+        return outcome.result or str(failure)  # the error itself would keep batches alive
 
-    @property
-    def seen(self) -> int:
-        """Number of samples that were scanned for the heaviest."""
-        return self._largest.seen
+    def _batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
+        batches = []
+        for samples, count in zip(self._samples, counts):
+            chosen = [samples.kinds[kind % len(samples.kinds)] for kind in kinds]
+            batches.append(samples.collate(chosen, count, seed=seed))
+        return self._transfer.to_device(self._combine(batches))
 
-    @property
-    def complete(self) -> bool:
-        """Whether the scan for the heaviest samples was not cut short."""
-        return self._largest.complete
+
+def _is_of_layout(error: Exception) -> bool:
+    return isinstance(error, LayoutError)
+
+
+class TrialBatches:
+    """Batches for probe and measurement, which leave no trace in dataset, collate function or random numbers.
+
+    They are collated of samples that were read apart from training. If none were, they are cut out of a batch that
+    training will run, as the loader made it.
+    """
+
+    def __init__(
+        self, samples: Samples, cutter: BatchCutter, most: int, *, batch: Any = None, in_step: bool = False
+    ) -> None:
+        self.most = most  # samples of the largest micro-batch
+        self.cutter = cutter
+        self._samples = samples
+        self._batch = batch
+        self._largest = Largest(samples) if samples.first and batch is None else None
+        self._in_step = in_step  # whether micro-batches are cut out of batches of ``most``
 
     @property
     def empty(self) -> bool:
         """Whether there is no sample to make a batch of."""
-        return not self._scan.first
+        return self._largest is None and self._batch is None
+
+    @property
+    def unread(self) -> tuple[int, int] | None:
+        """How many samples were read of how many, if there was no time to find the heaviest of all."""
+        largest = self._largest
+        return None if largest is None or largest.complete else (largest.seen, largest.total)
+
+    def look_further(self) -> None:
+        """Look for the heaviest among all samples, and not just a few."""
+        if self._largest is not None:
+            self._largest.look_further()
 
     def make(self, samples: int, move: Move) -> tuple[Any, Any]:
         """Return a micro-batch of so many of the heaviest samples, moved, and the whole batch that it is cut from."""
-        if self._cutter is None:
-            return move(self._largest.batch(self._loader, samples)), None
-        whole = move(self._largest.batch(self._loader, self.most))
-        return self._cutter.cut(whole, 0, samples), whole
+        if self._largest is not None and not self._in_step:
+            return move(self._largest.batch(samples)), None
+        whole = move(copied_if_possible(self._batch) if self._largest is None else self._largest.batch(self.most))
+        is_whole = self._largest is None and samples >= self.most
+        return (whole if is_whole else self.cutter.cut(whole, 0, samples)), whole
 
-    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
+    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
         """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
-        known = [each for each in self._scan.first if each is not None]
-        found = unlike(known, samples)
-        if len(found) < 2:
+        collate = self._samples.collate
+        found = self._unlike(samples)
+        if self._largest is not None and len(found) < 2:
             return None
-        whole = collate_samples(self._loader, found, len(found), seed=seed)
-        if _rows(whole) != len(found):  # the collate function may leave some out
-            known = [each for each in known if is_kept(self._loader, each)] or known
-            found = unlike(known, samples)
-            if len(found) < 2:
-                return None
-            whole = collate_samples(self._loader, found, len(found), seed=seed)
-        whole = move(whole)
-        if self._cutter is not None:
-            return self._cutter.halves(whole)
-        middle = (len(found) + 1) // 2
-        apart = found[:middle], found[middle:]
-        one, other = (move(collate_samples(self._loader, part, len(part), seed=seed)) for part in apart)
-        return CutBatch(whole, (one, other), (middle, len(found) - middle))
-
-
-class SeenTrials:
-    """Batches cut out of one that training will see."""
-
-    def __init__(self, batch: Any, cutter: BatchCutter, most: int) -> None:
-        self._batch, self._cutter, self.most, self.seen, self.total = batch, cutter, most, most, most
-        self.complete, self.empty = True, batch is None
-
-    def make(self, samples: int, move: Move) -> tuple[Any, Any]:
-        """Return so many samples of the batch, moved, and the whole batch."""
-        whole = move(copied_if_possible(self._batch))
-        return (whole if samples >= self.most else self._cutter.cut(whole, 0, samples)), whole
-
-    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0) -> CutBatch | None:
-        """Return the first samples of the batch, in two parts."""
-        whole = move(copied_if_possible(self._batch))
-        number = self._cutter.count(whole)
+        if self._largest is not None and not self._in_step:
+            middle = split_evenly(len(found), 2, multiple)[0]
+            parts = found, found[:middle], found[middle:]
+            whole, one, other = (move(collate(part, len(part), seed=seed)) for part in parts)
+            return CutBatch(whole, (one, other), (middle, len(found) - middle))
+        whole = move(collate(found, len(found), seed=seed) if found else copied_if_possible(self._batch))
+        number = self.cutter.count(whole)
         if min(number, samples) < 2:
             return None
-        return self._cutter.halves(whole if number <= samples else self._cutter.cut(whole, 0, samples))
+        samples = whole_multiples(min(number, samples), multiple)
+        return self.cutter.halves(whole if number == samples else self.cutter.cut(whole, 0, samples), multiple)
 
-
-TrialBatches = SampleTrials | SeenTrials
-"""Source of batches for probe and measurement; it leaves no trace in dataset, collate function or random numbers.
-
-``most`` is the number of samples of the largest micro-batch. ``seen`` of ``total`` samples were scanned for the
-heaviest; ``complete`` says whether that scan was not cut short.
-"""
-
-
-def _rows(batch: Any) -> int | None:
-    rows: int | None = attempt(length_of_first, lambda error: isinstance(error, LayoutError), batch).result
-    return rows
+    def _unlike(self, number: int) -> list[Any]:
+        """Return so many of the samples that were read and are not left out of batches; those differ."""
+        known = [] if self._largest is None else [sample for sample in self._samples.first if sample is not None]
+        found = unlike(known, number)
+        if all(map(self._samples.is_kept, found)):
+            return found
+        return unlike([sample for sample in known if self._samples.is_kept(sample)], number)
 
 
 def unlike(samples: Sequence[Any], number: int) -> list[Any]:
@@ -116,36 +190,20 @@ def unlike(samples: Sequence[Any], number: int) -> list[Any]:
     shorter than the longest, if there are any: it is padded less than the whole. If these are few, they are repeated.
     """
     number = min(number, len(samples))
-    ordered = sorted(samples, key=_traits)
-    found = _spread_over(ordered, number)
+    if not number:
+        return []
+    traits = sorted((_traits(sample), place) for place, sample in enumerate(samples))
+    shorter = sum(each[0] < traits[-1][0][0] for each, _ in traits)  # they come first
+    found = _spread_over(traits, number)
     half = (number + 1) // 2
-    shorter = _shorter(ordered)
-    if shorter and not all(any(each is other for other in shorter) for each in found[:half]):
-        found[:half] = _spread_over(shorter, half)
-    return found
+    if shorter and found[half - 1] >= traits[shorter]:
+        found[:half] = _spread_over(traits[: ceil_div(shorter, 2)], half)
+    return [samples[place] for _, place in found]
 
 
 def _spread_over(ordered: Sequence[Any], number: int) -> list[Any]:
     step = (len(ordered) - 1) / max(1, number - 1)
     return [ordered[round(place * step)] for place in range(number)]
-
-
-def _shorter(samples: Sequence[Any]) -> list[Any]:
-    """Return the samples that are below the largest in every extent that varies, or else in the number of elements."""
-    extents = []
-    for sample in samples:
-        shapes = leaves(sample, text=False)
-        extents.append({(field, axis): extent for field, shape in shapes for axis, extent in enumerate(shape)})
-    largest = {place: max(each.get(place, 0) for each in extents) for place in set().union(*extents)}
-    varying = [place for place, extent in largest.items() if any(each.get(place, 0) < extent for each in extents)]
-    below = [all(each.get(place, 0) < largest[place] for place in varying) for each in extents]
-    if not varying:
-        return []
-    found = [sample for sample, is_below in zip(samples, below) if is_below]
-    if found:
-        return found
-    sizes = [elements(sample) for sample in samples]
-    return [sample for sample, size in zip(samples, sizes) if size < max(sizes)]
 
 
 def _traits(sample: Any) -> tuple[float, ...]:

@@ -19,6 +19,25 @@ _MOST_EVENTS = 2_000_000
 _OTHER_SETTINGS = ("large_segment", "max_non_split", "max_split_size", "roundup_power2", "garbage_collection")
 
 
+class RepeatedRetries:
+    """Sees whether CUDA's allocator frees its cache in window after window: memory is fragmented, and soon runs out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._count = self._retries()
+        self._in_row = 0  # windows with retries
+
+    def after_window(self) -> bool:
+        """Return whether this window and the one before had retries."""
+        count = self._retries()
+        self._in_row = self._in_row + 1 if count > self._count else 0
+        self._count = count
+        return self._in_row > 1
+
+    def _retries(self) -> int:
+        return int(torch.cuda.memory_stats_as_nested_dict(self._device).get("num_alloc_retries", 0))
+
+
 class AllocatorMeter:
     """Measures the peak of one step in a caching allocator, and whether the step ran without retries.
 
@@ -48,8 +67,9 @@ class AllocatorMeter:
             settings: dict[str, Any] = torch.cuda.memory._snapshot(self.device)["allocator_settings"]
             is_bounded = memory_fraction(self.device) < 1
         else:
-            text = ",".join(os.environ.get(f"PYTORCH_{prefix}ALLOC_CONF", "") for prefix in ("", "XPU_"))
-            settings, is_bounded = {"PYTORCH_CUDA_ALLOC_CONF": text}, False
+            of_all = os.environ.get("PYTORCH_ALLOC_CONF", "")
+            settings = {"PYTORCH_CUDA_ALLOC_CONF": f"{of_all},{os.environ.get('PYTORCH_XPU_ALLOC_CONF', '')}"}
+            is_bounded = False
         text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
         if any(name in text for name in _OTHER_SETTINGS):
             return None
@@ -62,7 +82,9 @@ class AllocatorMeter:
 
     def handed_out(self) -> int:
         """Return how many blocks were ever handed out, if a history tells which."""
-        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device) if self._has_history else {}
+        if not self._has_history:
+            return 0
+        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device)
         return int(stats["allocation"]["all"]["allocated"]) if stats else 0
 
     # ``residents`` here and below: places of the tensors that are alive before a step, by address.
@@ -79,7 +101,9 @@ class AllocatorMeter:
         self._backend.reset_peak_memory_stats(self.device)
         self._before = self.troubles()
         if record and self._has_history and not torch._C._cuda_isHistoryEnabled():
-            self._alive, self._segments, self._residents = self.allocated(), self._segments_now(), residents
+            self._alive = self.allocated()
+            self._segments = self._segments_now()
+            self._residents = residents
             torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
 
     def finish(self) -> tuple[int, bool]:
@@ -95,7 +119,8 @@ class AllocatorMeter:
         """Return the recorded step from the allocator's own events, and stop recording; ``None`` without them."""
         if self._alive is None:
             return None
-        events, alive = torch.cuda.memory._snapshot(self.device)["device_traces"][self._index()], self._alive
+        events = torch.cuda.memory._snapshot(self.device)["device_traces"][self._index()]
+        alive = self._alive
         self.stop()
         if len(events) >= _MOST_EVENTS:
             return None
@@ -146,7 +171,9 @@ def events_as_trace(
     A block is released when its release is requested: that is when the allocator's count of bytes
     falls. A block that is released without an allocation was alive before the step.
     """
-    sizes, addresses, stream = [alive], [0], []
+    sizes = [alive]
+    addresses = [0]
+    stream = []
     initial: dict[int, int] = {}  # by address
     held: dict[int, int] = {}
     begin: dict[bool, int] = {}  # lowest address of the small and of the large segment that grows
@@ -156,7 +183,8 @@ def events_as_trace(
             begin[small] = min(event["addr"], begin.get(small, event["addr"]))
         if event["action"] not in ("alloc", "free_requested"):
             continue  # segments, and failures, which have no address
-        address, size = event["addr"], event["size"]
+        address = event["addr"]
+        size = event["size"]
         if event["action"] == "alloc":
             held[address] = len(sizes)
             stream.append(len(sizes))
@@ -170,21 +198,25 @@ def events_as_trace(
                 sizes[0] -= rounded_up(size, ROUNDING)
                 initial[address] = number
             stream.append(~number)
-    places = {number: residents.get(address, 0) for address, number in initial.items()}
-    grown = (Segment(small, address, ()) for small, address in begin.items())
+    places = [0] * len(sizes)
+    for address, number in initial.items():
+        places[number] = residents.get(address, 0)
+    layout = [Segment(small, address, ()) for small, address in begin.items()]
+    layout += [_layout(segment, initial) for segment in segments]
     return MemoryTrace(
         samples,
         tuple(sizes),
         canonical([0, *initial.values(), *stream]),
-        layout=(*grown, *(_layout(segment, initial) for segment in segments)),
+        layout=tuple(layout),
         addresses=tuple(addresses),
-        residents=tuple(places.get(number, 0) for number in range(len(sizes))),
+        residents=tuple(places),
     )
 
 
 def _layout(segment: Mapping[str, Any], numbers: Mapping[int, int]) -> Segment:
     """Return a segment in the form of ``MemoryTrace.layout``, with the numbers of blocks by address."""
-    blocks, address = [], segment["address"]
+    blocks = []
+    address = segment["address"]
     shared = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)  # pools of graphs keep their holes to themselves
     for block in segment["blocks"]:
         is_hole = shared and block["state"] == "inactive"

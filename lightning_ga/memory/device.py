@@ -44,8 +44,9 @@ class Vendor:
 
     def devices(self) -> Iterator[torch.device]:
         """Yield the devices on which tensors lie, if the kind is in use."""
-        places = range(self.backend.device_count())
-        yield from (torch.device(self.kind, place) for place in places if self.backend.memory_allocated(place))
+        for place in range(self.backend.device_count()):
+            if self.backend.memory_allocated(place):
+                yield torch.device(self.kind, place)
 
     def memory(self, device: torch.device) -> tuple[int, int]:
         """Return free and total bytes of a device."""
@@ -121,7 +122,7 @@ def vendors_in_use() -> Iterator[Vendor]:
 
 def vendor_of(device: torch.device) -> Vendor | None:
     """Return the vendor of a device; ``None`` for the host and for kinds that are not known."""
-    return next((vendor for vendor in VENDORS if vendor.kind == device.type), None)
+    return {vendor.kind: vendor for vendor in VENDORS}.get(device.type)
 
 
 # Share of the available memory that is left free. A probe counts the holes of CUDA's allocator, but does not see
@@ -180,12 +181,13 @@ def require_statistics(device: torch.device) -> None:
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
     """Return free and total bytes of an accelerator."""
-    if (vendor := vendor_of(device)) is not None:
-        return vendor.memory(device)
-    raise UserError(
-        f"The memory of device {str(device)!r} cannot be read: give memory_budget in bytes or as '10GiB', or a fixed "
-        "micro_batch_size."
-    )
+    vendor = vendor_of(device)
+    if vendor is None:
+        raise UserError(
+            f"The memory of device {str(device)!r} cannot be read: give memory_budget in bytes or as '10GiB', or a "
+            "fixed micro_batch_size."
+        )
+    return vendor.memory(device)
 
 
 def control_group_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
@@ -201,16 +203,19 @@ def control_group_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            mount = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             mount = root / "sys/fs/cgroup/memory"
         else:
             continue
         parts = Path(path.strip("/"))
-        # In a container the path may be the host's: the mount itself is then the group.
-        found += [_read_group(mount / folder, *names) for folder in (parts, *parts.parents)]
-    return [limit for limit in found if limit is not None]
+        for folder in (parts, *parts.parents):  # in a container the path may be the host's: the mount is the group
+            limit = _read_group(mount / folder, *names)
+            if limit is not None:
+                found.append(limit)
+    return found
 
 
 def _read_group(folder: Path, limit_name: str, used_name: str, cache_name: str) -> tuple[int, int] | None:
@@ -221,7 +226,9 @@ def _read_group(folder: Path, limit_name: str, used_name: str, cache_name: str) 
     except (OSError, ValueError):
         return None
     cache = dict(zip(stat[::2], stat[1::2])).get(cache_name, "0")
-    return None if limit >= _NO_LIMIT else (limit, max(0, used - int(cache)))
+    if limit >= _NO_LIMIT:
+        return None
+    return limit, max(0, used - int(cache))
 
 
 def describe_memory(device: torch.device) -> str:
@@ -264,7 +271,9 @@ def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
 def lifted_budget(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which no ``enforced_budget`` around it is in force; a fraction that the user has set is."""
     fraction = _unenforced.get()
-    return nullcontext() if fraction is None or device.type != "cuda" else _bounded(device, fraction)
+    if fraction is None or device.type != "cuda":
+        return nullcontext()
+    return _bounded(device, fraction)
 
 
 def may_reserve(device: torch.device, size: int) -> bool:

@@ -49,17 +49,20 @@ def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1, pe
     totals = bytes_alive(trace.sizes, trace.events, rounding)
     seen = max(totals)
     begun = trace.events[: totals.index(seen) + 1]
-    alive = {event for event in begun if event >= 0} - {~event for event in begun if event < 0}
+    past = {*begun}
+    alive = {event for event in past if event > 0 and ~event not in past}
     last = _last_phases(trace, origins)
     held = Counter({holder.UNNAMED: max(0, peak - seen)})
-    for number in alive - {0}:
+    for number in alive:
         held[_part(origins.made.get(number), last[number])] += rounded_up(trace.sizes[number], rounding)
     before = rounded_up(trace.sizes[0], rounding)
     for name, size in origins.resident.items():
         held[name] += min(size, before)
         before -= min(size, before)
     held[holder.BEFORE] += before
-    at = next((origins.made[event] for event in reversed(begun) if event in origins.made), Origin("forward", ""))
+    at = Origin("forward", "")
+    for event in begun:
+        at = origins.made.get(event, at)
     parts = tuple((name, size) for name, size in held.most_common() if size)
     return Attribution(trace.samples, max(seen, peak), at.phase, at.operation, parts)
 
@@ -69,9 +72,11 @@ def _last_phases(trace: MemoryTrace, origins: StepOrigins) -> list[str]:
 
     If a step did not run to its end, storages from before the backward pass are treated as used in it.
     """
-    phase, last = "forward", ["" if origins.complete else "backward"] * len(trace.sizes)
+    phase = "forward"
+    last = ["" if origins.complete else "backward"] * len(trace.sizes)
     for event in trace.events:
-        phase = origins.made[event].phase if event in origins.made else phase
+        if event in origins.made:
+            phase = origins.made[event].phase
         if event < 0:
             last[~event] = phase
     return last
@@ -89,7 +94,7 @@ def _part(origin: Origin | None, released_in: str) -> str:
         return holder.UPDATE
     if origin.phase == "backward" and released_in == "update":
         return holder.GRADIENTS
-    return holder.ACTIVATIONS if origin.phase != released_in else holder.TEMPORARIES
+    return holder.TEMPORARIES if origin.phase == released_in else holder.ACTIVATIONS
 
 
 class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
@@ -99,7 +104,8 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         super().__init__(**arguments)
         # A meter lives until the garbage collector comes, because storages call it as they die; the training need not.
         self._owned_tensors = WeakMethod(owned)
-        self._allocator, self._blocks_before = allocator, 0
+        self._allocator = allocator
+        self._blocks_before = 0
         self._origins: dict[int, Origin] = {}
         self._sums: list[tuple[int, int]] = []
         self._addresses: dict[int, tuple[int, int]] = {}  # by storage, with how many blocks were handed out
@@ -110,15 +116,19 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def start(self, *, record: bool = False, budget: int | None = None) -> None:
         """Begin a step: the peak starts at what is alive, and what is alive is known by its owners."""
         super().start(record=record, budget=budget)
-        self._origins, self._sums, self._addresses = {}, [], {}
+        self._origins = {}
+        self._sums = []
+        self._addresses = {}
         self._was_backward = False
         self._kinds = self._owned() if record else {}
-        self._blocks_before = self._allocator.handed_out() if record and self._allocator is not None else 0
+        if record and self._allocator is not None:
+            self._blocks_before = self._allocator.handed_out()
 
     def note_batch(self, tensors: Iterable[Tensor]) -> None:
         """Note in the recording that these are the batch."""
-        for storage in addresses(tensors) if self._recording is not None else ():
-            self._name(storage, holder.BATCH)
+        if self._recording is not None:
+            for storage in addresses(tensors):
+                self._name(storage, holder.BATCH)
 
     def origins(self, *, complete: bool = True) -> StepOrigins:
         """Return where the storages of the recorded step come from; to be asked for before ``trace``."""
@@ -134,16 +144,21 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def trace(self, samples: int) -> MemoryTrace:
         """Return the recording, with the addresses of its storages and the sums of gradients."""
         trace = super().trace(samples)
-        addresses, handed_out = zip(*(self._addresses.get(number, (0, 0)) for number in range(len(trace.sizes))))
-        return replace(trace, addresses=addresses, sums=tuple(self._sums), handed_out=handed_out)
+        addresses = [0] * len(trace.sizes)
+        handed_out = [0] * len(trace.sizes)
+        for number, (address, blocks) in self._addresses.items():
+            addresses[number] = address
+            handed_out[number] = blocks
+        return replace(trace, addresses=tuple(addresses), sums=tuple(self._sums), handed_out=tuple(handed_out))
 
     def _owned(self) -> dict[int, str]:
         """Return what storages are to the training, by their addresses; the first owner counts."""
         kinds: dict[int, str] = {}
         owned = self._owned_tensors()
-        for kind, tensors in owned().items() if owned is not None else ():
-            for storage in addresses(tensors):
-                kinds.setdefault(storage, kind)
+        if owned is not None:
+            for kind, tensors in owned().items():
+                for storage in addresses(tensors):
+                    kinds.setdefault(storage, kind)
         return kinds
 
     def _name(self, storage: int, kind: str) -> None:
@@ -159,8 +174,8 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         super()._number(recording, held)
         if held.step == self._step:
             self._origins[held.number] = self._origin()
-        elif kind := self._kinds.pop(held.key, ""):  # alive before the step
-            self._origins[held.number] = Origin("forward", "", kind)
+        elif held.key in self._kinds:  # alive before the step
+            self._origins[held.number] = Origin("forward", "", self._kinds.pop(held.key))
 
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
         self._operation = func
@@ -170,9 +185,10 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if func is _ADD and torch._C._current_graph_task_id() != -1:
             self._note_sum(args[0], *outputs)
         if _described(func)[1]:
-            tensors = (value for value in args if isinstance(value, Tensor) and value.is_floating_point())
-            for storage in addresses(tensors):
-                self._name(storage, holder.LOGITS)
+            for value in args:
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    for storage in addresses([value]):
+                        self._name(storage, holder.LOGITS)
 
     def _note_sum(self, gradient: Tensor, total: Tensor) -> None:
         """Note the storages of a gradient and of its sum with another, both of this step."""
@@ -201,12 +217,12 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
 def state_of(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
     """Return parameters with buffers, their gradients, and the tensors of optimizers, by what they are."""
     known = list(tensors)
-    state = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
-    return {
-        holder.PARAMETERS: known,
-        holder.GRADIENTS: [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None],
-        holder.OPTIMIZER: [value for value in state if isinstance(value, Tensor)],
-    }
+    gradients = [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None]
+    state: list[Tensor] = []
+    for optimizer in optimizers:
+        for values in optimizer.state.values():
+            state += [value for value in values.values() if isinstance(value, Tensor)]
+    return {holder.PARAMETERS: known, holder.GRADIENTS: gradients, holder.OPTIMIZER: state}
 
 
 @cache

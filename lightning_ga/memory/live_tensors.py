@@ -149,8 +149,10 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def start(self, *, record: bool = False, budget: int | None = None) -> None:
         """Begin a step: the peak starts at the live bytes. ``record`` keeps its events; a budget applies at once."""
-        self.budget = self.budget if budget is None else budget
-        self.peak_bytes, self.wanted_bytes = self.live_bytes, 0
+        if budget is not None:
+            self.budget = budget
+        self.peak_bytes = self.live_bytes
+        self.wanted_bytes = 0
         self._step += 1
         self._recording = Recording(self.live_bytes) if record else None
 
@@ -161,7 +163,8 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def trace(self, samples: int) -> MemoryTrace:
         """Return the recording since ``start(record=True)`` as a step of ``samples`` samples, and end it."""
-        found, self._recording = self._recording, None
+        found = self._recording
+        self._recording = None
         if found is None:
             raise RuntimeError("trace() needs start(record=True) before the step.")
         marks = tuple(mark + 1 + len(found.initial) for mark in found.marks)
@@ -189,7 +192,9 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _adopt(self, tensors: Iterable[Tensor | None]) -> None:
         for tensor in tensors:
-            for plain in () if tensor is None else plain_tensors(tensor):
+            if tensor is None:
+                continue
+            for plain in plain_tensors(tensor):
                 storage = plain.untyped_storage()
                 held = self._held.get(storage._cdata)
                 if held is None or not held.counts:
@@ -222,7 +227,10 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
         held = HeldStorage(storage, self._on_death)
-        held.key, held.size, held.counts, held.step = storage._cdata, storage.nbytes(), counts, self._step
+        held.key = storage._cdata
+        held.size = storage.nbytes()
+        held.counts = counts
+        held.step = self._step
         self._held[held.key] = held
         if counts:
             self.live_bytes += rounded_up(held.size, self.rounding)
@@ -254,7 +262,8 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not held.counts:
             return
         self.live_bytes -= rounded_up(held.size, self.rounding)
-        if (recording := self._recording) is None:
+        recording = self._recording
+        if recording is None:
             return
         if held.step != self._step:  # alive before the step: an allocation at its start
             self._number(recording, held)
@@ -265,14 +274,18 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _taken(args: Any, kwargs: Any) -> set[int]:
     """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
-    values = (*args, *kwargs.values()) if kwargs else args
-    items = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
-    return set(addresses(item for item in items if isinstance(item, Tensor)))
+    found: set[int] = set()
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        found.update(addresses(item for item in items if isinstance(item, Tensor)))
+    return found
 
 
 def addresses(tensors: Iterable[Tensor]) -> Iterator[int]:
     """Yield the addresses of the storages of tensors."""
-    return (plain.untyped_storage()._cdata for tensor in tensors for plain in plain_tensors(tensor))
+    for tensor in tensors:
+        for plain in plain_tensors(tensor):
+            yield plain.untyped_storage()._cdata
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
@@ -281,8 +294,12 @@ def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
         return (tensor,)
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        inner = (getattr(tensor, name) for name in names)  # a DTensor names its mesh of devices too
-        return [plain for part in inner if isinstance(part, Tensor) for plain in plain_tensors(part)]
+        found: list[Tensor] = []
+        for name in names:
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor names its mesh of devices too
+                found += plain_tensors(part)
+        return found
     if tensor.layout is torch.sparse_coo:
         return (tensor._indices(), tensor._values())
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

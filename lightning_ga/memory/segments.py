@@ -19,10 +19,12 @@ from typing import NamedTuple
 
 from lightning_ga.memory.trace import MemoryTrace, Segment, rounded_up
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
+MIB = 2**20
 ROUNDING = 512  # bytes that every block is rounded up to
 SMALL = MIB  # blocks up to here come from segments of their own
-SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
 LARGE = 10 * MIB  # blocks from here on have a segment each
 SEGMENT_ROUNDING = 2 * MIB
 _ENDLESS = 1 << 90  # addresses of a segment that grows: sizes that are only predicted may be any
@@ -110,7 +112,8 @@ class Segments:
     def adopt(self, segment: Segment, held: Iterable[bool]) -> list[Block]:
         """Add an existing segment, some of whose blocks are allocated."""
         blocks: list[Block] = []
-        address, age = segment.address, next(self._ages)
+        address = segment.address
+        age = next(self._ages)
         for (size, _), is_held in zip(segment.blocks, held):
             block = Block(address, size, segment.small, age, before=blocks[-1] if blocks else None)
             blocks.append(block)
@@ -176,7 +179,8 @@ class Segments:
                 self._untrack(neighbour)
                 block.size += neighbour.size
                 if neighbour is block.before:
-                    block.address, block.before = neighbour.address, neighbour.before
+                    block.address = neighbour.address
+                    block.before = neighbour.before
                 else:
                     block.after = neighbour.after
         block.link()
@@ -209,7 +213,8 @@ class ExpandableSegments(Segments):
         before = self._end_before(segment)
         blocks = super().adopt(segment, held)
         if before is not None and blocks:
-            before.after, blocks[0].before = blocks[0], before
+            before.after = blocks[0]
+            blocks[0].before = before
         end = segment.address + sum(block.size for block in blocks)
         last = blocks[-1] if blocks else None
         self._leave_unmapped(Block(end, _ENDLESS - end, segment.small, 0, before=last))
@@ -232,7 +237,9 @@ class ExpandableSegments(Segments):
 
     def _room_of(self, entry: Entry) -> int:
         block = entry[3]
-        return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
+        if block.after is None or block.after.mapped:
+            return block.size
+        return block.size + block.after.size
 
     def _reserve(self, size: int, small: bool) -> Block:
         """Map the lowest addresses that have room, and join them to a free block before them."""
@@ -240,7 +247,7 @@ class ExpandableSegments(Segments):
             self._count(needed=segment_size(size, small=small))
         if not self._unmapped[small]:
             self._leave_unmapped(Block(_ENDLESS * (1 if small else 2), _ENDLESS, small, 0))
-        block = next(first for part in self._unmapped[small] if (first := _with_room(part, size)) is not None)
+        block = next(filter(None, (_with_room(part, size) for part in self._unmapped[small])))
         if not block.mapped:
             block = self._map(block, size)
         while block.size < size:
@@ -254,9 +261,11 @@ class ExpandableSegments(Segments):
         size = min(block.size, rounded_up(size, SMALL_SEGMENT if block.small else LARGE_SEGMENT))
         self._unmapped[block.small].remove(block)
         if size < block.size:
-            address, rest = block.address + size, block.size - size
+            address = block.address + size
+            rest = block.size - size
             self._leave_unmapped(Block(address, rest, block.small, 0, before=block, after=block.after))
-        block.size, block.mapped = size, True
+        block.size = size
+        block.mapped = True
         self._count(reserved=size)
         return self._join(block)
 
@@ -267,11 +276,14 @@ class ExpandableSegments(Segments):
 
 def _with_room(part: Block, size: int) -> Block | None:
     """Return the block from which on ``size`` bytes are free or unmapped: the free one before ``part``, or itself."""
-    first = part.before if part.before is not None and part.before.free else part
+    first = part
+    if part.before is not None and part.before.free:
+        first = part.before
     room = 0
     block: Block | None = first
     while room < size and block is not None and (block.free or not block.mapped):
-        room, block = room + block.size, block.after
+        room += block.size
+        block = block.after
     return first if room >= size else None
 
 
@@ -294,10 +306,12 @@ def replay_segments(sizes: Iterable[int], trace: MemoryTrace, rules: SegmentRule
         # A storage that grows with the samples is elsewhere then, and its place is a hole.
         there = [n == 0 or (n > 0 and held[n] == trace.sizes[n]) for _, n in segment.blocks]
         adopted = segments.adopt(segment, there)
-        blocks |= {n: block for (_, n), kept, block in zip(segment.blocks, there, adopted) if kept and n > 0}
-    segments.reserve(held[0] - (trace.sizes[0] if trace.layout else 0))
+        for (_, number), kept, block in zip(segment.blocks, there, adopted):
+            if kept and number > 0:
+                blocks[number] = block
+    segments.reserve(held[0] - trace.sizes[0] if trace.layout else held[0])
     for event in trace.events:
-        number = event if event >= 0 else ~event
+        number = max(event, ~event)
         if number == 0 or held[number] == 0 or (event > 0 and number in blocks):
             continue
         if event > 0:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
+from lightning_ga.plan.accumulation import ceil_div
+
 
 class Segment(NamedTuple):
     """A part of the device's memory that a caching allocator cuts into blocks, ``(bytes, storage)`` in order.
@@ -43,16 +45,18 @@ class MemoryTrace:
         Return the step unchanged if it releases one of more than ``small`` bytes that is not in these segments.
         """
         storages = {place: number for number, place in enumerate(self.residents) if place}
-        now = [
-            Segment(kind, address, tuple((size, storages.get(place, min(place, 0))) for size, place in blocks))
-            for kind, address, blocks in layout
-        ]
-        found = {number for segment in now for _, number in segment.blocks}
-        released = {number for segment in self.layout for _, number in segment.blocks if number > 0}
-        if not now or any(self.sizes[number] > small for number in released - found):
+        now = []
+        lost = {number for segment in self.layout for _, number in segment.blocks if number > 0}
+        for segment in layout:
+            blocks = tuple((size, storages.get(place, min(place, 0))) for size, place in segment.blocks)
+            now.append(segment._replace(blocks=blocks))
+            lost -= {number for _, number in blocks}
+        if not now or any(self.sizes[number] > small for number in lost):
             return self
-        growing = {segment.small for segment in self.layout if not segment.blocks}  # from their lowest addresses on
-        begin = (Segment(kind, min(s.address for s in self.layout if s.small == kind), ()) for kind in growing)
+        begin = []
+        for kind in {segment.small for segment in self.layout if not segment.blocks}:  # that grow
+            lowest = min(segment.address for segment in self.layout if segment.small == kind)
+            begin.append(Segment(kind, lowest, ()))
         return replace(self, layout=(*begin, *now))
 
     def peak(self, rounding: int = 1) -> int:
@@ -77,12 +81,11 @@ class MemoryTrace:
                 made = event
             elif gradients.get(made) == ~event:
                 places[made] = places.get(~event, ~event)
-        gone = {gradients[total] for total in places}
-        events = [
-            event if event >= 0 else ~places.get(~event, ~event)
-            for event in self.events
-            if (event not in places if event >= 0 else ~event not in gone)
-        ]
+        left_out = {*places, *(~gradients[total] for total in places)}
+        events = []
+        for event in self.events:
+            if event not in left_out:
+                events.append(event if event >= 0 else ~places.get(~event, ~event))
         return replace(self, events=canonical(events), sums=())
 
     def phase_peaks(self, rounding: int = 1) -> tuple[int, ...]:
@@ -115,7 +118,7 @@ def bytes_alive(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) 
 
 def rounded_up(size: int, multiple: int) -> int:
     """Return the smallest multiple that is not less than ``size``."""
-    return -(-size // multiple) * multiple
+    return ceil_div(size, multiple) * multiple
 
 
 def canonical(events: Iterable[int]) -> tuple[int, ...]:

@@ -15,7 +15,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from lightning_ga.models.reference import ReferenceModule
 
 Batch = tuple[Tensor, Tensor]
-LEVELS, PATCH, STRIDE = 4, 3, 2  # grey levels; pixels of a hashed patch, and from one patch to the next
+LEVELS = 4  # of grey
+PATCH = 3  # pixels of a hashed patch along each side
+STRIDE = 2  # pixels from one patch to the next
 SPREAD = 2_654_435_761, 40_503  # odd numbers without a factor in common with usual sizes of tables
 
 
@@ -34,13 +36,14 @@ class Classifier(ReferenceModule):
 
     def __init__(self, net: nn.Module, num_classes: int, *, label_smoothing: float = 0.0, **training: Any) -> None:
         super().__init__(("loss", "acc"), **training)
-        self.net, self.label_smoothing = net, label_smoothing
-        ranks = {"acc": 1, "top5": min(5, num_classes)}
-        accuracies = MetricCollection(
-            {name: MulticlassAccuracy(num_classes, k, average="micro") for name, k in ranks.items()},
-            compute_groups=False,  # the two may be equal on the first batch
-        )
-        self.val_accuracy, self.test_accuracy = (accuracies.clone(prefix=f"{stage}/") for stage in ("val", "test"))
+        self.net = net
+        self.label_smoothing = label_smoothing
+        first = MulticlassAccuracy(num_classes, average="micro")
+        first_five = MulticlassAccuracy(num_classes, min(5, num_classes), average="micro")
+        # Without groups: the two may be equal on the first batch.
+        accuracies = MetricCollection({"acc": first, "top5": first_five}, compute_groups=False)
+        self.val_accuracy = accuracies.clone(prefix="val/")
+        self.test_accuracy = accuracies.clone(prefix="test/")
         self.test_confusion = MulticlassConfusionMatrix(num_classes)
         self.confusion: list[list[int]] | None = None
 
@@ -54,8 +57,9 @@ class Classifier(ReferenceModule):
         images, targets = batch
         logits = self(images)
         loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
-        classes = targets if targets.dim() == 1 else targets.argmax(dim=1)  # mixed targets are probabilities
-        accuracy = (logits.detach().argmax(dim=1) == classes).float().mean()
+        if targets.dim() > 1:  # mixed targets are probabilities
+            targets = targets.argmax(dim=1)
+        accuracy = (logits.detach().argmax(dim=1) == targets).float().mean()
         self.record({"loss": loss, "acc": accuracy}, len(targets))
         return loss
 
@@ -181,11 +185,16 @@ def to_group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
 
 def _replacement(layer: _BatchNorm, groups: int) -> nn.Module:
     channels = layer.num_features
-    number = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(groups, channels)
-    norm = nn.GroupNorm(number, channels, eps=layer.eps, affine=layer.affine)
+    if isinstance(layer, nn.BatchNorm1d):
+        groups = 1
+    norm = nn.GroupNorm(math.gcd(groups, channels), channels, eps=layer.eps, affine=layer.affine)
     if layer.affine:
-        norm.weight, norm.bias = layer.weight, layer.bias  # frozen ones stay so
+        norm.weight = layer.weight  # a frozen one stays so
+        norm.bias = layer.bias
     norm.train(layer.training)
-    fused = (getattr(layer, name, None) for name in ("drop", "act"))  # of timm's BatchNormAct2d
-    kept = [part for part in fused if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)]
+    kept = []
+    for name in ("drop", "act"):  # of timm's BatchNormAct2d
+        part = getattr(layer, name, None)
+        if isinstance(part, nn.Module) and not isinstance(part, nn.Identity):
+            kept.append(part)
     return nn.Sequential(norm, *kept) if kept else norm

@@ -60,7 +60,8 @@ class GPT(ReferenceModule):
 
     def evaluate(self, batch: Batch, stage: str) -> None:
         """Log ``loss`` and ``perplexity`` over all tokens of a set."""
-        loss, tokens = self.token_loss(batch), count_tokens(batch)
+        loss = self.token_loss(batch)
+        tokens = count_tokens(batch)
         for name, metric in self.evaluated.items():
             metric.update(loss, tokens)
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, batch_size=tokens)
@@ -107,8 +108,10 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm_attention = nn.LayerNorm(width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -109,18 +109,14 @@ class ReferenceModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, and its scheduler by optimizer step if there is one."""
-        # timm's groups parameters by their names, and by the network's own order of layers.
-        takes_module = (
-            "model" in inspect.signature(getattr(self.make_optimizer, "func", self.make_optimizer)).parameters
-        )
-        make: Callable[[Any], torch.optim.Optimizer] = self.make_optimizer
-        optimizer = make(getattr(self, "net", self)) if takes_module else make(self.parameters())
+        optimized: Any = self.parameters()
+        if "model" in _parameters_of(self.make_optimizer):  # timm's groups them by their names, and by layers
+            optimized = getattr(self, "net", self)
+        optimizer = self.make_optimizer(optimized)
         if self.make_scheduler is None:
             return optimizer
         arguments = {}
-        # A partial has no signature if it was given an argument that its function does not take.
-        function = getattr(self.make_scheduler, "func", self.make_scheduler)
-        if "total_steps" in inspect.signature(function).parameters:
+        if "total_steps" in _parameters_of(self.make_scheduler):
             steps = optimizer_steps(self.trainer)
             if self.trainer.limit_train_batches == 0:
                 raise UserError(
@@ -135,3 +131,8 @@ class ReferenceModule(LightningModule):
             arguments["total_steps"] = int(steps)
         scheduler = self.make_scheduler(optimizer, **arguments)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function; a partial has none if it was given an argument that its function lacks."""
+    return inspect.signature(getattr(function, "func", function)).parameters

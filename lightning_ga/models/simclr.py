@@ -39,9 +39,11 @@ class SimCLR(ReferenceModule):
     ) -> None:
         super().__init__(("loss", "acc"), **training)
         encoder: Any = build_timm(name, image_size=image_size, num_classes=0, in_chans=in_channels)
-        self.encoder, outputs = to_group_norm(encoder), int(encoder.num_features)
+        self.encoder = to_group_norm(encoder)
+        outputs = int(encoder.num_features)
         self.head = nn.Sequential(nn.Linear(outputs, outputs), nn.ReLU(), nn.Linear(outputs, width))
-        self.temperature, self.move = temperature, move
+        self.temperature = temperature
+        self.move = move
         self.save_hyperparameters("name", "in_channels", "image_size", "width", "temperature", "move")
 
     def forward(self, images: Tensor) -> Tensor:
@@ -66,7 +68,9 @@ class SimCLR(ReferenceModule):
         return self(batch[0])
 
     def _compare(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = F.normalize(torch.cat([self.head(self.encoder(self._view(images))) for _ in range(2)]))
+        one = self.head(self.encoder(self._view(images)))
+        other = self.head(self.encoder(self._view(images)))
+        outputs = F.normalize(torch.cat([one, other]))
         similarities = (outputs @ (outputs / self.temperature).T).fill_diagonal_(-torch.inf)
         others = torch.arange(len(outputs), device=outputs.device).roll(len(images))
         nearest = similarities.detach().argmax(dim=1)

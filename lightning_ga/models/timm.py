@@ -42,7 +42,8 @@ class TimmClassifier(Classifier):
         options = dict(options or {})
         arguments = {"num_classes": num_classes, "in_chans": in_channels, **options}
         net = build_timm(name, image_size=image_size, pretrained=pretrained, **arguments)
-        net = to_group_norm(net) if group_norm else net
+        if group_norm:
+            net = to_group_norm(net)
         super().__init__(net, num_classes, **training)
         # What makes a network for its weights with timm alone; GroupNorm's names are others.
         plain = {"model_name": name, **timm_arguments(name, image_size, arguments)}
@@ -81,8 +82,9 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
 def timm_arguments(name: str, image_size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``timm.create_model``, with ``img_size`` if the model has a fixed input size."""
     config = timm.get_pretrained_cfg(name, allow_unregistered=True)
-    is_fixed = config is not None and config.fixed_input_size
-    return {"img_size": image_size, **arguments} if is_fixed else dict(arguments)
+    if config is None or not config.fixed_input_size:
+        return dict(arguments)
+    return {"img_size": image_size, **arguments}
 
 
 @contextmanager

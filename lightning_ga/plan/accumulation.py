@@ -6,6 +6,7 @@ most, so no pass peaks higher than needed and none is nearly empty.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import index
 from typing import SupportsIndex
 
@@ -53,6 +54,10 @@ class AccumulationPlan:
             each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
             names = f"{' and '.join(self.whole)} in {chunks} chunk{'s' if chunks > 1 else ''} of {self.chunk_size}"
             return f"effective batch {self.effective_batch_size:,} in one loss{each}, {names}"
+        shares = [sum(rank) for rank in self.chunks]
+        if len({len(rank) for rank in self.chunks}) > 1 or max(shares) - min(shares) > 1:
+            sizes = ", ".join(f"{share} in {len(rank)} × {rank[0]}" for share, rank in zip(shares, self.chunks))
+            return f"effective batch {self.effective_batch_size} in shares of {sizes} at most (rank by rank)"
         effective, micro, factor, ranks = self.effective_batch_size, self.micro_batch_size, self.factor, self.world_size
         if all(size == micro for rank in self.chunks for size in rank):
             return f"effective batch {effective} = {micro} × {factor} × {ranks} (micro-batch × factor × ranks)"
@@ -67,13 +72,65 @@ def ceil_div(total: int, parts: int) -> int:
     return -(-total // parts)
 
 
-def split_evenly(total: int, parts: int) -> tuple[int, ...]:
-    """Cut ``total`` into ``parts`` sizes that differ by one at most, the larger ones first."""
-    quotient, larger = divmod(total, parts)
-    return (quotient + 1,) * larger + (quotient,) * (parts - larger)
+def split_evenly(total: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
+    """Cut ``total`` into ``parts`` near-equal multiples, the larger ones first; the last one has what is left.
+
+    If there are fewer multiples than parts, sizes are no multiples and differ by one at most.
+
+    Examples:
+        >>> split_evenly(14, 3), split_evenly(14, 3, multiple=2), split_evenly(13, 3, multiple=2)
+        ((5, 5, 4), (6, 4, 4), (6, 4, 3))
+    """
+    units = ceil_div(total, multiple)
+    if units < parts:
+        units = total
+        multiple = 1
+    quotient, larger = divmod(units, parts)
+    sizes = [(quotient + 1) * multiple] * larger + [quotient * multiple] * (parts - larger)
+    sizes[-1] -= units * multiple - total
+    return tuple(sizes)
 
 
-def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int = 1) -> AccumulationPlan:
+def split_in_proportion(total: int, ratio: tuple[int, ...], multiple: int = 1) -> tuple[int, ...]:
+    """Cut ``total`` in multiples that are as near to a ratio as they can be; the last one has what is left.
+
+    Examples:
+        >>> split_in_proportion(36, (24, 12)), split_in_proportion(35, (24, 12), multiple=2)
+        ((24, 12), (24, 11))
+    """
+    units = ceil_div(total, multiple)
+    ends = [units * sum(ratio[: place + 1]) // sum(ratio) for place in range(len(ratio))]
+    edges = [0, *(min(total, end * multiple) for end in ends)]
+    return tuple(end - start for start, end in pairwise(edges))
+
+
+def plan_unequal_shares(effective_batch: int, *, limits: tuple[int, ...], rank: int, multiple: int) -> AccumulationPlan:
+    """Cut an effective batch into shares in proportion to the ``limits`` of ranks, each in chunks within its limit.
+
+    Micro-batch and factor are those of one ``rank``.
+    """
+    shares = split_in_proportion(effective_batch, limits, multiple)
+    chunks = tuple(chunk_sizes(share, limit, multiple) for share, limit in zip(shares, limits))
+    return AccumulationPlan(effective_batch, len(limits), chunks[rank][0], len(chunks[rank]), chunks)
+
+
+def whole_multiples(most: int, multiple: int) -> int:
+    """Return the largest multiple that is at most ``most``, or ``most`` itself if there is none."""
+    return most - most % multiple if most >= multiple else most
+
+
+def chunk_sizes(share: int, most: int, multiple: int = 1) -> tuple[int, ...]:
+    """Cut a share into the fewest near-equal chunks of at most ``most`` samples, multiples if that many fit."""
+    return split_evenly(share, max(1, ceil_div(share, whole_multiples(most, multiple))), _allowed(multiple, most))
+
+
+def _allowed(multiple: int, most: int) -> int:
+    return multiple if most >= multiple else 1
+
+
+def plan_accumulation(
+    effective_batch: int, *, micro_batch: int, world_size: int = 1, multiple: int = 1
+) -> AccumulationPlan:
     """Cut an effective batch into the fewest near-equal chunks that fit in memory.
 
     The effective batch is kept exactly: chunks shrink and are never padded. A near-equal cut
@@ -85,6 +142,8 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
         effective_batch: Samples behind one optimizer step, summed over ranks and chunks.
         micro_batch: Most samples that fit in one forward and backward pass on one rank.
         world_size: Data-parallel ranks; each runs the same number of chunks.
+        multiple: Chunks are multiples of this if ``micro_batch`` is at least as large; the last may have fewer samples
+            if it does not divide the effective batch.
 
     Raises:
         UserError: If an argument is below one, the effective batch below the number of ranks, or the factor
@@ -97,9 +156,10 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
     micro_batch, world_size = require_count("micro_batch", micro_batch), require_count("world_size", world_size)
     effective_batch = require_effective_batch(effective_batch, world_size)
     require_few_chunks(effective_batch, micro_batch, world_size)
-    shares = split_evenly(effective_batch, world_size)
-    factor = -(-shares[0] // micro_batch)
-    chunks = tuple(split_evenly(share, factor) for share in shares)
+    multiple = _allowed(require_count("multiple", multiple), micro_batch)
+    shares = split_evenly(effective_batch, world_size, multiple)
+    factor = len(chunk_sizes(shares[0], micro_batch, multiple))
+    chunks = tuple(split_evenly(share, factor, multiple) for share in shares)
     return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
 
 
@@ -109,10 +169,12 @@ def in_chunks_of(plan: AccumulationPlan, most: int, names: tuple[str, ...]) -> A
     return replace(plan, chunk_size=-(-samples // -(-samples // most)), whole=names)
 
 
-def plan_in_step(batch: int, *, batches: int, micro_batch: int, world_size: int = 1) -> AccumulationPlan:
+def plan_in_step(
+    batch: int, *, batches: int, micro_batch: int, world_size: int = 1, multiple: int = 1
+) -> AccumulationPlan:
     """Plan windows of whole ``batches`` on each rank, each batch cut into the fewest near-equal chunks that fit."""
     require_few_chunks(batch * batches, micro_batch, 1)
-    chunks = split_evenly(batch, -(-batch // micro_batch)) * batches
+    chunks = chunk_sizes(batch, micro_batch, multiple) * batches
     return AccumulationPlan(batch * batches * world_size, world_size, chunks[0], len(chunks), (chunks,) * world_size)
 
 

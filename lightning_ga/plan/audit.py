@@ -8,7 +8,6 @@ wᵢ, and this file compares them with the weights of the usual mistakes.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import isclose
 from typing import Literal
 
@@ -179,10 +178,12 @@ def _with_clipping(steps: tuple[AuditStep, ...]) -> tuple[AuditStep, ...]:
     has_others = len(scaled) > 1 or any(step.is_right for step in steps)
     if not scaled or not is_one or not has_others or any(step.norm > scaled[0] * (1 + SAME_NORM) for step in steps):
         return steps
-    clipped: dict[bool, Verdict] = {True: "clipped", False: "sum"}
-    return tuple(
-        replace(step, verdict=clipped[sum(step.weights) < 1]) if step.verdict == "scaled" else step for step in steps
-    )
+    named = []
+    for step in steps:
+        if step.verdict == "scaled":
+            step = replace(step, verdict="clipped" if sum(step.weights) < 1 else "sum")
+        named.append(step)
+    return tuple(named)
 
 
 def _same(weights: Sequence[float], others: Sequence[float]) -> bool:
@@ -204,8 +205,10 @@ def _ranges(numbers: Sequence[int]) -> str:
         >>> _ranges([9, 10, 11, 1])
         '9-11, 1'
     """
-    texts = []
-    for _, pairs in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in pairs]
-        texts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-    return ", ".join(texts)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

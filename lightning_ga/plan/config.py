@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.accumulation import ceil_div, require_count, whole_multiples
 from lightning_ga.plan.schedule import Growth, PiecewiseSchedule, Schedule, as_schedule, require_arguments
 from lightning_ga.plan.units import LEAST_BYTES, parse_budget
 
@@ -17,7 +17,8 @@ Normalize = Literal["samples"] | Callable[[Any], Any] | None
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "objective": ("memory", "throughput"),
     "micro_batching": ("loader", "step"),
-    "on_oom": ("split", "raise"),
+    "shares": ("equal", "memory"),
+    "on_oom": ("split", "skip", "raise"),
     "batch_norm": ("warn", "ignore"),
     "verify": (True, False),
     "cache": (True, False),
@@ -34,6 +35,7 @@ class Request:
     factor: Schedule  # ``None`` if the effective batch decides
     micro_batch: int | None  # ``None`` to probe for it
     most: int | None  # upper bound of the micro-batch
+    multiple: int = 1  # of which micro-batches are multiples
 
     def effective_batch(self, epoch: int, micro_batch: int, world_size: int) -> int | None:
         """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows."""
@@ -89,6 +91,10 @@ class Request:
         wanted = micro_batch if self.micro_batch is None else self.micro_batch
         return wanted if self.most is None else min(wanted, self.most)
 
+    def in_multiples(self, micro_batch: int) -> int:
+        """Return the largest micro-batch that the user's arguments allow, of at most so many samples."""
+        return whole_multiples(self.capped(micro_batch), self.multiple)
+
     def useful_limit(self, epochs: range, *, recipe: int, total: int | None, world_size: int) -> int:
         """Return the largest micro-batch that any of these epochs can use, in samples.
 
@@ -99,6 +105,7 @@ class Request:
         share = -(-max(self.effective(epoch) or recipe for epoch in epochs) // world_size)
         if factor:
             share = recipe if total is None else max(1, total // (factor * world_size))
+            share = whole_multiples(share, self.multiple)
         elif total is not None:
             share = min(share, max(1, -(-total // world_size)))
         return self.capped(share)
@@ -125,9 +132,11 @@ class Options:
     cache: bool = True
     on_oom: str = "split"
     micro_batching: str = "loader"
+    shares: str = "equal"
     whole: tuple[str, ...] = ()
     scale_lr: ScaleLr = "none"
     size_of: Callable[[Any, Any], int] | str | None = None
+    checkpoint: tuple[str, ...] | Literal["auto"] = ()  # names, or none
 
 
 def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
@@ -141,7 +150,10 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
         raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
     parse_budget(budget, 1 << 40, least=LEAST_BYTES)  # refused here if no device can have it
     request = read_request(given)
-    whole, size_of = _read_names(given["whole"]), given["size_of"]
+    whole, size_of = _read_names("whole", given["whole"]), given["size_of"]
+    checkpoint = given["checkpoint"]
+    if checkpoint != "auto":
+        checkpoint = _read_names("checkpoint", () if checkpoint is None else checkpoint)
     if callable(size_of):
         require_arguments("size_of", size_of, "dataset, index", "len(dataset[index])")
     elif size_of is not None and (not isinstance(size_of, str) or not size_of):
@@ -152,6 +164,7 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
         normalize=None if whole and normalize == "samples" else normalize,  # all ranks have the same loss
         whole=whole,
         size_of=size_of,
+        checkpoint=checkpoint,
     )
     _refuse_together(options, request)
     return request, options
@@ -170,11 +183,25 @@ def read_request(given: Mapping[str, Any]) -> Request:
         )
     # Factors are 1 before the first epoch of a mapping, as in Lightning's scheduler.
     factors = {0: 1, **accumulate} if isinstance(accumulate, Mapping) and accumulate else accumulate
+    micro_batch = None if isinstance(micro_batch_size, str) else require_count("micro_batch_size", micro_batch_size)
+    most = None if most is None else require_count("max_micro_batch_size", most)
+    multiple = require_count("micro_batch_multiple", given["micro_batch_multiple"])
+    if micro_batch is not None and micro_batch % multiple:
+        raise UserError(
+            f"{micro_batch_size=} is no multiple of micro_batch_multiple={multiple}: give "
+            f"{ceil_div(micro_batch, multiple) * multiple}, or leave one of them out."
+        )
+    if most is not None and most < multiple:
+        raise UserError(
+            f"max_micro_batch_size={most} is below micro_batch_multiple={multiple}, so that no micro-batch is a "
+            f"multiple: give at least {multiple}."
+        )
     return Request(
         effective=as_schedule(effective_batch_size, name="effective_batch_size"),
         factor=as_schedule(factors, name="accumulate"),
-        micro_batch=None if isinstance(micro_batch_size, str) else require_count("micro_batch_size", micro_batch_size),
-        most=None if most is None else require_count("max_micro_batch_size", most),
+        micro_batch=micro_batch,
+        most=most,
+        multiple=multiple,
     )
 
 
@@ -199,11 +226,11 @@ def _refuse_removed(given: Mapping[str, Any]) -> None:
         raise UserError("scale_beta2= was removed: set the optimizer's betas for the effective batch yourself.")
 
 
-def _read_names(whole: Any) -> tuple[str, ...]:
-    """Check the names of submodules that run over whole windows; a string is one name."""
-    names = (whole,) if isinstance(whole, str) and whole else whole
+def _read_names(argument: str, given: Any) -> tuple[str, ...]:
+    """Check the names of submodules; a string is one name."""
+    names = (given,) if isinstance(given, str) and given else given
     if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
-        raise UserError(f'{whole=} must be a tuple of names of submodules, such as ("encoder",).')
+        raise UserError(f'{argument}={given!r} must be a tuple of names of submodules, such as ("encoder",).')
     return tuple(names)
 
 
@@ -214,15 +241,28 @@ def _refuse_together(options: Options, request: Request) -> None:
             f"whole={options.whole!r} makes a window one batch, so its factor is 1, and accumulate="
             f"{request.factor(0)} asks for another: give effective_batch_size=… instead."
         )
+    if options.on_oom == "skip" and options.normalize is None:
+        what = f"whole={options.whole!r}" if options.whole else "normalize=None"
+        raise UserError(
+            f"on_oom='skip' leaves samples out of a mean over samples, and {what} makes no such mean: leave one of "
+            "them out."
+        )
     others = {
         "objective='throughput'": options.objective == "throughput",
         "accumulate=": request.factor(0) is not None,
         "micro_batching='step'": options.micro_batching == "step",
         f"whole={options.whole!r}": options.whole,
+        f"micro_batch_multiple={request.multiple}": request.multiple > 1,
         f"effective_batch_size={request.by_window!r}": request.is_by_window,
     }
-    pairs = [("size_of=", name) for name in others if options.size_of is not None]
-    pairs += [(f"whole={options.whole!r}", "objective='throughput'")] if options.whole else []
+    others["size_of="] = options.size_of is not None
+    pairs = [("size_of=", name) for name in others if name != "size_of=" and options.size_of is not None]
+    if options.whole:
+        chunked = f"whole={options.whole!r}"
+        pairs += [(chunked, "objective='throughput'"), (chunked, f"micro_batch_multiple={request.multiple}")]
+    if options.shares != "equal":
+        apart = f"micro_batch_multiple={request.multiple}"
+        pairs += [(f"shares={options.shares!r}", name) for name in others if name != apart]
     for first, second in pairs:
         if others[second]:
             raise UserError(f"{first} and {second} do not go together: leave one of them out.")

@@ -37,7 +37,9 @@ def noise_scale(moments: Sequence[tuple[float, float]]) -> NoiseScale | None:
     if len(moments) < 2:
         return None
     spreads, squares = zip(*moments)
-    spread, square, number = fmean(spreads), fmean(squares), len(moments)
+    spread = fmean(spreads)
+    square = fmean(squares)
+    number = len(moments)
     if square <= 2 * sqrt(variance(squares) / number) or spread <= 0:
         return None
     value = spread / square
@@ -85,25 +87,34 @@ class CriticalBatch:
     def largest(self) -> int:
         """The largest batch such that it, and all from the best one up to it, are within the tolerance."""
         beyond = self._beyond
-        return (self.points[-1] if beyond is None else self.points[self.points.index(beyond) - 1]).batch
+        if beyond is None:
+            return self.points[-1].batch
+        return self.points[self.points.index(beyond) - 1].batch
 
     @property
     def _beyond(self) -> BatchPoint | None:
-        above = (point for point in self.points if point.batch > self.lowest.batch and point.loss > self.bound)
-        return next(above, None)
+        for point in self.points:
+            if point.batch > self.lowest.batch and point.loss > self.bound:
+                return point
+        return None
 
     def sentence(self) -> str:
         """Say what the largest batch is, and what accumulating more costs."""
-        best, beyond = self.lowest, self._beyond
+        best = self.lowest
+        beyond = self._beyond
         text = f"{self.largest} is the largest of these batches within {100 * self.tolerance:.3g} % of the lowest loss"
         if beyond is not None:
             error = sqrt(beyond.error**2 + best.error**2)
             text += f"; {beyond.batch} costs {beyond.loss - best.loss:.3g} ± {error:.2g} of loss on the same samples"
         open_ = [str(one.batch) for one in self.points if one != best and abs(one.loss - self.bound) < 2 * one.error]
-        return f"{text}." + (f" Seeds leave open on which side of it {' and '.join(open_)} lies." if open_ else "")
+        if open_:
+            text += f". Seeds leave open on which side of it {' and '.join(open_)} lies"
+        return f"{text}."
 
 
 def batches_around(batch: int, samples: int) -> tuple[int, ...]:
     """Return B/2 (if that is a whole number), B, 2B and 4B, but none above the samples of a branch."""
-    half = () if batch % 2 else (batch // 2,)
-    return tuple(size for size in (*half, batch, 2 * batch, 4 * batch) if size <= samples)
+    sizes = [batch, 2 * batch, 4 * batch]
+    if batch % 2 == 0:
+        sizes.insert(0, batch // 2)
+    return tuple(size for size in sizes if size <= samples)

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-SAME_RESULT = "with the same result"
-NO_GRADIENT = "its gradient is zero"
+SAME_RESULT = "The result is the same."
 
 Cause = Literal["exact", "batch_norm", "sum", "coupled", "weighted", "stateful", "random", "uncuttable", "unmeasured"]
 INEXACT = ("batch_norm", "sum", "coupled", "weighted", "stateful")
@@ -44,6 +43,7 @@ class Exactness:
         micro_steps: Forward and backward passes that the measurement ran.
         tensors: State that a pass changes besides gradients (buffers, untrained parameters, attributes). Unless the
             cause is ``"stateful"``, no gradient was seen to depend on it.
+        has_gradient: False if the gradient was zero, so that nothing could be measured.
     """
 
     relative_error: float | None
@@ -53,20 +53,19 @@ class Exactness:
     reason: str = ""
     micro_steps: int = 0
     tensors: tuple[str, ...] = ()
+    has_gradient: bool = True
 
     def __str__(self) -> str:
+        layers = f"BatchNorm layers ({_some(self.layers)})"
         meaning = self.reason or _MEANING[self.cause]
         if self.cause in ("uncuttable", "unmeasured") or not self.reason:
-            meaning = _MEANING[self.cause].format(
-                layers=f"BatchNorm layers ({_some(self.layers)})",
-                tensors=_some(self.tensors),
-                reason=self.reason,
-            )
+            meaning = _MEANING[self.cause].format(layers=layers, tensors=_some(self.tensors), reason=self.reason)
         if self.cause in INEXACT and self.cause != "batch_norm" and self.layers:
-            meaning += f"; besides, BatchNorm layers ({_some(self.layers)}) see each micro-batch by itself"
+            meaning += f"; besides, {layers} see each micro-batch by itself"
         error = self.relative_error
-        is_shown = error is not None and (self.cause == "exact" or not error <= self.tolerance)
-        return f"relative error {error:.1e}: {meaning}" if is_shown else meaning
+        if error is None or (self.cause != "exact" and error <= self.tolerance):
+            return meaning
+        return f"relative error {error:.1e}: {meaning}"
 
 
 def is_inexact(verdict: Exactness | None) -> bool:
@@ -76,15 +75,19 @@ def is_inexact(verdict: Exactness | None) -> bool:
 
 def combined(verdicts: Iterable[Exactness]) -> Exactness:
     """Return the verdict for all ranks: exact if that of every rank is, else the worst."""
-    return max(verdicts, key=lambda each: 2 if is_inexact(each) else each.cause != "exact")
+    return max(verdicts, key=lambda each: (is_inexact(each), each.cause != "exact"))
 
 
 def warning(verdict: Exactness | None, *, batch_norm: str = "warn") -> str | None:
     """Return the sentence for a user whose batches are cut; ``None`` if all is well, or BatchNorm is accepted."""
-    if verdict is not None and verdict.cause == "unmeasured":
+    if verdict is None:
+        return None
+    if verdict.cause == "unmeasured":
         return f"Whether accumulation is exact for this model is not known: {verdict}."
-    is_accepted = verdict is not None and verdict.cause == "batch_norm" and batch_norm != "warn"
-    return f"Accumulation is not exact for this model, {verdict}." if is_inexact(verdict) and not is_accepted else None
+    is_accepted = verdict.cause == "batch_norm" and batch_norm != "warn"
+    if is_accepted or not is_inexact(verdict):
+        return None
+    return f"Accumulation is not exact for this model, {verdict}."
 
 
 def after_error(verdict: Exactness | None) -> str:
@@ -93,9 +96,11 @@ def after_error(verdict: Exactness | None) -> str:
         return "Whether its gradient is that of the window in one pass was not measured (verify=False)."
     if verdict.cause == "exact":
         return SAME_RESULT
-    is_known = "is not that of the window in one pass" if is_inexact(verdict) else "may not be that of one pass"
-    return f"Its gradient {is_known}, {verdict}."
+    if is_inexact(verdict):
+        return f"Its gradient is not that of the window in one pass, {verdict}."
+    return f"Its gradient may not be that of one pass, {verdict}."
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

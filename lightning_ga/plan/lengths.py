@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 
-from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div
 from lightning_ga.plan.units import counted
 from lightning_ga.plan.windows import EpochPlan, Window
 
@@ -33,8 +33,8 @@ class SizeLimits:
 
     def lowered(self, micro_batch: int, *, of: int) -> "SizeLimits":
         """Return the limits if only ``micro_batch`` of the longest samples fit, and not as many as ``of``."""
-        budget, samples = (max(1, limit * min(micro_batch, of) // of) for limit in (self.budget, self.samples))
-        return replace(self, budget=budget, samples=samples)
+        fewer = min(micro_batch, of)
+        return replace(self, budget=max(1, self.budget * fewer // of), samples=max(1, self.samples * fewer // of))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,21 +62,25 @@ class SizedEpoch(EpochPlan):
 
     def places(self, window: Window, position: int) -> Sequence[int]:
         """Return the places, in the epoch's order, of one micro-batch of a window."""
-        order = [window.start + place for chunks in _ranks(self, window.index) for chunk in chunks for place in chunk]
+        order = [place for chunks in _ranks(self, window.index) for chunk in chunks for place in chunk]
         found = super().places(window, position)
-        return [order[place - window.start] for place in found]
+        return [window.start + order[place - window.start] for place in found]
 
     def _needed(self, window: int) -> int:
         start, samples = self.windows.span(window)
         sizes = self.sizes[start : start + samples]
-        costs = ([sizes[place] + self.limits.offset for place in share] for share in _shares(sizes, self.world_size))
-        return max(1, *(len(_greedy(each, self.limits.budget, self.limits.samples)) for each in costs))
+        most = 1
+        for share in _shares(sizes, self.world_size):
+            costs = [sizes[place] + self.limits.offset for place in share]
+            most = max(most, len(_greedy(costs, self.limits.budget, self.limits.samples)))
+        return most
 
 
 @lru_cache(maxsize=8)  # windows: the sizes and the places of each are asked for
 def _ranks(plan: SizedEpoch, window: int) -> tuple[RankChunks, ...]:
     start, samples = plan.windows.span(window)
-    sizes, factor = plan.sizes[start : start + samples], plan.factor_of(window)
+    sizes = plan.sizes[start : start + samples]
+    factor = plan.factor_of(window)
     return cut_by_size(sizes, plan.limits, factor=factor, world_size=plan.world_size)
 
 
@@ -85,7 +89,8 @@ def _shares(sizes: Sequence[int], world_size: int) -> list[list[int]]:
     shares: list[list[int]] = [[] for _ in range(world_size)]
     for number, place in enumerate(sorted(range(len(sizes)), key=lambda place: -sizes[place])):
         row, turn = divmod(number, world_size)
-        shares[world_size - 1 - turn if row % 2 else turn].append(place)  # so the costs of ranks differ little
+        rank = world_size - 1 - turn if row % 2 else turn  # so the costs of ranks differ little
+        shares[rank].append(place)
     return shares
 
 
@@ -107,7 +112,8 @@ def cut_by_size(
 
 def _greedy(descending: Sequence[int], budget: int, most: int) -> list[int]:
     """Return the starts of micro-batches that are as large as the limits allow."""
-    starts, start = [], 0
+    starts = []
+    start = 0
     while start < len(descending):
         starts.append(start)
         start += _fitting(descending[start], budget, most)
@@ -116,7 +122,9 @@ def _greedy(descending: Sequence[int], budget: int, most: int) -> list[int]:
 
 def _fitting(longest: int, budget: int, most: int) -> int:
     """Return the most samples of a micro-batch, one at least."""
-    return max(1, min(most, budget // longest)) if longest else most
+    if not longest:
+        return most
+    return max(1, min(most, budget // longest))
 
 
 def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[tuple[int, int]]:
@@ -124,18 +132,24 @@ def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[t
 
     It begins with the smallest budget that suffices; then each edge moves so that the spans beside it cost least.
     """
-    budget, most = limits.budget, limits.samples
+    budget = limits.budget
+    most = limits.samples
     enough = bisect_left(range(budget), True, key=lambda each: len(_greedy(descending, each, most)) <= number)
     edges = [*_greedy(descending, enough, most), len(descending)]
     while len(edges) <= min(number, len(descending)):  # halve the costliest of several samples
         start, end = max(pairwise(edges), key=lambda span: (span[1] - span[0] > 1) * (1 + _cost(descending, span)))
         edges.insert(edges.index(end), (start + end) // 2)
     for place in range(1, len(edges) - 1):
-        start, end = edges[place - 1], edges[place + 1]
-        size, reach = descending[start], start + _fitting(descending[start], budget, most)
-        rights = ((at, (end - at) * descending[at]) for at in range(start + 1, min(reach + 1, end)))
-        fitting = ((at, cost) for at, cost in rights if at + 1 == end or (cost <= budget and end - at <= most))
-        edges[place] = min(fitting, key=lambda each: (each[0] - start) * size + each[1])[0]
+        start = edges[place - 1]
+        end = edges[place + 1]
+        size = descending[start]
+        reach = start + _fitting(size, budget, most)
+        costs = {}
+        for edge in range(start + 1, min(reach + 1, end)):
+            right = (end - edge) * descending[edge]
+            if edge + 1 == end or (right <= budget and end - edge <= most):
+                costs[edge] = (edge - start) * size + right
+        edges[place] = min(costs, key=costs.__getitem__)
     return list(pairwise(edges))
 
 
@@ -153,12 +167,14 @@ class SizedPlan(AccumulationPlan):
     padding_as_drawn: float = 0.0  # the same if windows were cut in the order of the samples
 
     def __str__(self) -> str:
-        few, many = self.fewest_samples, self.micro_batch_size
-        samples = f"{few} to {counted(many, 'sample')}" if few < many else counted(many, "sample")
-        ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
+        samples = counted(self.micro_batch_size, "sample")
+        if self.fewest_samples < self.micro_batch_size:
+            samples = f"{self.fewest_samples} to {samples}"
+        if self.world_size > 1:
+            samples += f" on each of {self.world_size} ranks"
         passes = counted(self.factor, "micro-batch", "es")
         return (
-            f"window {self.effective_batch_size} in {passes} of {samples}{ranks}, at most {self.most_padded:,} "
+            f"window {self.effective_batch_size} in {passes} of {samples}, at most {self.most_padded:,} "
             f"tokens each if padded; padding {100 * self.padding:.0f} % (was {100 * self.padding_as_drawn:.0f} %)"
         )
 
@@ -168,38 +184,51 @@ def plan_by_size(
 ) -> tuple[SizedPlan, SizedEpoch]:
     """Cut an epoch by ``sizes`` that was planned without, for as many samples at once as the longest allow."""
     windows = range(epoch.done, epoch.count)
-    some, of_pass = windows[:: len(windows) // _WINDOWS_COMPARED + 1], limits.budget // SHARE_OF_PASS
-    sized = SizedEpoch(epoch.windows, epoch.micro_batch, epoch.world_size, sizes, limits)
+    some = windows[:: len(windows) // _WINDOWS_COMPARED + 1]
+    of_pass = limits.budget // SHARE_OF_PASS
+    sized = SizedEpoch(epoch.windows, epoch.micro_batch, epoch.world_size, sizes=sizes, limits=limits)
 
     def cost(cut: SizedEpoch) -> int:
         return sum(_padded(cut, sizes, some)[1]) + of_pass * cut.factor * len(some) * epoch.world_size
 
     most = max(_MAX_PASSES, epoch.factor // 3)  # a third of those in the order of the samples
-    while sized.factor < most and cost(finer := replace(sized, more=sized.more + 1)) < cost(sized):
+    finer = replace(sized, more=1)
+    while sized.factor < most and cost(finer) < cost(sized):
         sized = finer
-    (counts, padded), (_, drawn) = _padded(sized, sizes, windows), _padded(epoch, sizes, windows)
-    spans = [epoch.windows.span(index) for index in windows]
-    held = sum(sum(sizes[start : start + samples]) for start, samples in spans)
-    paddings = [1 - held / (sum(each) or 1) if held else 0.0 for each in (padded, drawn)]
-    return SizedPlan(
+        finer = replace(sized, more=sized.more + 1)
+    counts, padded = _padded(sized, sizes, windows)
+    _, drawn = _padded(epoch, sizes, windows)
+    held = 0
+    for index in windows:
+        start, samples = epoch.windows.span(index)
+        held += sum(sizes[start : start + samples])
+    found = SizedPlan(
         plan.effective_batch_size,
         plan.world_size,
         max(counts, default=1),
         sized.factor,
         tuple(sized.window(windows[0], rank).sizes for rank in range(epoch.world_size) if windows),
-        samples_at_most=min(limits.samples, -(-plan.effective_batch_size // plan.world_size)),
+        samples_at_most=min(limits.samples, ceil_div(plan.effective_batch_size, plan.world_size)),
         size_budget=limits.budget,
         fewest_samples=min(counts, default=0),
         most_padded=max(padded, default=0),
-        padding=paddings[0],
-        padding_as_drawn=paddings[1],
-    ), sized
+        padding=_padding(held, padded),
+        padding_as_drawn=_padding(held, drawn),
+    )
+    return found, sized
+
+
+def _padding(held: int, padded: Sequence[int]) -> float:
+    """Return the share of padded micro-batches that is padding."""
+    return 1 - held / sum(padded) if held else 0.0
 
 
 def _padded(plan: EpochPlan, sizes: Sequence[int], windows: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the samples of each micro-batch of some windows on all ranks, and these × their longest."""
-    counts, padded = [], []
-    for window in (plan.window(index, rank) for index in windows for rank in range(plan.world_size)):
+    counts = []
+    padded = []
+    for index, rank in product(windows, range(plan.world_size)):
+        window = plan.window(index, rank)
         for position, count in enumerate(window.sizes):
             if count:
                 counts.append(count)

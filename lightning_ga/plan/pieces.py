@@ -1,9 +1,9 @@
 """How many samples the pieces of a batch have, in training and in evaluation, and how many after an error."""
 
-from lightning_ga.plan.accumulation import ceil_div, split_evenly
+from lightning_ga.plan.accumulation import ceil_div, chunk_sizes
 
 
-def piece_sizes(samples: int, limit: int | None) -> tuple[int, ...]:
+def piece_sizes(samples: int, limit: int | None, multiple: int = 1) -> tuple[int, ...]:
     """Return the samples of each piece of a batch: the fewest near-equal pieces within the limit, if there is one.
 
     Examples:
@@ -11,9 +11,10 @@ def piece_sizes(samples: int, limit: int | None) -> tuple[int, ...]:
         (86, 85, 85)
         >>> piece_sizes(256, None)
         (256,)
+        >>> piece_sizes(14, 7, multiple=2)
+        (6, 4, 4)
     """
-    parts = 1 if limit is None else max(1, ceil_div(samples, limit))
-    return split_evenly(samples, parts)
+    return (samples,) if limit is None else chunk_sizes(samples, limit, multiple)
 
 
 def halved(failed: int) -> int | None:

@@ -7,11 +7,18 @@ from typing import Any, Literal, get_args
 from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.units import counted, format_bytes
 
-PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer state", "batch"
-LOGITS, RETRIES, BEFORE = "logits and their loss", "copies kept for a retry", "alive before the step"
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+BATCH = "batch"
+LOGITS = "logits and their loss"
+RETRIES = "copies kept for a retry"
+BEFORE = "alive before the step"
 UPDATE = "the optimizer's temporaries"
 UNNAMED = "held by no tensor (workspaces of kernels, rounding)"
-KEPT, ACTIVATIONS, TEMPORARIES = "kept after the step", "activations", "temporaries"
+KEPT = "kept after the step"
+ACTIVATIONS = "activations"
+TEMPORARIES = "temporaries"
 _SHARD = "a lower precision (bf16-true), or a strategy that shards the model"
 REMEDIES = {
     PARAMETERS: _SHARD,
@@ -55,15 +62,21 @@ class Attribution:
 
     def sentence(self) -> str:
         """Say where the peak is, what holds it, and the usual remedy, to follow an error."""
-        parts = [(kind, size) for kind, size in self.parts if size >= SMALL * self.peak_bytes]
-        if rest := sum(size for _, size in self.parts) - sum(size for _, size in parts):
-            parts.append(("others", rest))
-        is_update, peak = self.phase == "update", format_bytes(self.peak_bytes)
-        where = "in the optimizer's step" if is_update else f"in the {self.phase} pass, in {self.operation}"
-        held = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in parts)
+        held = []
+        others = 0
+        for kind, size in self.parts:
+            if size >= SMALL * self.peak_bytes:
+                held.append(f"{kind} {format_bytes(size)}")
+            else:
+                others += size
+        if others:
+            held.append(f"others {format_bytes(others)}")
+        where = f"in the {self.phase} pass, in {self.operation}"
+        if self.phase == "update":
+            where = "in the optimizer's step"
         return (
-            f"at the peak of {peak} with {counted(self.samples, 'sample')}, {where}, the memory is held by: {held}. "
-            f"What usually makes the largest part smaller: {self.remedy}."
+            f"at the peak of {format_bytes(self.peak_bytes)} with {counted(self.samples, 'sample')}, {where}, the "
+            f"memory is held by: {', '.join(held)}. What usually makes the largest part smaller: {self.remedy}."
         )
 
 
@@ -106,6 +119,36 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """Submodules that are computed again in the backward pass, because not one sample fits without.
+
+    Attributes:
+        names: As they are called.
+        share: Their part of the forward pass, which runs once more.
+        samples: The fewest samples that run: one, or two where BatchNorm trains.
+        plain_bytes: What a step of these takes without: measured, or with these the peak and what they free.
+        budget_bytes: Memory that a step may use.
+    """
+
+    names: tuple[str, ...]
+    share: float
+    samples: int
+    plain_bytes: int
+    budget_bytes: int
+
+    def __str__(self) -> str:
+        few = len(self.names) < 3
+        names = (
+            " and ".join(self.names) if few else f"{self.names[0]} to {self.names[-1]} ({len(self.names)} submodules)"
+        )
+        take = f"{counted(self.samples, 'sample')} take" + "s" * (self.samples == 1)
+        return (
+            f"{names}, {self.share:.0%} of the forward pass; without, {take} about {format_bytes(self.plain_bytes)} "
+            f"of {format_bytes(self.budget_bytes)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeResult:
     """Result of a probe.
 
@@ -127,6 +170,7 @@ class ProbeResult:
             checkpoint that the run resumed.
         holders: What holds the memory at the peak; ``None`` if no step was recorded.
         sizes: With ``size_of``, the limits of shorter samples; ``limit`` is that of the longest.
+        recomputed: With ``checkpoint="auto"``, the submodules under which the limit holds; ``None`` if plain.
     """
 
     limit: int
@@ -142,6 +186,7 @@ class ProbeResult:
     source: Source = "probe"
     holders: Attribution | None = None
     sizes: SizeLimits | None = None
+    recomputed: Recomputed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,41 +223,41 @@ def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
         return False
     if known.limit >= high:
         return True
-    refused = [trial.peak_bytes for trial in known.trials if not trial.fits and trial.micro_batch_size > known.limit]
-    larger = [(samples, peak) for samples, peak in known.curve if samples > known.limit]
-    beyond = refused or [peak for _, peak in larger[:1]]
-    near = known.limit + int(_NEAR * known.limit) + 1
-    if not refused and all(peak <= known.budget_bytes for samples, peak in larger if samples <= near):
-        return False
+    beyond = [trial.peak_bytes for trial in known.trials if not trial.fits and trial.micro_batch_size > known.limit]
+    if not beyond:
+        near = known.limit + int(_NEAR * known.limit) + 1
+        beyond = [peak for samples, peak in known.curve if known.limit < samples <= near]
+        if not beyond or max(beyond) <= known.budget_bytes:
+            return False
     return budget < min(beyond) or budget <= _MORE * known.budget_bytes
 
 
 def probe_or_none(record: Any) -> ProbeResult | None:
     """Return the record of a probe; ``None`` if it cannot be read: then a new probe runs."""
     try:
-        return None if record is None else read_probe(record)
+        return read_probe(record)
     except (KeyError, TypeError, ValueError):
         return None
 
 
 def read_probe(record: Mapping[str, Any]) -> ProbeResult:
     """Return the record that ``asdict`` was called on, also after it went through JSON; raise if it is no record."""
-    record = {"holders": None, "sizes": None, **record}  # earlier versions had none
-    holders, sizes = record["holders"], record["sizes"]
+    fields = dict(record)
+    fields["trials"] = tuple(Trial(**trial) for trial in record["trials"])
+    fields["curve"] = tuple(map(tuple, record.get("curve", ())))
+    fields["timings"] = tuple(Timing(**timing) for timing in record.get("timings", ()))
+    holders = record.get("holders")  # earlier versions had none
     if holders is not None:
-        holders = Attribution(**{**holders, "parts": tuple(map(tuple, holders["parts"]))})
-        if any(kind not in REMEDIES for kind, _ in holders.parts):
-            raise ValueError(f"{holders.parts!r} names parts of another version")
-    result = ProbeResult(
-        **{
-            **record,
-            "trials": tuple(Trial(**trial) for trial in record["trials"]),
-            "curve": tuple((samples, size) for samples, size in record.get("curve", ())),
-            "timings": tuple(Timing(**timing) for timing in record.get("timings", ())),
-            "holders": holders,
-            "sizes": None if sizes is None else SizeLimits(**sizes),
-        }
-    )
+        parts = tuple(map(tuple, holders["parts"]))
+        if any(kind not in REMEDIES for kind, _ in parts):
+            raise ValueError(f"{parts!r} names parts of another version")
+        fields["holders"] = Attribution(**{**holders, "parts": parts})
+    if record.get("sizes") is not None:
+        fields["sizes"] = SizeLimits(**record["sizes"])
+    recomputed = record.get("recomputed")
+    if recomputed is not None:
+        fields["recomputed"] = Recomputed(**{**recomputed, "names": tuple(recomputed["names"])})
+    result = ProbeResult(**fields)
     require_counts(result.limit, result.budget_bytes, result.limit if result.fastest is None else result.fastest)
     require_counts(result.peak_bytes, least=0)
     for value, known in ((result.method, get_args(Method)), (result.source, get_args(Source))):

@@ -13,7 +13,7 @@ from operator import index
 from typing import Any, Literal
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.accumulation import ceil_div, require_count
 
 Unit = Literal["epoch", "step", "samples"]
 
@@ -48,7 +48,8 @@ class PiecewiseSchedule:
 
     def at(self, step: int, samples: int) -> int:
         """Return the count of the window that begins after so many steps and samples."""
-        return self.counts[bisect_right(self.starts, step if self.unit == "step" else samples) - 1]
+        place = step if self.unit == "step" else samples
+        return self.counts[bisect_right(self.starts, place) - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +137,15 @@ def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> Piecewise
     start, end, steps = _ramp("geometric", start=start, end=end, steps=steps)
     if require_count("factor", factor) == 1:
         raise UserError("geometric(factor=1) never changes: use a factor of 2 or more.")
-    counts, bound = [start], max(start, end)
+    counts = [start]
     while counts[-1] != end:
         power = factor ** len(counts)
-        counts.append(min(start * power, bound) if end > start else max(start // power, end))
+        if end > start:
+            counts.append(min(start * power, end))
+        else:
+            counts.append(max(start // power, end))
     levels = max(1, len(counts) - 1)
-    by_start = {-(-level * steps // levels): count for level, count in enumerate(counts)}  # of several, the last
+    by_start = {ceil_div(level * steps, levels): count for level, count in enumerate(counts)}  # of several, the last
     return _piecewise(f"geometric({start}, {end}, {steps=}, {factor=})", "step", by_start)
 
 
@@ -217,8 +221,8 @@ def _counts(name: str, value: Mapping[int, int], unit: Unit) -> dict[int, int]:
 def _by(unit: Unit, value: Mapping[int, int]) -> PiecewiseSchedule:
     name = f"by_{unit}"
     counts = _counts(name, value, unit)
-    if first := min(counts):
-        raise UserError(f"{name} begins at {unit} {first}: say what is valid before, from 0 on.")
+    if min(counts):
+        raise UserError(f"{name} begins at {unit} {min(counts)}: say what is valid before, from 0 on.")
     return _piecewise(f"{name}({counts})", unit, counts)
 
 

@@ -10,11 +10,7 @@ from numbers import Integral, Real
 
 from lightning_ga.errors import UserError
 
-_UNITS = {
-    "": 1,
-    **{prefix: 1000**power for power, prefix in enumerate("KMGT", start=1)},
-    **{f"{prefix}I": 1024**power for power, prefix in enumerate("KMGT", start=1)},
-}
+_PREFIXES = " KMGT"  # of powers of 1000, and of 1024 with an i behind
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.IGNORECASE)
 LEAST_BYTES = 1000  # that anybody means by a number without a unit
 
@@ -30,11 +26,10 @@ def parse_budget(
         return None
     amount = _read_amount(value, total_bytes)
     if amount is None or amount < 1:
-        share = "a fraction above 0 and up to 1, " if total_bytes is not None else ""
-        raise UserError(
-            f"{name}={value!r} must be {share}a whole number of bytes of at least 1, or a text such as '10GiB' or "
-            f"'512 MB'{' or 80%' if total_bytes is not None else ''}."
-        )
+        rule = "a whole number of bytes of at least 1, or a text such as '10GiB' or '512 MB'"
+        if total_bytes is not None:
+            rule = f"a fraction above 0 and up to 1, {rule} or 80%"
+        raise UserError(f"{name}={value!r} must be {rule}.")
     if amount < least:
         number = str(value).strip(" kKmMiIbB")
         raise UserError(f"{name}={value} is a number of bytes: write {name}='{number}GiB' for so many GiB.")
@@ -55,27 +50,32 @@ def _read_amount(value: object, total: int | None) -> int | None:
     number, unit, percent = found.groups()
     if percent:
         return _read_amount(float(number) / 100, total)
-    scale: int = _UNITS[(unit or "").upper()]
-    return round(float(number) * scale)
+    prefix, binary, _ = (unit or " ").upper().partition("I")
+    base = 1024.0 if binary else 1000.0
+    return round(float(number) * base ** _PREFIXES.index(prefix))
 
 
 def least_budget(needed: int) -> str:
     """Return the least budget that leaves so many bytes, rounded up to three digits, as text that is read here."""
     power = min(max(1, needed).bit_length() - 1, 49) // 10
     amount = needed / 1024**power
-    decimals = max(0, 2 - floor(log10(amount))) if power else 0
-    return f"{ceil(amount * 10**decimals) / 10**decimals:g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    if not power:
+        return f"{ceil(amount)}B"
+    shift = 10 ** max(0, 2 - floor(log10(amount)))
+    return f"{ceil(amount * shift) / shift:g}{_PREFIXES[power]}iB"
 
 
 def format_bytes(count: float) -> str:
     """Return bytes in the largest binary unit that keeps a digit before the point."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    for prefix in "KMG":
         count /= 1024
-    return f"{count:.1f} TiB"
+        if abs(count) < 1024:
+            return f"{count:.1f} {prefix}iB"
+    return f"{count / 1024:.1f} TiB"
 
 
 def counted(count: int, thing: str, plural: str = "s") -> str:
     """Return a number of things."""
-    return f"{count} {thing}{plural * (count != 1)}"
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}{plural}"

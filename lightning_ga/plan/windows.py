@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from lightning_ga.plan.accumulation import ceil_div, split_evenly
+from lightning_ga.plan.accumulation import ceil_div, chunk_sizes, split_evenly, split_in_proportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,16 @@ class EpochPlan:
     """The windows of an epoch and their micro-batches, on every rank.
 
     Ranks have near-equal shares of a window. All are cut into the same number of near-equal micro-batches: the fewest
-    that keep the largest within ``micro_batch``. A ragged window has as many as its own samples need.
+    that keep the largest within ``micro_batch``. A ragged window has as many as its own samples need. Shares and
+    micro-batches are multiples of ``multiple``, unless ``micro_batch`` is less; the last one may have fewer samples.
     """
 
     windows: Windows
     micro_batch: int  # most samples of one
     world_size: int = 1
+    multiple: int = 1
+    limits_of_ranks: tuple[int, ...] = ()  # if their shares are in proportion to these
+    rank: int = 0  # whose factor is meant if shares are unequal
 
     @cached_property
     def factor(self) -> int:
@@ -139,13 +143,22 @@ class EpochPlan:
         return max(0, self.count - 1) * self.factor + (self.factor_of(self.count - 1) if self.count else 0)
 
     def _factor(self, samples: int) -> int:
-        share = ceil_div(samples, self.world_size)
-        return max(1, ceil_div(share, self.micro_batch))
+        return len(chunk_sizes(self.shares(samples)[self.rank], self.micro_batch, self._multiple))
+
+    def shares(self, samples: int) -> tuple[int, ...]:
+        """Return the samples of each rank in a window of so many."""
+        if self.limits_of_ranks:
+            return split_in_proportion(samples, self.limits_of_ranks, self.multiple)
+        return split_evenly(samples, self.world_size, self._multiple)
+
+    @property
+    def _multiple(self) -> int:
+        return self.multiple if self.micro_batch >= self.multiple else 1
 
 
 @lru_cache(maxsize=8)  # windows: the sampler asks for each, and so does the loop when it gets there
 def _window(plan: EpochPlan, index: int, rank: int) -> Window:
     start, samples = plan.windows.span(index)
-    shares = split_evenly(samples, plan.world_size)
-    sizes = split_evenly(shares[rank], plan.factor_of(index))
+    shares = plan.shares(samples)
+    sizes = split_evenly(shares[rank], plan.factor_of(index), plan._multiple)
     return Window(index, start, samples, sizes, sum(shares[:rank]))

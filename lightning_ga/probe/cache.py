@@ -108,6 +108,7 @@ def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int)
         "numerics": [torch.get_float32_matmul_precision(), str(torch.backends.cudnn.benchmark)],
         "objective": [objective, windows, options.on_oom],
         "chunks": [str(options.whole), rank_samples] if options.whole else None,
+        "checkpoint": str(options.checkpoint),
         "versions": {name: version(name) for name in _VERSIONS},
     }
 

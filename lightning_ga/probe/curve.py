@@ -53,7 +53,8 @@ class Curve:
 
     def needs(self, samples: int) -> int:
         """Return the bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
-        (real, foreseen), needed = self.grown, self.foreseen(samples)
+        real, foreseen = self.grown
+        needed = self.foreseen(samples)
         if real < foreseen:  # the same number of bytes less, as no more is sure
             return max(self(samples) - self.less, needed - foreseen + real)
         return self.start + (needed - self.start) * real // foreseen
@@ -79,18 +80,21 @@ class Curve:
         if self.rules is not None and 0 <= foreseen - needed <= TOLERANCE * needed:
             return replace(self, start=0, grown=(1, 1), less=0)
         start = 0 if traced or self.replay is None else self.foreseen(self.samples[1])
-        grown = needed - start, foreseen - start
+        if min(needed, foreseen) <= start:
+            return self
         less = max(0, self(step.samples) - step.trial.peak_bytes)
-        return replace(self, start=start, grown=grown, less=less) if min(grown) > 0 else self
+        return replace(self, start=start, grown=(needed - start, foreseen - start), less=less)
 
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Return whether a further trial has the predicted peak, and the stream of one of its traces.
 
         To the byte if sizes are exact, else as closely as an allocator can be predicted.
         """
-        aligned = self.replay is None or self.rounding > 1 or not traces or any(map(self.replay.confirms, traces))
-        tolerance = TOLERANCE * trial.peak_bytes if self.rounding > 1 else 0
-        return aligned and abs(self(trial.micro_batch_size) - trial.peak_bytes) <= tolerance
+        off = abs(self(trial.micro_batch_size) - trial.peak_bytes)
+        if self.rounding > 1:
+            return off <= TOLERANCE * trial.peak_bytes
+        is_aligned = self.replay is None or not traces or any(map(self.replay.confirms, traces))
+        return is_aligned and off == 0
 
     def foreseen(self, samples: int, *, at_least: bool = False) -> int:
         """Return the bytes that a budget must leave by the traces, ``at_least`` if temporaries grow no more."""
@@ -98,7 +102,10 @@ class Curve:
 
     def _unseen(self, samples: int) -> int:
         low, high = self.samples
-        return max(0, *(end + max(0, end - start) * (samples - high) // (high - low) for start, end in self.lines))
+        most = 0
+        for start, end in self.lines:
+            most = max(most, end + max(0, end - start) * (samples - high) // (high - low))
+        return most
 
     def _seen(self, samples: int, *, at_least: bool = False) -> Peaks:
         if self.replay is None:
@@ -118,28 +125,37 @@ def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None 
     It goes through the largest step. ``None`` if there are not two steps.
     """
     traced = [step for step in fitting if step.traces][-2:]
-    curve = _of_traces(traced[0], traced[1], rounding, rules) if len(traced) == 2 else None
-    if curve is None and len(fitting) > 1:
-        small, large = (step.trial for step in fitting[-2:])
-        line = (small.peak_bytes, large.peak_bytes)
-        curve = Curve(None, (small.micro_batch_size, large.micro_batch_size), (line,), rounding)
-    return None if curve is None else curve.through(fitting[-1])
+    if len(fitting) < 2:
+        return None
+    curve = None
+    if len(traced) == 2:
+        curve = _of_traces(traced[0], traced[1], rounding, rules)
+    if curve is None:
+        small = fitting[-2]
+        large = fitting[-1]
+        line = (small.trial.peak_bytes, large.trial.peak_bytes)
+        curve = Curve(None, (small.samples, large.samples), (line,), rounding)
+    return curve.through(fitting[-1])
 
 
 def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
-    samples, pairs = (small.samples, large.samples), list(zip(small.traces, large.traces))
+    samples = (small.samples, large.samples)
+    pairs = list(zip(small.traces, large.traces))
     blocks = paired(small.traces, large.traces)  # an allocator's records: nothing is unseen
-    if blocks is not None and (replay := extrapolate(*blocks, rounding=rounding)) is not None:
+    replay = None if blocks is None else extrapolate(*blocks, rounding=rounding)
+    if replay is not None:
         return Curve(replay, samples, ((0, 0),), rounding, rules)
     for first, second in pairs:
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:
             seen = Curve(replay, samples, ((0, 0),), rounding, rules)
-            start, end = (step.trial.peak_bytes - seen(step.samples) for step in (small, large))
+            start = small.trial.peak_bytes - seen(small.samples)
+            end = large.trial.peak_bytes - seen(large.samples)
             return replace(seen, lines=((start, end),))
     for first, second in pairs:
         if len(first.marks) == len(second.marks) > 0:
-            start, end = small.trial.peak_bytes - first.peak(rounding), large.trial.peak_bytes - second.peak(rounding)
+            start = small.trial.peak_bytes - first.peak(rounding)
+            end = large.trial.peak_bytes - second.peak(rounding)
             phases = zip(first.phase_peaks(rounding), second.phase_peaks(rounding))
             return Curve(None, samples, tuple((low + start, high + end) for low, high in phases), rounding)
     return None
@@ -172,8 +188,10 @@ def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: boo
     second = min(affordable // 4, high // 2) if kernels_vary else 0
     if second > 8:
         return (second // 2, second)
-    pairs = (2 * first, 4 * first), (first, 2 * first)
-    return next((pair for pair in pairs if pair[1] <= min(high, affordable)), (first, first + 1))
+    for pair in ((2 * first, 4 * first), (first, 2 * first)):
+        if pair[1] <= min(high, affordable):
+            return pair
+    return (first, first + 1)
 
 
 def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int = 0, rounding: int = 1) -> int:
@@ -209,11 +227,15 @@ class TraceSizes:
     """The sizes to trace, in rising order, which change with what the first traces show."""
 
     def __init__(self, task: Task, sizes: tuple[int, ...]) -> None:
-        self.sizes, self._task = sizes, task
+        self.sizes = sizes
+        self._task = task
 
     def next(self, limit: int, ceiling: int) -> int | None:
         """Return the first size between the bounds, if one is left."""
-        return next((size for size in self.sizes if limit < size < ceiling), None)
+        for size in self.sizes:
+            if limit < size < ceiling:
+                return size
+        return None
 
     def fall_back(self, failed: int, ceiling: int) -> None:
         """Choose smaller sizes, because the first one ran out of memory."""
@@ -223,11 +245,13 @@ class TraceSizes:
 
     def adjust_last(self, step: Step) -> None:
         """Lower the next size to what a quarter of the remaining memory allows, if all grows as the square."""
-        task, limit = self._task, step.samples
+        task = self._task
+        limit = step.samples
         if task.rounding == 1 or not step.traces:
             return
         kept = step.traces[0].kept_bytes(task.rounding)
-        room, growing = max(0, task.budget - kept), max(1, step.trial.peak_bytes - kept)
+        room = max(0, task.budget - kept)
+        growing = max(1, step.trial.peak_bytes - kept)
         size = min(self.sizes[-1], isqrt(limit**2 * room // growing))  # if all grows as the square
         self.sizes = (*self.sizes[:-1], max(limit + 1, size))
 
@@ -236,7 +260,8 @@ class TraceSizes:
 
         Two traces cannot show for sure that a curve is quadratic.
         """
-        limit, is_exact = step.samples, self._task.rounding == 1
+        limit = step.samples
+        is_exact = self._task.rounding == 1
         far = not is_exact and guess > FAR * limit
         is_square = curve.replay is not None and curve.replay.is_quadratic
         if guess > 2 * limit and (far or is_square):

@@ -62,7 +62,7 @@ def find_micro_batch(
     require_count("high", high)
     training = _Loop(step, resident, reset, agree)
     chosen = numbered(device)
-    allowed = Budget(budget, total_memory(chosen) if budget is not None else None, name="budget")
+    allowed = Budget(budget, None if budget is None else total_memory(chosen), name="budget")
     return Prober(training, StepMeter(chosen, training), allowed).find(high, known=known, predict_only=predict_only)
 
 
@@ -84,7 +84,9 @@ class _Loop(ProbedTraining):
 
     def resident(self) -> Iterable[Tensor | None]:
         """Return what the user names, or what is seen of the optimizers."""
-        return super().resident() if self._resident is None else self._resident()
+        if self._resident is None:
+            return super().resident()
+        return self._resident()
 
     def reset(self) -> bool:
         """Put back what the user puts back."""
@@ -94,13 +96,17 @@ class _Loop(ProbedTraining):
 
     def agree(self, value: bool) -> bool:
         """Ask the user's function."""
-        return super().agree(value) if self._agree is None else self._agree(value)
+        if self._agree is None:
+            return super().agree(value)
+        return self._agree(value)
 
 
 def numbered(device: torch.device | str | None) -> torch.device:
     """Give a device its number: some of PyTorch's functions refuse a bare ``"cuda"``. ``None`` is the current one."""
-    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    chosen = torch.device(device) if device is not None else current or torch.device("cpu")
+    current = torch.device("cpu")
+    if torch.accelerator.is_available():
+        current = torch.accelerator.current_accelerator() or current
+    chosen = torch.device(current if device is None else device)
     if chosen != current or chosen.type not in WITH_STATISTICS:
         return chosen
     return torch.device(chosen.type, getattr(torch, chosen.type).current_device())

@@ -4,8 +4,9 @@ It is looked for only if a window does not fit as it is: at the start, when a sc
 error. An error lowers it.
 """
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,12 +21,33 @@ from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.lengths import SizeLimits
-from lightning_ga.plan.records import Fits, ProbeResult, still_holds
+from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
 from lightning_ga.plan.state import RunState
 from lightning_ga.probe.cache import forget, hardware
-from lightning_ga.probe.trials import TrainingSetup, probe, window_fits
+from lightning_ga.probe.prober import DoesNotFitError
+from lightning_ga.probe.trials import TrainingSetup, choose_recomputed, probe, recomputable, window_fits
+from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
 NO_LIMIT = 2**31
+MANY = (3, 30)  # so many windows, of so many, that need submodules computed again: then they stay so
+
+
+@dataclass(slots=True)
+class RunningWindow:
+    """The limit and the submodules that are computed again as a window begins, and which windows needed more."""
+
+    number: int = 0
+    names: tuple[str, ...] = ()
+    samples: int | None = None
+    lowest: int | None = None
+    begins_again: bool = False
+    recomputable: tuple[str, ...] | None = None  # all submodules that can be; ``None`` before that was asked
+    failed: deque[int] = field(default_factory=lambda: deque(maxlen=MANY[0]))
+
+    @property
+    def is_frequent(self) -> bool:
+        """Whether many of the last windows ran out of memory with one sample."""
+        return len(self.failed) == MANY[0] and self.number - self.failed[0] < MANY[1]
 
 
 class Limit:
@@ -42,6 +64,16 @@ class Limit:
         self._high = 0  # samples that the last question was about
         self._kind: Mapping[str, Any] | None = None  # the cache's description of the step; ``None`` without a cache
         self.lowest: int | None = None  # the limit after errors; ``None`` without any
+        self.parts = RecomputedParts(trainer.lightning_module)
+        self._window = RunningWindow()
+        self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
+        submodules(trainer.lightning_module, self._always, "checkpoint=")
+        if options.checkpoint and ranks.checkpoints_itself(trainer):
+            raise UserError(
+                f"checkpoint={options.checkpoint!r} and activation_checkpointing_policy= of "
+                f"{type(trainer.strategy).__name__} both compute submodules again: give one of them."
+            )
+        self.of_ranks: tuple[int, ...] = ()  # limits, to which the shares of ranks are in proportion
         self.initial_micro_batch: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
 
     @property
@@ -53,6 +85,11 @@ class Limit:
     def most(self) -> int:
         """The most samples of a micro-batch, piece or chunk; ``NO_LIMIT`` before that is known."""
         return NO_LIMIT if self.samples is None else self.samples
+
+    @property
+    def recomputed(self) -> Recomputed | None:
+        """What was chosen to be computed again, so that one sample fits; ``None`` if nothing was."""
+        return None if self.probe is None else self.probe.recomputed
 
     @property
     def unit(self) -> str:
@@ -79,12 +116,17 @@ class Limit:
         """Whether the limit itself is wanted, whatever fits."""
         request, options = self._request, self._options
         wanted = options.budget is not None or options.objective == "throughput" or request.factor(0) is not None
-        return wanted or bool(options.whole) or options.size_of is not None or ranks.is_sharded(self._trainer)
+        return (
+            wanted
+            or self.differs_by_rank
+            or bool(options.whole)
+            or options.size_of is not None
+            or ranks.is_sharded(self._trainer)
+        )
 
     def is_to_be_asked_again(self, high: int) -> bool:
         """Return whether windows now use micro-batches of ``high`` samples, and nothing is known of so many."""
-        is_given = self._request.micro_batch is not None or self.lowest is not None
-        return not is_given and self.samples is not None and high > self._high and self.samples >= self._high
+        return self.lowest is None and self.samples is not None and high > self._high and self.samples >= self._high
 
     def hardware(self) -> str:
         """Describe the hardware; a limit found on other hardware is not used."""
@@ -95,29 +137,43 @@ class Limit:
 
         If the probe fails, training uses micro-batches of the ``recipe``.
         """
-        known = None
         self._high = high
-        if restored is not None:  # valid if all ranks run on the hardware of the checkpoint's first rank
-            same = restored.hardware == self.hardware()
-            known = restored if ranks.smallest_over_ranks(self._trainer, int(same)) else None
-        asked = self._request.micro_batch
-        if asked is not None:
-            self.samples = self._request.capped(asked)
-        else:
-            high = ranks.smallest_over_ranks(self._trainer, high) if varies else high  # first batches differ by rank
-            found = self._probe_or_recall(setup, known, high, recipe)
-            is_whole = found == NO_LIMIT or (varies and self.chunked is None and found >= high)
-            self.samples = self._request.capped(NO_LIMIT) if is_whole else min(high, found)
+        if self.probe is None:
+            self.parts.use(self._always)
+        known = self._valid_here(restored)
+        high = ranks.smallest_over_ranks(self._trainer, high) if varies else high  # first batches differ by rank
+        found = self._probe_or_recall(setup, known, high, recipe)
+        is_whole = found == NO_LIMIT or (varies and self.chunked is None and found >= high)
+        self.samples = self._request.capped(NO_LIMIT) if is_whole else min(high, found)
+        self._begin_with(known, setup.sizes)
+
+    def use_given(self, restored: RunState | None, sizes: SampleSizes | None) -> None:
+        """Use the micro-batch that was asked for, or what an error has left of it in the restored run."""
+        self.parts.use(self._always)
+        self.samples = self._request.capped(self._request.micro_batch or NO_LIMIT)
+        self._begin_with(self._valid_here(restored), sizes)
+
+    def _valid_here(self, restored: RunState | None) -> RunState | None:
+        """Return a restored state if all ranks run on the hardware of the checkpoint's first rank."""
+        if restored is None or self.differs_by_rank:
+            return None
+        same = restored.hardware == self.hardware()
+        return restored if ranks.smallest_over_ranks(self._trainer, int(same)) else None
+
+    def _begin_with(self, known: RunState | None, sizes: SampleSizes | None) -> None:
         self.initial_micro_batch = self.initial_micro_batch or self.micro_batch
         if known is not None and known.limit is not None:  # memory ran out in that run
-            self.samples = self.lowest = min(self.samples, known.limit)
+            self.samples = self.lowest = min(self.most, known.limit)
+        if self.recomputed is not None:
+            self.parts.use(self.recomputed.names)
         self._set_chunk_size()
-        self.set_size_limits(setup.sizes)
+        self.set_size_limits(sizes)
 
     def _probe_or_recall(self, setup: TrainingSetup, restored: RunState | None, high: int, recipe: int) -> int:
         trainer = self._trainer
         known = None if restored is None else restored.probe
-        if known is not None and still_holds(known, known.budget_bytes, high):
+        is_allowed = known is not None and (known.recomputed is None or self._options.checkpoint == "auto")
+        if known is not None and is_allowed and still_holds(known, known.budget_bytes, high):
             self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
             return known.fastest or known.limit
         if evaluates_again(trainer.optimizers[0]) and self._options.budget is None:
@@ -128,7 +184,7 @@ class Limit:
             self.fits = None if self.is_asked_at_once else window_fits(setup, high)
             if self.fits is not None:
                 return high
-            self.probe, self._kind = probe(setup, self._options, high=high) or (None, None)
+            self.probe, self._kind = self._probe(setup, high) or (None, None)
         except LayoutError:
             # Batches that cannot be cut run as they are, unless they are to be smaller.
             if self._options.budget is not None or self._request.most is not None:
@@ -138,6 +194,8 @@ class Limit:
             if may_be_out_of_memory(error) or isinstance(error, UserError) or trainer.world_size > 1:
                 raise  # ranks probe together or not at all
             said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
+            if "Creating a new Tensor subclass" in said:
+                said += " (PyTorch refuses Tensor.__new__ while the probe records memory; training itself may use it)"
             rank_zero_warn(
                 f"The probe found no limit, because a trial step ended in {type(error).__name__}: {said}. Training "
                 f"uses micro-batches of the recipe, {recipe} samples; give micro_batch_size=… to choose."
@@ -145,8 +203,57 @@ class Limit:
             return recipe
         return high if self.probe is None else self.probe.fastest or self.probe.limit
 
+    def _probe(self, setup: TrainingSetup, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
+        """Probe; if not one sample fits, and that is asked for, with submodules computed again."""
+        try:
+            return probe(setup, self._options, high=high, chosen=self.recomputed)
+        except DoesNotFitError as error:
+            if self._options.checkpoint != "auto" or self.parts.names:
+                raise
+            plain = error.with_traceback(None)
+        chosen = choose_recomputed(setup, self._options, plain)
+        self.parts.use(chosen.names)
+        return probe(setup, self._options, high=high, chosen=chosen)
+
+    def recompute_window(self, setup: TrainingSetup) -> bool:
+        """Compute again in the running window all that can be; return whether that is more than before."""
+        window = self._window
+        before = self.parts.names
+        if window.recomputable is None:
+            self.parts.use(())  # what is computed again shows nothing
+            window.recomputable = recomputable(setup)
+        self.parts.use(window.recomputable or before)
+        if self.parts.names == before:
+            return False
+        self.leave_window()
+        return True
+
+    def leave_window(self) -> None:
+        """Note that the running window needs more than smaller micro-batches, so that the next begins as it had."""
+        self._window.failed.append(self._window.number)
+
+    def begin_window(self) -> None:
+        """Begin a window, or begin it again after an error.
+
+        After one that ran out of memory with one sample, the next begins as that one had begun, unless there were many.
+        """
+        window = self._window
+        if window.begins_again:
+            window.begins_again = False
+            return
+        if window.number in window.failed and not window.is_frequent:
+            self.parts.use(window.names)
+            self.samples = window.samples
+            self.lowest = window.lowest
+            self._set_chunk_size()
+        window.number += 1
+        window.names = self.parts.names
+        window.samples = self.samples
+        window.lowest = self.lowest
+
     def fall(self, samples: int) -> None:
         """Lower the limit, because a larger pass has run out of memory and its window can run again."""
+        self._window.begins_again = True
         self.samples = samples
         self.lowest = samples
         if self._kind is not None:  # the next run probes again
@@ -158,7 +265,7 @@ class Limit:
         self.fits = None
 
         def search() -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
-            return probe(setup, self._options, high=failed)
+            return probe(setup, self._options, high=failed, chosen=self.recomputed)
 
         found = attempt(search, lambda error: isinstance(error, Exception)).result
         if found is None:
@@ -166,8 +273,24 @@ class Limit:
         self.probe, self._kind = found
         return found[0].limit if found[0].limit < failed else None
 
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether each rank has a limit of its own."""
+        return self._options.shares == "memory"
+
+    def share_out(self) -> None:
+        """Tell each rank the limits of all, if shares are in proportion to these; all ranks call this together."""
+        if self.differs_by_rank:
+            self.of_ranks = tuple(ranks.of_all_ranks(self._trainer, self.most))
+
     def agree(self) -> None:
-        """Set the limit to the smallest of all ranks, which call this together as an epoch begins."""
+        """Set the limit to the smallest of all ranks, which call this together as an epoch begins.
+
+        If each rank has its own, their shares of windows follow.
+        """
+        self.share_out()
+        if self.differs_by_rank:
+            return
         if self.samples is not None:
             smallest = ranks.smallest_over_ranks(self._trainer, self.samples)
             if smallest < self.samples:

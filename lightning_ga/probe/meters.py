@@ -63,13 +63,15 @@ class StepMeter:
             return self.tensors.live_bytes
         self._residents = {}
         for place, tensor in enumerate(known, 1):
-            for plain in () if tensor is None else plain_tensors(tensor):
-                self._residents.setdefault(plain.untyped_storage().data_ptr(), place)
+            if tensor is not None:
+                for plain in plain_tensors(tensor):
+                    self._residents.setdefault(plain.untyped_storage().data_ptr(), place)
         return self.allocator.allocated()
 
     def room(self) -> int:
         """Return the bytes that the device can still give; a share of them if it must not run out."""
-        return int((CPU_SHARE if self.deadly else 1) * available_memory(self.device))
+        share = CPU_SHARE if self.deadly else 1.0
+        return int(share * available_memory(self.device))
 
     def layout(self) -> tuple[Segment, ...]:
         """Return the segments that the next step finds, with the tensors that were counted last."""
@@ -88,16 +90,21 @@ class StepMeter:
         allocator.start(record=record, residents=self._residents)
         failure, seconds = self._run(training, samples, self.tensors if record else nullcontext())
         peak, undisturbed = allocator.finish()
-        known = self.tensors.origins(complete=failure is None) if record else None
-        recorded = (allocator.trace(samples), self.tensors.trace(samples)) if record else ()
-        traces = tuple(trace for trace in recorded if trace is not None)
-        return Measurement(peak, seconds, failure, not undisturbed, traces, known, allocator.reserved_peak())
+        found = Measurement(peak, seconds, failure, not undisturbed, reserved_bytes=allocator.reserved_peak())
+        if not record:
+            return found
+        origins = self.tensors.origins(complete=failure is None)
+        of_blocks = allocator.trace(samples)
+        of_tensors = self.tensors.trace(samples)
+        traces = (of_tensors,) if of_blocks is None else (of_blocks, of_tensors)
+        return replace(found, traces=traces, origins=origins)
 
     def _run(
         self, training: ProbedTraining, samples: int, mode: AbstractContextManager[Any]
     ) -> tuple[Exception | None, float]:
         """Run a step without the cycle collector, so that every run releases memory at the same places."""
-        started, collecting = time.perf_counter(), gc.isenabled()
+        started = time.perf_counter()
+        collecting = gc.isenabled()
         gc.disable()
         failure = None
         try:
@@ -113,9 +120,13 @@ class StepMeter:
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages of dense tensors; sparse ones may grow with the samples."""
-    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    storages = [plain.untyped_storage() for tensor in dense for plain in plain_tensors(tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    sizes = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            for plain in plain_tensors(tensor):
+                storage = plain.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 class PeakHolders:
@@ -134,14 +145,17 @@ class PeakHolders:
         recorded = self._steps.get(samples) or self._predicted(samples)
         if recorded is not None:
             return attribute(*recorded, rounding=self._rounding, peak=peak)
-        ran = [size for size, (_, origins) in self._steps.items() if origins.complete]
-        return attribute(*self._steps[max(ran)], rounding=self._rounding) if ran else None
+        ran = self._complete()
+        return attribute(*self._steps[ran[-1]], rounding=self._rounding) if ran else None
+
+    def _complete(self) -> list[int]:
+        return sorted(size for size, (_, origins) in self._steps.items() if origins.complete)
 
     def _predicted(self, samples: int) -> tuple[MemoryTrace, StepOrigins] | None:
         """Predict a step from two smaller ones; ``None`` if their streams do not align."""
-        ran = sorted(size for size, (_, origins) in self._steps.items() if origins.complete)
-        for small, large in pairwise(ran):
-            (first, _), (second, origins) = self._steps[small], self._steps[large]
+        for small, large in pairwise(self._complete()):
+            first, _ = self._steps[small]
+            second, origins = self._steps[large]
             predictor = extrapolate(first, second, rounding=self._rounding)
             if predictor is not None:
                 sizes = tuple(predictor.sizes(samples))

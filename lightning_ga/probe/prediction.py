@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from lightning_ga.memory.trace import MemoryTrace, canonical, replay
+from lightning_ga.plan.accumulation import ceil_div
 
 _SATURATED = 1.1  # times proportional: a temporary that was larger before depends on the device, and grows no more
 _MIN_FOUND = 0.95  # share of the tensors that must be found among the blocks
@@ -44,8 +45,11 @@ class PeakPredictor:
 
         With ``at_least``, temporaries have ended growing.
         """
-        low, high = self.first.samples, self.second.samples
-        before, after, apart = samples - low, high - samples, high - low
+        low = self.first.samples
+        high = self.second.samples
+        before = samples - low
+        after = high - samples
+        apart = high - low
         sizes = []
         for number, (small, large) in enumerate(zip(self.first.sizes, self.second.sizes)):
             if at_least and number in self.temporaries:
@@ -55,7 +59,7 @@ class PeakPredictor:
             elif not self._is_square(small, large):
                 size = small - (small - large) * before // apart
             else:  # size / samples is a line through both points
-                size = -(-samples * (small * high * after + large * low * before) // (low * high * apart))
+                size = ceil_div(samples * (small * high * after + large * low * before), low * high * apart)
             sizes.append(max(size, 0))
         return sizes
 
@@ -92,8 +96,9 @@ def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: 
         middle = (low + high + 1) // 2
         if len(known) > 1 and len(known) % 3:
             (one, less), (other, more) = known[-2:]
-            along = one + (budget - less) * (other - one) // (more - less) if more != less else middle
-            middle = min(max(along, low + 1), high)
+            if more != less:
+                middle = one + (budget - less) * (other - one) // (more - less)
+            middle = min(max(middle, low + 1), high)
         peak = predict(middle)
         known.append((middle, peak))
         if peak <= budget:
@@ -113,15 +118,19 @@ def paired(
     """
     if len(small) != 2 or len(large) != 2:
         return None
-    fewer, more = _places(*small), _places(*large)
+    fewer = _places(*small)
+    more = _places(*large)
     if not fewer or not more or _stream(small[1]) != _stream(large[1]):
         return None
-    blocks, share = large[0], small[0].samples / large[0].samples
-    sizes, before = list(blocks.sizes), _by_place(fewer)
+    blocks = large[0]
+    share = small[0].samples / large[0].samples
+    sizes = list(blocks.sizes)
+    before = _by_place(fewer)
     for place, numbers in _by_place(more).items():
         known = [small[0].sizes[number] for number in before.get(place, ())]
-        then = known if place > 0 else _temporaries(known, [blocks.sizes[number] for number in numbers], share)
-        for number, size in zip(numbers, then):
+        if place < 0:
+            known = _temporaries(known, [blocks.sizes[number] for number in numbers], share)
+        for number, size in zip(numbers, known):
             sizes[number] = size
     held = {tensor: number for number, tensor in enumerate(more)}
     rank = {number: place for place, number in enumerate(_made(large[1]), 1)}
@@ -163,8 +172,12 @@ def _made(trace: MemoryTrace) -> list[int]:
 def _stream(trace: MemoryTrace) -> tuple[int, ...]:
     """Return the allocations and releases of the tensors that the step makes, in order."""
     rank = {number: place for place, number in enumerate(_made(trace), 1)}
-    stream = (rank.get(event if event >= 0 else ~event, 0) * (1 if event >= 0 else -1) for event in trace.events)
-    return canonical(event if event >= 0 else ~-event for event in stream if event)
+    stream = []
+    for event in trace.events:
+        number = max(event, ~event)
+        if number in rank:
+            stream.append(rank[number] if event >= 0 else ~rank[number])
+    return canonical(stream)
 
 
 def _temporaries(known: list[int], now: list[int], share: float) -> list[int]:
@@ -187,7 +200,10 @@ def _temporaries(known: list[int], now: list[int], share: float) -> list[int]:
         for index in sorted(range(len(now)), key=lambda index: -now[index]):
             if now[index] not in known:
                 then[index] = max(ceil(share * now[index]), next(others, 0))
-    return [size if size <= _SATURATED * share * most else most for size, most in zip(then, now)]
+    for index, size in enumerate(then):
+        if size > _SATURATED * share * now[index]:
+            then[index] = now[index]
+    return then
 
 
 def _by_place(places: list[int]) -> dict[int, list[int]]:
@@ -204,7 +220,8 @@ def _places(blocks: MemoryTrace, tensors: MemoryTrace) -> list[int] | None:
     A tensor is in the last block that was handed out at its address before the tensor was made. Blocks from before the
     step are constant, and have no place.
     """
-    made, places = _made(blocks), [0] * len(blocks.sizes)
+    made = _made(blocks)
+    places = [0] * len(blocks.sizes)
     last: dict[int, int] = {}  # by address
     seen = found = 0
     for place, tensor in enumerate(_made(tensors), 1):

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -23,6 +23,7 @@ from lightning_ga.probe.curve import MARGIN, Step, Task, affordable_samples, mos
 from lightning_ga.probe.meters import Measurement, PeakHolders, StepMeter, bytes_of
 from lightning_ga.probe.search import Search
 from lightning_ga.probe.training import ProbedTraining
+from lightning_ga.recompute.choice import Candidate, ChosenSet, SetTrial, choose
 
 _frozen: ContextVar[bool] = ContextVar("_frozen", default=False)
 CLOSEST = 0.25  # share of the budget that a trial may use if nothing can be predicted and running out ends the process
@@ -46,6 +47,15 @@ def older_objects_frozen() -> Iterator[None]:
         _frozen.reset(token)
 
 
+class DoesNotFitError(UserError):
+    """A step of the fewest samples takes more bytes than are left."""
+
+    def __init__(self, sentence: str, needed: int, left: int) -> None:
+        super().__init__(sentence)
+        self.needed = needed
+        self.left = left
+
+
 class Budget:
     """A memory budget, or what a device has free without one."""
 
@@ -63,7 +73,7 @@ class Budget:
 
     def shortage(
         self, what: str, needed: int, left: int, *, measured: bool = False, holders: Attribution | None = None
-    ) -> UserError:
+    ) -> DoesNotFitError:
         """Return the error that something takes more bytes than are left; if ``measured``, as many are enough."""
         on_device = self._total_bytes is None or needed <= self._total_bytes
         if measured and self.asked is not None and on_device:
@@ -71,7 +81,8 @@ class Budget:
         else:
             remedy = f"more memory is needed; {self.advice}"
         holding = f" As it was recorded: {holders.sentence()}" if holders else ""
-        return UserError(f"{what} {needed:,} bytes, and {self.bound} leaves {left:,} bytes: {remedy}.{holding}")
+        sentence = f"{what} {needed:,} bytes, and {self.bound} leaves {left:,} bytes: {remedy}.{holding}"
+        return DoesNotFitError(sentence, needed, left)
 
 
 class Prober:
@@ -100,7 +111,40 @@ class Prober:
                 verified = self._verified(known, high, cautious=cautious)
                 if verified is not None:
                     return verified
+            self._training.forget()
             return self._search(high, cautious=cautious)
+
+    def choose(self, root: Candidate, size: int, use: Callable[[tuple[str, ...]], None]) -> ChosenSet:
+        """Choose the submodules that are computed again so that a step of so many samples fits; ``use`` sets them.
+
+        The first step with an optimizer needs less memory than later ones, so its state is made before.
+
+        Raises:
+            UserError: If no set fits.
+        """
+        with self._running():
+            warmed = attempt(self._training.warm_up).failure is None
+            self._training.put_back()
+            self._least = 0
+            alive, budget = self._prepare()
+            budget = self._training.smallest(budget)
+            if not self._training.agree(warmed and alive <= budget):
+                what = "The model, its gradients and its optimizer's states, which checkpointing cannot lower, take"
+                raise self._budget.shortage(what, alive, budget)
+
+            def run(names: tuple[str, ...]) -> SetTrial:
+                use(names)
+                trial = self._try(size, record=False).trial
+                return SetTrial(trial.fits, self._training.largest(trial.peak_bytes) if trial.fits else None)
+
+            chosen = choose(root, run, budget)
+            if not chosen.names:
+                peaks = [trial.peak_bytes for trial in self._trials]
+                what = (
+                    f"With micro_batch_size={size} and all submodules computed again that can be, a step takes at least"
+                )
+                raise self._budget.shortage(what, max(min(peaks, default=0), budget + 1), budget)
+            return chosen
 
     def fits(self, samples: int) -> Fits | None:
         """Return what a step of so many samples takes if it fits, from one step; ``None`` if that is not sure.

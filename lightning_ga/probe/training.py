@@ -58,6 +58,9 @@ class ProbedTraining:
         """Make the optimizer's state without a training step; return whether that was done."""
         return False
 
+    def forget(self) -> None:
+        """Forget what else is known of a limit that does not hold any more, before a search."""
+
     def note(self, optimizer: Optimizer) -> None:
         """Remember an optimizer that steps."""
         self._stepping.add(optimizer)
@@ -75,7 +78,10 @@ class ProbedTraining:
 
         After a failed step that nothing resets, the parameters have gradients if they had some before (``graded``).
         """
-        self._warm = [(o, {key: copy(state) for key, state in o.state.items()}) for o in self._stepping]
+        self._warm = []
+        for optimizer in self._stepping:
+            states = {key: copy(state) for key, state in optimizer.state.items()}
+            self._warm.append((optimizer, states))
         if self.reset():
             return
         for parameter, had_gradient in graded or ():
@@ -93,10 +99,14 @@ class ProbedTraining:
         bound = 1
         while self.agree(value >= bound):
             bound *= 2
-        low, high = bound // 2, bound - 1
+        low = bound // 2
+        high = bound - 1
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.agree(value >= middle) else (low, middle - 1)
+            if self.agree(value >= middle):
+                low = middle
+            else:
+                high = middle - 1
         return low
 
     def largest(self, value: int) -> int:

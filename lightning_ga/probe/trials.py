@@ -30,15 +30,20 @@ from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
-from lightning_ga.memory.oom import attempt, may_be_out_of_memory
+from lightning_ga.memory.oom import attempt, is_out_of_memory, may_be_out_of_memory
+from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Timing
+from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Recomputed, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.meters import StepMeter
-from lightning_ga.probe.prober import Budget, Prober
+from lightning_ga.probe.prober import Budget, DoesNotFitError, Prober
+from lightning_ga.probe.throughput import fastest, time_windows
 from lightning_ga.probe.training import ProbedTraining
-from lightning_ga.probe.within_limit import fastest, limits_by_size, time_windows
+from lightning_ga.probe.unequal import limits_by_size
+from lightning_ga.recompute.choice import PARTS, Candidate
+from lightning_ga.recompute.survey import survey
+from lightning_ga.recompute.wrapper import recomputed
 from lightning_ga.snapshot.copies import sparse_parameters
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
@@ -55,6 +60,8 @@ class TrainingSetup:
     rank_samples: int  # of a window on one rank
     kept: Callable[[], Iterable[Tensor]]  # what is on the device for a retry, besides the model
     chunks: ChunkSize | None = None  # of submodules that run over whole windows: then their size is tried
+    multiple: int = 1  # of which micro-batches are multiples
+    alone: bool = False  # whether each rank finds a limit of its own, so that they do not vote
     sizes: SampleSizes | None = None  # of samples, if windows are cut by these
     begins: bool = True  # whether training begins: then the module's start hooks have not run
 
@@ -71,25 +78,28 @@ def window_fits(setup: TrainingSetup, samples: int) -> Fits | None:
         # Ranks ask together: one that runs out of memory between two questions cannot go on alone.
         catches = may_be_out_of_memory if trainer.world_size == 1 else lambda _: False
         fits: Fits | None = attempt(prober.fits, catches, samples).result
-    if fits is not None:
-        _warn_of_unread(setup.batches)
     return fits
 
 
-def _warn_of_unread(batches: TrialBatches) -> None:
-    """Warn if there was no time to read all samples of data whose samples vary in size."""
-    if not batches.complete:
+def _look_further(batches: TrialBatches) -> None:
+    """Look for the heaviest samples; warn if there was no time to read all, and they vary in size."""
+    batches.look_further()
+    if batches.unread is not None:
+        seen, total = batches.unread
         rank_zero_warn(
-            f"Samples vary in size, and there was time to read {batches.seen:,} of {batches.total:,}: a batch of "
+            f"Samples vary in size, and there was time to read {seen:,} of {total:,}: a batch of "
             "heavier ones may not fit at the limit found. Sort the dataset by size (its first and its last sample are "
             "always read), or give max_micro_batch_size=…"
         )
 
 
-def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
+def probe(
+    setup: TrainingSetup, options: Options, *, high: int, chosen: Recomputed | None = None
+) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
     """Find the largest micro-batch of a training step of a Trainer, or remember it; ``None`` if there is no sample.
 
-    Beside it is the description of the step that it is remembered for; ``None`` without a cache.
+    Beside it is the description of the step that it is remembered for; ``None`` without a cache. ``chosen`` says
+    which submodules are computed again already.
     """
     trainer, batches = setup.trainer, setup.batches
     started = time.perf_counter()
@@ -101,34 +111,73 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             "micro_batch_size=… to do without a probe."
         )
     with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
-        _warn_of_unread(batches)
+        _look_further(batches)
         training = ProbedTrainer(setup, restore, announce)
         kind = training.describe(options) if options.cache else None
-        training.see_gradients()
-        training.reset()
-        device = numbered(trainer.strategy.root_device)
-        budget = Budget(options.budget, total_memory(device))
-        if setup.chunks is not None:
-            budget.advice = (
-                f"give a smaller effective_batch_size, as whole= makes a window one pass; or {budget.advice}"
-            )
-        prober = Prober(training, StepMeter(device, training), budget)
+        prober = _prober(training, options)
         predict_only = True if ranks.is_sharded(trainer) else None
-        found = prober.find(high, known=remembered(kind) if kind else None, predict_only=predict_only)
+        known = remembered(kind) if kind and chosen is None else None
+        names = known.recomputed.names if known is not None and known.recomputed is not None else ()
+        if len({*ranks.of_all_ranks(trainer, names)}) > 1:
+            known = None
+        else:
+            training.recompute(names)
+        found = prober.find(high, known=known, predict_only=predict_only)
         is_new = found.source != "cache"
+        if is_new:
+            found = replace(found, recomputed=chosen)
         if is_new and options.objective == "throughput":
             announce("Looking for the fastest micro-batch …")
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:
             longest, limit = setup.sizes.longest, found.limit
-            shorter, training.batches = setup.sizes.shorter_trials(-(-limit * longest // high))
+            shorter, training.batches = setup.sizes.shorter_trials(-(-limit * longest // high), batches.cutter)
             confirm = partial(prober.confirm, predict_only=predict_only)
             limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
             found = replace(found, sizes=limits, steps=steps or found.steps)
         if is_new and kind:
             remember(kind, found)
     return replace(found, seconds=time.perf_counter() - started), kind
+
+
+def _prober(training: "ProbedTrainer", options: Options) -> Prober:
+    """Return what runs the steps of a training, within the budget that was asked for."""
+    training.see_gradients()
+    training.reset()
+    device = numbered(training.trainer.strategy.root_device)
+    budget = Budget(options.budget, total_memory(device))
+    if not options.checkpoint:
+        budget.advice = f'give checkpoint="auto", which computes activations again; or {budget.advice}'
+    if options.whole:
+        budget.advice = f"give a smaller effective_batch_size, as whole= makes a window one pass; or {budget.advice}"
+    return Prober(training, StepMeter(device, training), budget)
+
+
+def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
+    """Choose the submodules that are computed again so that the fewest samples fit, which do not plainly.
+
+    Ranks choose from what the first of them has seen.
+    """
+    trainer = setup.trainer
+    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
+        training = ProbedTrainer(setup, restore, announce)
+        prober = _prober(training, options)
+        seen = attempt(training.survey)
+        if not training.agree(seen.failure is None):  # not even a forward pass fits
+            raise plain
+        size, root = ranks.of_all_ranks(trainer, seen.result)[0]
+        training.reset()
+        chosen = prober.choose(root, size, training.recompute)
+    freed = sum(each.frees for each in root.all() if each.name in chosen.names)
+    return Recomputed(chosen.names, chosen.share, size, max(plain.needed, (chosen.peak_bytes or 0) + freed), plain.left)
+
+
+def recomputable(setup: TrainingSetup) -> tuple[str, ...]:
+    """Return all submodules that can be computed again, as the last resort of a window; ranks do not wait."""
+    with announcing(setup.trainer) as announce, isolated(setup.trainer, begins=setup.begins) as restore:
+        seen = attempt(ProbedTrainer(setup, restore, announce).survey).result
+    return () if seen is None else tuple(seen[1].chosen(seen[1].frees / PARTS[0]))
 
 
 @contextmanager
@@ -158,6 +207,7 @@ class ProbedTrainer(ProbedTraining):
         self.trainer, self.batches = setup.trainer, setup.batches
         self._setup, self._restore, self._write = setup, restore, announce
         self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
+        self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
 
     def batch(self, samples: int) -> tuple[Any, Any]:
@@ -189,16 +239,35 @@ class ProbedTrainer(ProbedTraining):
 
     def _runs(self, samples: int) -> bool:
         """Run the first pass of a window on a few samples; return whether memory was enough."""
+        with uncounted(), compiled_run_eagerly():
+            return attempt(self._run_first, is_out_of_memory, samples).failure is None
+
+    def _run_first(self, samples: int) -> None:
+        """Run the first pass of a window on a few samples, in one chunk."""
         samples = min(samples, self.batches.most)
         if self._setup.chunks is not None:
             self._setup.chunks.window, self._setup.chunks.samples = samples, None
+        batch, _whole = self.batch(samples)
+        run_pass(self.trainer, batch, FIRST_OF_WINDOW)
 
-        def run() -> None:
-            batch, _whole = self.batch(samples)
-            run_pass(self.trainer, batch, FIRST_OF_WINDOW)
+    def recompute(self, names: tuple[str, ...]) -> None:
+        """Let steps compute these submodules again."""
+        self._recomputed = names
 
-        with uncounted(), compiled_run_eagerly():
-            return attempt(run).failure is None
+    def forget(self) -> None:
+        """Run plain steps."""
+        self._recomputed = ()
+
+    def survey(self) -> tuple[int, Candidate]:
+        """See what submodules would free, with the fewest samples that run: BatchNorm may refuse one."""
+        self._write("Looking for submodules to compute again …")
+        self._restore()  # there are no gradients
+        found = attempt(self._survey_of, lambda error: not is_out_of_memory(error), 1).result
+        return (2, self._survey_of(2)) if found is None else (1, found)
+
+    def _survey_of(self, samples: int) -> Candidate:
+        step = partial(self._run_first, samples)
+        return survey(self.trainer.lightning_module, step, step)
 
     def step(self, samples: int, meter: OriginMeter) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
@@ -210,7 +279,8 @@ class ProbedTrainer(ProbedTraining):
             batch, whole = self.batch(samples if chunks is None else window)
             meter.note_batch(tensors_in((whole, batch)))
             place = LAST_OF_WINDOW if chunks is None else WHOLE_WINDOW
-            run_pass(self.trainer, batch, place, after_backward=meter.mark)
+            with recomputed(self.trainer.lightning_module, self._recomputed):
+                run_pass(self.trainer, batch, place, after_backward=meter.mark)
         finally:
             if chunks is not None:
                 chunks.on_recompute = None
@@ -237,7 +307,9 @@ class ProbedTrainer(ProbedTraining):
 
     def useful(self, samples: int, limit: int) -> int:
         """Return the size of as many chunks of near-equal size, or of one fewer if these are known to fit."""
-        if self._setup.chunks is None or samples <= limit:
+        if self._setup.chunks is None:
+            return whole_multiples(samples, self._setup.multiple)
+        if samples <= limit:
             return samples
         window = self._setup.rank_samples
         chunks = min(-(-window // samples), -(-window // limit) - 1 if limit else window)
@@ -245,7 +317,7 @@ class ProbedTrainer(ProbedTraining):
 
     def agree(self, value: bool) -> bool:
         """Return whether ``value`` is true on every rank."""
-        return ranks.sum_over_ranks(self.trainer, float(not value)) == 0
+        return value if self._setup.alone else ranks.sum_over_ranks(self.trainer, float(not value)) == 0
 
     def warm_up(self) -> bool:
         """Make what the first training step would, by a step on gradients of zeros: of all that is trained, if unseen.

@@ -1,7 +1,9 @@
 """Copy tensors, metrics and containers; see by versions or sums of bits what has changed; edit gradients in place."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy as shallow_copy
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -9,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torchmetrics import Metric
 
-from lightning_ga.batch.pytree import contents_of, is_constant, open_container, rebuild
+from lightning_ga.batch.pytree import contents_of, is_constant, open_container, rebuild, tensors_in
+from lightning_ga.memory.oom import attempt, is_out_of_memory
 
 SMALL = 2**20  # bytes of a tensor that is copied at the start of every window
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
@@ -95,7 +98,8 @@ def refill(container: Any, content: Any) -> None:
     if isinstance(container, dict):
         for name in container.keys() - content.keys():
             del container[name]
-        dict.update(container, content)  # never empty, as others may read it; a Counter's own would add
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict  # a Counter's own update would add
+        kind.update(container, content)  # never empty, as others may read it
         return
     container.clear()
     (container.update if isinstance(container, set) else container.extend)(content)
@@ -168,3 +172,23 @@ def with_own_containers(batch: Any, inside: tuple[int, ...] = ()) -> Any:
     containers = ((name, value) for name, value in own if isinstance(value, (dict, list)))
     vars(clone).update({name: with_own_containers(value, inside) for name, value in containers})
     return clone
+
+
+def copied(sample: Any) -> Any:
+    """Return a deep copy; of a tensor that is a view, only what it shows and not its whole storage.
+
+    Nested tensors are cloned: autograd fails on deep copies of them (PyTorch 2.15).
+    """
+    return deepcopy(sample, {id(tensor): tensor.clone() for tensor in tensors_in(sample) if _is_cloned(tensor)})
+
+
+def copied_if_possible(batch: Any) -> Any:
+    """Return a copy of a batch, because steps may remove labels from it; the batch itself if it cannot be copied."""
+    outcome = attempt(copied, lambda error: not is_out_of_memory(error), batch)
+    return outcome.result if outcome.failure is None else batch
+
+
+def _is_cloned(tensor: Tensor) -> bool:
+    if tensor.is_nested or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return tensor.is_nested
+    return tensor._is_view() or tensor.untyped_storage().nbytes() > tensor.nbytes

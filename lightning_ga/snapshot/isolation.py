@@ -124,7 +124,7 @@ class SteppingState:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
-        within = [each for owner in objects for each in _contained(owner, seen)]
+        within = [each for owner in objects for each in contained(owner, seen)]
         self._contents = [(each, copy.copy(each)) for each in within if isinstance(each, _CONTAINERS)]
         self._tensors = TensorValues(each for each in within if isinstance(each, Tensor))
         self._generators = [(each, generator_state(each)) for each in within if isinstance(each, GENERATORS)]
@@ -138,7 +138,7 @@ class SteppingState:
             restore_generator(generator, state)
 
 
-def _contained(value: Any, seen: set[int]) -> Iterator[Any]:
+def contained(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yield containers, tensors and generators of random numbers in a value at any depth, each once."""
     if isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
         value = vars(value)
@@ -149,7 +149,7 @@ def _contained(value: Any, seen: set[int]) -> Iterator[Any]:
         yield value
     if isinstance(value, (dict, list, tuple, deque)):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _contained(inner, seen)
+            yield from contained(inner, seen)
 
 
 class SwappedAttributes:

@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Iterable
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,6 +40,12 @@ def generators_of(module: torch.nn.Module) -> list[Any]:
 def torch_generators() -> list[torch.Generator]:
     """Return the default generators of the host and of every device in use."""
     return [torch.default_generator, *(each for vendor in vendors_in_use() for each in vendor.generators())]
+
+
+def global_generators() -> list[Any]:
+    """Return the default generators of torch, on the host and on every device in use, of NumPy and of Python."""
+    methods = (np.random.get_state, random.getstate)  # of the generators that these modules keep
+    return [*torch_generators(), *(cast(MethodType, method).__self__ for method in methods)]
 
 
 def seed_generator(generator: Any, seed: int) -> None:

@@ -6,8 +6,8 @@ import torch
 from command_lines import TINY
 from lightning.pytorch import LightningModule
 
-from lightning_ga.app.checkpoints import read_safely
 from lightning_ga.app.export import save_weights
+from lightning_ga.checkpoints import read_safely
 from lightning_ga.models import MLPClassifier
 from lightning_ga.models.timm import TimmClassifier
 

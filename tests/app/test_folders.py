@@ -6,13 +6,126 @@ from pathlib import Path
 
 import pytest
 from command_lines import TINY
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from lightning_ga import UserError
-from lightning_ga.app.folders import report_sweep, require_free
+from lightning_ga.app.folders import continues, report_sweep, require_free, set_aside
+from lightning_ga.train import rank_overrides
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_continued_from_its_own_folder_alone(monkeypatch):
+    """A folder that is named by the clock is another at each start, and another on each rank."""
+
+    def typed(*words, mode=None):
+        monkeypatch.setattr(
+            HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"hydra": [*words]}, "mode": mode})
+        )
+
+    typed("hydra.run.dir=outputs/x")
+    assert not continues({})
+    assert continues({"ckpt_path": "auto"})
+    assert continues({"elastic": True})
+    assert not continues({"elastic": True, "task": "test"})
+    for variable in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.setenv(variable, "0")
+        assert not continues({"ckpt_path": "some.ckpt"})
+        monkeypatch.setenv(variable, "2")
+        assert continues({"ckpt_path": "some.ckpt"})
+        typed()
+        assert not continues({})
+        typed("hydra.run.dir=outputs/x")
+        monkeypatch.delenv(variable)
+    typed(rank_overrides([], {"RANK": "1"})[-1])
+    assert continues({"elastic": True, "run": {"folder": "elastic-7"}})
+    for words, mode in (([], None), (rank_overrides([], {"RANK": "1"}), None)):
+        typed(*words, mode=mode)
+        with pytest.raises(UserError, match=r"each start has another: give hydra.run.dir=…"):
+            continues({"ckpt_path": "auto"})
+    typed(mode=RunMode.MULTIRUN)
+    assert continues({"ckpt_path": "auto"})
+
+
+def test_a_run_without_checkpoints_begins_anew_in_a_new_folder(tmp_path, capsys):
+    """What it has left is kept under another name."""
+    folder = tmp_path / "run"
+    set_aside(folder)
+    folder.mkdir()
+    (folder / ".hydra").mkdir()
+    set_aside(folder)
+    for number in (1, 2):
+        (folder / "csv").mkdir(parents=True, exist_ok=True)
+        (folder / "csv" / "metrics.csv").write_text(f"step\n{number}\n")
+        set_aside(folder)
+        assert not folder.exists()
+        assert (tmp_path / f"run-before-{number}" / "csv" / "metrics.csv").read_text() == f"step\n{number}\n"
+        assert (
+            f"contained a run without checkpoints, which is in {tmp_path}/run-before-{number}"
+            in capsys.readouterr().out
+        )
+
+
+def test_auto_both_starts_and_continues(command):
+    """The same command line, twice and with one more epoch; rows of the logs come once each."""
+    line = (*TINY, "test=false", "ckpt_path=auto", "checkpoint_every=3", "trainer.limit_train_batches=1.0")
+    first = command(*line)
+    assert first.code == 0, first.err
+    assert "Checkpoint:" not in first.out
+    names = {path.name for path in (first.folder / "checkpoints").iterdir()}
+    assert names == {"best.ckpt", "last.ckpt", "step-36.ckpt", "step-39.ckpt"}
+    for name in ("last.ckpt", "best.ckpt"):
+        (first.folder / "checkpoints" / name).unlink()
+    again = command(*line)
+    assert "Checkpoint: " in again.out
+    assert "step-39.ckpt (epoch 1, 39 optimizer steps)" in again.out
+    assert "Epoch 1/1" in again.out
+    files = sorted(again.folder.glob("csv/metrics*.csv"))
+    rows = [row for path in files for row in csv.DictReader(path.read_text().splitlines())]
+    assert [int(row["step"]) for row in rows if row.get("train/loss_step") or row.get("train/loss")] == [*range(41)], (
+        rows
+    )
+    longer = command(*line, "trainer.max_epochs=2")
+    assert "(epoch 1, 41 optimizer steps)" in longer.out
+    assert "Epoch 2/2" in longer.out
+
+
+def test_a_restart_overwrites_nothing(command, shared, monkeypatch):
+    """It continues; if no checkpoint is whole, or the training is another, it ends with a sentence."""
+    first = shared(*TINY)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    place = "hydra.run.dir=outputs/run"
+    before = contents(first.folder)
+    other = command(*TINY, place, "data.batch_size=16")
+    assert f"data.batch_size was 32 in the run in '{first.folder}' and is 16 now: repeat" in other.mistake
+    fresh = {"train.log", ".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/hydra.yaml"}
+    after = contents(first.folder)
+    assert {name for name in {*before, *after} if before.get(name) != after.get(name)} <= fresh
+    assert "epoch 1, 4 optimizer steps" in command(*TINY, place, "test=false").out
+    for path in (first.folder / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:-10])
+    torn = contents(first.folder)
+    assert "No checkpoint in 'outputs/run'" in command(*TINY, place).mistake
+    assert contents(first.folder) == torn
+
+
+def test_elastic_keeps_the_batch_and_says_if_it_is_alone(command):
+    """Outside of torchrun it is one rank; the batch must not follow the ranks."""
+    run = command(*TINY, "trainer=elastic", "test=false", "data.batch_size=8", "trainer.accumulate_grad_batches=3")
+    assert run.code == 0, run.err
+    assert "Warning: torchrun has not started this process: training runs on one rank." in run.err
+    assert "effective batch  24 = " in run.out
+    for words in (["accumulate.accumulate=2"], ["accumulate=off"]):
+        line = [word for word in TINY if "off" not in words[0] or not word.startswith("accumulate")]
+        assert "With trainer=elastic ranks come and go" in command("trainer=elastic", *line, *words).mistake
+
+
+def test_auto_is_for_training(command):
+    assert "give ckpt_path=best" in command(*TINY, "task=test", "ckpt_path=auto", "hydra.run.dir=x").mistake
 
 
 def test_a_folder_that_holds_a_run_is_for_that_run(tmp_path, monkeypatch):
@@ -33,6 +146,9 @@ def test_a_folder_that_holds_a_run_is_for_that_run(tmp_path, monkeypatch):
             require_free(run, keys)
     for keys in ({"ckpt_path": str(run)}, {"ckpt_path": str(run / "checkpoints/x.ckpt")}, {"ckpt_path": "best"}):
         require_free(run, keys)
+    monkeypatch.setattr(
+        HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"hydra": ["hydra.run.dir=run"]}, "mode": None})
+    )
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     require_free(run, {})
 
@@ -131,4 +247,3 @@ def test_a_failed_job_of_a_sweep_is_named(command):
     assert "data=cifar10" in run.err
     assert "  0  failed" in run.out
     assert Path("many/1/result.json").is_file()
-    assert "cannot start several processes" in command("-m", *TINY, "trainer=ddp", "hydra.sweep.dir=x").err

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ga.app.checkpoints import find_checkpoint, read_safely
+from lightning_ga.app.ckpt_path import find_checkpoint
 from lightning_ga.app.run_files import read_run
+from lightning_ga.checkpoints import read_safely
 
 PROJECT = Path(__file__).parents[2] / "examples" / "own_project"
 OWN = ("--config-dir", "conf", "model=regression", "data=diabetes")

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from lightning_ga.batch.layout import cut_batch
 from lightning_ga.batch.pytree import is_constant, open_container, rebuild, same_values
 from lightning_ga.batch.read_layout import read_ready_made
 from lightning_ga.snapshot.copies import with_own_containers
@@ -100,7 +99,7 @@ def test_containers_of_tensors_are_cut_by_their_samples(make: Any, batch_size: t
     batch = make(batch_size)
     assert not is_constant(batch)
     for whole in (batch, (batch, torch.arange(5))):
-        part = cut_batch(whole, 1, 3, layout=read_ready_made(whole))
+        part = read_ready_made(whole).cut(whole, 1, 3)
         inputs = part[0] if isinstance(whole, tuple) else part
         assert type(inputs) is type(batch)
         assert field(inputs, "x").tolist() == [[2.0, 3.0], [4.0, 5.0]]
@@ -123,6 +122,6 @@ def test_containers_of_tensors_have_copies(make: Any, batch_size: tuple[int, ...
 def test_what_torch_has_registered_is_opened() -> None:
     pair = Pair(torch.arange(5), [torch.arange(5.0)])
     assert [name for name, _ in open_container(pair) or ()] == ["[0]", "[1]"]
-    part = cut_batch(pair, 2, 4, layout=read_ready_made(pair))
+    part = read_ready_made(pair).cut(pair, 2, 4)
     assert isinstance(part, Pair)
     assert (part.one.tolist(), part.other[0].tolist()) == ([2, 3], [2.0, 3.0])

@@ -11,7 +11,7 @@ import torch
 from known_batches import BatchEncoding, Known, same
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_ga.batch.layout import LayoutError, SampleAxis, cut_batch
+from lightning_ga.batch.layout import LayoutError, SampleAxis
 from lightning_ga.batch.read_layout import read_layout, read_ready_made
 
 Collate = Callable[[list[Any]], Any]
@@ -127,7 +127,7 @@ def test_structures_in_which_batches_come_are_cut(name: str) -> None:
     samples = RAGGED if name in OF_UNLIKE_LENGTHS else [*SAMPLES, sample(3)]
     batch, layout = collate(samples), read_layout(Known(samples, collate))
     assert layout.samples(batch) == 3
-    assert same(dense(cut_batch(batch, 1, 3, layout=layout)), dense(collate(samples[1:])))
+    assert same(dense(layout.cut(batch, 1, 3)), dense(collate(samples[1:])))
 
 
 def test_samples_of_several_loaders_that_a_hook_joins_are_refused() -> None:
@@ -142,7 +142,7 @@ def test_samples_of_ready_made_batches_lie_on_the_first_axis() -> None:
     batch = {"x": torch.zeros(8, 3), "names": list("abcdefgh"), "scale": 0.5, "t": torch.tensor(2.0), "none": None}
     layout = read_ready_made(batch)
     assert layout.samples(batch) == 8
-    part = cut_batch(batch, 2, 5, layout=layout)
+    part = layout.cut(batch, 2, 5)
     assert (part["x"].shape, part["names"], part["scale"]) == ((3, 3), ["c", "d", "e"], 0.5)
     for others in ({"w": torch.zeros(5)}, {"size": [224] * 8}, {"x": torch.zeros(3, 8), "y": torch.zeros(8)}):
         with pytest.raises(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from known_batches import Known, same
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_ga.batch.layout import LayoutError, cut_batch, split_batch
+from lightning_ga.batch.layout import LayoutError, split_batch
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.read_layout import read_layout
 
@@ -308,7 +308,7 @@ def test_any_batch_is_cut_rightly_or_refused(collate, kinds, groups, shares, dat
         for make, samples in zip(collate, of_loaders)
     ]
     try:
-        ours = cut_batch(batch, start, stop, layout=layout)
+        ours = layout.cut(batch, start, stop)
     except LayoutError:
         return
     right = expected[0] if len(expected) == 1 else expected

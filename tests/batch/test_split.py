@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from lightning_ga.batch.layout import Layout, SampleAxis, cut_by_hook, split_batch
+from lightning_ga.batch.layout import HookLayout, Layout, SampleAxis, split_batch
 from lightning_ga.errors import UserError
 
 ROWS = torch.arange(10.0).reshape(5, 2)
@@ -27,12 +27,12 @@ LAYOUT = Layout({"batch": "fields", **{f"batch['{name}']": SampleAxis(0) for nam
 )
 def test_a_hook_must_return_a_chunk_of_each_size(hook: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        cut_by_hook(hook, ROWS, 5, 0, 2)
+        HookLayout(hook).cut(ROWS, 0, 2)
 
 
 def test_a_hook_cuts_what_cannot_be_read() -> None:
     whole: Callable[[Any, Sequence[int]], Any] = lambda batch, sizes: ["a", "b", "c"][: len(sizes)]  # noqa: E731
-    assert [cut_by_hook(whole, ROWS, 5, *edges) for edges in ((0, 2), (2, 5), (2, 4), (0, 5))] == list("abba")
+    assert [HookLayout(whole).cut(ROWS, *edges) for edges in ((0, 2), (2, 5), (2, 4), (0, 5))] == list("abba")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 def test_doctests() -> None:
     """Examples in docstrings hold, and there are some."""
     names = (
-        "fidelity frameworks output startup gpu chaos turns idle weight probing.cells probing.programs probing.training"
+        "fidelity frameworks output startup gpu chaos checkpointing turns idle weight "
+        "probing.cells probing.programs probing.training"
     )
     results = [doctest.testmod(importlib.import_module(f"benchmarks.{name}")) for name in names.split()]
     assert sum(result.failed for result in results) == 0

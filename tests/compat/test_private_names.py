@@ -9,8 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
+import torch
+from torchmetrics import MaxMetric, MeanMetric
 
-from lightning_ga.compat import advance, closures, intervals, loaders, patching, place, steps
+from lightning_ga.compat import advance, closures, compiled, intervals, loaders, patching, place, step_values, steps
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -62,6 +64,9 @@ NAMES = {
         *("val_check_batch", "val_check_interval", "check_val_every_n_epoch"),
         *("lr_scheduler_configs", "fit_loop.epoch_loop.update_lr_schedulers"),
         "_logger_connector.should_update_logs",
+    ],
+    step_values: [
+        *("_results.log", "_results.update_metrics", "_logger_connector.on_batch_end"),
     ],
     steps: [
         *("_loggers", "profiler", "should_stop", "fit_loop.epoch_loop._results", "fit_loop.epoch_loop._build_kwargs"),
@@ -134,3 +139,42 @@ def test_what_warns_once_asks_a_cache(trainer: Any) -> None:
     for name in ("loops.optimization.automatic", "core.module", "trainer.connectors.logger_connector.result"):
         assert patching.sibling(trainer, name).WarningCache is cache
     assert callable(cache.warn)
+
+
+def test_a_logged_value_keeps_what_is_shown_of_a_step(trainer: Any) -> None:
+    results = patching.sibling(trainer, "trainer.connectors.logger_connector.result")._ResultCollection(training=True)
+    results.log("training_step", "loss", torch.tensor(2.0), on_step=True, sync_dist=True, sync_dist_fn=twice)
+    result = results["training_step.loss"]
+    assert (result._forward_cache, result.is_tensor, result.meta.on_step, result.meta.sync.should) == (
+        4,
+        True,
+        True,
+        True,
+    )
+    result._forward_cache = torch.tensor(3.0)
+    assert results.metrics(on_step=True)["log"] == {"loss_step": 3}
+    result.meta.sync.should = False
+    assert result.meta.sync(torch.tensor(5.0)) == 5
+
+
+def twice(value: torch.Tensor, **_: Any) -> torch.Tensor:
+    return value * 2
+
+
+@pytest.mark.parametrize("metric", [MeanMetric(), MaxMetric()])
+def test_a_metric_enables_gradients_where_forward_computes_the_value_of_a_batch(metric: Any) -> None:
+    seen = []
+    update = metric.update
+    metric.update = lambda *values: (seen.append(metric._enable_grad), update(*values))
+    assert metric(torch.tensor(2.0)) == metric._forward_cache == 2
+    assert seen.count(True) == 1
+    assert metric.update_called
+
+
+@pytest.mark.parametrize(("settings", "dynamic"), [({}, None), ({"dynamic": False}, False), ({"dynamic": True}, True)])
+def test_a_compiled_module_keeps_its_settings(settings: dict[str, Any], dynamic: bool | None) -> None:
+    module, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    other.compile(mode="reduce-overhead", **settings)
+    contexts = compiled._contexts(torch.nn.ModuleList([torch.compile(module, **settings), other]))
+    assert [each._dynamic for each in contexts] == [dynamic, dynamic]
+    assert other._compiled_call_impl.get_compiler_config()["triton.cudagraphs"]

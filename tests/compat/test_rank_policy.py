@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ga.compat.ranks import obstacle
+from lightning_ga.compat.ranks import checkpoints_itself, obstacle
 
 SYNC = "SyncBatchNorm layers let ranks wait for each other in forward passes"
 OWN = "Strategy exchanges gradients in a way of its own"
@@ -59,3 +60,9 @@ def trainer(model: nn.Module, world_size: int = 2, strategy: type[Strategy] = St
 )
 def test_a_rank_runs_a_window_again_if_no_other_waits_for_it(made: Any, why: str | None) -> None:
     assert obstacle(made) == why
+
+
+def test_checkpointing_by_the_strategy_is_seen() -> None:
+    for policy in (None, {nn.Linear}):
+        strategy = pl.strategies.FSDPStrategy(activation_checkpointing_policy=policy)
+        assert checkpoints_itself(SimpleNamespace(strategy=strategy)) is (policy is not None)

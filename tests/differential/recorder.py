@@ -157,11 +157,21 @@ def outcome(record: Record) -> Record:
     return {**end, "metrics": _means(end["metrics"]["callback"])}
 
 
+def without_step_values(record: Any) -> Any:
+    """The same of records whose windows are several batches: what is logged by step is the window's on purpose."""
+    if isinstance(record, (list, tuple)):
+        return [without_step_values(each) for each in record]
+    if not isinstance(record, dict):
+        return record
+    kept = _means(record) if any(str(name).endswith("_step") for name in record) else record
+    return {name: without_step_values(value) for name, value in kept.items()}
+
+
 def _means(values: Any, by_step: bool = False) -> Any:
     """Logged values; those by step are of a micro-batch where the loader yields these."""
     if by_step or not isinstance(values, dict):
         return values
-    steps = {name for name in values if name.endswith("_step")}
+    steps = {name for name in values if name.endswith("_step")} - {"global_step"}
     steps |= {name.removesuffix("_step") for name in steps}  # the last step's, until the epoch ends
     return {name: _means(value) for name, value in values.items() if name not in steps}
 

@@ -92,3 +92,27 @@ def test_what_hooks_set_in_a_sampler_counts_at_once(in_batches: bool) -> None:
     (stock, asked), (ours, counted) = train(), train(AutoAccumulate(max_micro_batch_size=2))
     assert counted.asked == asked.asked == 3
     assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+
+
+class Pairs(Regression):
+    """Compares samples whose numbers agree in their last two bits; memory runs out once, in its third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if len(batch[0]) == 8 and self.trainer.global_step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        predicted, numbers = self.net(batch[0]).flatten(), batch[2]
+        pairs = (numbers[:, None] - numbers[None]) % 4 == 0
+        differences = (predicted[:, None] - predicted[None] - 1) ** 2
+        return loss + (differences * pairs.triu(1)).sum() / max(1, int(pairs.triu(1).sum()))
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
+def test_the_first_measurement_after_an_error_takes_samples_that_differ(mode: str) -> None:
+    """The four samples of a micro-batch make no pair, and would be called exact; the eight of a batch make four."""
+    ours = AutoAccumulate(micro_batching=mode)
+    fit(DataLoader(Samples(64), batch_size=8), ours, module=Pairs(), max_epochs=1)
+    assert ours.oom_events == 1
+    assert ours.exactness is not None
+    assert ours.exactness.cause == "coupled"

@@ -182,3 +182,24 @@ def test_the_limit_is_looked_for_after_an_error_and_leaves_no_trace(mode: Any) -
     for ours, other in zip(module.state_dict().values(), told.state_dict().values(), strict=True):
         assert torch.equal(ours, other)
     assert torch.equal(random_numbers, drawn)
+
+
+class Labelled(torch.Tensor):
+    """Made in a way that PyTorch refuses while operations are recorded."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Any:
+        return super().__new__(cls, values)
+
+
+class Labels(Plain):
+    """Makes a tensor of a class of its own in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step([Labelled(batch[0].detach()).as_subclass(torch.Tensor), *batch[1:]], batch_idx)
+
+
+def test_a_step_that_the_probe_itself_disturbs_trains() -> None:
+    """The sentence says that the probe is the cause."""
+    with pytest.warns(UserWarning, match=r"no limit, .* refuses Tensor\.__new__ while the probe records memory"):
+        fit(DataLoader(Samples(32), batch_size=8), AutoAccumulate(cache=False), module=Labels(), max_epochs=1)

@@ -86,7 +86,7 @@ def test_what_micro_batches_cannot_train_exactly_is_told(seed: int, tmp_path: Pa
         if error(ours, oracle) > 1e-9:
             assert ours.cause not in ("exact", None), shown
             assert ours.told or ours.ran_out or course.then, shown
-            assert not any("with the same result" in text for text in ours.ran_out), shown
+            assert not any("The result is the same" in text for text in ours.ran_out), shown
 
 
 @pytest.mark.distributed
@@ -94,7 +94,8 @@ def test_what_micro_batches_cannot_train_exactly_is_told(seed: int, tmp_path: Pa
 def test_ranks_train_as_a_plain_loop(seed: int, tmp_path: Path) -> None:
     """Two or three, with errors of memory, and on another number of ranks after a resume; all in the same way."""
     recipe = draw_on_ranks(seed)
-    course = draw_course_on_ranks(recipe, len(plain(recipe, 3).windows))
+    steps = min(len(plain(recipe, ranks).windows) for ranks in (1, 2, 3))  # drop_last leaves out others on each number
+    course = draw_course_on_ranks(recipe, steps)
     shown = f"\n{recipe}\n{course}"
     every = train_on_ranks(recipe, course, tmp_path)
     for ours in every:

@@ -13,7 +13,7 @@ from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.probe.cache import cache_folder
-from lightning_ga.probe.within_limit import SLOWER
+from lightning_ga.probe.throughput import SLOWER
 
 
 def run(

@@ -13,6 +13,7 @@ from reference import Regression, Samples, fit, worst_error
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.fit.rewind import Rewinder
 from lightning_ga.snapshot.savepoint import Savepoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
@@ -68,7 +69,7 @@ def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
         train(module=Huge())
     message = str(caught.value)
     assert "one sample alone" in message
-    for way_out in ("precision", "checkpointing", "memory_budget"):
+    for way_out in ("precision", 'checkpoint="auto"', "memory_budget"):
         assert way_out in message
 
 
@@ -80,3 +81,34 @@ def test_checkpoints_keep_the_count_and_the_limit(tmp_path: Any) -> None:
     fit(loader, second, module=Regression(), ckpt_path=tmp_path / "run.ckpt", max_epochs=2)
     assert second.oom_events == 1
     assert second.plan.micro_batch_size == 4
+
+
+class Short:
+    """Says once, after the second window, that the allocator had to free its cache in two windows running."""
+
+    def __init__(self) -> None:
+        self.windows = 0
+
+    def after_window(self) -> bool:
+        self.windows += 1
+        return self.windows == 3
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_retries_of_the_allocator_lower_the_limit_without_an_error(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = train(mode=mode)
+    guarding = Rewinder.guarding
+
+    def short(rewinder: Rewinder, members: Any) -> Any:
+        rewinder._retried = Short()
+        return guarding(rewinder, members)
+
+    monkeypatch.setattr(Rewinder, "guarding", short)
+    with pytest.warns(UserWarning, match="in two windows running, so memory is fragmented: micro-batches have at most"):
+        module, callback = train(mode=mode)
+    assert callback.oom_events == 0
+    assert worst_error(module.gradients, whole.gradients) <= 1e-12
+    before = [len(indices) for step, indices in whole.micro_batches if step >= 2]
+    after = [len(indices) for step, indices in module.micro_batches if step >= 2]
+    assert max(after) < max(before)
+    assert sum(after) == sum(before)

@@ -270,7 +270,7 @@ class Odd(Contrastive):
 
 MIXES, CUT = partial(Contrastive, partial(Encoder, mixed)), {"micro_batch_size": 16}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no name": (Contrastive, {"whole": ("enc",)}, "'enc', and Contrastive has no such submodule: it has encoder"),
+    "no name": (Contrastive, {"whole": ("enc",)}, "'enc', and Contrastive has no such submodule: it has 'encoder'"),
     "windows of four batches": (
         *(Contrastive, {"effective_batch_size": 4 * WINDOW}),
         "needs a window of one batch, and 4 batches of the loader make one",
@@ -278,12 +278,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mixes samples": (MIXES, {}, "depends on the others: name submodules that treat samples by themselves"),
     "overwrites": (
         *(partial(Contrastive, partial(Encoder, lambda net, inputs: net(inputs.mul_(2)))), {}),
-        "encoder runs in chunks, and changes its input in its forward pass",
+        "encoder cannot be computed again, because its forward pass writes to its arguments",
     ),
     "a part of it": (partial(Odd, "a part", partial(Encoder, mixed)), {}, "does not call encoder itself"),
     "one inside another": (
         *(Contrastive, {"whole": ("encoder", "encoder.0")}),
-        "encoder.0 lies inside encoder, which runs in chunks with it",
+        "whole= names 'encoder' and 'encoder.0', which lies inside it",
     ),
     "pads to the longest": (partial(Odd, "sequences", partial(Encoder, padded)), {}, "pad them to the longest"),
 }

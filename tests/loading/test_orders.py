@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_ga.loading.orders import FromSampler, Order, Sequential, Shuffled, borrowed
+from lightning_ga.loading.orders import FromSampler, Order, Sequential, Shuffled
 from lightning_ga.loading.sampler import listed
+from lightning_ga.snapshot.untouched import borrowed
 
 SIZE = 24
 GLOBAL = (torch.get_rng_state, lambda: np.random.get_state()[1], random.getstate)
@@ -210,9 +211,3 @@ def test_datasets_that_a_sampler_holds_are_not_copied() -> None:
         assert lent is not sampler
         assert lent.data is sampler.data
         assert lent.rows is listed
-
-
-def test_samplers_of_torch_say_what_they_draw_from() -> None:
-    """Without drawing: with replacement an epoch meets some of these only."""
-    assert FromSampler(RandomSampler(range(9), replacement=True, num_samples=4), 4).pool(0, 0) == range(9)
-    assert FromSampler(WeightedRandomSampler([0.0, 1.0, 2.0], 8), 8).pool(0, 0) == [1, 2]

@@ -9,13 +9,12 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from reference import SizedStreamOf, StreamOf
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.loading.orders import Sequential
 from lightning_ga.loading.rebatch import SourceSettings, read_order, rebatch, why_in_step
 from lightning_ga.loading.sampler import WindowBatchSampler
-from lightning_ga.loading.samples import collate_samples, collect_samples
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 
 SIZE = 11
@@ -225,21 +224,3 @@ def test_ranks_with_orders_of_their_own_share_none() -> None:
     assert read_order(DataLoader(range(SIZE), 3, sampler=theirs), settings_of(3)) is None
     assert read_order(DataLoader(range(SIZE), 3), settings_of(2, shard=False)) is None
     assert read_order(DataLoader(range(SIZE), 3), settings_of(2)) is not None
-
-
-def test_looking_at_samples_uses_up_no_random_numbers() -> None:
-    """A pass over the copy uses up as many as one over the user's loader: seeds of workers."""
-    loader = DataLoader(TensorDataset(torch.arange(SIZE)), 3)
-    with torch.random.fork_rng():
-        assert len(list(loader)) == 4
-        after = torch.get_rng_state()
-    before = torch.get_rng_state()
-    collate_samples(loader, collect_samples(loader, [1, 2]), 2)
-    assert torch.equal(torch.get_rng_state(), before)
-    order = read_order(loader, settings_of())
-    assert order is not None
-    cut = WindowBatchSampler(order, rank=0, seed=1)
-    cut.arrange(0, EpochPlan(RegularWindows(SIZE, 4), 2), start=0, enabled=True)
-    with torch.random.fork_rng():
-        assert len(list(rebatch(loader, cut))) == 6
-        assert torch.equal(torch.get_rng_state(), after)

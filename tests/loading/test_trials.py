@@ -10,9 +10,9 @@ from reference import StreamOf
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_ga.loading.cutter import BatchCutter
 from lightning_ga.loading.rebatch import SourceSettings
-from lightning_ga.loading.source import read_source
+from lightning_ga.loading.source import LoaderSource, read_source
+from lightning_ga.loading.trials import BatchCutter, TrialBatches
 
 SIZE = 40
 
@@ -49,27 +49,43 @@ def states() -> list[Any]:
     return [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]  # type: ignore[index, call-overload]
 
 
+class Plain:
+    """Moves nothing."""
+
+    split_batch = None
+
+    def to_device(self, batch: Any) -> Any:
+        return batch
+
+
+def trials_of(loader: DataLoader[Any], *, in_step: str = "", batch: Any = None) -> TrialBatches:
+    """The batches for trials of a loader."""
+    source = read_source(loader, SourceSettings(1, 1, 0, 7), in_step=in_step)
+    cutter = BatchCutter([source.samples], lambda batches: batches[0], Plain())
+    if isinstance(source, LoaderSource):
+        return TrialBatches(source.samples, cutter, source.largest_micro_batch(0))
+    if batch is not None:
+        source.see(batch, cutter)
+    return TrialBatches(source.samples, cutter, source.batch_size or 1, batch=batch, in_step=True)
+
+
 @pytest.mark.parametrize(("in_step", "workers"), [("", 1), ("LBFGS", 0)])
 def test_batches_of_the_heaviest_samples_leave_no_trace(in_step: str, workers: int) -> None:
     data, collate = Counting(), Collate()
     generator = data.generator.get_state()
     loader = DataLoader(Subset(data, range(SIZE)), 6, collate_fn=collate, num_workers=workers)
-    source, before, moved = read_source(loader, SourceSettings(1, 1, 0, 7), in_step=in_step), states(), list[Any]()
+    before, moved = states(), list[Any]()
 
     def move(batch: Any) -> Any:
         moved.append(batch)
         return batch
 
-    if in_step:
-        cutter = BatchCutter([loader], lambda batches: batches[0], Plain())
-        trials: Any = source.trial_batches(0, cutter)  # type: ignore[call-arg]
-    else:
-        trials = source.trial_batches(0)  # type: ignore[call-arg]
+    trials = trials_of(loader, in_step=in_step)
     assert not trials.empty
     batch, whole = trials.make(4, move)
     assert batch[0].shape == (4, 9)
     assert trials.most == (6 if in_step else SIZE)
-    assert (trials.seen, trials.total, trials.complete) == (SIZE, SIZE, True)
+    assert trials.unread is None
     if in_step:
         assert whole[0].shape == (6, 9)
         assert batch[0].untyped_storage().data_ptr() == whole[0].untyped_storage().data_ptr()
@@ -88,24 +104,12 @@ def test_batches_of_the_heaviest_samples_leave_no_trace(in_step: str, workers: i
     assert torch.equal(data.generator.get_state(), generator)
 
 
-class Plain:
-    """Moves nothing."""
-
-    split_batch = None
-
-    def to_device(self, batch: Any) -> Any:
-        return batch
-
-
 def test_a_batch_that_training_will_see_is_cut() -> None:
     """It is left as it is; without one there is nothing to try."""
     loader = DataLoader(StreamOf(range(12)), 5)
-    source = read_source(loader, SourceSettings(1, 1, 0, 7))
-    cutter = BatchCutter([loader], lambda batches: batches[0], Plain())
-    assert source.trial_batches(0, cutter).empty  # type: ignore[call-arg]
+    assert trials_of(loader).empty
     first = next(iter(loader))
-    source.see(first, cutter)  # type: ignore[union-attr]
-    trials = source.trial_batches(0, cutter)  # type: ignore[call-arg]
+    trials = trials_of(loader, batch=first)
     assert (trials.empty, trials.most) == (False, 5)
     part, whole = trials.make(3, lambda batch: batch.mul_(1))
     assert (part.tolist(), whole.tolist()) == ([0, 1, 2], [0, 1, 2, 3, 4])
@@ -119,18 +123,16 @@ def test_a_batch_that_training_will_see_is_cut() -> None:
 def test_samples_that_tell_differ_in_what_losses_ignore_and_in_labels() -> None:
     """The halves differ most: one holds the targets that are ignored."""
     rows = [{"x": torch.zeros(4), "y": torch.full((4,), -100 if n % 2 else n)} for n in range(0, SIZE)]
-    source = read_source(DataLoader(rows, 4), SourceSettings(1, 1, 0, 7))  # type: ignore[arg-type]
-    telling = source.trial_batches(0).batch_in_two_parts(6, lambda batch: batch)  # type: ignore[call-arg]
+    telling = trials_of(DataLoader(rows, 4)).batch_in_two_parts(6, lambda batch: batch)  # type: ignore[arg-type]
     assert telling is not None
     ignored = [int((part["y"] < 0).sum()) for part in telling.parts]
     assert ignored == [0, 12]
     labels = [(torch.zeros(3), n % 5) for n in range(SIZE)]
-    source = read_source(DataLoader(labels, 4), SourceSettings(1, 1, 0, 7))  # type: ignore[arg-type]
-    telling = source.trial_batches(0).batch_in_two_parts(5, lambda batch: batch)  # type: ignore[call-arg]
+    telling = trials_of(DataLoader(labels, 4)).batch_in_two_parts(5, lambda batch: batch)  # type: ignore[arg-type]
     assert telling is not None
     assert telling.whole[1].tolist() == [0, 1, 2, 3, 4]
-    single = read_source(DataLoader(labels[:1], 4), SourceSettings(1, 1, 0, 7))  # type: ignore[arg-type]
-    assert single.trial_batches(0).batch_in_two_parts(5, lambda batch: batch) is None  # type: ignore[call-arg]
+    single = trials_of(DataLoader(labels[:1], 4))  # type: ignore[arg-type]
+    assert single.batch_in_two_parts(5, lambda batch: batch) is None
 
 
 class Doubled(DataLoader[Any]):
@@ -142,10 +144,7 @@ class Doubled(DataLoader[Any]):
 
 def test_a_loader_that_makes_its_batches_itself_is_tried_with_one_of_them() -> None:
     loader = Doubled(range(12), 4)  # type: ignore[arg-type]
-    source = read_source(loader, SourceSettings(1, 1, 0, 7))
-    cutter = BatchCutter([loader], lambda batches: batches[0], Plain())
-    source.see(next(iter(loader)), cutter)  # type: ignore[union-attr]
-    trials = source.trial_batches(0, cutter)  # type: ignore[call-arg]
+    trials = trials_of(loader, batch=next(iter(loader)))
     assert trials.make(8, lambda batch: batch)[0].tolist() == [0, 1, 2, 3] * 2
 
 
@@ -157,7 +156,7 @@ def test_one_half_of_the_measured_samples_is_padded_less(short: int, fields: int
     loader = DataLoader(
         rows, 8, collate_fn=lambda batch: [pad_sequence(part, batch_first=True) for part in zip(*batch)]
     )  # type: ignore[arg-type]
-    cut = read_source(loader, SourceSettings(1, 1, 0, 7)).trial_batches(0).batch_in_two_parts(7, lambda batch: batch)  # type: ignore[call-arg]
+    cut = trials_of(loader).batch_in_two_parts(7, lambda batch: batch)
     assert cut is not None
     assert cut.sizes == (4, 3)
     assert [part.shape[1] for part in cut.whole] == [8 + field for field in range(fields)]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ga.memory.allocator import AllocatorMeter, events_as_trace
+from lightning_ga.memory.allocator import AllocatorMeter, RepeatedRetries, events_as_trace
 from lightning_ga.memory.trace import Segment
 
 
@@ -72,3 +72,10 @@ def test_the_history_has_the_peak_of_the_statistics() -> None:
         assert trace is not None
         assert trace.peak(512) == peak
         layer.zero_grad()
+
+
+def test_retries_in_two_windows_running_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([1, 1, 2, 2, 3, 5, 5])  # at the start, then after each window
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {"num_alloc_retries": next(counts)})
+    retries = RepeatedRetries(torch.device("cuda"))
+    assert [retries.after_window() for _ in range(6)] == [False, False, False, False, True, False]

@@ -20,7 +20,8 @@ def request(
     effective: Any = None, accumulate: Any = None, micro_batch: Any = "auto", most: int | None = None
 ) -> Request:
     sizes = {"effective_batch_size": effective, "accumulate": accumulate}
-    return read_request({**sizes, "micro_batch_size": micro_batch, "max_micro_batch_size": most})
+    given = {"micro_batch_size": micro_batch, "max_micro_batch_size": most, "micro_batch_multiple": 1}
+    return read_request({**sizes, **given})
 
 
 @given(STEPS, COUNTS, st.none() | COUNTS, st.integers(1, 6), st.integers(0, 4), st.integers(1, 4))

@@ -21,7 +21,7 @@ def cost(sizes: list[int], chunk: tuple[int, ...]) -> int:
 
 def needed(sizes: list[int], limits: SizeLimits, world_size: int = 1) -> int:
     """The micro-batches that one window of these samples is cut into on each rank."""
-    return SizedEpoch(RegularWindows(len(sizes), len(sizes)), len(sizes), world_size, sizes, limits).factor
+    return SizedEpoch(RegularWindows(len(sizes), len(sizes)), len(sizes), world_size, sizes=sizes, limits=limits).factor
 
 
 def planned(

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.plan.windows import EpochPlan, GrowingWindows, RegularWindows
 
 TOTALS = st.integers(0, 90)
@@ -23,7 +24,7 @@ def plain(total: int, sizes: list[int], done: int) -> list[list[int]]:
 def check(plan: EpochPlan, expected: list[list[int]]) -> None:
     """Each sample is in one micro-batch of its window, ranks step together, and no micro-batch is too large."""
     assert plan.count - plan.done == len(expected)
-    assert plan.length == plan.done * plan.factor + sum(plan.factor_of(plan.done + k) for k in range(len(expected)))
+    passes = plan.done * plan.factor  # the loop counts windows that are done with the factor of now
     for number, samples in enumerate(expected, start=plan.done):
         windows = [plan.window(number, rank) for rank in range(plan.world_size)]
         assert {(each.index, each.start, each.samples, each.end) for each in windows} == {
@@ -43,6 +44,8 @@ def check(plan: EpochPlan, expected: list[list[int]]) -> None:
             if size
         ]
         assert found == samples
+        passes += len(windows[0].sizes)
+    assert plan.length == passes
 
 
 @given(TOTALS, SIZES, st.integers(1, 9), WORLD_SIZES, TOTALS, st.integers(0, 5))
@@ -80,3 +83,44 @@ def test_a_rank_without_a_sample_gets_a_stand_in() -> None:
     windows = [plan.window(1, rank) for rank in range(4)]
     assert [each.sizes for each in windows] == [(1,), (1,), (0,), (0,)]
     assert [list(plan.places(each, 0)) for each in windows] == [[8], [9], [9], [9]]
+
+
+@given(st.integers(1, 90), SIZES, st.integers(1, 30), WORLD_SIZES, st.integers(1, 9))
+def test_micro_batches_are_multiples_if_the_window_allows(total, size, micro_batch, world_size, multiple):
+    """All but the last of a window; each sample is in one, none is too large, and they are the fewest."""
+    plan = EpochPlan(RegularWindows(total, size), micro_batch, world_size, multiple)
+    most = micro_batch - micro_batch % multiple if micro_batch >= multiple else micro_batch
+    for number in range(plan.count):
+        windows = [plan.window(number, rank) for rank in range(world_size)]
+        sizes = [each for window in windows for each in window.sizes]
+        places = [
+            place for each in windows for at, size in enumerate(each.sizes) if size for place in plan.places(each, at)
+        ]
+        assert places == list(range(windows[0].start, windows[0].end))
+        assert max(sizes) <= most
+        assert (plan.factor_of(number) - 1) * most < max(sum(each.sizes) for each in windows)
+        many = ceil_div(windows[0].samples, multiple)  # multiples in the window
+        if micro_batch >= multiple and many >= world_size * plan.factor_of(number):
+            odd = [each for each in sizes if each % multiple]
+            assert len(odd) == (windows[0].samples % multiple > 0)
+            assert max(sizes) - min(sizes) < 3 * multiple
+
+
+@given(TOTALS, SIZES, st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 3))
+def test_unequal_shares_are_in_proportion(total, size, limits, multiple):
+    """Each sample is in one micro-batch within its rank's limit; a share is off by less than two multiples."""
+    limits = tuple(limits)
+    ranks = range(len(limits))
+    plans = [
+        EpochPlan(RegularWindows(total, size), limits[rank], len(limits), multiple, limits, rank) for rank in ranks
+    ]
+    for number in range(plans[0].count):
+        windows = [plan.window(number, rank) for rank, plan in enumerate(plans)]
+        places = []
+        for plan, window, limit in zip(plans, windows, limits):
+            assert max(window.sizes) <= limit
+            assert len(window.sizes) == plan.factor_of(number)
+            ideal = window.samples * limit / sum(limits)
+            assert abs(sum(window.sizes) - ideal) < 2 * multiple
+            places += [place for at, some in enumerate(window.sizes) if some for place in plan.places(window, at)]
+        assert places == list(range(windows[0].start, windows[0].end))

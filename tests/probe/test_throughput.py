@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_ga.probe.within_limit import fastest, time_windows
+from lightning_ga.probe.throughput import fastest, time_windows
 
 
 def found(seconds: Callable[[int], float], *, share: int, limit: int, step: float = 0.0) -> tuple[int, list[int]]:

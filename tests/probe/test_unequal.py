@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.plan.lengths import SizeLimits
-from lightning_ga.probe.within_limit import limits_by_size
+from lightning_ga.probe.unequal import limits_by_size
 
 WEIGHTS = st.integers(0, 50)
 

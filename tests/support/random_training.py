@@ -93,6 +93,7 @@ class Course:
     stops: int = 0  # after so many steps; then it goes on, as ``then`` says
     then: "Course | None" = None
     ranks: int = 1
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -265,9 +266,10 @@ def modes_of(recipe: Recipe) -> list[str]:
 def draw_life(r: random.Random, recipe: Recipe, ranks: int = 1) -> Course:
     """Where a life cuts its batches; a factor counts micro-batches, which are the recipe's batches then."""
     mode = r.choice(modes_of(recipe))
+    checkpoint = random.Random(f"{recipe} {mode} {ranks}").choice([None, "auto", "net"])
     if "accumulate" in recipe.windows.arguments:
-        return Course(mode, recipe.batch, ranks=ranks)
-    return Course(mode, r.choice([1, 2, 3, 4, 5, 8, WHOLE]), ranks=ranks)
+        return Course(mode, recipe.batch, ranks=ranks, checkpoint=checkpoint)
+    return Course(mode, r.choice([1, 2, 3, 4, 5, 8, WHOLE]), ranks=ranks, checkpoint=checkpoint)
 
 
 def draw_fails(r: random.Random, recipe: Recipe) -> tuple[tuple[str, int], ...]:
@@ -593,7 +595,9 @@ class Machine(pl.Callback):
     in_use: "Machine | None" = None
 
     def __init__(self, course: Course, by_size: bool) -> None:
-        self.course, self.by_size, self.is_training = course, by_size, False
+        self.course, self.by_size = course, by_size
+        self.loop: Any = None  # of training, from a batch's start to its end, or to that of a batch that runs again
+        self.results: Any = None  # of the loop, which has others in a measurement
         self.operations = Faults(*(call for place, call in course.fails if place == "operation"))
         self.calls: dict[str, int] = {}
         self.sizes, self.rates, self.windows = list[int](), list[float](), dict[int, set[int]]()
@@ -614,14 +618,19 @@ class Machine(pl.Callback):
             machine.operations.armed = False
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 20.00 MiB, in {place}.")
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.is_training = True
+    @property
+    def is_training(self) -> bool:
+        return self.loop is not None and self.loop._results is self.results
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.loop = trainer.fit_loop.epoch_loop
+        self.results = self.loop._results
 
     def on_after_backward(self, *_: Any) -> None:
         self.operations.armed = False
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.is_training = False
+        self.loop = None
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.rates.append(optimizer.param_groups[0]["lr"])
@@ -698,6 +707,7 @@ def accumulate(recipe: Recipe, course: Course) -> AutoAccumulate:
     arguments: dict[str, Any] = {"micro_batching": course.mode, "micro_batch_size": course.micro}
     arguments |= {"normalize": TargetTokens()} if recipe.mean == "words" and not recipe.coupling else {}
     arguments |= {"size_of": "auto"} if recipe.by_size else {}
+    arguments["checkpoint"] = course.checkpoint
     return AutoAccumulate(**arguments, **recipe.windows.arguments, verify=recipe.verify)
 
 
@@ -753,7 +763,8 @@ def train(recipe: Recipe, course: Course, folder: Path) -> Outcome:
 def joined(first: Outcome, then: Outcome) -> Outcome:
     """Two lives as one."""
     windows, rates = first.windows + then.windows, first.rates + then.rates
-    return replace(then, windows=windows, rates=rates, logged=[], ran_out=first.ran_out + then.ran_out)
+    cause = then.cause or first.cause  # a life that cuts nothing measures nothing
+    return replace(then, windows=windows, rates=rates, logged=[], ran_out=first.ran_out + then.ran_out, cause=cause)
 
 
 def train_on_ranks(recipe: Recipe, course: Course, folder: Path) -> list[Outcome]:

@@ -57,14 +57,18 @@ def compare(whole: Gradient, first: Gradient, second: Gradient, *, weight: float
     size = max(norm(whole), weight * norm(first), (1 - weight) * norm(second)) or math.inf
 
     def error(share: float, other: float) -> float:
-        squares = (_square(share * a + other * b - w) for w, a, b in _alike(whole, first, second))
-        return math.sqrt(sum(squares)) / size
+        squares = 0.0
+        for w, a, b in _alike(whole, first, second):
+            squares += _square(share * a + other * b - w)
+        return math.sqrt(squares) / size
 
-    if (found := error(weight, 1 - weight)) <= enough:
+    found = error(weight, 1 - weight)
+    if found <= enough:
         return Differences(found, math.inf, weight, found)
     along = apart = 0.0
     for w, a, b in _alike(whole, first, second):
-        along, apart = along + float(((w - b) * (a - b)).sum()), apart + _square(a - b)
+        along += float(((w - b) * (a - b)).sum())
+        apart += _square(a - b)
     best = along / apart if apart else weight
     return Differences(found, error(1, 1), best, error(best, 1 - best))
 
@@ -78,15 +82,23 @@ def norm(gradient: Gradient) -> float:
 def distance(one: Gradient, other: Gradient) -> float:
     """Return ‖one − other‖ ÷ ‖one‖; infinity if only ``one`` is zero."""
     difference = math.sqrt(sum(_square(a - b) for a, b in _alike(one, other)))
-    return difference / size if (size := norm(one)) else math.inf if difference else 0.0
+    size = norm(one)
+    if not size:
+        return math.inf if difference else 0.0
+    return difference / size
 
 
 def _alike(*gradients: Gradient) -> Iterable[tuple[Tensor, ...]]:
     """Yield one parameter at a time: half precision as float32, complex numbers as pairs."""
     for tensors in zip(*gradients, strict=True):
-        real = (torch.view_as_real(each) if each.is_complex() else each for each in tensors)
-        yield tuple(each.float() if each.element_size() < 4 else each for each in real)
+        yield tuple(map(_real, tensors))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.float() if tensor.element_size() < 4 else tensor
 
 
 def _square(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.float() if tensor.element_size() < 4 else tensor)) ** 2
+    return float(torch.linalg.vector_norm(_real(tensor))) ** 2

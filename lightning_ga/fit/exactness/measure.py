@@ -17,10 +17,10 @@ from lightning_ga.compat.patching import replaced
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.differences import Differences, Gradient, compare, distance, norm
 from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics, passes_of, rounding
-from lightning_ga.loading.cutter import CutBatch
-from lightning_ga.loading.trials import Move, TrialBatches
+from lightning_ga.loading.trials import CutBatch, Move, TrialBatches
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.plan.exactness import NO_GRADIENT, Cause, Exactness
+from lightning_ga.plan.accumulation import whole_multiples
+from lightning_ga.plan.exactness import Cause, Exactness
 from lightning_ga.plan.weights import count_items
 from lightning_ga.snapshot.isolation import refuse_lazy
 from lightning_ga.snapshot.random_numbers import reseed
@@ -35,6 +35,7 @@ _ALWAYS_ALLOWED = 20  # measurements of any training
 _SHARE = 2e-3  # of training's passes, for all later measurements
 _COST = 4  # passes of a measurement, approximately
 _NOISE = 3.0  # by how much a difference has to exceed that of other random numbers
+_NO_GRADIENT = "its gradient is zero"
 _SHARDED = "each rank holds a part of the model, and cannot run a step by itself"
 _UNSEEDED = "two passes over one batch differ though they draw the same random numbers, so nothing can be measured"
 _RANDOM = (
@@ -56,7 +57,8 @@ class Moments:
     """The moments of training at which its exactness is measured again: after 1, 2, 4, 8, … optimizer steps."""
 
     def __init__(self) -> None:
-        self._next, self._made = 1, 0
+        self._next = 1
+        self._made = 0
 
     def due(self, steps: int, passes: int) -> bool:
         """Return whether a measurement is due after so many steps and passes; a due measurement is counted.
@@ -87,7 +89,8 @@ def measure(trainer: Any, batch: CutBatch, *, normalize: Any, begins: bool, in_s
     if ranks.is_sharded(trainer):
         return _unmeasured(trainer, _SHARDED)
     for plain in dict.fromkeys((_is_small(trainer), False)):  # autocast takes less memory
-        if found := _tried(trainer, lambda *_: batch, normalize, plain=plain, begins=begins, in_step=in_step):
+        found = _tried(trainer, lambda *_: batch, normalize, plain=plain, begins=begins, in_step=in_step)
+        if found is not None:
             return found
     return _unmeasured(trainer, f"memory ran out in the measurement, on {sum(batch.sizes)} samples")
 
@@ -101,31 +104,38 @@ def measure_at_start(
     limit: int,
     in_step: bool = False,
     chunked: "ChunkedModules | None" = None,
+    begins: bool = True,
+    multiple: int = 1,
 ) -> Exactness:
-    """Measure before training on a few samples of its data, in passes of at most ``limit`` samples.
+    """Measure on a few samples of the training data, in passes of at most ``limit`` samples.
+
+    If training ``begins``, the module's start hooks run first. Parts are multiples of ``multiple`` if so many fit.
 
     A small model may run a few samples more than that. ``move`` moves a batch to the device, with its hooks.
     """
     refuse_lazy(trainer.lightning_module.parameters())
     if ranks.is_sharded(trainer):
         return _unmeasured(trainer, _SHARDED)
-    plain, most = _is_small(trainer), min(limit, batches.most)
-    size = min(SAMPLES, batches.most if plain else most)
+    plain = _is_small(trainer)
+    most = min(limit, batches.most)
+    size = whole_multiples(min(max(SAMPLES, 3 * multiple), batches.most if plain else most), multiple)
     verdict = _unmeasured(trainer, "a micro-batch of one sample has no parts")
     while size >= 2:
-        make = partial(_make_batch, batches, move, size)
-        found = _tried(trainer, make, normalize, plain=plain, begins=True, in_step=in_step, chunked=chunked)
+        make = partial(_make_batch, batches, move, size, multiple)
+        found = _tried(trainer, make, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked)
         verdict = found or _unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
         if found is None:
-            size = most = size // 2
-        elif found.reason == NO_GRADIENT and size < most:
-            size = min(_MORE * size, most)
+            size = most = whole_multiples(size // 2, multiple)
+        elif not found.has_gradient and size < most:
+            size = whole_multiples(min(_MORE * size, most), multiple)
         else:
             break
     return verdict
 
 
-def _make_batch(batches: TrialBatches, move: Move, size: int, passes: Passes, seed: int) -> CutBatch | None:
+def _make_batch(
+    batches: TrialBatches, move: Move, size: int, multiple: int, passes: Passes, seed: int
+) -> CutBatch | None:
     """Make and move a batch, with random numbers of this seed."""
 
     def moved(batch: Any) -> Any:
@@ -133,7 +143,7 @@ def _make_batch(batches: TrialBatches, move: Move, size: int, passes: Passes, se
         return move(batch)
 
     passes.begin(seed)
-    return batches.batch_in_two_parts(size, moved, seed)
+    return batches.batch_in_two_parts(size, moved, seed, multiple)
 
 
 def _is_small(trainer: Any) -> bool:
@@ -143,6 +153,11 @@ def _is_small(trainer: Any) -> bool:
 def _is_survivable(error: Exception) -> bool:
     """Return whether training may continue after an error of the measurement: it is not a user's mistake."""
     return isinstance(error, LayoutError) or not isinstance(error, UserError)
+
+
+def _is_of_parts(error: Exception) -> bool:
+    """Return whether an error says something of the parts of a batch."""
+    return _is_survivable(error) and not is_out_of_memory(error)
 
 
 def _unmeasured(trainer: Any, reason: str) -> Exactness:
@@ -188,31 +203,43 @@ class _Judgement:
     def __init__(
         self, passes: Passes, batch: CutBatch, remake: Callable[[], CutBatch], normalize: Any, tolerance: float
     ) -> None:
-        self._passes, self._batch, self._remake, self._tolerance = passes, batch, remake, tolerance
-        counts = [count_items(normalize, part) for part in batch.parts] if callable(normalize) else batch.sizes
-        self._counts = (float(counts[0]), float(counts[1]))
-        # Two passes that differ by less are the same.
-        self._repeated = tolerance / (100 if passes.is_on_host and tolerance <= 1e-4 else 1)
+        self._passes = passes
+        self._batch = batch
+        self._remake = remake
+        self._tolerance = tolerance
+        self._counts = [float(size) for size in batch.sizes]
+        if callable(normalize):
+            self._counts = [float(count_items(normalize, part)) for part in batch.parts]
+        self._repeated = tolerance  # two passes that differ by less are the same
+        if passes.is_on_host and tolerance <= 1e-4:
+            self._repeated = tolerance / 100
 
     def verdict(self) -> Exactness:
         """Return the verdict."""
-        passes, layers = self._passes, batch_norm_layers(self._passes.module)
+        passes = self._passes
+        layers = batch_norm_layers(self._passes.module)
         if not (min(self._counts) >= 0 and 0 < sum(self._counts) < math.inf):
             return self._verdict("unmeasured", reason=f"normalize counts {self._counts} in the parts of a batch")
         (whole,) = passes.run(self._batch.whole, watched=True)
-        changed, size = passes.changed, norm(whole)
-        if not 0 < size < math.inf:
-            return self._verdict("unmeasured", reason=f"the norm of its gradient is {size}" if size else NO_GRADIENT)
-        catches = lambda error: _is_survivable(error) and not is_out_of_memory(error)  # noqa: E731
-        run = attempt(passes.run, catches, *self._batch.parts)
+        changed = passes.changed
+        size = norm(whole)
+        if not size:
+            return self._verdict("unmeasured", reason=_NO_GRADIENT, has_gradient=False)
+        if not size < math.inf:
+            return self._verdict("unmeasured", reason=f"the norm of its gradient is {size}")
+        run = attempt(passes.run, _is_of_parts, *self._batch.parts)
         if run.failure and layers and min(self._batch.sizes) < 2:  # they may refuse one sample
             return self._verdict("batch_norm", layers=layers)
-        found = None if run.failure else self._compare(whole, *run.result)
+        found = None
+        second = None
+        if not run.failure:
+            first, second = run.result
+            found = self._compare(whole, first, second)
         of_state = replace(self._verdict("exact", found), tensors=changed)
         if found is not None and found.error <= self._tolerance and not changed:
             return of_state
-        second = run.result[1] if found is not None else None
-        if (depends := self._depends_on_first(second)) is None:
+        depends = self._depends_on_first(second)
+        if depends is None:
             return self._verdict("random", reason=_UNSEEDED)
         if depends:
             return replace(of_state, cause="stateful", tensors=changed or (ELSEWHERE,), layers=layers)
@@ -234,12 +261,14 @@ class _Judgement:
         (alone,) = self._passes.run(other)
         if not distance(alone, second) > self._repeated:  # false for NaN, too
             return False
-        return None if distance(alone, *self._passes.run(other)) > self._repeated else True
+        (again,) = self._passes.run(other)
+        return None if distance(alone, again) > self._repeated else True
 
     def _named(self, whole: Gradient, found: Differences, layers: tuple[str, ...]) -> Exactness:
         """Name the cause of a difference that is not due to state."""
         (other,) = self._passes.run(self._remake().whole, seed=1)
-        noise, level = distance(whole, other), self._tolerance
+        noise = distance(whole, other)
+        level = self._tolerance
         if noise > self._tolerance:
             level = _NOISE * noise
             if found.error <= level:
@@ -272,11 +301,13 @@ def _judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, to
     def refused(reason: str) -> UserError:
         return UserError(f"whole={chunked.names!r}: {reason}")
 
-    whole, in_two = gradient(None), (samples + 1) // 2
-    if missing := [name for name, chunks in chunked.forwards.items() if not chunks.is_called]:
-        raise refused(f"training_step does not call {missing[0]} itself: name submodules that are called.")
+    whole = gradient(None)
+    in_two = (samples + 1) // 2
+    for name, chunks in chunked.forwards.items():
+        if not chunks.is_called:
+            raise refused(f"training_step does not call {name} itself: name submodules that are called.")
     if not 0 < norm(whole) < math.inf:
-        return _unmeasured(passes.trainer, NO_GRADIENT)
+        return replace(_unmeasured(passes.trainer, _NO_GRADIENT), has_gradient=False)
     with replaced(chunked.size, samples=None, window=samples):  # another length shows which arguments have no samples
         passes.run(batch.parts[1])
     error = distance(whole, gradient(in_two))
@@ -290,5 +321,7 @@ def _judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, to
                 f"run in chunks, {', '.join(chunked.names)} made a gradient that is off by {error:.1g} of it, so what "
                 "it computes of a sample depends on the others: name submodules that treat samples by themselves."
             )
-    layers = tuple(layer for chunks in chunked.forwards.values() for layer in batch_norm_layers(chunks.module))
-    return Exactness(error, tolerance, "batch_norm", layers, PER_CHUNK, passes.count)
+    layers: list[str] = []
+    for chunks in chunked.forwards.values():
+        layers += batch_norm_layers(chunks.module)
+    return Exactness(error, tolerance, "batch_norm", tuple(layers), PER_CHUNK, passes.count)

@@ -5,6 +5,7 @@ example, return losses in training mode only.
 """
 
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -23,9 +24,8 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.compat.steps import PassPlace, isolated, run_pass
 from lightning_ga.fit.exactness.differences import Gradient
-from lightning_ga.loading.samples import copied_if_possible
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
-from lightning_ga.snapshot.copies import checksums, is_writable
+from lightning_ga.snapshot.copies import checksums, copied_if_possible, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, reseed
 from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
 
@@ -42,10 +42,10 @@ def passes_of(trainer: Any, *, plain: bool, begins: bool, in_step: bool = False)
     """Return a context in which passes run without a trace; with ``plain``, in the precision of the weights."""
     with ExitStack() as stack:
         restore = stack.enter_context(isolated(trainer, begins=begins, steps=begins))
-        # Graphs that are compiled for a few samples are of no use.
-        contexts = compiled_run_eagerly(), _full_precision(trainer, plain=plain), _without_dropout()
-        for context in (*contexts, ranks.alone()):
-            stack.enter_context(context)
+        stack.enter_context(compiled_run_eagerly())  # graphs that are compiled for a few samples are of no use
+        stack.enter_context(_full_precision(trainer, plain=plain))
+        stack.enter_context(_without_dropout())
+        stack.enter_context(ranks.alone())
         yield Passes(trainer, restore, in_step=in_step)
 
 
@@ -57,7 +57,9 @@ class Passes:
     """
 
     def __init__(self, trainer: Any, restore: Callable[[], None], *, in_step: bool) -> None:
-        self.trainer, self._restore, self._in_step = trainer, restore, in_step
+        self.trainer = trainer
+        self._restore = restore
+        self._in_step = in_step
         self.module: Module = trainer.lightning_module
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.is_on_host = trainer.strategy.root_device.type == "cpu"
@@ -79,10 +81,12 @@ class Passes:
         ``watched``, ``changed`` names all that has changed.
         """
         self.begin(seed)
-        before, gradients = self._state() if watched else {}, list[Gradient]()
+        before = self._state() if watched else {}
+        gradients = list[Gradient]()
         for number, batch in enumerate(batches):
             reseed(seed, generators_of(self.module))
-            begins, ends = not self._in_step or number == 0, not self._in_step or number == len(batches) - 1
+            begins = not self._in_step or number == 0
+            ends = not self._in_step or number == len(batches) - 1
             Module.zero_grad(self.module)
             run_pass(self.trainer, copied_if_possible(batch), PassPlace(begins=begins, ends=ends))
             self.count += 1
@@ -97,17 +101,20 @@ class Passes:
 
         Statistics of BatchNorm and states of metrics are left out: no gradient depends on them.
         """
-        parts = {path: part for path, part in self.module.named_modules() if not isinstance(part, Metric)}
-        tensors = {f".{name}": parameter for name, parameter in self.module.named_parameters()}
-        for path, part in parts.items():
-            buffers = {} if isinstance(part, _BatchNorm) else part._buffers
-            tensors |= {f"{path}.{name}": buffer for name, buffer in buffers.items() if buffer is not None}
-        marks: dict[str, Any] = dict(zip(tensors, checksums([*tensors.values()])))
         known = {id(each) for each in (self.trainer, *self.module.modules())}
-        for path, part in parts.items():
-            own = vars(part).items()
-            marks |= {f"{path}.{name}": _mark(value, known) for name, value in own if name not in LIGHTNINGS_OWN}
-        return {name.lstrip("."): mark for name, mark in marks.items()}
+        tensors = dict[str, Tensor](self.module.named_parameters())
+        marks: dict[str, Any] = {}
+        for path, part in self.module.named_modules():
+            if isinstance(part, Metric):
+                continue
+            prefix = f"{path}." if path else ""
+            for name, buffer in part._buffers.items():
+                if buffer is not None and not isinstance(part, _BatchNorm):
+                    tensors[prefix + name] = buffer
+            for name, value in vars(part).items():
+                if name not in LIGHTNINGS_OWN:
+                    marks[prefix + name] = _mark(value, known)
+        return {**dict(zip(tensors, checksums([*tensors.values()]))), **marks}
 
 
 def _mark(value: Any, known: set[int]) -> Any:
@@ -134,14 +141,16 @@ class _Marks(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return str, (f"{tuple(value.shape)} {checksums([value])[0]}",)
-        return (str, ("",)) if id(value) in self._known or isinstance(value, _OPAQUE) else NotImplemented
+        if id(value) in self._known or isinstance(value, _OPAQUE):
+            return str, ("",)
+        return NotImplemented
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     """Return a copy of the gradient on the host, zeros if there is none."""
     if parameter.grad is None:
         return torch.zeros_like(parameter, device="cpu").detach()
-    return (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).to("cpu", copy=True)
+    return parameter.grad.to_dense().to("cpu", copy=True)
 
 
 @torch.no_grad()
@@ -158,8 +167,8 @@ def _perturb(tensors: Sequence[Tensor]) -> None:
 
 def batch_norm_layers(module: Module) -> tuple[str, ...]:
     """Return the names of BatchNorm layers in training mode, which normalize by the samples of a micro-batch."""
-    layers = (name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training)
-    return tuple(layers)
+    layers = dict(module.named_modules())
+    return tuple(name for name, layer in layers.items() if isinstance(layer, _BatchNorm) and layer.training)
 
 
 def fixed_statistics() -> AbstractContextManager[None]:
@@ -171,7 +180,8 @@ def fixed_statistics() -> AbstractContextManager[None]:
 
     def fixed(values: Tensor, mean: Tensor | None, variance: Tensor | None, *rest: Any, **settings: Any) -> Tensor:
         if mean is not None:
-            rest, settings = rest[:2], {**settings, "training": False}
+            rest = rest[:2]
+            settings = {**settings, "training": False}
         return normalize(values, mean, variance, *rest, **settings)
 
     return replaced(functional, batch_norm=fixed)
@@ -190,7 +200,8 @@ def rounding(trainer: Any, *, plain: bool = True) -> float:
 @contextmanager
 def _full_precision(trainer: Any, *, plain: bool) -> Iterator[None]:
     """Return a context without TF32; with ``plain``, also without autocast, which would hide differences."""
-    plugin, precision = trainer.precision_plugin, torch.get_float32_matmul_precision()
+    plugin = trainer.precision_plugin
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     casts = plain and hasattr(plugin, "autocast_context_manager")
     try:
@@ -209,9 +220,9 @@ def _stop_dropping(module: Module) -> None:
     The rates are plain attributes, which the isolation puts back.
     """
     for part in module.modules():
-        drops = any(name in type(part).__name__.lower() for name in _DROPS)
+        drops = re.search("|".join(_DROPS), type(part).__name__.lower())
         for name, value in list(vars(part).items()):
-            is_rate = name in _RATES if drops else any(each in name for each in ("dropout", "layerdrop"))
+            is_rate = re.search("dropout|layerdrop", name) or (drops and name in _RATES)
             if is_rate and isinstance(value, float) and 0 < value <= 1:
                 vars(part)[name] = 0.0
 
@@ -231,5 +242,8 @@ def _without_dropout() -> Iterator[None]:
 
 def _attend(attention: Any, *given: Any, **named: Any) -> Any:
     """Call the attention of torch so that it drops nothing: the rate comes after query, key, value and mask."""
-    named = {**named, "dropout_p": 0.0} if "dropout_p" in named else named
-    return attention(*given[:4], *([0.0] if len(given) > 4 else []), *given[5:], **named)
+    if "dropout_p" in named:
+        named = {**named, "dropout_p": 0.0}
+    if len(given) > 4:
+        given = (*given[:4], 0.0, *given[5:])
+    return attention(*given, **named)

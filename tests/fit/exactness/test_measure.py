@@ -17,7 +17,7 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.chunks import ChunkedModules
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.measure import SAMPLES, Moments, measure, measure_at_start
-from lightning_ga.loading.cutter import CutBatch
+from lightning_ga.loading.trials import CutBatch
 from lightning_ga.plan.exactness import Exactness
 
 SIZES = (4, 3)
@@ -295,7 +295,9 @@ class Trials:
     def make(self, samples: int, move: Callable[[Any], Any]) -> tuple[Any, Any]:
         return move(batch_of(samples)), None
 
-    def batch_in_two_parts(self, samples: int, move: Callable[[Any], Any], seed: int = 0) -> CutBatch | None:
+    def batch_in_two_parts(
+        self, samples: int, move: Callable[[Any], Any], seed: int = 0, multiple: int = 1
+    ) -> CutBatch | None:
         self.asked.append(samples)
         if self.refuses:
             raise LayoutError("samples cannot be told apart")

@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
-from lightning_ga.loading import cutter as cutter_module
-from lightning_ga.loading.cutter import BatchCutter, joins_batches
 from lightning_ga.loading.rebatch import SourceSettings
+from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.source import read_source
 from lightning_ga.loading.step_source import StepSource
+from lightning_ga.loading.trials import BatchCutter
 
 SIZE = 24
 ROWS: Any = [(torch.full((3,), float(index)), index) for index in range(SIZE)]
@@ -31,7 +31,7 @@ class Move:
 
 
 def cutter(*loaders: Any, hook: Any = None, combine: Any = None) -> BatchCutter:
-    return BatchCutter(loaders, combine or (lambda batches: batches[0]), Move(hook))
+    return BatchCutter(list(map(Samples, loaders)), combine or (lambda batches: batches[0]), Move(hook))
 
 
 def time_first(batch: list[Any]) -> Any:
@@ -96,7 +96,7 @@ class Once(IterableDataset[int]):
 
 
 def test_a_stream_loses_nothing() -> None:
-    """It is read in a copy; if there is none, its batches are read as ready-made ones, as those of no loader are."""
+    """It is not read: its batches are read as ready-made ones, as those of no loader are."""
     for dataset in (StreamOf(range(SIZE)), Once()):
         loader = DataLoader(dataset, 4)
         cut, batches = cutter(loader), iter(loader)
@@ -114,69 +114,15 @@ def test_windows_of_batches_that_are_kept() -> None:
     """A whole number of them; if a loader does not tell how many samples they hold, the first one does."""
     known = read_source(DataLoader(StreamOf(range(SIZE)), 4), settings_of(2))
     assert isinstance(known, StepSource)
-    assert (known.batch_size, known.recipe_effective()) == (4, 16)
+    assert known.batch_size == 4
     assert known.factor_for(24) == 3
     with pytest.raises(UserError, match=r"=12 is no whole number of batches: with an iterable dataset, .* of 8"):
         known.factor_for(12)
     unknown = read_source([torch.zeros(6, 2), torch.zeros(6, 2)], settings_of())
     assert unknown.batch_size is None
     unknown.see(torch.zeros(6, 2), cutter([torch.zeros(6, 2)]))
-    assert (unknown.batch_size, unknown.recipe_effective(), unknown.factor_for(18)) == (6, 12, 3)
+    assert (unknown.batch_size, unknown.factor_for(18)) == (6, 3)
     turned = DataLoader(ROWS, batch_sampler=[range(6)], collate_fn=time_first)
     own = read_source(turned, settings_of())
     own.see(next(iter(turned)), cutter(turned))
     assert own.batch_size == 6
-
-
-def flattened(batch: list[Any]) -> dict[str, Any]:
-    """The rows of all samples, where samples begin, and a part that they share."""
-    rows = [torch.full((index % 3 + 1, 2), float(index)) for _, index in batch]
-    ends = torch.tensor([0, *(len(each) for each in rows)]).cumsum(0)
-    return {"rows": torch.cat(rows), "ends": ends, "scale": torch.ones(5)}
-
-
-def twice(batch: list[Any]) -> Any:
-    return torch.stack([row for row, _ in batch] * 2)
-
-
-@pytest.mark.parametrize(
-    ("collate", "joins"),
-    [
-        (None, True),
-        (time_first, True),
-        (flattened, True),
-        (twice, True),
-        (list, True),
-        (lambda batch: batch[0], False),
-        (lambda batch: torch.stack([row for row, _ in batch[:4]]), False),
-        (lambda batch: torch.stack([row for row, _ in batch[: len(batch) * 3 // 4 + 1]]), False),
-        (lambda batch: torch.stack([row for row, _ in batch]).sum(0), False),
-        (lambda batch: torch.stack([row for row, _ in batch]).view(4, 3), False),
-    ],
-)
-def test_whether_samples_of_two_batches_make_one(collate: Any, joins: bool) -> None:
-    """If what is collated of them is as large as two batches; parts that all samples share count once."""
-    assert joins_batches(DataLoader(ROWS, 4, collate_fn=collate), 4) is joins
-
-
-def test_large_batches_are_joined_by_the_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that looking at them takes little memory."""
-    monkeypatch.setattr(cutter_module, "_MOST_ELEMENTS", 100)
-    seen = list[int]()
-
-    def collate(batch: list[Any]) -> Any:
-        seen.append(len(batch))
-        return time_first(batch)
-
-    assert joins_batches(DataLoader(ROWS, 64, collate_fn=collate), 64)
-    assert seen == [8, 8, 16]
-
-
-def test_none_can_be_joined_if_none_can_be_read() -> None:
-    assert not joins_batches(DataLoader([None] * 8, 4, collate_fn=list), 4)  # type: ignore[arg-type]
-
-    def full(batch: list[Any]) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        joins_batches(DataLoader(ROWS, 4, collate_fn=full), 4)

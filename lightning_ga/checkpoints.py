@@ -1,4 +1,4 @@
-"""Write checkpoints that are complete or absent, and say which one ``ckpt_path=last|best|FOLDER|PATH`` means.
+"""Checkpoints that are complete or absent: written atomically, read as data, and the newest of a folder.
 
 Lightning flushes nothing, and moves a file from the folder of temporary files, which may lie on another disk.
 """
@@ -7,7 +7,6 @@ import io
 import os
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,11 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 
-from lightning_ga.app.run_files import CONFIG
 from lightning_ga.errors import UserError
 
 PART = ".part"  # suffix of a file that is being written; a search for the last checkpoint ignores it
+RECORD = "meta.pt"  # of a sharded checkpoint: Lightning writes it after all shards (strategies/fsdp.py, 2.6.6)
 HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
@@ -95,52 +93,49 @@ def loads(value: Any) -> bool:
     return True
 
 
-def find_checkpoint(
-    wanted: str, weights: Mapping[str, Tensor], roots: Sequence[Path], *, kind: str = "last", own: Path = Path()
-) -> Path:
-    """The file that ``ckpt_path`` means; ``last`` is that of ``own``, else the latest that fits the weights."""
-    if wanted in ("last", "best"):
-        mine = folders_of(own)
-        folders = mine or {path.parent for root in roots for path in root.glob("**/checkpoints/*.ckpt")}
-        files = [path for folder in folders if (path := in_folder(folder, wanted)).is_file()]
-        latest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
-        remedy = f"no run of this model below {' or '.join(repr(str(root)) for root in roots)} has left one; train it."
-        found = next((path for path in latest if mine or fits(path, weights)), None)
-    else:
-        path = Path(wanted).expanduser()
-        places = [in_folder(one, name) for name in (kind, "last", "best") for one in (*folders_of(path), path)]
-        remedy = "neither a file nor a folder with checkpoints/last.ckpt or best.ckpt: give one of these, last or best."
-        found = next((file for file in (path, *places) if file.is_file()), None)
-    if found is None:
-        raise UserError(f"ckpt_path={wanted}: {remedy}")
-    return found
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """Return the checkpoint of the most optimizer steps in a folder or below it; ``None`` if none was ever written.
+
+    It is a file, or the folder of a sharded strategy. What a killed process has half written does not count, nor do
+    checkpoints of weights alone.
+
+    Raises:
+        UserError: If there are checkpoints, and none of them is whole.
+    """
+    paths = sorted(Path(folder).rglob("*.ckpt"))
+    found = []
+    for path in paths:
+        steps = resumable_steps(path)
+        if steps is not None:
+            found.append((steps, path.stat().st_mtime_ns, path))
+    if paths and not found:
+        names = ", ".join(path.name for path in paths[:3])
+        raise UserError(
+            f"No checkpoint in {str(folder)!r} ({names}) is the whole state of a training: resume from another one, or "
+            "start in another folder."
+        )
+    return max(found)[-1] if found else None
 
 
-def folders_of(run: Path) -> list[Path]:
-    """Where a run has left checkpoints: Lightning puts them beside the logs if a callback names no folder."""
-    beside = run.glob("*/checkpoints") if (run / CONFIG).is_file() else ()
-    return [folder for folder in (run / "checkpoints", *beside) if any(folder.glob("*.ckpt"))]
+def resumable_steps(path: Path) -> int | None:
+    """Return the optimizer steps of a whole checkpoint of a training, 0 if reading them would run code; else ``None``.
 
-
-def in_folder(folder: Path, name: str) -> Path:
-    """``NAME.ckpt``; the best one may have another name, which the last one tells."""
-    path = folder / f"{name}.ckpt"
-    with suppress(UserError, LookupError, AttributeError):
-        if name == "best" and not path.is_file():
-            callbacks = read_safely(folder / "last.ckpt")["callbacks"]
-            found = {one["monitor"]: one["best_model_path"] for one in callbacks.values() if one.get("best_model_path")}
-            wanted = callbacks.get("OptimizedMetric", {}).get("name")
-            path = folder / Path(found.get(wanted) or next((found[one] for one in found if one), path)).name
-    return path
-
-
-def fits(path: Path, weights: Mapping[str, Tensor]) -> bool:
-    """Whether a checkpoint can be read and contains weights of these names and shapes."""
+    A folder of shards is whole if nothing in it is newer than its record.
+    """
+    record = path / RECORD if path.is_dir() else path
+    if not record.is_file():
+        return None
+    if path.is_dir() and any(file.stat().st_mtime_ns > record.stat().st_mtime_ns for file in path.iterdir()):
+        return None
     try:
-        saved = read_safely(path)["state_dict"]
-        return {name: one.shape for name, one in saved.items()} == {name: one.shape for name, one in weights.items()}
-    except (UserError, LookupError, TypeError, AttributeError):
-        return False
+        content = read_safely(record)
+        return int(content["global_step"]) if "loops" in content else None
+    except UserError:
+        with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(record) as archive:
+            return 0 if archive.testzip() is None else None
+    except (LookupError, TypeError):
+        pass
+    return None
 
 
 def read_safely(path: Path) -> Any:

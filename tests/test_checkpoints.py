@@ -16,7 +16,7 @@ from command_lines import TINY
 from forks import forked
 
 from lightning_ga import AtomicCheckpointIO, UserError
-from lightning_ga.app.checkpoints import find_checkpoint, loads, read_safely
+from lightning_ga.checkpoints import loads, newest_checkpoint, read_safely
 
 
 def cut_off(number: int, *arguments: str) -> None:
@@ -82,31 +82,6 @@ def test_a_path_may_be_an_address(tmp_path: Path) -> None:
         assert saver.load_checkpoint(address) == {"step": 1}
 
 
-WEIGHTS = {"weight": torch.ones(3, 2)}
-
-
-def leave_run(root, name, age, **content):
-    """What a run leaves: a checkpoint of some age in seconds."""
-    path = root / name / "checkpoints" / "last.ckpt"
-    path.parent.mkdir(parents=True)
-    torch.save({"state_dict": WEIGHTS, **content}, path)
-    os.utime(path, (1e9 - age, 1e9 - age))
-    return path
-
-
-def test_last_is_the_latest_with_the_same_weights(tmp_path):
-    """That of this run's folder before all others; torn ones and those of other models are passed over."""
-    old = leave_run(tmp_path, "old", 30)
-    same = leave_run(tmp_path, "same", 20)
-    leave_run(tmp_path, "other", 10, state_dict={"weight": torch.ones(2, 2)})
-    torn = leave_run(tmp_path, "torn", 5)
-    torn.write_bytes(torn.read_bytes()[:-100])
-    assert find_checkpoint("last", WEIGHTS, [tmp_path, tmp_path / "missing"]) == same
-    assert find_checkpoint("last", WEIGHTS, [tmp_path], own=tmp_path / "old") == old
-    with pytest.raises(UserError, match="has left one"):
-        find_checkpoint("best", WEIGHTS, [tmp_path])
-
-
 class Harmful:
     def __reduce__(self):
         return (os.getcwd, ())
@@ -140,20 +115,53 @@ def test_hyperparameters_that_do_not_load_are_left_out(tmp_path):
     assert not loads(lambda: 1)
 
 
-def test_a_folder_means_the_checkpoint_of_its_run(tmp_path):
-    """The last state to go on with, the best one to test."""
-    path = leave_run(tmp_path, "run", 10)
-    best = path.with_name("best.ckpt")
-    best.write_bytes(path.read_bytes())
-    assert find_checkpoint(str(tmp_path / "run"), {}, []) == path
-    assert find_checkpoint(str(tmp_path / "run"), {}, [], kind="best") == best
-    best.unlink()
-    assert find_checkpoint(str(path.parent), {}, [], kind="best") == path
-    other = path.with_name("epoch_7.ckpt")  # as a callback of the user's own names it
-    best_model = {"monitor": "val/x", "best_model_path": f"elsewhere/{other.name}"}
-    torch.save({"callbacks": {"Other": {}, "ModelCheckpoint": best_model}}, path)
-    other.write_bytes(path.read_bytes())
-    for wanted in (str(tmp_path / "run"), "best"):
-        assert find_checkpoint(wanted, {}, [], kind="best", own=tmp_path / "run") == other
-    with pytest.raises(UserError, match="neither a file nor a folder"):
-        find_checkpoint(str(tmp_path), {}, [])
+def leave(path, steps, **content):
+    """A checkpoint of a training; later ones are older, as after a copy of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"global_step": steps, "loops": {}, **content}, path)
+    os.utime(path, (1e9 - steps, 1e9 - steps))
+    return path
+
+
+def test_the_newest_is_the_whole_one_of_the_most_steps(tmp_path):
+    """Torn files, weights alone, and those that are being written do not count; where the folder is does not matter."""
+    assert newest_checkpoint(tmp_path / "missing") is None
+    assert newest_checkpoint(tmp_path) is None
+    leave(tmp_path / "checkpoints" / "step-10.ckpt", 10)
+    whole = leave(tmp_path / "hpc_ckpt_1.ckpt", 20)
+    torn = leave(tmp_path / "checkpoints" / "step-30.ckpt", 30)
+    torn.write_bytes(torn.read_bytes()[:-10])
+    leave(tmp_path / "checkpoints" / "step-40.ckpt.part", 40)
+    torch.save({"global_step": 50, "state_dict": {}}, tmp_path / "weights.ckpt")
+    assert newest_checkpoint(tmp_path) == whole
+    for path in (whole, tmp_path / "checkpoints" / "step-10.ckpt"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"No checkpoint in .* \(step-30.ckpt, weights.ckpt\) is the whole state"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_sharded_checkpoint_is_whole_once_its_record_is_the_newest(tmp_path):
+    """A process that dies while it overwrites one leaves shards that are newer."""
+    shard = tmp_path / "last.ckpt" / "__0_0.distcp"
+    record = leave(tmp_path / "last.ckpt" / "meta.pt", 7)
+    shard.touch()
+    with pytest.raises(UserError, match="last.ckpt"):
+        newest_checkpoint(tmp_path)
+    os.utime(record)
+    os.utime(shard, (1e9, 1e9))
+    assert newest_checkpoint(tmp_path) == tmp_path / "last.ckpt"
+    record.unlink()
+    with pytest.raises(UserError, match="last.ckpt"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_whole_file_that_reading_would_run_counts_last(tmp_path):
+    """Scripts of one's own may keep anything among the hyperparameters; only the script's Trainer loads that."""
+    own = leave(tmp_path / "own.ckpt", 10, hyper_parameters={"x": Harmful()})
+    assert newest_checkpoint(tmp_path) == own
+    whole = leave(tmp_path / "a.ckpt", 5)
+    assert newest_checkpoint(tmp_path) == whole
+    whole.unlink()
+    own.write_bytes(own.read_bytes()[:-10])
+    with pytest.raises(UserError, match="own.ckpt"):
+        newest_checkpoint(tmp_path)

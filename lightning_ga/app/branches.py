@@ -1,0 +1,76 @@
+"""The critical batch of a run of the command line: its configuration and checkpoint, and a table of what was found."""
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from lightning_ga.app import build
+from lightning_ga.app.progress import quiet_lightning
+from lightning_ga.app.run_files import CONFIG, PLAN, read_json
+from lightning_ga.app.terminal import interruptions_reported
+from lightning_ga.errors import UserError
+from lightning_ga.plan.accumulation import require_count
+
+OF_BRANCHES = ("seeds", "scale_lr", "lr", "tolerance", "monitor")  # arguments of ``measure_batch_size``
+OF_TRAINER = ("accelerator", "devices", "precision", "gradient_clip_val")  # null: as the run had it
+KEPT = "finished branches are kept, and the same command continues with the others."
+
+
+def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, description: str) -> None:
+    """Measure for ``ckpt_path=RUN`` with further keys, as they are typed, and print a table."""
+    parameters = signature(measure).parameters
+    keys = {"ckpt_path": "RUN", "batch": None, "samples": None, "trainer": dict.fromkeys(OF_TRAINER)}
+    keys |= {name: parameters[name].default for name in OF_BRANCHES}
+    if {"-h", "--help"} & {*typed}:
+        print(f"{description}\n{OmegaConf.to_yaml(OmegaConf.create(keys))}")
+        return
+    given = composed(keys, typed)
+    path = Path(given.pop("ckpt_path"))
+    if path.is_dir():
+        path = path / "checkpoints" / "last.ckpt"
+    folder = path.parent.parent
+    if not (path.is_file() and (folder / CONFIG).is_file() and (folder / PLAN).is_file()):
+        raise UserError(f"ckpt_path={path} is no checkpoint in the folder of a run with its config.yaml and plan.json.")
+    cfg: Any = OmegaConf.merge(OmegaConf.load(folder / CONFIG), {"paths": {"output_dir": str(folder)}})
+    given["batch"] = given["batch"] or batch_of(cfg, folder)
+    given["samples"] = given["samples"] or 64 * require_count("batch", given["batch"])
+    for key, value in given.pop("trainer").items():
+        given[key] = value or cfg.trainer.get(key)
+
+    def make() -> tuple[Any, Any]:
+        data = build.make(cfg, "data")
+        build.follow_classes(cfg, data)
+        return build.make(cfg, "model"), data
+
+    with quiet_lightning(), interruptions_reported(lambda: KEPT):
+        found = measure(make, path, folder=folder / "batch_size", **given)
+    print(f"{'batch':>8}  {'loss':>8}  standard error")
+    for point in found.points:
+        print(f"{point.batch:>8}  {point.loss:>8.4f}  {point.error:.4f}")
+    print(found.sentence())
+
+
+def composed(keys: dict[str, Any], typed: Sequence[str]) -> dict[str, Any]:
+    """Let Hydra read what was typed."""
+    ConfigStore.instance().store("batch_size", keys)
+    try:
+        with initialize(None, version_base="1.3"):
+            content: Any = OmegaConf.to_container(compose("batch_size", list(typed)))
+    except HydraException as error:
+        raise UserError(" ".join(str(error).split())) from error
+    return dict(content)
+
+
+def batch_of(cfg: Any, folder: Path) -> int:
+    """Return the effective batch of a run, unless its batch or its rate followed a schedule."""
+    section = cfg.get("accumulate") or {}
+    is_scheduled = any(OmegaConf.is_dict(section.get(key)) for key in ("effective_batch_size", "accumulate"))
+    if is_scheduled or section.get("scale_lr", "none") != "none":
+        raise UserError("The run's batch or learning rate followed a schedule: give batch=…, which the rate is for.")
+    return int(read_json(folder / PLAN)["plan"]["effective_batch_size"])

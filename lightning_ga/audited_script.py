@@ -1,0 +1,151 @@
+"""Run a script until its training has been seen: of a LightningModule, or of a model that returns its loss."""
+
+import copy
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partialmethod, wraps
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from lightning_ga.errors import UserError
+from lightning_ga.plan.audit import Audit
+from lightning_ga.plan.weights import Samples, TargetTokens
+from lightning_ga.step_weights import LOWER, Promotion, Reads, Recorder, in_double, measured
+
+
+class EnoughError(BaseException):
+    """Ends a script whose training was seen."""
+
+
+def audit_script(path: Path, arguments: Sequence[str], *, most: int) -> Audit:
+    """Run a script as a program of its own, until it has trained on so many micro-batches, and audit that training."""
+    with ExitStack() as stack:
+        calls = Calls(most, stack)
+        stack.enter_context(mock.patch.object(sys, "argv", [str(path), *arguments]))
+        stack.enter_context(mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]))
+        stack.enter_context(Promotion())
+        for library in ("lightning.pytorch", "pytorch_lightning"):
+            with suppress(ImportError):  # the older name may not be installed
+                trainer = import_module(library).Trainer
+                stack.enter_context(mock.patch.object(trainer, "fit", partialmethod(short_fit, trainer.fit, calls)))
+        stack.callback(register_module_forward_pre_hook(calls.before_forward).remove)
+        stack.callback(register_module_forward_hook(calls.after_forward, with_kwargs=True).remove)
+        with suppress(EnoughError):
+            runpy.run_path(str(path), run_name="__main__")
+        return calls.audit()
+
+
+def short_fit(trainer: Any, fit: Any, calls: "Calls", model: Any, *args: Any, **kwargs: Any) -> None:
+    """Stand in for ``Trainer.fit``: train for two epochs, short ones with the same last window, then end the script."""
+    if not model.automatic_optimization or trainer.world_size > 1:
+        raise UserError(
+            f"A script is audited on one device, with automatic optimization: this has {trainer.world_size} "
+            f"devices and automatic_optimization={model.automatic_optimization}; use audit(…)."
+        )
+    from lightning.pytorch.callbacks import LambdaCallback  # only scripts need Lightning
+
+    factor = trainer.accumulate_grad_batches
+    step = model.training_step
+
+    @wraps(step)
+    def recorded(*given: Any) -> Any:
+        calls.add(*map(copy.copy, given))
+        return step(*given)
+
+    def shorten(*_: Any) -> None:
+        most = calls.most // 2
+        if trainer.num_training_batches > most:
+            trainer.fit_loop.max_batches = most - (trainer.num_training_batches - most) % factor
+
+    trainer.callbacks.append(LambdaCallback(on_train_start=shorten))
+    trainer.fit_loop.max_epochs = 2
+    calls.of_fit(model, factor)
+    with mock.patch.object(model, "training_step", recorded):
+        fit(trainer, model, *args, **kwargs)
+    raise EnoughError
+
+
+class Calls:
+    """Calls of what returns a loss: a LightningModule's step, or the first module in training that does so."""
+
+    def __init__(self, most: int, stack: ExitStack) -> None:
+        self.most = most
+        self._stack = stack
+        self._given: list[Any] = []  # arguments and keywords
+        self._recorder: Recorder | None = None
+        self._factor: int | None = None
+        self._sees_modules = True
+
+    def of_fit(self, model: Module, factor: int) -> None:
+        """Record the steps of a LightningModule from now on, and no other module."""
+        self._sees_modules = False
+        self._factor = factor if factor > 1 else None
+        self._stack.enter_context(in_double(model))
+        self._record(model)
+
+    def add(self, *arguments: Any, **keywords: Any) -> None:
+        """Keep the arguments of a call."""
+        self._given.append((arguments, keywords))
+
+    def before_forward(self, module: Module, _: Any) -> None:
+        """Put the outermost module into float64."""
+        parameter = next(module.parameters(), None)
+        is_lower = parameter is not None and parameter.dtype in LOWER
+        if self._sees_modules and module.training and is_lower:
+            self._stack.enter_context(in_double(module))
+
+    def after_forward(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record a call, and end the script when there are enough."""
+        loss = loss_in(output)
+        if not self._sees_modules or not isinstance(loss, Tensor) or not loss.requires_grad:
+            return
+        if self._recorder is None:
+            self._record(module)
+        if self._recorder is not None and module is self._recorder.model:
+            if len(self._given) == self.most:
+                raise EnoughError
+            self.add(*args, **{name: kwargs[name] for name in kwargs if name != "num_items_in_batch"})  # of a window
+
+    def audit(self) -> Audit:
+        """Audit what was recorded."""
+        if self._recorder is None:
+            raise UserError("The script trained no LightningModule, and no model that returns its loss: use audit(…).")
+        model = self._recorder.model
+        if self._sees_modules and len(self._given) == self.most:
+            del self._given[sum(step.read for step in self._recorder.steps) :]  # the last window was cut off
+        self._sees_modules = False  # calls from now on are no training
+        reads = Reads(self._given, loss_of, lambda call: items_of(model, *call), is_exact=True)
+        with mock.patch.multiple(model, create=True, log=mock.DEFAULT, log_dict=mock.DEFAULT):
+            return measured(self._recorder, reads, self._factor)
+
+    def _record(self, model: Module) -> None:
+        self._recorder = self._stack.enter_context(Recorder(model, lambda: len(self._given)).watching())
+
+
+def loss_of(module: Any, call: tuple[Any, Any]) -> Any:
+    """Return the loss of one micro-batch, of a LightningModule or of a model that returns it."""
+    arguments, keywords = call
+    output = getattr(module, "training_step", module)(*arguments, **keywords)
+    return output if isinstance(output, Tensor) else loss_in(output)
+
+
+def loss_in(output: Any) -> Any:
+    """Return the loss in what a model returns, if there is one."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def items_of(module: Module, args: Any, kwargs: Mapping[str, Any]) -> int:
+    """Count what the loss of a model of Transformers is a mean over: targets that are not ignored, or samples."""
+    labels = kwargs.get("labels")
+    if labels is None or labels.dim() < 2:
+        return Samples()([*args, *kwargs.values()])
+    function = getattr(module, "loss_function", None)
+    return TargetTokens(shift="CausalLM" in getattr(function, "__name__", ""))(kwargs)

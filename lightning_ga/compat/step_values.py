@@ -1,0 +1,249 @@
+"""Log one value an optimizer step: merge the values that the micro-batches of a window, or pieces of a batch, log.
+
+Lightning shows and writes the value of a window's last micro-batch alone (``update_train_step_metrics`` in
+``trainer/connectors/logger_connector/logger_connector.py``, 2.6.6). What it shows is the ``_forward_cache`` of a
+``_ResultMetric`` (``result.py`` beside it), and of a torchmetrics ``Metric`` (``metric.py``, 1.4 to 1.9): there the
+window's value is put. What is collected for an epoch stays Lightning's.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_ga.compat import ranks
+from lightning_ga.compat.patching import replaced, shadowed
+from lightning_ga.compat.place import LoopReader
+from lightning_ga.snapshot.copies import metric_state
+
+# By the name of ``reduce_fx``, a function or a text (``_Metadata`` in Lightning's ``result.py``); else a mean.
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+Settings = dict[str, Any]  # arguments of ``log``
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What has been counted in a batch of the loop."""
+
+    samples: int = 0
+    items: float = 0.0  # what ``normalize=`` counts; else samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """What a micro-batch has logged by some name, the last time."""
+
+    value: Tensor | Metric
+    settings: Settings
+    counted: Counted
+
+
+class StepValues:
+    """Puts the window's value in the place of its last micro-batch's, in windows of several passes or ranks.
+
+    While a window runs, the value of the window before is shown; in an epoch's first window, that of its latest
+    micro-batch. Ranks exchange values (``sync_dist``) where the last micro-batch logs them, each once: if that
+    micro-batch fails, and the rank runs the window again alone, it uses what has arrived.
+    """
+
+    def __init__(self, trainer: Any, place: LoopReader, counted: Callable[[], Counted]) -> None:
+        self._trainer = trainer
+        self._place = place
+        self._counted = counted  # in the loop's running batch
+        self._results = trainer.fit_loop.epoch_loop._results
+        self._held = ExitStack()
+        self._is_installed = False
+        self._is_cut = False  # whether the running window has several passes
+        self._is_merged = False  # whether its values are merged
+        self._exchanged: list[Tensor] = []  # over ranks, in the running window
+        self._next = 0  # the one of these that is due next
+        self._settings: Settings = {}  # of the value that is being logged
+        self._values: dict[str, dict[int, _Logged]] = {}  # of the running window, by key and micro-batch
+        self._copies: dict[int, Metric | None] = {}  # of metrics, by identity: they see the running window alone
+
+    def begin_window(self) -> None:
+        """Forget what passes have logged; if the window has several, merge what they will log."""
+        self._is_cut = False
+        self._is_merged = False
+        self._next = 0
+        if self._is_installed:
+            self._values = {}
+            for copy in filter(None, self._copies.values()):
+                copy.reset()
+        if self._place.skips_backward:
+            return
+        if self._place.factor > 1:
+            self.merge()
+        elif self._trainer.world_size > 1:  # a rank that runs its only pass again exchanges no value twice
+            self._merge()
+
+    def merge(self) -> None:
+        """Merge the values of the running window from here on, because it has several passes."""
+        self._is_cut = True
+        self._merge()
+
+    def _merge(self) -> None:
+        self._is_merged = True
+        if self._is_installed:
+            return
+        self._is_installed = True
+        self._held.enter_context(shadowed(self._results, "log", self._log))
+        self._held.enter_context(shadowed(self._results, "update_metrics", self._update))
+        self._held.enter_context(shadowed(self._trainer._logger_connector, "on_batch_end", self._end_batch))
+        for metric in self._trainer.lightning_module.modules():
+            # A wrapper updates others, which a copy of it would share.
+            if isinstance(metric, Metric) and not any(isinstance(part, Metric) for part in metric.children()):
+                self._held.enter_context(_copied_updates(metric, self._copy_of))
+
+    def close(self) -> None:
+        """Give the loop back Lightning's own methods."""
+        self._held.close()
+
+    # --- what is logged ------------------------------------------------------------------------
+
+    def _log(self, fx: str, name: str, value: Any, **settings: Any) -> None:
+        self._settings = settings
+        type(self._results).log(self._results, fx, name, value, **settings)
+
+    def _update(self, key: str, value: Any, batch_size: int) -> None:
+        """Let Lightning take a value, and show the window's."""
+        results = self._results
+        result = results[key]
+        if not self._is_merged or not result.meta.on_step:
+            type(results).update_metrics(results, key, value, batch_size)
+            return
+        shown = result._forward_cache
+        with _not_exchanged(result.meta.sync):
+            type(results).update_metrics(results, key, value, batch_size)
+        own = result._forward_cache.detach() if result.is_tensor else value
+        logged = self._values.setdefault(key, {})
+        logged[self._place.ready] = _Logged(own, self._settings, self._counted())
+        if self._place.window_is_over:
+            self._show(key)
+        elif shown is not None:
+            result._forward_cache = shown
+
+    def _end_batch(self) -> None:
+        """At a window's end, show values that its last micro-batch has not logged, before Lightning reads all."""
+        if self._is_merged and self._place.window_is_over:
+            for key, logged in self._values.items():
+                if self._place.ready not in logged:
+                    self._show(key)
+            self._exchanged = []
+        connector = self._trainer._logger_connector
+        type(connector).on_batch_end(connector)
+
+    def _show(self, key: str) -> None:
+        """Show the window's value of a name, over ranks if that was asked for."""
+        result = self._results[key]
+        if not result.is_tensor:
+            copy = self._copies.get(id(result.value))
+            if copy is not None and copy.update_called:
+                result._forward_cache = copy.compute()
+            else:
+                result._forward_cache = result.value._forward_cache
+            return
+        logged = [*self._values[key].values()]
+        shown = [each for each in logged if each.counted.samples] or logged  # without stand-ins
+        value, _ = merged_entry(
+            [each.value for each in shown],
+            [each.settings for each in shown],
+            [each.counted.samples for each in shown],
+            [each.counted.items for each in shown],
+        )
+        result._forward_cache = self._over_ranks(value, result.meta.sync)
+
+    def _over_ranks(self, value: Tensor, sync: Any) -> Tensor:
+        """Exchange a value between ranks if that was asked for, unless it was exchanged before the window failed."""
+        if not sync.should:
+            return value
+        if self._next == len(self._exchanged):
+            with ranks.ours():
+                self._exchanged.append(sync(value))
+        self._next += 1
+        return self._exchanged[self._next - 1]
+
+    def _copy_of(self, metric: Metric) -> Metric | None:
+        """Return the copy of a metric that sees the running window; ``None`` outside of it, as in trial passes."""
+        if not self._is_cut or self._trainer._results is not self._results:
+            return None
+        if id(metric) not in self._copies:
+            self._copies[id(metric)] = _empty_copy(metric)
+        return self._copies[id(metric)]
+
+
+def _not_exchanged(sync: Any) -> AbstractContextManager[None]:
+    """Return a context in which a logged value is not exchanged between ranks."""
+    return replaced(sync, should=False) if sync.should else nullcontext()
+
+
+def _copied_updates(metric: Metric, copy_of: Callable[[Metric], Metric | None]) -> AbstractContextManager[None]:
+    """Return a context in which a copy gets what ``forward`` gives a metric.
+
+    ``forward`` computes a batch's value with gradients enabled, whichever of its two ways it takes.
+    """
+    update = metric.update
+
+    def update_both(*given: Any, **named: Any) -> None:
+        update(*given, **named)
+        copy = copy_of(metric) if metric._enable_grad else None
+        if copy is not None:
+            copy.update(*given, **named)
+
+    return shadowed(metric, "update", update_both)
+
+
+def _empty_copy(metric: Metric) -> Metric | None:
+    """Copy a metric without what it has collected, and without networks in it; ``None`` if it cannot be copied."""
+    known: dict[int, Any] = {id(part): part for part in metric.children()}
+    for value in metric_state(metric, copied=False).values():
+        if isinstance(value, Tensor):
+            known[id(value)] = value.detach()
+        elif isinstance(value, list):
+            known[id(value)] = []
+    try:
+        copy = deepcopy(metric, known)
+    except Exception:  # of whatever a metric of the user's own keeps
+        return None
+    copy._enable_grad = False
+    copy.reset()
+    return copy
+
+
+def merged_entry(
+    values: Sequence[Any], all_settings: Sequence[Settings], samples: Sequence[int], weights: Sequence[float]
+) -> tuple[Any, Settings]:
+    """Merge what was logged in all passes: add up sums, average means by weight or by a counted ``batch_size``."""
+    settings = {**all_settings[0]}
+    sizes = [each.get("batch_size") for each in all_settings]
+    if None not in sizes and _are_counts(sizes, samples):
+        settings["batch_size"] = sum(sizes)
+        weights = weights if sizes == [*samples] else [size or 0 for size in sizes]
+    if not all(isinstance(value, Tensor) for value in values):  # a metric has seen all passes
+        return values[0], settings
+    kind = settings.get("reduce_fx", "mean")
+    reduce = _REDUCTIONS.get(kind.lower() if isinstance(kind, str) else kind.__name__)
+    return (mean(values, weights) if reduce is None else reduce(torch.stack([*values]))), settings
+
+
+def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Average tensors of one element in at least single precision; leave out those of weight 0, means over nothing."""
+    dtype = values[0].dtype if values[0].is_floating_point() or values[0].is_complex() else torch.get_default_dtype()
+    wide = torch.promote_types(dtype, torch.float32)
+    pairs = [pair for pair in zip(values, weights) if pair[1]] or [(values[-1], 1.0)]
+    if len({weight for _, weight in pairs}) == 1:  # fewer operations
+        return torch.stack([value for value, _ in pairs]).to(wide).mean(0).to(dtype)
+    total = torch.stack([value.to(wide) * weight for value, weight in pairs]).sum(0)
+    return (total / sum(weight for _, weight in pairs)).to(dtype)
+
+
+def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
+    """Return whether each ``batch_size`` was counted in its pass, and is not a constant such as the loader's."""
+    if len(set(sizes)) > 1 or sizes == [*samples]:
+        return True
+    return len(set(samples)) == 1 and sizes[0] % samples[0] == 0 and sizes[0] != sum(samples)  # tokens, as many in each

@@ -1,0 +1,258 @@
+"""The same training on whatever ranks are alive: under ``torchrun``, SLURM's requeue, and on spot instances.
+
+``torchrun`` starts the processes again if a machine goes or comes. What a script then needs is here: the arguments of
+its Trainer, the newest whole checkpoint, and checkpoints every few windows that do not stop training for long.
+"""
+
+import os
+import re
+import shutil
+import signal
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from lightning_ga.checkpoints import PART, AtomicCheckpointIO
+from lightning_ga.checkpoints import newest_checkpoint as newest_checkpoint
+from lightning_ga.compat import patching, ranks
+from lightning_ga.compat.patching import Callback
+from lightning_ga.errors import UserError
+
+__all__ = ["CheckpointEvery", "newest_checkpoint", "trainer_arguments"]
+
+KEPT = 2  # checkpoints of CheckpointEvery
+INTERVAL = re.compile(r"(\d+)(s|min|)")  # seconds or minutes; windows without a unit
+MUTABLE = (torch.Tensor, np.ndarray, deque, set)  # beside lists, dicts and data classes, which are always copied
+
+
+def trainer_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return ``devices``, ``num_nodes`` and ``strategy`` of a Trainer for the ranks that ``torchrun`` has started.
+
+    Outside of ``torchrun`` they are those of one rank, and a warning says so.
+
+    Raises:
+        UserError: If the agents have started different numbers of processes.
+
+    Examples:
+        >>> trainer_arguments({"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"})
+        {'devices': 2, 'num_nodes': 3, 'strategy': 'ddp'}
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        warnings.warn("torchrun has not started this process: training runs on one rank.", stacklevel=2)
+        return {"devices": 1, "num_nodes": 1, "strategy": "auto"}
+    world_size = int(environment["WORLD_SIZE"])
+    devices = int(environment["LOCAL_WORLD_SIZE"])
+    if world_size % devices:
+        raise UserError(
+            f"WORLD_SIZE={world_size} is no multiple of LOCAL_WORLD_SIZE={devices}: start all agents with the same "
+            "--nproc-per-node."
+        )
+    strategy = "ddp" if world_size > 1 else "auto"
+    return {"devices": devices, "num_nodes": world_size // devices, "strategy": strategy}
+
+
+class CheckpointEvery(Callback):
+    """Save a checkpoint every so many windows, or seconds, without stopping training for long; the last two are kept.
+
+    At the end of a window the state is copied to the host. A thread then writes it to ``step-N.ckpt.part``, flushes and
+    renames it, so that a process that is killed leaves no half-written ``step-N.ckpt``. Sharded strategies write all of
+    it before training goes on, into a folder that is renamed in the same way. The next copy waits until the one before
+    is written.
+
+    After SIGTERM on any rank (a spot instance's notice, a machine that joins) all ranks save at the end of the window
+    and end together. Lightning's own handler exchanges a value between ranks at any moment, and then they hang.
+
+    Data that are cut in the step cannot continue within an epoch, so they are saved at its end, if one is due.
+
+    A run that resumes one of its checkpoints must have the same number of samples and the same effective batch.
+
+    Args:
+        dirpath: The folder, which all hosts share; none other writes ``step-N.ckpt`` there.
+        every: A number of windows (optimizer steps), or a time such as ``"30s"`` or ``"5min"``.
+
+    Raises:
+        UserError: If ``every`` is neither, or as training starts from a checkpoint of other data or another batch, or
+            from different checkpoints on different ranks.
+    """
+
+    def __init__(self, dirpath: str | Path, every: int | str = 20) -> None:
+        match = INTERVAL.fullmatch(str(every))
+        if match is None or int(match[1]) < 1:
+            raise UserError(f"{every=} is neither a number of windows nor a time: write 20, '30s' or '5min'.")
+        self._every = int(match[1]) * (60 if match[2] == "min" else 1)
+        self._is_time = match[2] != ""
+        self._folder = Path(dirpath)
+        self._writer = BackgroundWriter()
+        self._saved_at = 0.0
+        self._step = 0  # of the latest window that is done
+        self._ends = False  # whether SIGTERM has come
+        self._all_end = False  # whether it has come on any rank
+        self._is_due = False
+        self._restored: dict[str, Any] = {}  # facts of the run in a checkpoint
+        self._facts: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Compare the run with its checkpoint, and count from here."""
+        self._facts = facts_of(trainer)
+        for name, before in self._restored.items():
+            now = self._facts.get(name, before)
+            if now != before:
+                raise UserError(f"The checkpoint is of a training with {before:,} {name}, and this one has {now:,}.")
+        steps = ranks.of_all_ranks(trainer, trainer.global_step)
+        if len({*steps}) > 1:
+            raise UserError(f"Ranks resume from steps {steps}: all hosts must share the folder of the checkpoints.")
+        self._step = trainer.global_step
+        self._saved_at = time.monotonic()
+        self._ends = False
+        self._all_end = False
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, self._note_end)  # until Lightning puts the handlers back, after the fit
+
+    def _note_end(self, *_: Any) -> None:
+        self._ends = True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save if a window is done and one is due; never in mid-window, where buffers are ahead of the weights."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        is_time = self._is_time and time.monotonic() - self._saved_at >= self._every
+        is_step = not self._is_time and self._step % self._every == 0
+        self._is_due = self._is_due or is_step or any_rank(trainer, is_time)
+        self._all_end = any_rank(trainer, self._ends)
+        if (self._is_due or self._all_end) and not is_cut_in_step(trainer):
+            self.save(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """End, once the window before is logged; all ranks do."""
+        if self._all_end:
+            raise patching.sibling(trainer, "utilities.exceptions").SIGTERMException
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save what could not be saved within the epoch."""
+        if self._is_due:
+            self.save(trainer)
+
+    def save(self, trainer: Any) -> None:
+        """Copy the state of the training, and let it be written; all ranks call this."""
+        part = self._folder / f"step-{self._step}.ckpt{PART}"
+        with patching.replaced(trainer.strategy, checkpoint_io=self._writer), ranks.ours():
+            trainer.save_checkpoint(part, weights_only=False)
+        if trainer.is_global_zero and part.is_dir():  # of shards, which are written
+            part.replace(whole_name(part))
+            keep_latest(self._folder)
+        self._saved_at = time.monotonic()
+        self._is_due = False
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait until the last checkpoint is written."""
+        self._writer.wait()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Wait until the last checkpoint is written; the error that ends the run is the one to show."""
+        with suppress(Exception):
+            self._writer.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must not change from start to start."""
+        return self._facts
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Note what the checkpoint's training had."""
+        self._restored = state_dict
+
+
+class BackgroundWriter(AtomicCheckpointIO):
+    """Copies a checkpoint to the host, and writes it in a thread under its name without ``.part``.
+
+    Lightning's ``AsyncCheckpointIO`` copies tensors on their own device, which may be full, in 2.5 not at all; and its
+    errors come after the file before has been removed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._writing: Future[None] | None = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Copy what changes in training, and write it in the thread once the checkpoint before is written."""
+        self.wait()
+        copied = apply_to_collection(checkpoint, MUTABLE, on_host)
+        self._writing = self._thread.submit(self._write, copied, whole_name(Path(path)))
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        super().save_checkpoint(checkpoint, path)
+        keep_latest(path.parent)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, and raise its error."""
+        writing = self._writing
+        self._writing = None
+        if writing is not None:
+            writing.result()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other processes and copies get: no thread."""
+        return {"_left_out": self._left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        BackgroundWriter.__init__(self)
+        self.__dict__.update(state)
+
+
+def on_host(value: Any) -> Any:
+    """Return a copy of a value that training changes in place, in the host's memory."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy(value)
+
+
+def whole_name(part: Path) -> Path:
+    """Return the name that a checkpoint gets once it is whole."""
+    return part.with_name(part.name.removesuffix(PART))
+
+
+def keep_latest(folder: Path) -> None:
+    """Remove all checkpoints of ``CheckpointEvery`` but the latest, and what killed processes have half written."""
+    whole = sorted(folder.glob("step-[0-9]*.ckpt"), key=lambda path: int(path.stem.removeprefix("step-")))
+    for path in [*whole[:-KEPT], *folder.glob(f"step-*.ckpt{PART}")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def any_rank(trainer: Any, decision: bool) -> bool:
+    """Return whether any rank says so."""
+    with ranks.ours():
+        return bool(trainer.strategy.reduce_boolean_decision(decision, all=False))
+
+
+def fits_of(trainer: Any) -> list[Any]:
+    """Return the fits of AutoAccumulate."""
+    found = [getattr(each, "_fit", None) for each in trainer.callbacks if hasattr(each, "optimizer_steps")]
+    return [fit for fit in found if fit is not None and fit.plan is not None]
+
+
+def is_cut_in_step(trainer: Any) -> bool:
+    """Return whether the step cuts the data, so that a run can continue at the end of an epoch only."""
+    return any(fit.windows.in_step for fit in fits_of(trainer))
+
+
+def facts_of(trainer: Any) -> dict[str, Any]:
+    """Return the samples of the dataset, and of an optimizer step if AutoAccumulate keeps that number."""
+    facts = {}
+    with suppress(AttributeError, TypeError):  # a dataset without a length, several loaders
+        facts["samples"] = len(trainer.train_dataloader.dataset)
+    for fit in fits_of(trainer):
+        if not fit.request.varies:
+            facts["samples per optimizer step"] = fit.plan.effective_batch_size
+    return facts

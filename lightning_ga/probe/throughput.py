@@ -1,0 +1,55 @@
+"""Choose what trains fastest within the limit, from timings.
+
+The largest micro-batch is often not the fastest: caches overflow. Past some size nothing is gained either, and a
+smaller one leaves memory for other work. Pure: timings come in as a function.
+"""
+
+from collections.abc import Callable, Iterable
+
+from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.plan.records import Timing
+
+SLOWER = 1.03  # times the best window: as fast
+_HOPELESS = 1.5  # times the best window: smaller micro-batches are even slower
+_REFINEMENTS = 3
+
+
+def time_windows(
+    pass_seconds: Callable[[int], float], step_seconds: float, *, rank_samples: int, limit: int
+) -> tuple[Timing, ...]:
+    """Time a window at several micro-batches up to the limit, in rising order.
+
+    Halves the micro-batch from the limit on until windows take half as long again as the best, then
+    looks between the smallest that is as fast as the best and the next smaller one.
+    """
+    timings: dict[int, Timing] = {}
+
+    def time(factor: int) -> float:
+        if factor not in timings:
+            size = ceil_div(rank_samples, factor)
+            timings[factor] = Timing(size, factor, factor * pass_seconds(size) + step_seconds)
+        return timings[factor].seconds
+
+    factor = ceil_div(rank_samples, limit)
+    while time(factor) <= _HOPELESS * _best(timings.values()) and ceil_div(rank_samples, 2 * factor) >= 2:
+        factor *= 2
+    for _ in range(_REFINEMENTS):
+        fast = SLOWER * _best(timings.values())
+        low = max(factor for factor, timing in timings.items() if timing.seconds <= fast)
+        high = min((factor for factor in timings if factor > low), default=low)
+        if high - low < 2:
+            break
+        time((low + high) // 2)
+    by_size = {}
+    for factor in sorted(timings, reverse=True):  # of several with one size, that with the fewest passes
+        by_size[timings[factor].micro_batch_size] = timings[factor]
+    return tuple(by_size.values())
+
+
+def fastest(timings: tuple[Timing, ...]) -> int:
+    """Return the smallest micro-batch whose window takes at most 3 % longer than the best."""
+    return min(timing.micro_batch_size for timing in timings if timing.seconds <= SLOWER * _best(timings))
+
+
+def _best(timings: Iterable[Timing]) -> float:
+    return min(timing.seconds for timing in timings)

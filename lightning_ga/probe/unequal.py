@@ -1,0 +1,39 @@
+"""The limits of micro-batches of unequal samples, from trials at two sizes of a sample.
+
+The memory of ``b`` padded samples of size ``l`` is c + b·(γ + αl + βl²): activations, and attention matrices. Along
+b·l = budget it is c + budget·(γ/l + α + βl), largest at an end: at the longest size, whose limit is known, or at a
+shorter size, at which the samples that this budget allows are tried. Micro-batches of even shorter samples get no more
+samples. If fewer fit at the shorter size, the memory of a sample, convex in ``l``, is bounded by the chord through both
+limits: size + offset. Pure: trials come in as a function.
+"""
+
+from collections.abc import Callable, Sequence
+
+from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.plan.lengths import SizeLimits
+
+_SHARES = (1.0, 0.75, 0.5)  # of the samples that the budget allows at the shorter size, tried in turn
+
+
+def limits_by_size(
+    confirm: Callable[[Sequence[int]], tuple[int, int]], limit: int, *, longest: int, shorter: int, high: int
+) -> tuple[SizeLimits, int]:
+    """Return the limits for micro-batches, of which ``limit`` samples fit at the longest, and the steps run so far.
+
+    ``confirm`` returns the first of some numbers of samples of the shorter size that fits, or 0, and those steps;
+    ``high`` is the most samples that are of use.
+
+    Examples:
+        >>> limits_by_size(lambda sizes: (sizes[1], 6), 8, longest=400, shorter=50, high=256)
+        (SizeLimits(budget=3360, samples=48, offset=20), 6)
+    """
+    most = min(high, ceil_div(limit * longest, shorter))
+    fits = most
+    steps = 0
+    if most > limit:
+        fits, steps = confirm([int(share * most) for share in _SHARES])
+    fits = max(limit, fits)
+    offset = 0
+    if limit < fits < most:
+        offset = max(0, ceil_div(limit * longest - fits * shorter, fits - limit))
+    return SizeLimits(limit * (longest + offset), fits, offset), steps

@@ -1,0 +1,144 @@
+"""Choose the submodules that are computed again, from what each frees and some trial steps. Pure."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+PARTS = (8, 2)  # submodules that would free more than this part of all are split, if their parts free half of that
+MOST_TRIALS = 8
+NEAR = 1.4  # times as many bytes a second: measured times do not tell less
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A submodule that may be computed again.
+
+    Attributes:
+        name: As in ``named_modules``; empty for the whole module, which is no candidate itself.
+        frees: Bytes that it would not keep for the backward pass, less the arguments that it would have to keep.
+        seconds: Time of its forward passes in a step.
+        inner: The submodules that it calls, in the order of their first calls.
+        refused: Why it cannot be computed again; empty if it can. Its parts may be.
+    """
+
+    name: str
+    frees: int
+    seconds: float
+    inner: tuple["Candidate", ...] = ()
+    refused: str = ""
+
+    def all(self) -> Iterator["Candidate"]:
+        """Yield it, and all submodules inside it."""
+        yield self
+        for each in self.inner:
+            yield from each.all()
+
+    def chosen(self, most: float) -> dict[str, "Candidate"]:
+        """Return the submodules to choose from, as they are called; none lies inside another.
+
+        One that would free more than ``most`` bytes is split if its parts free half of that.
+        """
+        parts = {name: part for each in self.inner for name, part in each.chosen(most).items()}
+        is_split = self.frees > most and sum(part.frees for part in self.inner) > self.frees / 2
+        if not self.name or self.refused or is_split:
+            return parts
+        return {self.name: self} if self.frees > 0 else {}
+
+
+@dataclass(frozen=True, slots=True)
+class SetTrial:
+    """A step that was tried with a set of submodules computed again: whether it fits, and its peak if that is known."""
+
+    fits: bool
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSet:
+    """Submodules that are computed again so that a step fits.
+
+    Attributes:
+        names: As they are called; empty if no set fits.
+        share: Their part of the forward pass, which runs once more.
+        peak_bytes: The peak of their step; if no set fits, the lowest that was seen. ``None`` if no peak was seen.
+        trials: Steps that were tried, in order.
+    """
+
+    names: tuple[str, ...]
+    share: float
+    peak_bytes: int | None
+    trials: Mapping[tuple[str, ...], SetTrial]
+
+
+def choose(
+    root: Candidate, run: Callable[[tuple[str, ...]], SetTrial], budget: int, most_trials: int = MOST_TRIALS
+) -> ChosenSet:
+    """Return the submodules that make a step fit a budget, and lose little time.
+
+    All are tried first: if they do not fit, nothing does. Those that free most bytes a second come first, near equals
+    as they are called; how many are needed is predicted from the peak of the last trial that fitted, and halved after
+    a miss. At the end those are left out that turn out not to be needed, from the last call on.
+
+    Args:
+        root: The whole module, as ``survey`` returns it.
+        run: Runs an isolated step with these submodules computed again, and says whether it fits.
+        budget: Bytes of the whole step.
+        most_trials: Steps to try at most.
+    """
+    ran: dict[tuple[str, ...], SetTrial] = {}
+
+    def fits(names: Sequence[str]) -> bool:
+        tried = tuple(names)
+        if tried and tried not in ran and len(ran) < most_trials:
+            ran[tried] = run(tried)
+        return tried in ran and ran[tried].fits
+
+    candidates: dict[str, Candidate] = {}
+    for parts in PARTS:
+        found = root.chosen(root.frees / parts)
+        if not candidates and fits([*found]):
+            candidates = found
+    ranked = _ranked(candidates)
+
+    def first(count: int) -> tuple[str, ...]:
+        """Return so many of the best, as they are called."""
+        return tuple(name for name in candidates if name in ranked[:count])
+
+    low = 0
+    high = len(ranked)
+    has_fitted = True
+    while high - low > 1:
+        peak = ran[first(high)].peak_bytes
+        middle = (low + high) // 2
+        if has_fitted and peak is not None:
+            frees = [candidates[name].frees for name in ranked]
+            enough = (count for count in range(low + 1, high) if sum(frees[count:high]) <= budget - peak)
+            middle = next(enough, high - 1)
+        has_fitted = fits(first(middle))
+        if has_fitted:
+            high = middle
+        else:
+            low = middle
+    names = first(high)
+    count = 1
+    while 0 < count < len(names):  # those that are called last run again near the peak, and free little there
+        if fits(names[:-count]):
+            names = names[:-count]
+            count *= 2
+        else:
+            count //= 4
+    peaks = [each.peak_bytes for each in ran.values() if each.peak_bytes is not None]
+    share = sum(candidates[name].seconds for name in names) / max(root.seconds, 1e-9)
+    return ChosenSet(names, share, ran[names].peak_bytes if names else min(peaks, default=None), ran)
+
+
+def _ranked(candidates: Mapping[str, Candidate]) -> list[str]:
+    """Return those first that free most bytes a second; of near equals, which times cannot tell apart, the first call.
+
+    The last calls run again near the peak, and free little there.
+    """
+    worth = {name: each.frees / max(each.seconds, 1e-9) for name, each in candidates.items()}
+    ranked: list[str] = []
+    while len(ranked) < len(worth):
+        best = max(worth[name] for name in worth.keys() - ranked)
+        ranked += [name for name in worth if name not in ranked and worth[name] >= best / NEAR]
+    return ranked

@@ -1,0 +1,155 @@
+"""Run submodules under activation checkpointing: computed again in the backward pass, with no other effect.
+
+PyTorch's own ``checkpoint`` computes a wrong gradient if a forward pass changes what it depends on: buffers,
+attributes, lists, random numbers of Python or NumPy. Here the second pass starts from the state before the first one,
+and leaves the state that it finds.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ga.batch.pytree import is_constant
+from lightning_ga.compat.patching import shadowed
+from lightning_ga.errors import UserError
+from lightning_ga.recompute.state import ForwardEffects
+from lightning_ga.snapshot.copies import versions, with_own_containers
+from lightning_ga.snapshot.random_numbers import GENERATORS
+
+
+@contextmanager
+def recomputed(module: Module, names: str | Iterable[str]) -> Iterator[None]:
+    """Run submodules under activation checkpointing: they keep their arguments, and are computed again if needed.
+
+    The gradient is the same to the bit if the submodules are deterministic given their arguments and state: a second
+    forward pass starts from the random numbers, buffers, attributes and lists of before the first one, and leaves
+    those of now. This is valid for all calls within the context; their backward passes may come after it.
+
+    A tensor of more than 256 KiB must not change in the forward pass. State outside of the module, such as a global
+    variable, is not put back.
+
+    Args:
+        module: The module.
+        names: Names of its submodules, as ``named_modules`` has them; none may lie inside another.
+
+    Raises:
+        UserError: If there is no such submodule, or if one lies inside another; in a forward pass, if the submodule
+            writes to its arguments, or changes a parameter or a large tensor.
+
+    Examples:
+        The first half of a transformer, in a plain loop::
+
+            with lightning_ga.recomputed(model, [f"blocks.{number}" for number in range(6)]):
+                loss = model(batch).mean()
+            loss.backward()
+    """
+    with ExitStack() as stack:
+        for name, part in submodules(module, [names] if isinstance(names, str) else names).items():
+            stack.enter_context(shadowed(part, "forward", RunTwice(part, name, part.forward)))
+        yield
+
+
+class RecomputedParts:
+    """Submodules of a training that are computed again; which ones may change between passes."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._held = ExitStack()
+        self.names: tuple[str, ...] = ()
+
+    def use(self, names: tuple[str, ...]) -> None:
+        """Compute these submodules again from here on, and no others."""
+        if names != self.names:
+            self._held.close()
+            self._held.enter_context(recomputed(self._module, names))
+            self.names = names
+
+
+def submodules(module: Module, names: Iterable[str], argument: str = "recomputed") -> dict[str, Module]:
+    """Return the submodules with these names, each once.
+
+    Raises:
+        UserError: If there is no such submodule, or if one lies inside another.
+    """
+    known = dict(module.named_modules(remove_duplicate=False))
+    found: dict[str, Module] = {}
+    for name in names:
+        if not name or name not in known:
+            children = [each for each, _ in module.named_children()]
+            near = difflib.get_close_matches(name, [*filter(None, known)], n=3, cutoff=0.5) or children[:3]
+            has = ", ".join(map(repr, near)) or "none"
+            raise UserError(
+                f"{argument} names {name!r}, and {type(module).__name__} has no such submodule: it has {has}."
+            )
+        if all(part is not known[name] for part in found.values()):
+            found[name] = known[name]
+    for name, part in found.items():
+        inside = next((other for other, each in found.items() if each is not part and each in part.modules()), None)
+        if inside is not None:
+            raise UserError(f"{argument} names {name!r} and {inside!r}, which lies inside it: name one of the two.")
+    return found
+
+
+class RunTwice:
+    """The forward pass of a module, which runs again in the backward pass; ``again`` is called before it does."""
+
+    def __init__(
+        self, module: Module, name: str, forward: Callable[..., Any], again: Callable[[], object] = int
+    ) -> None:
+        self._name = name
+        self._forward = forward
+        self._again = again
+        self._effects = ForwardEffects(module, name)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run it."""
+        if not torch.is_grad_enabled():
+            return self._forward(*arguments, **named)
+        # The caller may change its containers later, as DenseNet does, and sees what the first pass does to them.
+        given = [(arguments, named)]
+        leaves, structure = tree_flatten((arguments, named))
+        leaves = [own_containers(leaf) for leaf in leaves]
+        tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}  # attention asks whether query is key
+        slots = [places.get(id(leaf)) for leaf in leaves]
+        others = [leaf if slot is None else None for leaf, slot in zip(leaves, slots)]
+
+        def run(*tensors: Any) -> Any:
+            if given:
+                arguments, named = given.pop()
+            else:
+                self._again()
+                leaves = [own_containers(leaf) if slot is None else tensors[slot] for leaf, slot in zip(others, slots)]
+                arguments, named = tree_unflatten(leaves, structure)
+            return self._forward(*arguments, **named)
+
+        written = versions(tensors)
+        before = self._effects.before_call([leaf for leaf in others if isinstance(leaf, GENERATORS)])
+        output = checkpoint(
+            run,
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=False,  # ``before`` has more generators than PyTorch keeps
+            context_fn=lambda: (nullcontext(), before),
+        )
+        self._effects.after_call(before)
+        if versions(tensors) != written:
+            raise UserError(
+                f"{self._name} cannot be computed again, because its forward pass writes to its arguments: leave it "
+                "out, or name the module around it."
+            )
+        return output
+
+
+def own_containers(leaf: Any) -> Any:
+    """Return an argument with containers of its own, if it is of a class that PyTorch does not open."""
+    if isinstance(leaf, Tensor) or is_constant(leaf) or isinstance(leaf, (Module, *GENERATORS)):
+        return leaf
+    return with_own_containers(leaf)

@@ -1,0 +1,208 @@
+"""Training alone reads its data: each sample as often as stock Lightning does, in the same order, in the same process.
+
+Only a few samples of a map-style dataset that gives the same ones again are read apart, to find large ones.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import Regression, Samples, fit, worst_error
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lightning_ga import AutoAccumulate
+
+SIZE = 300
+APART = 66  # samples that may be read apart
+
+
+class Noted(Dataset[Any]):
+    """Writes down which process reads which sample."""
+
+    def __init__(self, folder: Path, *, draws: bool = False) -> None:
+        self.samples = Samples(SIZE)
+        self.file = folder / "reads.txt"
+        self.file.write_text("")
+        self.noise = np.random.default_rng(5).random if draws else None
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        with self.file.open("a") as file:
+            worker = get_worker_info()
+            file.write(f"{os.getpid()} {'main' if worker is None else worker.id} {index}\n")
+        inputs, targets, number = self.samples[index]
+        return inputs + (0.0 if self.noise is None else 1e-3 * self.noise()), targets, number
+
+    def reads(self) -> list[tuple[str, str, int]]:
+        """Return process, worker and index of each read."""
+        rows = [line.split() for line in self.file.read_text().splitlines()]
+        return [(process, worker, int(index)) for process, worker, index in rows]
+
+
+def by_worker(reads: list[tuple[str, str, int]], processes: set[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for process, worker, index in reads:
+        if process in processes:
+            found.setdefault(worker, []).append(index)
+    return found
+
+
+def reads_of(loader: DataLoader[Any], *callbacks: Any, **settings: Any) -> tuple[Regression, list[Any]]:
+    module, _ = fit(loader, *callbacks, max_epochs=2, **settings)
+    return module, loader.dataset.reads()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_are_read_as_by_stock_lightning(workers: int, draws: bool, tmp_path: Path) -> None:
+    """Of a dataset that draws random numbers of its own, one sample shows that, and no others are read."""
+    made = []
+    for name in ("stock", "ours"):
+        (tmp_path / name).mkdir()
+        data = Noted(tmp_path / name, draws=draws)
+        made.append(DataLoader(data, 20, num_workers=workers))
+    stock, expected = reads_of(made[0])
+    accumulate = AutoAccumulate(cache=False)
+    ours, found = reads_of(made[1], accumulate)
+    assert str(accumulate.fits).startswith("20 samples take")  # type: ignore[attr-defined]
+    more = Counter(index for *_, index in found) - Counter(index for *_, index in expected)
+    assert more.total() <= (5 if draws else APART)
+    if workers:  # samples that are read apart are read by another worker
+        pids = {process for process, *_ in found}
+        counts = {pid: sum(process == pid for process, *_ in found) for pid in pids}
+        training = set(sorted(pids, key=counts.__getitem__)[-4:])
+        assert sum(counts[pid] for pid in pids - training) <= APART
+        assert by_worker(found, training) == by_worker(expected, {process for process, *_ in expected})
+    else:
+        assert [index for *_, index in found][more.total() :] == [index for *_, index in expected]
+    assert [sorted(indices) for _, indices in ours.micro_batches] == [
+        sorted(indices) for _, indices in stock.micro_batches
+    ]
+    if not draws:
+        assert worst_error(ours.gradients, stock.gradients) == 0.0
+
+
+class Queue(Dataset[Any]):
+    """Hands its samples out one after the other, whatever the index is: patches of images, say."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+        self.samples = Samples(48)
+        self.left: Any = None
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        if self.left is None or (self.kind is list and not self.left):
+            self.left = self.kind(range(48))
+        number = self.left.pop() if self.kind is list else next(self.left)
+        if self.kind is not list and number == 47:
+            self.left = None
+        return self.samples[number]
+
+
+def generated(numbers: range) -> Iterator[int]:
+    yield from numbers
+
+
+@pytest.mark.parametrize("kind", [list, iter, generated])
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("limit", [{}, {"micro_batch_size": 5}])
+def test_a_queue_loses_nothing(kind: Any, mode: Any, limit: dict[str, int]) -> None:
+    """Each sample comes once an epoch, as in stock Lightning, also in micro-batches that are measured."""
+    stock, _ = fit(DataLoader(Queue(kind), 8), max_epochs=2)
+    accumulate = AutoAccumulate(micro_batching=mode, cache=False, **limit)
+    ours, _ = fit(DataLoader(Queue(kind), 8), accumulate, max_epochs=2)
+    assert accumulate.plan is not None
+    expected = [index for _, indices in stock.micro_batches for index in indices]
+    assert [index for _, indices in ours.micro_batches for index in indices] == expected
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+    if limit:
+        assert accumulate.exactness is not None
+        assert accumulate.exactness.cause == "exact"
+    else:
+        assert accumulate.probe is None
+
+
+class FailsOnce(Regression):
+    """Runs out of memory in the fourth step, once."""
+
+    has_failed = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == 3 and not self.has_failed:
+            self.has_failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [list, iter, generated])
+def test_an_error_loses_nothing_of_a_queue(kind: Any) -> None:
+    """Its batches are kept: indices would not give them again."""
+    stock, _ = fit(DataLoader(Queue(kind), 8), max_epochs=2)
+    accumulate = AutoAccumulate(cache=False)
+    with pytest.warns(UserWarning, match="Memory ran out in training with 8"):
+        ours, _ = fit(DataLoader(Queue(kind), 8), accumulate, module=FailsOnce(), max_epochs=2)
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+
+
+class CountsEpochs(IterableDataset[Any]):
+    """A stream whose order depends on how often it was begun, which all processes share."""
+
+    def __init__(self) -> None:
+        self.samples = Samples(48)
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        epoch = int(self.epoch)
+        if worker is None or worker.id == step - 1:
+            self.epoch += 1
+        order = torch.randperm(48 // step, generator=torch.Generator().manual_seed(epoch)).tolist()
+        return (self.samples[start + step * place] for place in order)
+
+
+def second_axis(batch: list[Any]) -> Any:
+    return [torch.stack([sample[part] for sample in batch], dim=1) for part in (0, 1)], [each[2] for each in batch]
+
+
+class OfSecondAxis(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (inputs, targets), indices = batch
+        return super().training_step(
+            (inputs.transpose(0, 1), targets.transpose(0, 1), torch.tensor(indices)), batch_idx
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|Length of IterableDataset)")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("limit", [{}, {"micro_batch_size": 3}])
+def test_a_stream_is_iterated_once_an_epoch(workers: int, own: bool, limit: dict[str, int]) -> None:
+    """Where it counts its epochs in shared memory, its orders are stock Lightning's; also with samples elsewhere."""
+
+    def train(*callbacks: Any) -> Regression:
+        data = CountsEpochs()
+        loader = DataLoader(data, 8, num_workers=workers, collate_fn=second_axis if own else None)
+        module, _ = fit(loader, *callbacks, module=OfSecondAxis() if own else Regression(), max_epochs=3)
+        assert int(data.epoch) == 3
+        return module
+
+    stock = train()
+    accumulate = AutoAccumulate(cache=False, **limit)
+    ours = train(accumulate)
+    assert sum((each for _, each in ours.micro_batches), []) == sum((each for _, each in stock.micro_batches), [])
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+    if limit:
+        assert accumulate.exactness is not None
+        assert accumulate.exactness.cause == "exact"
+        assert max(len(indices) for _, indices in ours.micro_batches) == 3

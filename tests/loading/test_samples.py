@@ -1,0 +1,295 @@
+"""Samples are read apart only where that leaves no trace; otherwise the first batch of training shows them."""
+
+import multiprocessing
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_ga.loading import samples as samples_module
+from lightning_ga.loading.orders import Sequential
+from lightning_ga.loading.rebatch import rebatch
+from lightning_ga.loading.sampler import WindowBatchSampler
+from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
+from lightning_ga.plan.windows import EpochPlan, RegularWindows
+
+SIZE = 200
+ROWS: Any = [(torch.full((3,), float(index)), index) for index in range(24)]
+
+
+class Counting(Dataset[int]):
+    """Counts the reads of each index, in all processes."""
+
+    file: Any = None
+
+    def __init__(self) -> None:
+        self.reads = torch.zeros(SIZE, dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        self.reads[index] += 1
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_few_samples_are_read_and_the_first_of_them_three_times(workers: int) -> None:
+    """From all over the dataset, with its first and its last."""
+    data = Counting()
+    samples = Samples(DataLoader(data, 8, num_workers=workers))
+    found = samples.first
+    assert len(set(found)) == len(found) == SAMPLES_AT_ONCE
+    assert found[:2] == [0, SIZE - 1]
+    assert int(data.reads.sum()) == SAMPLES_AT_ONCE + 2
+    assert sorted(data.reads.tolist())[-2:] == [1, 3]
+    assert samples.first is found
+
+
+class Pops(Dataset[int]):
+    """A queue: the index is ignored."""
+
+    def __init__(self, kind: Any) -> None:
+        self.left = kind(range(SIZE))
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return next(self.left) if isinstance(self.left, Iterator) else self.left.pop()
+
+
+class Draws(Dataset[float]):
+    """Noise of a generator that nobody else knows."""
+
+    def __init__(self) -> None:
+        self.draw = np.random.default_rng(3).random
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.draw())
+
+
+class Waiting(Dataset[int]):
+    """A queue of another process's making."""
+
+    def __init__(self) -> None:
+        self.queue = multiprocessing.SimpleQueue()
+        for number in range(4):
+            self.queue.put(number)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return self.queue.get()
+
+
+class Batches(Dataset[Any]):
+    """Reads whole batches, as dictionaries, or as lists of two fields."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index), torch.tensor(-index)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        fields = torch.tensor(indices), -torch.tensor(indices)
+        return dict(zip("ab", fields)) if self.kind is dict else list(fields)
+
+
+class Finishing(DataLoader[Any]):
+    """Finishes its batches in the main process."""
+
+    def _get_iterator(self) -> Any:
+        return super()._get_iterator()
+
+
+def broken(index: int) -> Any:
+    raise OSError("no such file")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Pops(list), 4),
+        lambda: DataLoader(Pops(deque), 4),
+        lambda: DataLoader(Pops(iter), 4),
+        lambda: DataLoader(Pops(lambda numbers: (number for number in numbers)), 4),
+        lambda: DataLoader(Pops(list), 4, num_workers=1),
+        lambda: DataLoader(Draws(), 4),
+        lambda: DataLoader(Waiting(), 4),
+        lambda: DataLoader(Batches(dict), 4, collate_fn=len),
+        lambda: DataLoader(Batches(list), 4, collate_fn=len),
+        lambda: Finishing(TensorDataset(torch.zeros(8, 3)), 4),
+        lambda: DataLoader(TensorDataset(torch.zeros(0, 3)), 4),
+        lambda: [torch.zeros(3)],
+    ],
+    ids=["list", "deque", "iterator", "generator", "worker", "noise", "queue", "dicts", "lists", "own", "none", "bare"],
+)
+def test_data_that_reading_would_change_are_left_to_training(make: Any) -> None:
+    """They are what they were."""
+    loader = make()
+    assert Samples(loader).first == []
+    data = getattr(loader, "dataset", None)
+    if isinstance(data, Pops):
+        assert len([data[0] for _ in range(SIZE)]) == SIZE
+    if isinstance(data, Waiting):
+        assert [data[0] for _ in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [list, deque, iter])
+def test_a_dataset_that_ignores_the_index_hands_its_samples_out(kind: Any) -> None:
+    """One that draws random numbers does not; workers have datasets of their own."""
+    assert Samples(DataLoader(Pops(kind), 4)).are_handed_out
+    assert not Samples(DataLoader(Draws(), 4)).are_handed_out
+    assert not Samples(DataLoader(Counting(), 4)).are_handed_out
+    assert not Samples(DataLoader(Pops(list), 4, num_workers=1)).are_handed_out
+    with tempfile.TemporaryFile() as file:
+        reader = Counting()
+        reader.file = file
+        assert not Samples(DataLoader(reader, 4)).are_handed_out
+        assert Samples(DataLoader(reader, 4)).first == []
+
+
+def test_an_error_of_reading_is_left_to_training() -> None:
+    class Broken(Counting):
+        def __getitem__(self, index: int) -> int:
+            raise OSError("no such file")
+
+    assert Samples(DataLoader(Broken(), 4)).first == []
+
+
+class Stream(IterableDataset[Any]):
+    """Counts how often it is iterated, in all processes."""
+
+    def __init__(self) -> None:
+        self.begun = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
+        return iter(ROWS)
+
+
+def second_axis(batch: list[Any]) -> Any:
+    return torch.stack([row for row, _ in batch], dim=1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_first_batch_of_a_stream_shows_what_it_was_collated_from(workers: int) -> None:
+    """Its samples, copied; the stream is not iterated again, and later batches show nothing."""
+    data = Stream()
+    samples = Samples(DataLoader(data, 4, num_workers=workers, collate_fn=second_axis))
+    copied = samples.showing()
+    first, second, *_ = copied
+    assert first.shape == second.shape == (3, 4)
+    assert [number for _, number in samples.kinds] == [0, 1, 2]
+    assert samples.collate(samples.kinds, 5).shape == (3, 5)
+    list(copied)
+    assert [number for _, number in samples.kinds] == [0, 1, 2]
+    assert int(data.begun) == 2  # both by this test
+    plain = DataLoader(data, 4)
+    assert Samples(plain).showing() is plain
+    assert Samples(plain).kinds == []
+
+
+def test_looking_at_samples_uses_up_no_random_numbers() -> None:
+    """A pass over the copy uses up as many as one over the user's loader: seeds of workers."""
+    size = 11
+    loader = DataLoader(TensorDataset(torch.arange(size)), 3, shuffle=False)
+    with torch.random.fork_rng():
+        assert len(list(loader)) == 4
+        after = torch.get_rng_state()
+    before = torch.get_rng_state()
+    samples = Samples(loader)
+    samples.collate(samples.first, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+    cut = WindowBatchSampler(Sequential(size), rank=0, seed=1)
+    cut.arrange(0, EpochPlan(RegularWindows(size, 4), 2), start=0, enabled=True)
+    with torch.random.fork_rng():
+        assert len(list(rebatch(loader, cut))) == 6
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+def time_first(batch: list[Any]) -> Any:
+    return torch.stack([row for row, _ in batch], dim=1)
+
+
+def flattened(batch: list[Any]) -> dict[str, Any]:
+    """The rows of all samples, where samples begin, and a part that they share."""
+    rows = [torch.full((index % 3 + 1, 2), float(index)) for _, index in batch]
+    ends = torch.tensor([0, *(len(each) for each in rows)]).cumsum(0)
+    return {"rows": torch.cat(rows), "ends": ends, "scale": torch.ones(5)}
+
+
+def twice(batch: list[Any]) -> Any:
+    return torch.stack([row for row, _ in batch] * 2)
+
+
+@pytest.mark.parametrize(
+    ("collate", "joins"),
+    [
+        (None, True),
+        (time_first, True),
+        (flattened, True),
+        (twice, True),
+        (list, True),
+        (lambda batch: {"rows": time_first(batch), "first": batch[0][0]}, True),
+        (lambda batch: batch[0], False),
+        (lambda batch: torch.stack([row for row, _ in batch[:4]]), False),
+        (lambda batch: torch.stack([row for row, _ in batch[: len(batch) * 3 // 4 + 1]]), False),
+        (lambda batch: torch.stack([row for row, _ in batch]).sum(0), False),
+        (lambda batch: torch.stack([row for row, _ in batch]).view(4, 3), False),
+    ],
+)
+def test_whether_samples_of_two_batches_make_one(collate: Any, joins: bool) -> None:
+    """If a batch grows with its samples, up to two batches, as it does with few; parts may be shared."""
+    assert Samples(DataLoader(ROWS, 4, collate_fn=collate)).joins_batches(4) is joins
+    if collate is None or joins:
+        assert Samples(DataLoader(ROWS, 1, collate_fn=collate)).joins_batches(1)
+
+
+def test_large_batches_are_joined_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that looking at them takes little memory."""
+    monkeypatch.setattr(samples_module, "_MOST_ELEMENTS", 64)
+    seen = list[int]()
+
+    def collate(batch: list[Any]) -> Any:
+        seen.append(len(batch))
+        return time_first(batch)
+
+    assert Samples(DataLoader(ROWS, 64, collate_fn=collate)).joins_batches(64)
+    assert seen[-3:] == [2, 8, 16]
+
+
+def test_none_can_be_joined_if_none_can_be_read() -> None:
+    assert not Samples(DataLoader([None] * 8, 4, collate_fn=list)).joins_batches(4)  # type: ignore[arg-type]
+
+    def full(batch: list[Any]) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Samples(DataLoader(ROWS, 4, collate_fn=full)).joins_batches(4)
+
+
+def test_samples_that_collating_leaves_out_are_known() -> None:
+    """Those that are nothing, and those of which it makes nothing or an error."""
+
+    def keep_even(batch: list[Any]) -> Any:
+        return torch.stack([row for row, index in batch if index % 2 == 0])
+
+    samples = Samples(DataLoader([*ROWS[:7], None], 4, collate_fn=keep_even))  # type: ignore[arg-type]
+    assert samples.are_dropped
+    assert all(index % 2 == 0 for _, index in samples.kinds)
+    assert not Samples(DataLoader(ROWS, 4)).are_dropped

@@ -1,0 +1,166 @@
+"""Training on whatever ranks are alive: what a script needs from here."""
+
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.checkpoints import AtomicCheckpointIO
+from lightning_ga.elastic import BackgroundWriter, CheckpointEvery, newest_checkpoint, trainer_arguments
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
+
+
+class Net(pl.LightningModule):
+    """A line that notes its weight after each optimizer step, and counts samples in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1).double()
+        self.register_buffer("seen", torch.zeros(()))
+        self.weights: dict[int, float] = {0: self.line.weight.item()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += len(batch[0])
+        return self.line(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.weights[self.global_step] = self.line.weight.item()
+
+
+def fit(*callbacks: Any, samples: int = 40, ckpt_path: Path | None = None, epochs: int = 1, **settings: Any) -> Net:
+    """Train in windows of 8 samples, each two micro-batches."""
+    torch.manual_seed(0)
+    net = Net()
+    accumulate = AutoAccumulate(**{"effective_batch_size": 8, "micro_batch_size": 4, "verify": False, **settings})
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[accumulate, *callbacks],
+    )
+    data = TensorDataset(torch.linspace(0, 1, samples).double()[:, None])
+    trainer.fit(net, DataLoader(data, batch_size=8, shuffle=True), ckpt_path=ckpt_path)
+    return net
+
+
+def test_a_trainer_gets_the_ranks_of_torchrun():
+    """One device for each process of an agent, one node for each agent."""
+    for world_size, local, devices, nodes, strategy in ((1, 1, 1, 1, "auto"), (4, 1, 1, 4, "ddp"), (6, 2, 2, 3, "ddp")):
+        ranks = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local)}
+        found = trainer_arguments({**TORCHRUN, **ranks})
+        assert found == {"devices": devices, "num_nodes": nodes, "strategy": strategy}
+    with pytest.raises(UserError, match="WORLD_SIZE=3 is no multiple of LOCAL_WORLD_SIZE=2: start all agents"):
+        trainer_arguments({**TORCHRUN, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"})
+    with pytest.warns(UserWarning, match="torchrun has not started this process: training runs on one rank"):
+        assert trainer_arguments({"WORLD_SIZE": "4"})["devices"] == 1
+
+
+@pytest.mark.parametrize("every", [0, -1, "3h", "s", 1.5, None])
+def test_an_interval_is_windows_or_a_time(every):
+    with pytest.raises(UserError, match="is neither a number of windows nor a time"):
+        CheckpointEvery(".", every)
+
+
+def test_the_last_two_checkpoints_are_kept_and_continue_the_run(tmp_path, micro_batching):
+    """Each is the state at the end of a window: weights and buffers of the same moment."""
+    whole = fit(CheckpointEvery(tmp_path, 2), epochs=2, micro_batching=micro_batching)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-10.ckpt", "step-8.ckpt"]
+    for step in (8, 10):
+        saved = torch.load(tmp_path / f"step-{step}.ckpt", weights_only=True)["state_dict"]
+        assert float(saved["line.weight"]) == whole.weights[step]
+        assert float(saved["seen"]) == 8 * step
+    (tmp_path / "step-10.ckpt").unlink()
+    newest = newest_checkpoint(tmp_path)
+    assert newest == tmp_path / "step-8.ckpt"
+    resumed = fit(CheckpointEvery(tmp_path, 2), epochs=2, ckpt_path=newest, micro_batching=micro_batching)
+    assert resumed.weights[10] == pytest.approx(whole.weights[10], rel=1e-14)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_time_is_measured_from_checkpoint_to_checkpoint(tmp_path, monkeypatch):
+    """Here each window takes 40 seconds."""
+    clock = iter(range(0, 10_000, 40))
+    monkeypatch.setattr("lightning_ga.elastic.time.monotonic", lambda: next(clock))
+    fit(CheckpointEvery(tmp_path, "1min"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2.ckpt", "step-4.ckpt"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, monkeypatch):
+    """The writer waits until the last window is done; what it then writes is the state of the first."""
+    begun = threading.Event()
+    save = AtomicCheckpointIO.save_checkpoint
+
+    def slow(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        assert begun.wait(60)
+        save(self, checkpoint, path, storage_options)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", slow)
+
+    class Last(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                begun.set()
+
+    net = fit(CheckpointEvery(tmp_path, 3), Last())
+    saved = torch.load(tmp_path / "step-3.ckpt", weights_only=True)
+    assert float(saved["state_dict"]["line.weight"]) == net.weights[3] != net.weights[5]
+    assert float(saved["state_dict"]["seen"]) == 24
+    assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 6
+    assert not [*tmp_path.glob("*.part")]
+
+
+def test_a_disk_that_is_full_ends_the_run_and_removes_nothing(tmp_path, monkeypatch):
+    """The error of the thread comes with the next checkpoint, at the latest as training ends."""
+    first = tmp_path / "step-1.ckpt"
+    save = AtomicCheckpointIO.save_checkpoint
+
+    def full(self: Any, checkpoint: Any, path: Path, storage_options: Any = None) -> None:
+        if path == first:
+            return save(self, checkpoint, path, storage_options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", full)
+    with pytest.raises(OSError, match="No space left"):
+        fit(CheckpointEvery(tmp_path, 1))
+    assert newest_checkpoint(tmp_path) == first
+
+
+def test_another_dataset_or_batch_is_refused_with_both_numbers(tmp_path):
+    fit(CheckpointEvery(tmp_path, 4))
+    newest = newest_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="of a training with 40 samples, and this one has 48"):
+        fit(CheckpointEvery(tmp_path, 4), samples=48, epochs=2, ckpt_path=newest)
+    with pytest.raises(UserError, match="with 8 samples per optimizer step, and this one has 16"):
+        fit(CheckpointEvery(tmp_path, 4), epochs=2, ckpt_path=newest, effective_batch_size=16)
+    fit(CheckpointEvery(tmp_path, 4), epochs=2, ckpt_path=newest, effective_batch_size={0: 8, 1: 16})
+
+
+def test_what_a_killed_process_has_half_written_is_removed_by_the_next_checkpoint(tmp_path):
+    """Files of others stay."""
+    others = [tmp_path / name for name in ("last.ckpt", "last.ckpt.part", "step-a.ckpt")]
+    for path in (tmp_path / "step-3.ckpt.part", *others):
+        path.touch()
+    (tmp_path / "step-1.ckpt").mkdir()
+    fit(CheckpointEvery(tmp_path, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["step-2.ckpt", "step-4.ckpt", *(p.name for p in others)]
+    )
+
+
+def test_other_processes_get_no_thread():
+    writer = pickle.loads(pickle.dumps(BackgroundWriter()))
+    writer.wait()
