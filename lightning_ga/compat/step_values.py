@@ -248,4 +248,5 @@ def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
         return True
     if len(set(samples)) > 1 or samples[0] == 0:  # a rank without a sample runs a stand-in
         return False
-    return sizes[0] % samples[0] == 0 and sizes[0] != sum(samples)  # tokens, as many in each pass
+    size = int(sizes[0])
+    return size % samples[0] == 0 and size != sum(samples)  # tokens, as many in each pass
