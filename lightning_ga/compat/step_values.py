@@ -253,4 +253,7 @@ def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
     """Return whether each ``batch_size`` was counted in its pass, and is not a constant such as the loader's."""
     if len(set(sizes)) > 1 or sizes == [*samples]:
         return True
-    return len(set(samples)) == 1 and sizes[0] % samples[0] == 0 and sizes[0] != sum(samples)  # tokens, as many in each
+    if len(set(samples)) > 1 or samples[0] == 0:  # a rank without a sample runs a stand-in
+        return False
+    size = int(sizes[0])
+    return size % samples[0] == 0 and size != sum(samples)  # tokens, as many in each pass
