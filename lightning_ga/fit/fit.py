@@ -17,7 +17,7 @@ from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.left_out import MOST_OF_EPOCH, LeftOut
-from lightning_ga.fit.messages import OomReporter, check_automatic, check_trainer
+from lightning_ga.fit.messages import OomReporter, check_automatic, check_shares, check_trainer
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.rewind import Rewinder
@@ -51,6 +51,7 @@ class Fit:
         place = LoopPlace(trainer)
         earlier = place.take_back()
         check_trainer(trainer, trainer.lightning_module, request)
+        check_shares(trainer, options)
         chunked = ChunkedModules(trainer, options.whole) if options.whole else None
         self.limit = Limit(trainer, request, options, chunked)
         self.progress = Progress(trainer, place, earlier)
@@ -129,6 +130,7 @@ class Fit:
         )
         self.rewinder = rewinder
         self._find_limit(self.progress.restored, begins=True)
+        self.limit.share_out()
         world_size = ranks.data_ranks(trainer)[0]
         require_possible(self.request, place.epochs, self.limit.initial_micro_batch, world_size)
         windows.begin_epoch(epoch)
@@ -165,13 +167,15 @@ class Fit:
         windows = self.windows
         epoch = self.progress.place.epoch
         chunked = self.limit.chunked
+        ranks_of_share = 1 if self.limit.differs_by_rank else ranks.data_ranks(self.trainer)[0]
         return TrainingSetup(
             self.trainer,
             windows.trial_batches(epoch),
-            rank_samples=ceil_div(windows.effective(epoch), ranks.data_ranks(self.trainer)[0]),
+            rank_samples=ceil_div(windows.effective(epoch), ranks_of_share),
             kept=self.rewinder.tensors_kept,
             chunks=None if chunked is None else chunked.size,
             multiple=self.request.multiple,
+            alone=self.limit.differs_by_rank,
             sizes=windows.sizes,
             begins=begins,
         )

@@ -178,8 +178,9 @@ class LoaderWindows:
     def useful_limit(self, epochs: range) -> int:
         """Return the largest micro-batch that these epochs can use."""
         total = self._source.epoch(epochs.start).samples
+        ranks_of_share = 1 if self._parts.limit.differs_by_rank else self._world_size  # a rank may get nearly all
         high = self._parts.request.useful_limit(
-            epochs, recipe=self.recipe_effective, total=total, world_size=self._world_size
+            epochs, recipe=self.recipe_effective, total=total, world_size=ranks_of_share
         )
         if not self._source.samples.first:  # only the first batch can be tried
             high = min(high, self._read_micro_batch or ceil_div(self.effective(epochs.start), self._world_size))
@@ -210,6 +211,9 @@ class LoaderWindows:
         epoch = self._epoch
         micro_batch = ceil_div(epoch.batch.largest, self._world_size)  # a whole share, until the limit is known
         limit = self._parts.limit.micro_batch
+        limits = self._parts.limit.of_ranks if enabled else ()
+        if limits:
+            micro_batch = epoch.batch.largest
         if enabled:
             micro_batch = self._source.capped(min(micro_batch, limit or micro_batch))
         self.plan = self._source.arrange(
@@ -217,6 +221,7 @@ class LoaderWindows:
             epoch.batch,
             micro_batch,
             multiple=self._parts.request.multiple,
+            limits=limits,
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,
@@ -261,7 +266,7 @@ class LoaderWindows:
         plan = self._source.plan
         is_alone = recipe.world_size == 1 or plan.factor == 1
         same_window = self._epoch.batch.largest == self._source.within_epoch(recipe.effective, self._epoch.number)
-        if self._parts.request.is_by_window or not is_alone:
+        if self._parts.request.is_by_window or not is_alone or self._parts.limit.of_ranks:
             return False
         return same_window and plan.length == self._epoch.recipe.batches
 

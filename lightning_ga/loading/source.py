@@ -15,7 +15,13 @@ from lightning_ga.loading.sampler import WindowBatchSampler, listed
 from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.sized import SampleSizes, SizeOf
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation, require_effective_batch
+from lightning_ga.plan.accumulation import (
+    AccumulationPlan,
+    ceil_div,
+    plan_accumulation,
+    plan_unequal_shares,
+    require_effective_batch,
+)
 from lightning_ga.plan.recipe import Recipe, RecipeEpoch
 from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import EpochPlan, GrowingWindows, RegularWindows, Window, Windows
@@ -134,6 +140,7 @@ class LoaderSource:
         micro_batch: int,
         *,
         multiple: int = 1,
+        limits: tuple[int, ...] = (),
         samples_done: int = 0,
         windows_done: int = 0,
         start: int | None = None,
@@ -151,7 +158,9 @@ class LoaderSource:
         plan = plan_accumulation(
             windows.largest or world_size, micro_batch=micro_batch, world_size=world_size, multiple=multiple
         )
-        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple)
+        if limits:
+            plan = plan_unequal_shares(windows.largest, limits=limits, rank=self._rank, multiple=multiple)
+        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple, limits, self._rank if limits else 0)
         if self.sizes is not None:
             plan, epoch_plan = self.sizes.cut(plan, epoch_plan, self._order.draw(epoch, self._seed)[:total])
         start = epoch_plan.done if start is None else start

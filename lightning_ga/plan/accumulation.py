@@ -6,6 +6,7 @@ most, so no pass peaks higher than needed and none is nearly empty.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import index
 from typing import SupportsIndex
 
@@ -53,6 +54,10 @@ class AccumulationPlan:
             each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
             names = f"{' and '.join(self.whole)} in {chunks} chunk{'s' if chunks > 1 else ''} of {self.chunk_size}"
             return f"effective batch {self.effective_batch_size:,} in one loss{each}, {names}"
+        shares = [sum(rank) for rank in self.chunks]
+        if len({len(rank) for rank in self.chunks}) > 1 or max(shares) - min(shares) > 1:
+            sizes = ", ".join(f"{share} in {len(rank)} × {rank[0]}" for share, rank in zip(shares, self.chunks))
+            return f"effective batch {self.effective_batch_size} in shares of {sizes} at most (rank by rank)"
         effective, micro, factor, ranks = self.effective_batch_size, self.micro_batch_size, self.factor, self.world_size
         if all(size == micro for rank in self.chunks for size in rank):
             return f"effective batch {effective} = {micro} × {factor} × {ranks} (micro-batch × factor × ranks)"
@@ -84,6 +89,29 @@ def split_evenly(total: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
     sizes = [(quotient + 1) * multiple] * larger + [quotient * multiple] * (parts - larger)
     sizes[-1] -= units * multiple - total
     return tuple(sizes)
+
+
+def split_in_proportion(total: int, ratio: tuple[int, ...], multiple: int = 1) -> tuple[int, ...]:
+    """Cut ``total`` in multiples that are as near to a ratio as they can be; the last one has what is left.
+
+    Examples:
+        >>> split_in_proportion(36, (24, 12)), split_in_proportion(35, (24, 12), multiple=2)
+        ((24, 12), (24, 11))
+    """
+    units = ceil_div(total, multiple)
+    ends = [units * sum(ratio[: place + 1]) // sum(ratio) for place in range(len(ratio))]
+    edges = [0, *(min(total, end * multiple) for end in ends)]
+    return tuple(end - start for start, end in pairwise(edges))
+
+
+def plan_unequal_shares(effective_batch: int, *, limits: tuple[int, ...], rank: int, multiple: int) -> AccumulationPlan:
+    """Cut an effective batch into shares in proportion to the ``limits`` of ranks, each in chunks within its limit.
+
+    Micro-batch and factor are those of one ``rank``.
+    """
+    shares = split_in_proportion(effective_batch, limits, multiple)
+    chunks = tuple(chunk_sizes(share, limit, multiple) for share, limit in zip(shares, limits))
+    return AccumulationPlan(effective_batch, len(limits), chunks[rank][0], len(chunks[rank]), chunks)
 
 
 def whole_multiples(most: int, multiple: int) -> int:

@@ -17,6 +17,7 @@ Normalize = Literal["samples"] | Callable[[Any], Any] | None
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "objective": ("memory", "throughput"),
     "micro_batching": ("loader", "step"),
+    "shares": ("equal", "memory"),
     "on_oom": ("split", "skip", "raise"),
     "batch_norm": ("warn", "ignore"),
     "verify": (True, False),
@@ -131,6 +132,7 @@ class Options:
     cache: bool = True
     on_oom: str = "split"
     micro_batching: str = "loader"
+    shares: str = "equal"
     whole: tuple[str, ...] = ()
     scale_lr: ScaleLr = "none"
     size_of: Callable[[Any, Any], int] | str | None = None
@@ -253,10 +255,14 @@ def _refuse_together(options: Options, request: Request) -> None:
         f"micro_batch_multiple={request.multiple}": request.multiple > 1,
         f"effective_batch_size={request.by_window!r}": request.is_by_window,
     }
-    pairs = [("size_of=", name) for name in others if options.size_of is not None]
+    others["size_of="] = options.size_of is not None
+    pairs = [("size_of=", name) for name in others if name != "size_of=" and options.size_of is not None]
     if options.whole:
         chunked = f"whole={options.whole!r}"
         pairs += [(chunked, "objective='throughput'"), (chunked, f"micro_batch_multiple={request.multiple}")]
+    if options.shares != "equal":
+        apart = f"micro_batch_multiple={request.multiple}"
+        pairs += [(f"shares={options.shares!r}", name) for name in others if name != apart]
     for first, second in pairs:
         if others[second]:
             raise UserError(f"{first} and {second} do not go together: leave one of them out.")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from lightning_ga.plan.accumulation import ceil_div, chunk_sizes, split_evenly
+from lightning_ga.plan.accumulation import ceil_div, chunk_sizes, split_evenly, split_in_proportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,8 @@ class EpochPlan:
     micro_batch: int  # most samples of one
     world_size: int = 1
     multiple: int = 1
+    limits_of_ranks: tuple[int, ...] = ()  # if their shares are in proportion to these
+    rank: int = 0  # whose factor is meant if shares are unequal
 
     @cached_property
     def factor(self) -> int:
@@ -141,10 +143,12 @@ class EpochPlan:
         return max(0, self.count - 1) * self.factor + (self.factor_of(self.count - 1) if self.count else 0)
 
     def _factor(self, samples: int) -> int:
-        return len(chunk_sizes(self.shares(samples)[0], self.micro_batch, self._multiple))
+        return len(chunk_sizes(self.shares(samples)[self.rank], self.micro_batch, self._multiple))
 
     def shares(self, samples: int) -> tuple[int, ...]:
         """Return the samples of each rank in a window of so many."""
+        if self.limits_of_ranks:
+            return split_in_proportion(samples, self.limits_of_ranks, self.multiple)
         return split_evenly(samples, self.world_size, self._multiple)
 
     @property

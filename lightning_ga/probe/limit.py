@@ -73,6 +73,7 @@ class Limit:
                 f"checkpoint={options.checkpoint!r} and activation_checkpointing_policy= of "
                 f"{type(trainer.strategy).__name__} both compute submodules again: give one of them."
             )
+        self.of_ranks: tuple[int, ...] = ()  # limits, to which the shares of ranks are in proportion
         self.initial_micro_batch: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
 
     @property
@@ -115,7 +116,13 @@ class Limit:
         """Whether the limit itself is wanted, whatever fits."""
         request, options = self._request, self._options
         wanted = options.budget is not None or options.objective == "throughput" or request.factor(0) is not None
-        return wanted or bool(options.whole) or options.size_of is not None or ranks.is_sharded(self._trainer)
+        return (
+            wanted
+            or self.differs_by_rank
+            or bool(options.whole)
+            or options.size_of is not None
+            or ranks.is_sharded(self._trainer)
+        )
 
     def is_to_be_asked_again(self, high: int) -> bool:
         """Return whether windows now use micro-batches of ``high`` samples, and nothing is known of so many."""
@@ -148,7 +155,7 @@ class Limit:
 
     def _valid_here(self, restored: RunState | None) -> RunState | None:
         """Return a restored state if all ranks run on the hardware of the checkpoint's first rank."""
-        if restored is None:
+        if restored is None or self.differs_by_rank:
             return None
         same = restored.hardware == self.hardware()
         return restored if ranks.smallest_over_ranks(self._trainer, int(same)) else None
@@ -266,8 +273,24 @@ class Limit:
         self.probe, self._kind = found
         return found[0].limit if found[0].limit < failed else None
 
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether each rank has a limit of its own."""
+        return self._options.shares == "memory"
+
+    def share_out(self) -> None:
+        """Tell each rank the limits of all, if shares are in proportion to these; all ranks call this together."""
+        if self.differs_by_rank:
+            self.of_ranks = tuple(ranks.of_all_ranks(self._trainer, self.most))
+
     def agree(self) -> None:
-        """Set the limit to the smallest of all ranks, which call this together as an epoch begins."""
+        """Set the limit to the smallest of all ranks, which call this together as an epoch begins.
+
+        If each rank has its own, their shares of windows follow.
+        """
+        self.share_out()
+        if self.differs_by_rank:
+            return
         if self.samples is not None:
             smallest = ranks.smallest_over_ranks(self._trainer, self.samples)
             if smallest < self.samples:

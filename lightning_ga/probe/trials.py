@@ -61,6 +61,7 @@ class TrainingSetup:
     kept: Callable[[], Iterable[Tensor]]  # what is on the device for a retry, besides the model
     chunks: ChunkSize | None = None  # of submodules that run over whole windows: then their size is tried
     multiple: int = 1  # of which micro-batches are multiples
+    alone: bool = False  # whether each rank finds a limit of its own, so that they do not vote
     sizes: SampleSizes | None = None  # of samples, if windows are cut by these
     begins: bool = True  # whether training begins: then the module's start hooks have not run
 
@@ -316,7 +317,7 @@ class ProbedTrainer(ProbedTraining):
 
     def agree(self, value: bool) -> bool:
         """Return whether ``value`` is true on every rank."""
-        return ranks.sum_over_ranks(self.trainer, float(not value)) == 0
+        return value if self._setup.alone else ranks.sum_over_ranks(self.trainer, float(not value)) == 0
 
     def warm_up(self) -> bool:
         """Make what the first training step would, by a step on gradients of zeros: of all that is trained, if unseen.

@@ -289,6 +289,42 @@ def test_one_rank_alone_computes_again(tmp_path: Path) -> None:
     assert min(one, other) == 0 < max(one, other)
 
 
+class Without(Lengths):
+    """Trains on all but giants, of which each micro-batch counts none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        is_kept = batch[2] < 100
+        if not is_kept.any():
+            return 0.0 * sum(parameter.sum() for parameter in self.parameters())
+        return super().training_step([each[is_kept] for each in batch], batch_idx)
+
+
+def kept(batch: Any) -> int:
+    return int((batch[2] < 100).sum())
+
+
+def leaving_out() -> list[Any]:
+    found = []
+    for budget, module, given in (("1GiB", Without(), {"normalize": kept}), ("800KiB", Lengths(), {"on_oom": "skip"})):
+        callback = AutoAccumulate(verify=False, cache=False, micro_batch_size=2, **given)
+        with limit_memory(budget):
+            loader = DataLoader(Giants(64, 64), batch_size=2, collate_fn=padded, shuffle=False)
+            fit(loader, callback, module=module, max_epochs=1, default_root_dir="left_out", **ddp())
+        found += [module.all_gradients, callback.oom_events]
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_stay_in_step_when_one_leaves_out_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks = on_ranks(leaving_out, tmp_path)
+    for plain, _, gradients, _ in ranks:
+        assert worst_error(gradients, plain) <= 1e-12
+    assert sorted(events > 0 for *_, events in ranks) == [False, True]
+    (row,) = (tmp_path / "left_out" / "skipped.csv").read_text().splitlines()[1:]
+    assert row.split(",")[3] == "5"
+
+
 def of_rank() -> list[Any]:
     found = []
     for budget in (PLENTY, "700KiB"):  # DDP has buckets
