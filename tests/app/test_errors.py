@@ -96,7 +96,7 @@ BUILT = [  # what the classes say
     (["model=mlp", "accumulate.whole=[encoder]"], ["accumulate.whole= names 'encoder'"]),
     (["model=mlp", "accumulate.micro_batch_multiple=0"], ["accumulate.micro_batch_multiple=0 must be at least 1"]),
     (["model=mlp", "checkpoint_every=fast"], ["checkpoint_every='fast' is neither", "write 20, '30s' or '5min'"]),
-    (["model=mlp", "accumulate.memory_budget=1KiB"], ["accumulate.memory_budget='1KiB'", "activation checkpointing"]),
+    (["model=mlp", "accumulate.memory_budget=1KiB"], ["accumulate.memory_budget='1KiB'", "accumulate.checkpoint="]),
     (["model=mlp", "optimized_metric=val/accuracy"], ["write optimized_metric=val/acc,"]),
 ]
 RELATED = [  # of the same kinds as rows above
