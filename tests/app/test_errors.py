@@ -44,6 +44,7 @@ COMPOSED = [  # what the configuration alone tells
     (["trainer.max_epochs==3"], ["write trainer.max_epochs=3."]),
     (["accumulate.effective_batch_size=linear(1,2,steps=3)"], ["{_target_:linear,ARGUMENT:VALUE}"]),
     (["model=mlp,timm"], ["add -m to run each of them", "'model=[mlp,timm]'"]),
+    (["gradient_checkpointing=true"], ["write accumulate.checkpoint=auto."]),
     (["optimiser.lr=0.1"], ["did you mean optimizer.lr?"]),
     (["model=mlp", "model.optimizer.lr=0.5"], ["write optimizer.lr=0.5."]),
     (["model=mlp", "model.name=resnet50"], ["write model=timm model.name=resnet50."]),
