@@ -147,7 +147,7 @@ def _prober(training: "ProbedTrainer", options: Options) -> Prober:
     training.reset()
     device = numbered(training.trainer.strategy.root_device)
     budget = Budget(options.budget, total_memory(device))
-    if not options.checkpoint:
+    if options.checkpoint != "auto":
         budget.advice = f'give checkpoint="auto", which computes activations again; or {budget.advice}'
     if options.whole:
         budget.advice = f"give a smaller effective_batch_size, as whole= makes a window one pass; or {budget.advice}"
