@@ -132,7 +132,8 @@ class EpochPlan:
 
     def places(self, window: Window, position: int) -> Sequence[int]:
         """Return the places, in the epoch's order, of one micro-batch; of a stand-in, that of the last sample."""
-        start, size = window.start + window.before + sum(window.sizes[:position]), window.sizes[position]
+        start = window.start + window.before + sum(window.sizes[:position])
+        size = window.sizes[position]
         return range(start, start + size) if size else range(window.end - 1, window.end)
 
     @cached_property
