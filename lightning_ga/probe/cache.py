@@ -91,7 +91,8 @@ def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int)
 
     The data are described by a ``small`` batch of the heaviest samples, and the whole batch that it is cut from.
     """
-    module, objective = trainer.lightning_module, options.objective
+    module = trainer.lightning_module
+    objective = options.objective
     # Timings and the rows of sparse gradients depend on the window.
     windows = rank_samples if objective != "memory" or sparse_parameters(module) else None
     return {

@@ -92,7 +92,9 @@ class Prober:
     """
 
     def __init__(self, training: ProbedTraining, meter: StepMeter, budget: Budget) -> None:
-        self._training, self._meter, self._budget = training, meter, budget
+        self._training = training
+        self._meter = meter
+        self._budget = budget
         self._holders = PeakHolders(meter.rounding)
         self._trials: list[Trial] = []
         self._steps = 0
@@ -355,7 +357,8 @@ class Prober:
 
     def _judge(self, size: int, measured: Measurement, budget: int) -> Trial:
         """Decide whether a step fits, on all ranks."""
-        ran, peak = measured.failure is None, measured.peak_bytes
+        ran = measured.failure is None
+        peak = measured.peak_bytes
         self._least = min(self._least, size if ran else inf)
         short = measured.strained or (measured.failure is not None and is_out_of_memory(measured.failure))
         if short:  # an allocator that ran out has handed out less than was needed
@@ -376,7 +379,8 @@ class Prober:
             return self._budget.shortage("The model and its optimizer alone take", alive, budget)
         refused = [trial for trial in self._trials if trial.peak_bytes > budget] or self._trials
         trial = smallest[0] if smallest else min(refused, key=lambda trial: trial.micro_batch_size)
-        size, needed = trial.micro_batch_size, smallest[1] if smallest else trial.peak_bytes
+        size = trial.micro_batch_size
+        needed = smallest[1] if smallest else trial.peak_bytes
         holders = self._holders.at(size, trial.peak_bytes)
         least = "" if smallest else " at least"
         what = f"A training step with micro_batch_size={size}, the smallest that runs, takes{least}"

@@ -19,7 +19,8 @@ from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: then no further trial, if sizes are not exact
 MANY_TRIALS = 5  # after so many, these shares are enough: of what may still fit, and of a size that failed
-NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
+NEARLY = 0.98
+NEARLY_OF_FAILED = 0.95
 BACKOFF_AFTER_FAILURE = 0.02  # of a size that failed: if a trial that much smaller fits, two in a hundred are left
 MOST_TRIALS = 12  # if sizes are not exact
 HOLE_RESERVE = 0.005  # share of the budget that a first trial near it leaves to holes, if there is no margin
@@ -27,7 +28,8 @@ WORTH_RECORDING = 0.03  # a step is recorded if sizes larger by this share might
 WORTH_A_STEP = 1.05  # times the largest step: if nothing can be predicted, a smaller growth ends the search
 # After a failure that the curve did not predict: how far to stay below it, as a share of the budget if sizes are exact,
 # else of the size. A step that fits corrects the curve by what the allocator reserved, so one should come soon.
-EXACT_SPARES, SPARES = (0.02, 0.04, 0.08), (0.08, 0.08)
+EXACT_SPARES = (0.02, 0.04, 0.08)
+SPARES = (0.08, 0.08)
 
 
 class Search:
@@ -70,7 +72,9 @@ class Search:
 
     def _guess(self) -> int:
         """Guess the limit from the predicted curve and from the trials that contradict it."""
-        low, high, budget = self.limit, self.ceiling - 1, self.task.budget
+        low = self.limit
+        high = self.ceiling - 1
+        budget = self.task.budget
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         is_exact = self.task.rounding == 1
@@ -94,7 +98,8 @@ class Search:
 
     def _spared(self, curve: Curve) -> int:
         """Return a size below one that failed although the curve said that it fits: memory may be fragmented."""
-        high, is_exact = self.ceiling - 1, self.task.rounding == 1
+        high = self.ceiling - 1
+        is_exact = self.task.rounding == 1
         spares = EXACT_SPARES if is_exact else SPARES
         if self._misses > len(spares) or (curve.replay is None and len(curve.lines) == 1):
             return 0
@@ -110,7 +115,8 @@ class Search:
         """
         if self._replay is None or self._misled:
             return None
-        low, high = self._replay.first.samples, self._replay.second.samples
+        low = self._replay.first.samples
+        high = self._replay.second.samples
         return (low + high) // 2 if high - low > 1 else None
 
     def _approach(self, closest: float) -> int:
@@ -128,7 +134,9 @@ class Search:
 
     def _parts(self) -> tuple[int, int]:
         """Return the bytes of the largest step that stay as they are when the samples grow, and those that may grow."""
-        trial, traces, rounding = self._fitting[-1].trial, self._fitting[-1].traces, self.task.rounding
+        trial = self._fitting[-1].trial
+        traces = self._fitting[-1].traces
+        rounding = self.task.rounding
         recorded = [step.traces for step in self._fitting if step.traces]
         kept = [max(trace.kept_bytes(rounding) for trace in traces) for traces in recorded]
         if not traces or len(kept) < 2 or kept[-1] != kept[-2]:
@@ -143,7 +151,8 @@ class Search:
 
     def record(self, step: Step) -> None:
         """Process the outcome of one step."""
-        trial, size = step.trial, step.samples
+        trial = step.trial
+        size = step.samples
         if self._curve is not None:
             needs_more = self._needs(size) > self.task.budget
             foreseen = self._curve.confirms(trial, step.traces) if trial.fits else needs_more
