@@ -73,11 +73,13 @@ def follow_classes(cfg: DictConfig, data: LightningDataModule) -> None:
 
 def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: OptimizedMetric) -> Trainer:
     """The Trainer; a dry run has no loggers, no checkpoints and no bar."""
-    dry_run, progress = settings.dry_run, settings.progress
+    dry_run = settings.dry_run
+    progress = settings.progress
     if settings.elastic and settings.task is Task.fit:
         keep_effective_batch(cfg)
     use_full_names(cfg.get("accumulate") or {})
-    accumulate, schedule = ([make(cfg, "accumulate")] if cfg.get("accumulate") else []), batch_schedule(cfg)
+    accumulate = [make(cfg, "accumulate")] if cfg.get("accumulate") else []
+    schedule = batch_schedule(cfg)
     text = schedule_text(schedule, "factor " * (getattr(schedule, "name", "") == "accumulate"))
     others: list[Callback] = [] if dry_run else make_all(cfg, "callbacks")
     if settings.checkpoint_every is not None and not dry_run:

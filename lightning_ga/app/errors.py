@@ -181,7 +181,8 @@ def of_reference(key: str, text: str, groups: Mapping[str, Sequence[str]]) -> st
     found = re.search(r"Interpolation key '([^']+)' not found", text)
     needed = found[1] if found else "another key"
     section, _, name = needed.partition(".")
-    folder, having = config_folder() / section, []
+    folder = config_folder() / section
+    having = []
     for option in groups.get(section, ()):
         text = (folder / f"{option}.yaml").read_text("utf-8")
         for base in re.findall(r"^  - (\w+)$", text, re.MULTILINE):
@@ -227,7 +228,8 @@ def nearest_key(key: str, missing: str, section: Mapping[Any, Any]) -> str | Non
     parent, _, name = missing.rpartition(".")
     names = {str(one): f"{parent}.{one}".lstrip(".") for one in section}
     if not parent:  # lr, batch_size, max_epochs
-        top, names = names, {}
+        top = names
+        names = {}
         for group, content in section.items():
             if OmegaConf.is_dict(content) and group != "hydra":
                 names |= {str(one): f"{group}.{one}" for one in content}

@@ -13,10 +13,15 @@ from omegaconf import OmegaConf
 from lightning_ga.errors import UserError, printable
 
 Curve = list[tuple[int, float]]
-CONFIG, RESULT, PLAN, SCORES = "config.yaml", "result.json", "plan.json", "classification_report.json"
-CONFUSION, PICTURES = "confusion_matrix.json", "pictures.json"
+CONFIG = "config.yaml"
+RESULT = "result.json"
+PLAN = "plan.json"
+SCORES = "classification_report.json"
+CONFUSION = "confusion_matrix.json"
+PICTURES = "pictures.json"
 SWEEP = "multirun.yaml"  # which Hydra writes into the folder of a sweep
-WEIGHTS, LOADING = "weights.pt", "load_weights.py"  # of task=export
+WEIGHTS = "weights.pt"  # of task=export
+LOADING = "load_weights.py"  # beside them
 
 
 @dataclass(frozen=True, slots=True)

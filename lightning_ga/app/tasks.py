@@ -55,7 +55,8 @@ MOST_CLASSES = 20  # of a report on the screen
 
 def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
     """Build what a configuration names, do what ``task`` says, and return the result."""
-    written, started = shown(cfg), time.perf_counter()
+    written = shown(cfg)
+    started = time.perf_counter()
     folder = Path((cfg.get("paths") or {}).get("output_dir") or HydraConfig.get().runtime.output_dir)
     with quiet_lightning():
         run = build(cfg, settings, folder)
@@ -78,7 +79,9 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
 
 def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
     """The file of ``ckpt_path``, which is printed; only a fit and published weights need none."""
-    wanted, is_fit, model = run.settings.ckpt_path, run.settings.task is Task.fit, written["model"]
+    wanted = run.settings.ckpt_path
+    is_fit = run.settings.task is Task.fit
+    model = written["model"]
     if continues(run.config):
         newest = newest_checkpoint(run.folder)
         if newest is not None:
@@ -95,7 +98,8 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
             return None
         raise UserError(f"task={run.settings.task.name} needs trained weights: give ckpt_path=best, last or a path.")
     roots = roots_of_runs(run.config)
-    weights, kind = run.model.state_dict(), "last" if is_fit else "best"
+    weights = run.model.state_dict()
+    kind = "last" if is_fit else "best"
     return announced(run, ckpt_path.find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder))
 
 
@@ -105,7 +109,8 @@ def announced(run: Fit, path: Path) -> Path:
     content = read_safely(path / RECORD if is_sharded else path)  # Lightning 2.5 would load anything
     if not isinstance(content, Mapping) or not ("state_dict" in content or is_sharded) or "global_step" not in content:
         raise UserError(f"{str(path)!r} is no checkpoint of a run: give a run's own.")
-    epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
+    epoch = content.get("epoch", 0) + 1
+    steps = content["global_step"]
     log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
     most = run.trainer.max_epochs
     has_ended = most is not None and 0 < most <= epoch and not continues(run.config)
@@ -137,7 +142,8 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
         return {}
     if trainer.should_stop and trainer.early_stopping_callbacks:
         log.info(f"Early stopping ended the training after epoch {trainer.current_epoch}.")
-    metrics, callbacks = measured(run), trainer.checkpoint_callbacks
+    metrics = measured(run)
+    callbacks = trainer.checkpoint_callbacks
     watching = [one for one in callbacks if isinstance(one, ModelCheckpoint) and one.monitor and one.save_top_k]
     best = min(watching, key=lambda one: one.monitor != run.metric.name, default=None)
     kept = read_safely(Path(best.best_model_path)) if best is not None and best.best_model_path else {}
@@ -212,7 +218,8 @@ def outcome(run: Fit) -> str:
     path = None
     with suppress(UserError):  # none of them is whole
         path = newest_checkpoint(run.folder)
-    own, left_out = HydraConfig.get(), ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
+    own = HydraConfig.get()
+    left_out = ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
     typed = [argument for argument in sys.argv[1:] if not argument.startswith(left_out)]
     line = shlex.join(["python", "-m", "lightning_ga.train", *typed])
     if own.mode == RunMode.MULTIRUN:  # a checkpoint is that of one job
