@@ -42,7 +42,9 @@ class OwnFolder(Callback):
                 else:
                     require_free(folder, config)
                 sweep = folder / "multirun.yaml"
-                before = OmegaConf.select(OmegaConf.load(sweep), "hydra.overrides.task") if sweep.is_file() else None
+                before = None
+                if sweep.is_file():
+                    before = OmegaConf.select(OmegaConf.load(sweep), "hydra.overrides.task")
                 if before not in (None, config.hydra.overrides.task):
                     raise UserError(f"{str(folder)!r} contains the sweep {' '.join(before)}: give another folder.")
         except Exception as error:  # Hydra only warns of errors of callbacks
@@ -150,7 +152,8 @@ def report_sweep(folder: Path) -> None:
         value = values[job]
         rows.append([name, value, outcome, " ".join(overrides[job])])
         differing = " ".join(word for word in overrides[job] if word not in shared)
-        print(printable(f"{name:>3}  {outcome if value is None else number(value):12} {differing}")[: columns()])
+        shown = outcome if value is None else number(value)
+        print(printable(f"{name:>3}  {shown:12} {differing}")[: columns()])
     with (folder / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
     try:

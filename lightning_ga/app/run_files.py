@@ -72,8 +72,10 @@ class Job:
 
 def read_sweep(folder: Path) -> list[Job]:
     """Read the jobs of a sweep; there are none in another folder."""
-    jobs = []
-    for path in sorted(folder.glob("**/.hydra/overrides.yaml")) if (folder / SWEEP).is_file() else ():
+    jobs: list[Job] = []
+    if not (folder / SWEEP).is_file():
+        return jobs
+    for path in sorted(folder.glob("**/.hydra/overrides.yaml")):
         words = [str(word).partition("=") for word in OmegaConf.load(path)]
         settings = {key.lstrip("+~"): value for key, _, value in words}
         job = path.parent.parent
@@ -83,7 +85,9 @@ def read_sweep(folder: Path) -> list[Job]:
 
 def text_of(path: Path) -> str:
     """The text of a file, with signs in place of bytes that are not UTF-8; empty if there is none."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

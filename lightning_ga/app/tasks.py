@@ -63,7 +63,9 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
-            done = resumable_steps(checkpoint) if checkpoint is not None else None
+            done = None
+            if checkpoint is not None:
+                done = resumable_steps(checkpoint)
             for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
                 put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=done)
         for logger in run.trainer.loggers:
@@ -71,7 +73,9 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         with interruptions_reported(lambda: outcome(run)):
             metrics = TASKS[settings.task](run, checkpoint)
             optimized = {"optimized_metric": run.metric.name, "optimized_direction": run.metric.direction}
-            result = {**metrics, **(optimized if run.metric.name in metrics else {})}
+            result: dict[str, Any] = {**metrics}
+            if run.metric.name in metrics:
+                result |= optimized
             if run.trainer.is_global_zero and not settings.dry_run:
                 summarize(run, metrics, result, time.perf_counter() - started)
     return result
@@ -88,7 +92,8 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
             if run.trainer.is_global_zero:
                 require_same_training(run.folder, written)
             return announced(run, newest)
-        wanted = None if wanted == "auto" else wanted
+        if wanted == "auto":
+            wanted = None
     if wanted == "auto" and not is_fit:
         raise UserError(
             f"ckpt_path=auto is for task=fit, and this is task={run.settings.task.name}: give ckpt_path=best."
@@ -146,7 +151,9 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     callbacks = trainer.checkpoint_callbacks
     watching = [one for one in callbacks if isinstance(one, ModelCheckpoint) and one.monitor and one.save_top_k]
     best = min(watching, key=lambda one: one.monitor != run.metric.name, default=None)
-    kept = read_safely(Path(best.best_model_path)) if best is not None and best.best_model_path else {}
+    kept = {}
+    if best is not None and best.best_model_path:
+        kept = read_safely(Path(best.best_model_path))
     if best is not None and best.best_model_score is not None:
         metrics[str(best.monitor)] = float(best.best_model_score)
     metrics |= kept.get("callbacks", {}).get(run.metric.state_key, {}).get("values", {})  # of the same epoch
@@ -194,7 +201,9 @@ def export(run: Fit, checkpoint: Path | None) -> Metrics:
     """Write the weights without optimizer and Trainer, and show the lines that load them."""
     if run.trainer.is_global_zero:
         made = {"state_dict": run.model.state_dict(), "hyper_parameters": dict(run.model.hparams)}
-        content = made if checkpoint is None else read_safely(checkpoint)
+        content = made
+        if checkpoint is not None:
+            content = read_safely(checkpoint)
         run.model.configure_model()
         run.model.load_state_dict(content["state_dict"], strict=run.model.strict_loading)  # another model's are refused
         log.info(f"Load them with:\n{indent(save_weights(run.folder, run.model, content), '  ').rstrip()}")
@@ -258,7 +267,10 @@ def class_report(confusion: Sequence[Sequence[int]], names: Sequence[str] = ()) 
     counts = np.asarray(confusion)
     targets, predictions = (np.repeat(labels, counts.ravel()) for labels in np.indices(counts.shape).reshape(2, -1))
     settings: dict[str, Any] = {"labels": range(len(counts)), "digits": 4, "zero_division": 0}
-    settings["target_names"] = names if len(names) == len(counts) else None
+    if len(names) == len(counts):
+        settings["target_names"] = names
+    else:
+        settings["target_names"] = None
     text = classification_report(targets, predictions, **settings)
     return text, classification_report(targets, predictions, **settings, output_dict=True)
 
@@ -269,7 +281,10 @@ def save_predictions(path: Path, batches: Sequence[Any]) -> None:
     names = dict.fromkeys(str(name) for part in parts for name in part)
     try:
         joined = {name: torch.cat([part[name] for part in parts]).cpu() for name in names}
-        arrays = {name: (one.float() if one.dtype == torch.bfloat16 else one).numpy() for name, one in joined.items()}
+        arrays = {}
+        for name, tensor in joined.items():
+            values = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+            arrays[name] = values.numpy()
     except (LookupError, RuntimeError, TypeError):  # not of one kind or shape
         arrays = {}
     if not arrays:
