@@ -40,7 +40,9 @@ class Request:
     def effective_batch(self, epoch: int, micro_batch: int, world_size: int) -> int | None:
         """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows."""
         factor = self.factor(epoch)
-        return self.effective(epoch) if factor is None else factor * micro_batch * world_size
+        if factor is None:
+            return self.effective(epoch)
+        return factor * micro_batch * world_size
 
     @property
     def counts_samples(self) -> bool:
@@ -83,8 +85,10 @@ class Request:
     def growth(self, micro_batch: int, world_size: int, steps: int, samples: int) -> Growth | None:
         """Return the effective batches of an epoch that begins after so many steps and samples of all ranks."""
         schedule = self.by_window
+        if schedule is None:
+            return None
         times = micro_batch * world_size if schedule is self.factor else 1
-        return None if schedule is None else Growth(schedule, times, steps, samples)
+        return Growth(schedule, times, steps, samples)
 
     def capped(self, micro_batch: int) -> int:
         """Return the micro-batch that the user's arguments allow instead of this one."""
@@ -187,9 +191,14 @@ def read_request(given: Mapping[str, Any]) -> Request:
             "second fixes it. Give one."
         )
     # Factors are 1 before the first epoch of a mapping, as in Lightning's scheduler.
-    factors = {0: 1, **accumulate} if isinstance(accumulate, Mapping) and accumulate else accumulate
-    micro_batch = None if isinstance(micro_batch_size, str) else require_count("micro_batch_size", micro_batch_size)
-    most = None if most is None else require_count("max_micro_batch_size", most)
+    factors = accumulate
+    if isinstance(accumulate, Mapping) and accumulate:
+        factors = {0: 1, **accumulate}
+    micro_batch = None
+    if not isinstance(micro_batch_size, str):
+        micro_batch = require_count("micro_batch_size", micro_batch_size)
+    if most is not None:
+        most = require_count("max_micro_batch_size", most)
     multiple = require_count("micro_batch_multiple", given["micro_batch_multiple"])
     if micro_batch is not None and micro_batch % multiple:
         raise UserError(
