@@ -54,7 +54,8 @@ class Search:
 
     def propose(self, layout: tuple[Segment, ...] = ()) -> int:
         """Return the next size to try, below ``ceiling``, which will find these segments; ``limit`` at the end."""
-        self._curve = None if self._curve is None else self._curve.begun_at(layout)
+        if self._curve is not None:
+            self._curve = self._curve.begun_at(layout)
         if self.limit + 1 >= self.ceiling:
             return self.limit
         size = self._traces.next(self.limit, self.ceiling)
@@ -76,7 +77,9 @@ class Search:
         high = self.ceiling - 1
         budget = self.task.budget
         if self._curve is None:
-            return _between(low, self.ceiling) if self._misses else min(2 * low, high)
+            if self._misses:
+                return _between(low, self.ceiling)
+            return min(2 * low, high)
         is_exact = self.task.rounding == 1
         large = low > max(self._traces.sizes)  # a large step is in the curve: it is nearly right
         guess = largest_fitting(self._needs, low + 1, self.task.high, budget)
@@ -94,7 +97,9 @@ class Search:
         if guess < self.ceiling:
             return guess
         guess = self._spared(self._curve)
-        return guess if low < guess < self.ceiling else _between(low, self.ceiling)
+        if low < guess < self.ceiling:
+            return guess
+        return _between(low, self.ceiling)
 
     def _spared(self, curve: Curve) -> int:
         """Return a size below one that failed although the curve said that it fits: memory may be fragmented."""
@@ -130,7 +135,9 @@ class Search:
         # What grows at all grows at most as the square of the samples: attention and similarity matrices do.
         growth = min(2.0, sqrt(max(0, int(closest * self.task.budget) - fixed) / max(1, growing)))
         further = min(int(growth * self.limit), self.task.high)
-        return further if further > WORTH_A_STEP * self.limit or further == self.task.high else self.limit
+        if further > WORTH_A_STEP * self.limit or further == self.task.high:
+            return further
+        return self.limit
 
     def _parts(self) -> tuple[int, int]:
         """Return the bytes of the largest step that stay as they are when the samples grow, and those that may grow."""
@@ -155,7 +162,9 @@ class Search:
         size = step.samples
         if self._curve is not None:
             needs_more = self._needs(size) > self.task.budget
-            foreseen = self._curve.confirms(trial, step.traces) if trial.fits else needs_more
+            foreseen = needs_more
+            if trial.fits:
+                foreseen = self._curve.confirms(trial, step.traces)
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
         self._failed_last = not trial.fits
@@ -166,7 +175,10 @@ class Search:
             if not self._fitting:
                 self._traces.fall_back(size, self.ceiling)
             return
-        self._stride = 2 * self._stride if size == self.limit + self._stride else 1
+        if size == self.limit + self._stride:
+            self._stride = 2 * self._stride
+        else:
+            self._stride = 1
         self.limit = max(self.limit, size)
         self._fitting = sorted([*self._fitting, step], key=lambda step: step.samples)
         if step.traces or self._replay is None or self._curve is None:
@@ -213,7 +225,9 @@ class Search:
             return "below" if self._replay is None else "prediction"
         if self._is_proven():
             return "replay"
-        return "phases" if self._curve is not None and len(self._curve.lines) > 1 else "bracket"
+        if self._curve is not None and len(self._curve.lines) > 1:
+            return "phases"
+        return "bracket"
 
     def curve(self, limit: int) -> tuple[tuple[int, int], ...]:
         """Return bytes that a budget must leave at sizes from one to somewhat above the limit; none without a curve.
@@ -240,9 +254,13 @@ class Search:
         assert self._curve is not None
         needed = self._curve.needs(samples)
         margin = int(MARGIN * self.task.budget)
-        return max(needed - margin, self._curve(samples)) if self.task.has_margin else needed
+        if self.task.has_margin:
+            return max(needed - margin, self._curve(samples))
+        return needed
 
 
 def _between(low: int, ceiling: int) -> int:
     """Return a size strictly between: the geometric mean of bounds that are far apart, else the middle."""
-    return isqrt(low * ceiling) if ceiling > 4 * low > 0 else (low + ceiling) // 2
+    if ceiling > 4 * low > 0:
+        return isqrt(low * ceiling)
+    return (low + ceiling) // 2
