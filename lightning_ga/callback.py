@@ -158,7 +158,8 @@ class AutoAccumulate(Callback):
             self._evaluation = Evaluation(trainer, self._reporter, self._options)
             return
         self._is_fitting = True
-        self._fit, self._reporter = None, messages.OomReporter(trainer)
+        self._fit = None
+        self._reporter = messages.OomReporter(trainer)
         is_installed = lambda: self in trainer.callbacks  # noqa: E731
         self._fit = Fit(trainer, self._request, self._options, self._reporter, is_installed)
         # First, so that other callbacks see its gradients.
@@ -228,7 +229,8 @@ class AutoAccumulate(Callback):
         for evaluation in (self._evaluation, self._fit.evaluation if self._fit else None):
             if evaluation is not None:
                 evaluation.stop()
-        self._evaluation, self._is_fitting = None, False
+        self._evaluation = None
+        self._is_fitting = False
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and position of the data and what the probe found, as plain values."""

@@ -82,7 +82,8 @@ class Exchange:
             elif self.refusal is None:
                 module.reducer._update_process_group(self._noting)
                 _IN_USE[module] = self._noting
-            self._is_ordered, self._is_done = self._is_ordered or self._is_done, False
+            self._is_ordered = self._is_ordered or self._is_done
+            self._is_done = False
             self._noting.begin()
             ranks.share_buffers_before_forward(module)
         module.require_forward_param_sync = False
@@ -90,10 +91,12 @@ class Exchange:
     @contextmanager
     def pass_(self, *, last: bool) -> Iterator[None]:
         """Return a context for a forward and backward pass; the window's ``last`` exchanges gradients."""
-        self._is_exchanging, self._is_due = last and not self.by_hand, last and self.by_hand
+        self._is_exchanging = last and not self.by_hand
+        self._is_due = last and self.by_hand
         if self._is_exchanging:
             self._noting.begin(again=self._repeats)
-        repeats, begun = self._repeats, ranks.collectives_run()
+        repeats = self._repeats
+        begun = ranks.collectives_run()
         with ExitStack() as stack:
             if not self._is_exchanging:
                 stack.enter_context(self._module.no_sync())
@@ -117,7 +120,9 @@ class Exchange:
 
         The failed pass has been released. If gradients are on their way, this waits for other ranks.
         """
-        module, was_exchanging, self._is_exchanging = self._module, self._is_exchanging, False
+        module = self._module
+        was_exchanging = self._is_exchanging
+        self._is_exchanging = False
         if self.refusal is not None:
             return self.refusal
         if (was_exchanging or self._is_done) and not self._is_noted:
@@ -135,11 +140,13 @@ class Exchange:
         """End a window, after its last backward pass or without one; average its gradients if that is done by hand."""
         self._repeats = False
         if self._is_due:
-            self._is_due, self._is_exchanging = False, True
+            self._is_due = False
+            self._is_exchanging = True
             self._before_sending()
             with ranks.ours():
                 self._average()
-            self._is_exchanging, self._is_done = False, True
+            self._is_exchanging = False
+            self._is_done = True
             self._module.require_forward_param_sync = True  # as after the reducer's own exchange
 
     def _then_finish(self, backward: Any, *arguments: Any, **settings: Any) -> None:
@@ -148,7 +155,9 @@ class Exchange:
 
     def _average(self) -> None:
         """Average all gradients; a gradient that no rank has stays missing."""
-        module, group, kinds = self._module, self._module.process_group, defaultdict(list)
+        module = self._module
+        group = module.process_group
+        kinds = defaultdict(list)
         for parameter in filter(lambda p: p.requires_grad, module._module_parameters):
             if parameter in self._sparse:
                 gradient = torch.zeros_like(parameter).to_sparse(1) if parameter.grad is None else parameter.grad
@@ -181,7 +190,9 @@ class _Noting(ProcessGroup):
 
     def begin(self, *, again: bool = False) -> None:
         """Begin an exchange, in which what is kept is not sent ``again``."""
-        self._sent, self._kept, self.count = [], self._kept if again else {}, 0
+        self._sent = []
+        self._kept = self._kept if again else {}
+        self.count = 0
 
     def keep(self) -> None:
         """Wait for the averages of what was sent, and keep them."""
@@ -194,7 +205,8 @@ class _Noting(ProcessGroup):
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]
         """Send a bucket, or the map of used parameters, which follows the last one."""
         self._before_sending()
-        place, self.count = self.count, self.count + 1
+        place = self.count
+        self.count += 1
         if place in self._kept:
             done: Future[list[Tensor]] = Future()
             done.set_result([tensors[0].copy_(self._kept[place])])

@@ -52,7 +52,7 @@ class AccumulationPlan:
 
     def __str__(self) -> str:
         if self.chunk_size is not None:
-            chunks = -(-self.micro_batch_size // self.chunk_size)
+            chunks = ceil_div(self.micro_batch_size, self.chunk_size)
             each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
             names = f"{' and '.join(self.whole)} in {chunks} chunk{'s' if chunks > 1 else ''} of {self.chunk_size}"
             return f"effective batch {self.effective_batch_size:,} in one loss{each}, {names}"
@@ -60,7 +60,10 @@ class AccumulationPlan:
         if len({len(rank) for rank in self.chunks}) > 1 or max(shares) - min(shares) > 1:
             sizes = ", ".join(f"{share} in {len(rank)} × {rank[0]}" for share, rank in zip(shares, self.chunks))
             return f"effective batch {self.effective_batch_size} in shares of {sizes} at most (rank by rank)"
-        effective, micro, factor, ranks = self.effective_batch_size, self.micro_batch_size, self.factor, self.world_size
+        effective = self.effective_batch_size
+        micro = self.micro_batch_size
+        factor = self.factor
+        ranks = self.world_size
         if all(size == micro for rank in self.chunks for size in rank):
             return f"effective batch {effective} = {micro} × {factor} × {ranks} (micro-batch × factor × ranks)"
         if ranks == 1 and factor <= 4:
@@ -71,7 +74,8 @@ class AccumulationPlan:
 
 def ceil_div(total: int, parts: int) -> int:
     """Divide and round up."""
-    return -(-total // parts)
+    whole, rest = divmod(total, parts)
+    return whole + (rest > 0)
 
 
 def split_evenly(total: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
@@ -177,7 +181,8 @@ def plan_accumulation(
         >>> plan_accumulation(256, micro_batch=48, world_size=2).chunks[0]
         (43, 43, 42)
     """
-    micro_batch, world_size = require_count("micro_batch", micro_batch), require_count("world_size", world_size)
+    micro_batch = require_count("micro_batch", micro_batch)
+    world_size = require_count("world_size", world_size)
     effective_batch = require_effective_batch(effective_batch, world_size)
     require_few_chunks(effective_batch, micro_batch, world_size)
     multiple = _allowed(require_count("multiple", multiple), micro_batch)
@@ -190,7 +195,7 @@ def plan_accumulation(
 def in_chunks_of(plan: AccumulationPlan, most: int, names: tuple[str, ...]) -> AccumulationPlan:
     """Plan windows of one pass, in which submodules run in the fewest near-equal chunks of at most ``most`` samples."""
     samples = plan.micro_batch_size
-    return replace(plan, chunk_size=-(-samples // -(-samples // most)), whole=names)
+    return replace(plan, chunk_size=ceil_div(samples, ceil_div(samples, most)), whole=names)
 
 
 def plan_in_step(
@@ -205,7 +210,7 @@ def plan_in_step(
 def require_few_chunks(effective_batch: int, micro_batch: int, world_size: int) -> None:
     """Refuse an effective batch of more micro-batches than are planned."""
     if effective_batch > MOST_CHUNKS * micro_batch * world_size:
-        factor = -(-effective_batch // (micro_batch * world_size))
+        factor = ceil_div(effective_batch, micro_batch * world_size)
         raise UserError(
             f"effective_batch_size={effective_batch} would need {factor:,} micro-batches of {micro_batch} for one "
             f"optimizer step, and at most {MOST_CHUNKS:,} are planned: for the whole data set in one step, give its "

@@ -19,7 +19,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.loading.sized import SampleSizes
 from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
-from lightning_ga.plan.accumulation import ratio_of_speeds
+from lightning_ga.plan.accumulation import ceil_div, ratio_of_speeds
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
@@ -59,7 +59,10 @@ class Limit:
     """
 
     def __init__(self, trainer: Any, request: Request, options: Options, chunked: ChunkedModules | None) -> None:
-        self._trainer, self._request, self._options, self.chunked = trainer, request, options, chunked
+        self._trainer = trainer
+        self._request = request
+        self._options = options
+        self.chunked = chunked
         self.samples: int | None = None  # ``None`` before it is known
         self.fits: Fits | None = None  # a whole window that fits, so that nothing was looked for
         self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
@@ -120,7 +123,8 @@ class Limit:
     @property
     def is_asked_at_once(self) -> bool:
         """Whether the limit itself is wanted, whatever fits."""
-        request, options = self._request, self._options
+        request = self._request
+        options = self._options
         wanted = options.budget is not None or options.objective == "throughput" or request.factor(0) is not None
         return (
             wanted
@@ -326,7 +330,8 @@ class Limit:
     def set_size_limits(self, sizes: SampleSizes | None) -> None:
         """Set the limits of samples × longest: the probe's, or the limit × the longest size."""
         if sizes is not None and self.samples is not None:
-            most, found = self._request.most or NO_LIMIT, self.probe
+            most = self._request.most or NO_LIMIT
+            found = self.probe
             if found is None or found.sizes is None:
                 sizes.limits = self.samples, SizeLimits(self.samples * sizes.longest, most)
             else:
@@ -336,7 +341,8 @@ class Limit:
         """Let the chunks of a batch of so many samples have about the same size."""
         if self.chunked is not None and self.samples is not None and samples:
             size = self.chunked.size
-            size.window, size.samples = samples, -(-samples // -(-samples // self.samples))
+            size.window = samples
+            size.samples = ceil_div(samples, ceil_div(samples, self.samples))
 
     def _set_chunk_size(self) -> None:
         if self.chunked is not None:
