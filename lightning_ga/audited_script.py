@@ -1,4 +1,7 @@
-"""Run a script until its training has been seen: of a LightningModule, or of a model whose output has a loss."""
+"""Run a script until its training has been seen: of a LightningModule, or of a model whose output has a loss.
+
+Tested in tests/test_audit.py.
+"""
 
 import copy
 import runpy

@@ -1,4 +1,7 @@
-"""``AutoAccumulate``: the hooks that put plan, probe, loaders and weights to work in a Trainer."""
+"""``AutoAccumulate``: the hooks that put plan, probe, loaders and weights to work in a Trainer.
+
+Tested in tests/test_public.py and tests/integration/test_exactness.py.
+"""
 
 from collections.abc import Callable
 from inspect import signature

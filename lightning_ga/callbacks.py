@@ -1,4 +1,7 @@
-"""Callbacks beside ``AutoAccumulate``."""
+"""Callbacks beside ``AutoAccumulate``.
+
+Tested in tests/integration/test_noise_scale.py.
+"""
 
 from collections import deque
 from math import isfinite

@@ -1,4 +1,7 @@
-"""The one exception for a mistake that its message alone lets the user mend, and the one warning."""
+"""The one exception for a mistake that its message alone lets the user mend, and the one warning.
+
+Tested in tests/test_public.py.
+"""
 
 import re
 

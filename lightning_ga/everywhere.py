@@ -1,4 +1,7 @@
-"""The callback that an environment variable puts into every Trainer of a process."""
+"""The callback that an environment variable puts into every Trainer of a process.
+
+Tested in tests/test_environment.py.
+"""
 
 import ast
 from functools import cache

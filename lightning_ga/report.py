@@ -1,4 +1,7 @@
-"""Write the page of a run or sweep, or compare several runs: ``python -m lightning_ga.report RUN [RUN…]``."""
+"""Write the page of a run or sweep, or compare several runs: ``python -m lightning_ga.report RUN [RUN…]``.
+
+Tested in tests/test_batch_size.py.
+"""
 
 import argparse
 import sys

@@ -1,4 +1,7 @@
-"""Cut batches of own types: the public path of functions of ``lightning_ga.batch``."""
+"""Cut batches of own types: the public path of functions of ``lightning_ga.batch``.
+
+Tested in tests/batch/test_split.py.
+"""
 
 from lightning_ga.batch.layout import split_batch
 from lightning_ga.batch.pytree import register_splitter

@@ -2,6 +2,8 @@
 
 At an optimizer step the gradient is a linear combination of the gradients of single micro-batches at the same weights.
 Least squares give its coefficients, and the residual says whether any coefficients explain it.
+
+Tested in tests/test_audit.py.
 """
 
 from collections import Counter

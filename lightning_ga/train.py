@@ -1,4 +1,7 @@
-"""The command line: ``python -m lightning_ga.train`` and ``lightning-ga`` are the same program."""
+"""The command line: ``python -m lightning_ga.train`` and ``lightning-ga`` are the same program.
+
+Tested in tests/app/test_train.py.
+"""
 
 import argparse
 import os

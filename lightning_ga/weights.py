@@ -1,4 +1,7 @@
-"""Callables for ``normalize=``: the public path of ``plan.weights``."""
+"""Callables for ``normalize=``: the public path of ``plan.weights``.
+
+Tested in tests/plan/test_weights.py.
+"""
 
 from lightning_ga.plan.weights import AttentionMaskTokens, Samples, TargetTokens, count_items
 

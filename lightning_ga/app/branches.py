@@ -1,4 +1,7 @@
-"""The critical batch of a run of the command line: its configuration and checkpoint, and a table of what was found."""
+"""The critical batch of a run of the command line: its configuration and checkpoint, and a table of what was found.
+
+Tested in tests/test_batch_size.py.
+"""
 
 from collections.abc import Callable, Sequence
 from inspect import signature

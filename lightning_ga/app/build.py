@@ -1,4 +1,7 @@
-"""From a configuration to objects: data, model and Trainer, in the order in which each needs the others."""
+"""From a configuration to objects: data, model and Trainer, in the order in which each needs the others.
+
+Tested in tests/app/test_train.py.
+"""
 
 import sys
 from importlib import import_module

@@ -1,4 +1,7 @@
-"""The optimized metric: which one it is, in which direction it is better, and which callbacks watch it."""
+"""The optimized metric: which one it is, in which direction it is better, and which callbacks watch it.
+
+Tested in tests/app/test_page.py.
+"""
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress

@@ -1,4 +1,7 @@
-"""The pictures that a run leaves: its curves, its confusion matrix, and what the probe found; those of a sweep."""
+"""The pictures that a run leaves: its curves, its confusion matrix, and what the probe found; those of a sweep.
+
+Tested in tests/app/test_page.py.
+"""
 
 import re
 from collections.abc import Mapping, Sequence

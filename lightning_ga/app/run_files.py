@@ -1,4 +1,7 @@
-"""Write and read the files of runs: texts, JSON, configurations and curves; tasks write predictions themselves."""
+"""Write and read the files of runs: texts, JSON, configurations and curves; tasks write predictions themselves.
+
+Tested in tests/app/test_folders.py.
+"""
 
 import csv
 import json

@@ -1,6 +1,8 @@
 """Wrap the fit loop's ``advance``, see the batches that it fetches, and give batches back to its fetcher.
 
 Lightning's ``loops/training_epoch_loop.py`` (``advance``) and ``loops/fetchers.py``.
+
+Tested in tests/integration/test_survive.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

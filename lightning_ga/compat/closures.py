@@ -3,6 +3,8 @@
 Lightning's ``loops/optimization/automatic.py``, ``plugins/precision/precision.py`` and ``loops/utilities.py``. All
 logging ends in ``log`` of the running loop's results (``trainer/connectors/logger_connector/result.py``), which also
 counts the samples of ``results.batch``: there lies the whole batch, even if it runs in pieces.
+
+Tested in tests/integration/test_lbfgs.py.
 """
 
 import inspect

@@ -2,6 +2,8 @@
 
 The first gradient of a window becomes float32 before the second is added, and the sum is rounded once.
 This needs ``Tensor.grad_dtype`` (torch 2.10, read in 2.15): a gradient may have another type than its parameter.
+
+Tested in tests/integration/test_half_parameters.py.
 """
 
 from collections.abc import Iterable

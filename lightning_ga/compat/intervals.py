@@ -1,6 +1,8 @@
 """When validation and schedules are due, in batches of the recipe; count optimizer steps.
 
 Lightning's ``loops/training_epoch_loop.py``.
+
+Tested in tests/integration/test_recipe_inputs.py.
 """
 
 from collections.abc import Callable, Mapping

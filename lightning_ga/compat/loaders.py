@@ -1,6 +1,8 @@
 """Intercept how the fit loop and evaluation loops get their loaders, and how batches reach the device.
 
 Lightning's ``loops/fit_loop.py``, ``trainer/connectors/data_connector.py`` and ``utilities/combined_loader.py``.
+
+Tested in tests/integration/test_features.py.
 """
 
 from collections.abc import Callable, Iterator

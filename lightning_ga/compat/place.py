@@ -1,6 +1,8 @@
 """The place of the fit loop in its data: ``window × factor`` micro-batches. Nothing else writes Lightning's counters.
 
 Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py``, ``loops/progress.py`` and ``loops/fetchers.py``.
+
+Tested in tests/integration/test_resume.py.
 """
 
 import warnings

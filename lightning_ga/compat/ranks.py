@@ -1,4 +1,7 @@
-"""Values that all ranks agree on, whether a rank can retry alone, and a process group for a rank that runs alone."""
+"""Values that all ranks agree on, whether a rank can retry alone, and a process group for a rank that runs alone.
+
+Tested in tests/compat/test_rank_policy.py and tests/integration/test_ranks.py.
+"""
 
 import os
 from collections.abc import Iterator

@@ -2,6 +2,8 @@
 
 Lightning lets them all-reduce after each micro-batch (``strategies/model_parallel.py``, 2.6.6). Between the ranks of a
 replica gradients are still scattered after each, because only the shards fit.
+
+Tested in tests/integration/test_sharded.py.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,6 +2,8 @@
 
 They go through Lightning's ``loops/optimization/automatic.py``, ``trainer/call.py`` and ``utilities/rank_zero.py``
 (2.6.6). State outside of module, optimizers and loops is not put back.
+
+Tested in tests/integration/test_step_counts.py.
 """
 
 import warnings

@@ -1,4 +1,7 @@
-"""What all sets share, three splits and plain DataLoaders; image sets also share one chain of transforms."""
+"""What all sets share, three splits and plain DataLoaders; image sets also share one chain of transforms.
+
+Tested in tests/data/test_data.py.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,7 @@
-"""Sets by name: scikit-learn's digits, MNIST, Fashion-MNIST and CIFAR-10 as published, noise, and English texts."""
+"""Sets by name: scikit-learn's digits, MNIST, Fashion-MNIST and CIFAR-10 as published, noise, and English texts.
+
+Tested in tests/data/test_data.py.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files

@@ -1,4 +1,7 @@
-"""Run the loop's batches, whole or in pieces that fit; the last pass of a window exchanges gradients between ranks."""
+"""Run the loop's batches, whole or in pieces that fit; the last pass of a window exchanges gradients between ranks.
+
+Tested in tests/integration/test_survive.py.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext

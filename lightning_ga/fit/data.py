@@ -1,4 +1,7 @@
-"""The training data of a fit: the user's loader, cut in the loader or in the step, and the loop that reads it."""
+"""The training data of a fit: the user's loader, cut in the loader or in the step, and the loop that reads it.
+
+Tested in tests/integration/test_features.py.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,4 +1,7 @@
-"""One fit: wires data, plan, limit, weights and survival to the hooks of a Trainer."""
+"""One fit: wires data, plan, limit, weights and survival to the hooks of a Trainer.
+
+Tested in tests/integration/test_fits.py and tests/integration/test_schedules.py.
+"""
 
 import gc
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""The gradients of a window: what each pass weighs, and what is done to them before the optimizer's step."""
+"""The gradients of a window: what each pass weighs, and what is done to them before the optimizer's step.
+
+Tested in tests/integration/test_token_weights.py.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

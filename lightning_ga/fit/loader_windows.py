@@ -1,4 +1,7 @@
-"""Windows that the loader cuts: it yields micro-batches, and the loop accumulates those of a window."""
+"""Windows that the loader cuts: it yields micro-batches, and the loop accumulates those of a window.
+
+Tested in tests/integration/test_survive.py and tests/differential/test_differential.py.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,7 @@
-"""What a user reads: reports of out-of-memory errors, and refusals of Trainers and modules that cannot work."""
+"""What a user reads: reports of out-of-memory errors, and refusals of Trainers and modules that cannot work.
+
+Tested in tests/fit/test_checks.py.
+"""
 
 import warnings
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""The position of a fit in its data, in samples of all ranks; checkpoints keep it for a resume."""
+"""The position of a fit in its data, in samples of all ranks; checkpoints keep it for a resume.
+
+Tested in tests/integration/test_resume.py.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,7 @@
-"""Scale learning rates with the effective batch, from a window's start to its optimizer step, and log both."""
+"""Scale learning rates with the effective batch, from a window's start to its optimizer step, and log both.
+
+Tested in tests/integration/test_schedules.py.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,4 +1,7 @@
-"""After an out-of-memory error in training or evaluation: undo the failed passes."""
+"""After an out-of-memory error in training or evaluation: undo the failed passes.
+
+Tested in tests/fit/test_evaluation.py and tests/integration/test_survive.py.
+"""
 
 from collections.abc import Callable
 from typing import Any

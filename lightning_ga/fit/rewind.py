@@ -2,6 +2,8 @@
 
 Weights do not change within a window, so the window is the unit of undo. The savepoint keeps the other small state that
 passes change. Gradients of a failed attempt are zeroed by the loop, as always, with the window's first backward pass.
+
+Tested in tests/integration/test_survive.py and tests/integration/test_rewind_inputs.py.
 """
 
 from collections.abc import Callable, Sequence

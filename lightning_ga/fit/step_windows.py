@@ -1,4 +1,7 @@
-"""Windows that the step cuts: the loader is the user's own, and a window is a whole number of its batches."""
+"""Windows that the step cuts: the loader is the user's own, and a window is a whole number of its batches.
+
+Tested in tests/integration/test_survive.py and tests/differential/test_differential.py.
+"""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress

@@ -1,4 +1,7 @@
-"""The verdict on the exactness of a training: measured at its start, at later moments, and after an error."""
+"""The verdict on the exactness of a training: measured at its start, at later moments, and after an error.
+
+Tested in tests/integration/test_true_programs.py.
+"""
 
 from collections.abc import Callable
 from typing import Any

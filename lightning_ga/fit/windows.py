@@ -2,6 +2,8 @@
 
 A window is all samples between two optimizer steps. ``TrainingData`` decides where they are cut, once, when it reads
 the loader. Nothing else asks.
+
+Tested in tests/differential/test_differential.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""Read how large the samples of a map-style dataset are, and cut its windows by that (``plan/lengths.py``)."""
+"""Read how large the samples of a map-style dataset are, and cut its windows by that (``plan/lengths.py``).
+
+Tested in tests/integration/test_unequal_lengths.py.
+"""
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Training data that is cut in the step: the user's loaders are left to Lightning, and yield their own batches."""
+"""Training data that is cut in the step: the user's loaders are left to Lightning, and yield their own batches.
+
+Tested in tests/loading/test_batch_cutter.py.
+"""
 
 from typing import Any
 

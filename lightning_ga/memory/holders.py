@@ -2,6 +2,8 @@
 
 A ``MemoryTrace`` says which storages are alive when most bytes are, and ``StepOrigins`` where each was made. A storage
 that is made in the forward pass and released in the backward pass is an activation. The parts sum to the peak.
+
+Tested in tests/integration/test_peak_holders.py.
 """
 
 from collections import Counter

@@ -1,4 +1,7 @@
-"""The record of one training step: its allocations and releases in order, and the most bytes alive at once."""
+"""The record of one training step: its allocations and releases in order, and the most bytes alive at once.
+
+Tested in tests/probe/test_prediction.py.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,4 +1,7 @@
-"""Optimizers of timm, with the parameter groups that its users expect."""
+"""Optimizers of timm, with the parameter groups that its users expect.
+
+Tested in tests/models/test_timm_optimizers.py.
+"""
 
 from difflib import get_close_matches
 from typing import Any

@@ -2,6 +2,8 @@
 
 Stock Lightning logs the value of a window's last micro-batch. Here a logged ``train/…`` is the mean over the window so
 far, the same for every micro-batch; at the end of an epoch it is the mean over the epoch.
+
+Tested in tests/models/test_classifier.py.
 """
 
 import inspect

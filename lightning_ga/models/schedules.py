@@ -1,4 +1,7 @@
-"""Learning rates as a function of training progress, stepped once per optimizer step."""
+"""Learning rates as a function of training progress, stepped once per optimizer step.
+
+Tested in tests/models/test_classifier.py.
+"""
 
 import math
 

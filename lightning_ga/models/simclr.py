@@ -1,4 +1,7 @@
-"""SimCLR: a loss that compares all images of a batch, which plain accumulation changes and ``whole=`` does not."""
+"""SimCLR: a loss that compares all images of a batch, which plain accumulation changes and ``whole=`` does not.
+
+Tested in tests/app/test_train.py.
+"""
 
 from typing import Any
 

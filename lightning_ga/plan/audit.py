@@ -3,6 +3,8 @@
 At the weights of a step let gᵢ be the gradient of the mean loss of micro-batch i, with nᵢ samples (or tokens). The
 optimizer sees Σ wᵢ gᵢ; a mean over the samples of the window has wᵢ = nᵢ / Σ nⱼ. ``lightning_ga.audit`` measures the
 wᵢ, and this file compares them with the weights of the usual mistakes.
+
+Tested in tests/plan/test_audit_verdicts.py.
 """
 
 from collections import Counter

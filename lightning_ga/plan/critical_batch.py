@@ -1,6 +1,8 @@
 """How large a batch may be: the gradient noise scale (McCandlish et al., arXiv 1812.06162), and a verdict on branches.
 
 The branches of a run train on the same samples with other batches (Merrill et al., arXiv 2505.23971). Pure.
+
+Tested in tests/test_batch_size.py.
 """
 
 from collections.abc import Sequence

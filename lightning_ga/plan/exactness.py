@@ -1,4 +1,7 @@
-"""The verdict of the measurement of exactness, and its sentences. Pure."""
+"""The verdict of the measurement of exactness, and its sentences. Pure.
+
+Tested in tests/fit/exactness/test_measure.py.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""How many samples the pieces of a batch have, in training and in evaluation, and how many after an error."""
+"""How many samples the pieces of a batch have, in training and in evaluation, and how many after an error.
+
+Tested in tests/plan/test_piece_sizes.py.
+"""
 
 from lightning_ga.plan.accumulation import ceil_div, chunk_sizes
 

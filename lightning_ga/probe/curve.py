@@ -1,4 +1,7 @@
-"""The curve of peak memory by micro-batch size, computed from recorded steps, and which sizes to record. Pure."""
+"""The curve of peak memory by micro-batch size, computed from recorded steps, and which sizes to record. Pure.
+
+Tested in tests/probe/test_prediction.py.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

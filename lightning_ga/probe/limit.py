@@ -2,6 +2,8 @@
 
 It is looked for only if a window does not fit as it is: at the start, when a schedule makes windows larger, or after an
 error. An error lowers it.
+
+Tested in tests/integration/test_probe.py and tests/integration/test_remembered.py.
 """
 
 from collections import deque

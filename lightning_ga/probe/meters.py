@@ -1,4 +1,7 @@
-"""Measure training steps, and say what holds the memory at their peak."""
+"""Measure training steps, and say what holds the memory at their peak.
+
+Tested in tests/integration/test_probe.py.
+"""
 
 import gc
 import time

@@ -1,4 +1,7 @@
-"""Runs the training steps that a search for the limit asks for, each from the same state."""
+"""Runs the training steps that a search for the limit asks for, each from the same state.
+
+Tested in tests/integration/test_probe.py.
+"""
 
 import gc
 import time

@@ -3,6 +3,8 @@
 A trial is the worst micro-batch of an accumulated window, its last: the gradients of the others are alive, then
 forward, backward, clipping and the optimizer step, through the strategy and the precision plugin. Afterwards everything
 that a step changes is put back (``compat.steps.isolated``).
+
+Tested in tests/integration/test_probe.py and tests/integration/test_traceless.py.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""Compare the gradient of one submodule with and without being computed again, within a forward pass."""
+"""Compare the gradient of one submodule with and without being computed again, within a forward pass.
+
+Tested in tests/recompute/test_wrapper.py.
+"""
 
 from collections.abc import Callable
 from typing import Any

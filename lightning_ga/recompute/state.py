@@ -4,6 +4,8 @@ Attributes are always kept. Containers, small tensors and generators of random n
 8, … of a module, if parts of it have been switched between training and evaluation, and if attributes have got other
 values, as in trial steps, which work on copies. In other calls only those are copied that have been seen to change. A
 small tensor has an older copy besides, which counts once its version moves.
+
+Tested in tests/recompute/test_wrapper.py.
 """
 
 from collections import deque

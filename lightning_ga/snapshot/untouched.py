@@ -1,6 +1,8 @@
 """Use objects of the user outside of training, and leave them and all random numbers as they were.
 
 Datasets, samplers and collate functions may hold anything; state that they keep elsewhere is not put back.
+
+Tested in tests/loading/test_samples.py.
 """
 
 import copy

@@ -2,6 +2,8 @@
 
 They run without dropout, and as precisely as memory allows. Evaluation mode would switch off more: detectors, for
 example, return losses in training mode only.
+
+Tested in tests/fit/exactness/test_measure.py.
 """
 
 import pickle
