@@ -1,7 +1,7 @@
 """Each source file says where it is tested: by its name, or by a line in its head."""
 
 import pytest
-from source_map import ROOT, named_tests, sources, files_that_test
+from source_map import ROOT, files_that_test, named_tests, sources
 
 
 def test_each_file_of_the_package_has_its_tests() -> None:
