@@ -52,8 +52,9 @@ class AutoAccumulate(Callback):
         micro_batching: Where batches are cut: ``"loader"`` lets a map-style DataLoader yield micro-batches, each of
             them a batch for callbacks and counters; batches of other data are cut in the step. ``"step"`` cuts all
             batches in the training step, and leaves the loader as it is.
-        shares: How ranks share a window: ``"equal"``, or ``"memory"`` in proportion to their limits, which each rank
-            finds for itself. Hooks then see different numbers of batches on each rank.
+        shares: How ranks share a window: ``"equal"``, ``"memory"`` in proportion to their limits, or ``"speed"`` to
+            their samples a second, measured in training over 50 windows at a time. With both, each rank finds a limit
+            of its own, and hooks see different numbers of batches on each rank.
         on_oom: What an out-of-memory error in training, validation, test or prediction does: ``"split"``
             runs the window (in evaluation the batch) again in smaller micro-batches; ``"skip"`` also leaves out samples
             that fit in no way, and writes them to ``skipped.csv``; ``"raise"`` ends the run.
@@ -96,7 +97,7 @@ class AutoAccumulate(Callback):
         memory_budget: int | float | str | None = None,
         normalize: Literal["samples"] | Callable[[Any], Any] | None = "samples",
         micro_batching: Literal["loader", "step"] = "loader",
-        shares: Literal["equal", "memory"] = "equal",
+        shares: Literal["equal", "memory", "speed"] = "equal",
         on_oom: Literal["split", "skip", "raise"] = "split",
         batch_norm: Literal["warn", "ignore"] = "warn",
         whole: tuple[str, ...] | list[str] | str = (),

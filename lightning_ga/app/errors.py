@@ -18,8 +18,9 @@ from lightning_ga.errors import UserError
 
 LONGEST = 600  # signs of a library's message: names of weights may be many
 ARGUMENTS = (  # of AutoAccumulate, as its messages name them
-    *("effective_batch_size", "micro_batch_size", "max_micro_batch_size", "objective", "memory_budget", "normalize"),
-    *("micro_batching", "on_oom", "batch_norm", "whole", "size_of", "checkpoint", "scale_lr", "verify", "cache"),
+    *("effective_batch_size", "micro_batch_size", "max_micro_batch_size", "micro_batch_multiple", "objective"),
+    *("memory_budget", "normalize", "micro_batching", "on_oom", "batch_norm", "whole", "size_of", "checkpoint"),
+    *("scale_lr", "verify", "cache"),
 )
 REMEDIES = {  # what libraries say without a way out
     r"No supported \w+ backend found": "use trainer.accelerator=auto, which takes what there is, or trainer=cpu.",
@@ -271,6 +272,7 @@ def on_the_line(text: str) -> str:
     text = text.replace("give the right key=…", "name it, as in 'accumulate.normalize={_target_:TargetTokens,key:1}'")
     text = re.sub(r"lightning_ga\.weights\.(\w+)\(\)", r"\1", text)
     text = re.sub(r"(?<![\w.])accumulate=(?=[\d{])", "accumulate.accumulate=", text)
+    text = re.sub(r"(?<![\w.])every=", "checkpoint_every=", text)  # of CheckpointEvery
     return re.sub(rf"(?<![\w.])({'|'.join(ARGUMENTS)})(?==)", r"accumulate.\1", text)
 
 

@@ -7,7 +7,7 @@ them and sends the other buckets, for which the other ranks wait (``c10d/reducer
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -34,14 +34,25 @@ ONCE = "ranks were exchanging gradients by a communication hook of their own, or
 _IN_USE: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # groups of reducers, which do not own their Python part
 
 
+def _tell_nobody() -> None:
+    """Do nothing as gradients are sent."""
+
+
 class Exchange:
     """The exchange of gradients over ranks, window by window; ``refusal`` says why no error can be survived."""
 
-    def __init__(self, module: Any, refusal: str | None = None, plugin: Any = None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        refusal: str | None = None,
+        plugin: Any = None,
+        before_sending: Callable[[], None] = _tell_nobody,
+    ) -> None:
         self.refusal = refusal
         self._module = module
         self._plugin = plugin
-        self._noting = _Noting(module.process_group)
+        self._before_sending = before_sending
+        self._noting = _Noting(module.process_group, before_sending)
         is_wide = has_grad_dtype() and bool(half_parameters(module)) and not module._comm_hooks
         # Averaged after the window's last pass: sums in float32, and ``static_graph``, which forbids ``no_sync``.
         self.by_hand = refusal is None and (module.static_graph or is_wide)
@@ -54,11 +65,12 @@ class Exchange:
         self._sparse = {table.weight for table in tables if table.weight.requires_grad}
 
     @classmethod
-    def of(cls, trainer: Any) -> "Exchange | None":
+    def of(cls, trainer: Any, before_sending: Callable[[], None] = _tell_nobody) -> "Exchange | None":
         """Return the exchange of a Trainer; ``None`` without a ``DistributedDataParallel``."""
         module = trainer.strategy.model
         is_ddp = isinstance(module, DistributedDataParallel)
-        return cls(module, ranks.obstacle(trainer), trainer.precision_plugin) if is_ddp else None
+        plugin = trainer.precision_plugin
+        return cls(module, ranks.obstacle(trainer), plugin, before_sending) if is_ddp else None
 
     def begin_window(self) -> None:
         """Share buffers before the savepoint is taken; a window that runs again has them already."""
@@ -130,6 +142,7 @@ class Exchange:
         if self._is_due:
             self._is_due = False
             self._is_exchanging = True
+            self._before_sending()
             with ranks.ours():
                 self._average()
             self._is_exchanging = False
@@ -165,9 +178,10 @@ class Exchange:
 class _Noting(ProcessGroup):
     """The process group of a reducer: notes what is sent, and returns kept averages instead of sending again."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, before_sending: Callable[[], None]) -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
+        self._before_sending = before_sending
         self._sent: list[tuple[int, Tensor, Any]] = []  # places in the exchange, and what is to be waited for
         self._kept: dict[int, Tensor] = {}  # on the host: averages that came before the window failed
         self.count = 0  # messages of the exchange
@@ -190,6 +204,7 @@ class _Noting(ProcessGroup):
     @torch.no_grad()
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]
         """Send a bucket, or the map of used parameters, which follows the last one."""
+        self._before_sending()
         place = self.count
         self.count += 1
         if place in self._kept:

@@ -5,6 +5,7 @@ rank, and every share into the same number of *chunks*, the micro-batches. Sizes
 most, so no pass peaks higher than needed and none is nearly empty.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import index
@@ -12,6 +13,7 @@ from typing import SupportsIndex
 
 from lightning_ga.errors import UserError
 
+LEAST_GAIN = 0.03  # part of a window's time that other shares must save
 MOST_CHUNKS = 10**7  # micro-batches of a window on a rank: their sizes are kept in memory
 
 
@@ -103,17 +105,39 @@ def split_in_proportion(total: int, ratio: tuple[int, ...], multiple: int = 1) -
         ((24, 12), (24, 11))
     """
     units = ceil_div(total, multiple)
-    ends = [units * sum(ratio[: place + 1]) // sum(ratio) for place in range(len(ratio))]
+    whole = sum(ratio)
+    ends = [(2 * units * sum(ratio[: place + 1]) + whole) // (2 * whole) for place in range(len(ratio))]  # rounded
     edges = [0, *(min(total, end * multiple) for end in ends)]
     return tuple(end - start for start, end in pairwise(edges))
 
 
-def plan_unequal_shares(effective_batch: int, *, limits: tuple[int, ...], rank: int, multiple: int) -> AccumulationPlan:
-    """Cut an effective batch into shares in proportion to the ``limits`` of ranks, each in chunks within its limit.
+def ratio_of_speeds(speeds: Sequence[float], *, before: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ratio of the samples a second of ranks, or the one ``before`` if a window would hardly be shorter.
+
+    A rank whose speed is not known, 0, leaves the ratio as it was.
+
+    Examples:
+        >>> ratio_of_speeds((300.0, 100.0), before=(1, 1)), ratio_of_speeds((101.0, 100.0), before=(1, 1))
+        ((7500, 2500), (1, 1))
+    """
+    if not all(speeds):
+        return before
+    total = sum(speeds)
+    longest = max(part / speed for part, speed in zip(before, speeds))
+    shortest = sum(before) / total
+    if longest <= shortest * (1 + LEAST_GAIN):
+        return before
+    return tuple(max(1, round(10_000 * speed / total)) for speed in speeds)
+
+
+def plan_unequal_shares(
+    effective_batch: int, *, limits: tuple[int, ...], ratio: tuple[int, ...], rank: int, multiple: int
+) -> AccumulationPlan:
+    """Cut an effective batch into shares of ranks in a ``ratio``, each in chunks within the rank's limit.
 
     Micro-batch and factor are those of one ``rank``.
     """
-    shares = split_in_proportion(effective_batch, limits, multiple)
+    shares = split_in_proportion(effective_batch, ratio, multiple)
     chunks = tuple(chunk_sizes(share, limit, multiple) for share, limit in zip(shares, limits))
     return AccumulationPlan(effective_batch, len(limits), chunks[rank][0], len(chunks[rank]), chunks)
 

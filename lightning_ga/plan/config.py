@@ -17,7 +17,7 @@ Normalize = Literal["samples"] | Callable[[Any], Any] | None
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "objective": ("memory", "throughput"),
     "micro_batching": ("loader", "step"),
-    "shares": ("equal", "memory"),
+    "shares": ("equal", "memory", "speed"),
     "on_oom": ("split", "skip", "raise"),
     "batch_norm": ("warn", "ignore"),
     "verify": (True, False),

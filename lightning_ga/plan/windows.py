@@ -104,7 +104,7 @@ class EpochPlan:
     micro_batch: int  # most samples of one
     world_size: int = 1
     multiple: int = 1
-    limits_of_ranks: tuple[int, ...] = ()  # if their shares are in proportion to these
+    ratio: tuple[int, ...] = ()  # of the shares of ranks, if they may be unequal
     rank: int = 0  # whose factor is meant if shares are unequal
 
     @cached_property
@@ -152,8 +152,8 @@ class EpochPlan:
 
     def shares(self, samples: int) -> tuple[int, ...]:
         """Return the samples of each rank in a window of so many."""
-        if self.limits_of_ranks:
-            return split_in_proportion(samples, self.limits_of_ranks, self.multiple)
+        if self.ratio:
+            return split_in_proportion(samples, self.ratio, self.multiple)
         return split_evenly(samples, self.world_size, self._multiple)
 
     @property

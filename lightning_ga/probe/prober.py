@@ -59,9 +59,7 @@ class DoesNotFitError(UserError):
 class Budget:
     """A memory budget, or what a device has free without one."""
 
-    advice = (
-        "train in a lower precision, use activation checkpointing or a smaller model, or shard it over more devices"
-    )
+    advice = "train in a lower precision, use a smaller model, or shard it over more devices"
 
     def __init__(
         self, value: int | float | str | None, total_bytes: int | None, *, name: str = "memory_budget"

@@ -119,7 +119,7 @@ def probe(
         predict_only = True if ranks.is_sharded(trainer) else None
         known = remembered(kind) if kind and chosen is None else None
         names = known.recomputed.names if known is not None and known.recomputed is not None else ()
-        if len({*ranks.of_all_ranks(trainer, names)}) > 1:
+        if not setup.alone and len({*ranks.of_all_ranks(trainer, names)}) > 1:
             known = None
         else:
             training.recompute(names)
@@ -149,7 +149,7 @@ def _prober(training: "ProbedTrainer", options: Options) -> Prober:
     training.reset()
     device = numbered(training.trainer.strategy.root_device)
     budget = Budget(options.budget, total_memory(device))
-    if not options.checkpoint:
+    if options.checkpoint != "auto":
         budget.advice = f'give checkpoint="auto", which computes activations again; or {budget.advice}'
     if options.whole:
         budget.advice = f"give a smaller effective_batch_size, as whole= makes a window one pass; or {budget.advice}"
@@ -159,7 +159,7 @@ def _prober(training: "ProbedTrainer", options: Options) -> Prober:
 def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
     """Choose the submodules that are computed again so that the fewest samples fit, which do not plainly.
 
-    Ranks choose from what the first of them has seen.
+    Ranks choose from what the first of them has seen, unless each probes alone.
     """
     trainer = setup.trainer
     with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
@@ -168,7 +168,8 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
         seen = attempt(training.survey)
         if not training.agree(seen.failure is None):  # not even a forward pass fits
             raise plain
-        size, root = ranks.of_all_ranks(trainer, seen.result)[0]
+        found = [seen.result] if setup.alone else ranks.of_all_ranks(trainer, seen.result)
+        size, root = found[0]
         training.reset()
         chosen = prober.choose(root, size, training.recompute)
     freed = sum(each.frees for each in root.all() if each.name in chosen.names)
