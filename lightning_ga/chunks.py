@@ -128,7 +128,9 @@ class Chunks:
         sizes = size.sizes(samples)
         if len(sizes) == 1 and size.samples >= (size.window or 0):  # a step may call a module several times
             return self._forward(*arguments, **named)
-        recomputed = len(sizes) - size.keep if torch.is_grad_enabled() else 0
+        recomputed = 0
+        if torch.is_grad_enabled():
+            recomputed = len(sizes) - size.keep
         outputs = []
         for number, (start, of) in enumerate(zip(accumulate(sizes, initial=0), sizes)):
             chunk = self._cut(given, samples, start, start + of)
@@ -141,7 +143,9 @@ class Chunks:
 
         def cut(place: str, node: Any) -> Any:
             is_shared = isinstance(node, Parameter) or place in self._constant or _length(node, self._dim) != samples
-            return node if is_shared else take(node, self._dim % getattr(node, "ndim", 1), start, stop)
+            if is_shared:
+                return node
+            return take(node, self._dim % getattr(node, "ndim", 1), start, stop)
 
         return _mapped(given, cut)
 
@@ -160,7 +164,10 @@ class Chunks:
             return rebuild(first, [self._joined(field, sizes) for field in fields])
         if not isinstance(first, Tensor) and all(same_values(first, output) for output in outputs):
             return first
-        shown = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else repr(first)[:80]
+        if isinstance(first, Tensor):
+            shown = f"a tensor of shape {tuple(first.shape)}"
+        else:
+            shown = repr(first)[:80]
         why = f"returned {shown} for a chunk of {sizes[0]}, which has no entry for each sample along axis {self._dim}"
         raise self._error(why, "return a value for each sample, and average outside of it")
 
@@ -173,10 +180,14 @@ def _mapped(node: Any, visit: Callable[[str, Any], Any], place: str = "") -> Any
     if isinstance(node, Tensor) or (type(node) is list and next(tensors_in(node), None) is None):
         return visit(place, node)
     children = open_container(node)
-    return node if children is None else rebuild(node, [_mapped(x, visit, place + name) for name, x in children])
+    if children is None:
+        return node
+    return rebuild(node, [_mapped(x, visit, place + name) for name, x in children])
 
 
 def _length(node: Any, dim: int) -> int | None:
     """Return the length of the first tensor that has an axis, or of a list of no tensors."""
     found = next((each.shape[dim] for each in tensors_in(node) if -each.dim() <= dim < each.dim()), None)
-    return len(node) if found is None and type(node) is list else found
+    if found is None and type(node) is list:
+        return len(node)
+    return found

@@ -89,7 +89,9 @@ class Layout:
                 raise _changed(path, node)
             yield role.loader, shape[role.axis], path
         elif role == "fields":
-            children = open_container(node) if extents(node) is None or is_plain_sequence(node) else None
+            children = None
+            if extents(node) is None or is_plain_sequence(node):
+                children = open_container(node)
             if children is None:
                 raise _changed(path, node)
             for name, child in children:
@@ -115,7 +117,9 @@ def unknown_type(path: str, node: Any) -> LayoutError:
 
 def _changed(path: str, node: Any) -> LayoutError:
     shape = extents(node)
-    now = f" and the shape {shape}" if shape is not None and not is_plain_sequence(node) else ""
+    now = ""
+    if shape is not None and not is_plain_sequence(node):
+        now = f" and the shape {shape}"
     kind = f"now {type(node).__name__}{now}"
     return uncuttable(f"{path} is of another kind than in the batches that were read before ({kind})")
 
@@ -134,7 +138,9 @@ def _shape(value: Any, *, text: bool) -> tuple[int, ...] | None:
     """Return the shape of a leaf; ``None`` for a container."""
     if isinstance(value, torch.Tensor):
         sparse = "sparse" in str(value.layout)
-        return (value._nnz() if sparse else value.numel(),) if sparse or value.is_nested else tuple(value.shape)
+        if sparse or value.is_nested:
+            return (value._nnz() if sparse else value.numel(),)
+        return tuple(value.shape)
     if isinstance(value, (str, bytes)):
         return (len(value),) if text else ()
     for name in ("shape", "size"):  # of an array; of a picture
@@ -144,7 +150,9 @@ def _shape(value: Any, *, text: bool) -> tuple[int, ...] | None:
     numbers = isinstance(value, (list, tuple)) and value and all(isinstance(item, (int, float)) for item in value)
     if numbers or isinstance(value, (set, frozenset)):
         return (len(value),)
-    return None if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "__dict__") else ()
+    if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "__dict__"):
+        return None
+    return ()
 
 
 def length_of_first(batch: Any) -> int:
@@ -205,7 +213,9 @@ def _cut(roles: Mapping[str, Role], each: Mapping[int, int], span: tuple[int, in
         return take(node, role.axis, start * each[role.loader], stop * each[role.loader])
     if isinstance(role, SampleCount):
         count = (stop - start) * each[role.loader]
-        return node.new_tensor(count) if isinstance(node, torch.Tensor) else type(node)(count)
+        if isinstance(node, torch.Tensor):
+            return node.new_tensor(count)
+        return type(node)(count)
     children = open_container(node) if role == "fields" else None
     if children is None:
         return node
@@ -236,8 +246,14 @@ class HookLayout:
             )
         sizes = [size for size in (start, stop - start, self.samples(batch) - stop) if size]
         found = hook(batch, list(sizes))
-        parts = list(found) if isinstance(found, Iterable) else [found]
+        if isinstance(found, Iterable):
+            parts = list(found)
+        else:
+            parts = [found]
         if len(parts) != len(sizes) or not isinstance(found, Iterable):
-            chunks = f"{len(parts)} chunks" if isinstance(found, Iterable) else repr(found)
+            if isinstance(found, Iterable):
+                chunks = f"{len(parts)} chunks"
+            else:
+                chunks = repr(found)
             raise UserError(f"split_batch returned {chunks} for {sizes=}: it must return one chunk for each size.")
         return parts[1 if start else 0]

@@ -6,7 +6,6 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time, timedelta
 from enum import Enum
-from itertools import count
 from numbers import Number
 from pathlib import PurePath
 from types import SimpleNamespace
@@ -81,7 +80,9 @@ def find_splitter(node: Any) -> Splitter | None:
             if base in _SPLITTERS:
                 return _SPLITTERS[base]
     methods = (getattr(type(node), name, None) for name in ("to_data_list", "from_data_list"))
-    return _OF_GRAPHS if all(map(callable, methods)) and hasattr(node, "num_graphs") else None
+    if all(map(callable, methods)) and hasattr(node, "num_graphs"):
+        return _OF_GRAPHS
+    return None
 
 
 def is_constant(node: Any) -> bool:
@@ -109,7 +110,9 @@ def _is_tensor_collection(node: Any) -> bool:
 
 def _registration(node: Any) -> Any:
     """Return how ``torch.utils._pytree`` opens a container that is opened by none of Python's own means."""
-    return None if isinstance(node, (list, tuple, dict, UserDict)) else SUPPORTED_NODES.get(type(node))
+    if isinstance(node, (list, tuple, dict, UserDict)):
+        return None
+    return SUPPORTED_NODES.get(type(node))
 
 
 def is_plain_sequence(node: Any) -> bool:
@@ -124,12 +127,16 @@ def extents(node: Any) -> tuple[int, ...] | None:
     if isinstance(node, PackedSequence):
         return (int(node.batch_sizes[0]) if len(node.batch_sizes) else 0,)
     if isinstance(node, torch.Tensor):
-        return (node.size(0),) if node.is_nested else tuple(node.shape) or None
+        if node.is_nested:
+            return (node.size(0),)
+        return tuple(node.shape) or None
     if is_plain_sequence(node):
         return (len(node),)
     if not is_array(node):
         return None
-    return (len(node),) if hasattr(node, "iloc") else tuple(node.shape) or None
+    if hasattr(node, "iloc"):
+        return (len(node),)
+    return tuple(node.shape) or None
 
 
 def open_container(node: Any) -> list[tuple[str, Any]] | None:
@@ -141,7 +148,9 @@ def open_container(node: Any) -> list[tuple[str, Any]] | None:
     if registration is not None:
         children = registration.flatten_fn(node)[0]
         keys = list(node.keys()) if isinstance(node, Mapping) else []
-        return [(f"[{key!r}]", child) for key, child in zip(keys if len(keys) == len(children) else count(), children)]
+        if len(keys) != len(children):
+            keys = list(range(len(children)))
+        return [(f"[{key!r}]", child) for key, child in zip(keys, children)]
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", value) for key, value in node.items()]
     if isinstance(node, (list, tuple)):
@@ -169,7 +178,9 @@ def walk(
         yield path, found
     elif id(node) not in inside:
         children = open_container(node)
-        for name, child in contents_of(node).items() if children is None else children:
+        if children is None:
+            children = [*contents_of(node).items()]
+        for name, child in children:
             yield from walk(child, leaf_of, path + name, (*inside, id(node)))
 
 
@@ -203,14 +214,18 @@ def rebuild(node: Any, children: Iterable[Any]) -> Any:
 def _attribute_names(node: Any) -> list[str] | None:
     """Return the attributes by which a container is opened; ``None`` for others and mappings (``ModelOutput``)."""
     if isinstance(node, tuple):
-        return list(node._fields) if hasattr(node, "_fields") else None
+        if hasattr(node, "_fields"):
+            return list(node._fields)
+        return None
     if isinstance(node, (list, dict)):
         return None
     if dataclasses.is_dataclass(node) and not isinstance(node, type) and not _is_tensor_collection(node):
         fields = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
         return list(dict.fromkeys([*fields, *getattr(node, "__dict__", {})]))
     # BatchEncoding keeps a list of encodings beside the mapping, one for each sample.
-    return list(vars(node)) if isinstance(node, (UserDict, SimpleNamespace)) else None
+    if isinstance(node, (UserDict, SimpleNamespace)):
+        return list(vars(node))
+    return None
 
 
 def same_values(one: Any, other: Any) -> bool:
@@ -272,7 +287,9 @@ def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torc
         return torch.nested.as_nested_tensor(list(tensor.unbind()[start:stop]), layout=tensor.layout)
     if tensor.layout != torch.strided:  # sparse tensors have no views along an axis
         part = torch.narrow_copy(tensor.to_sparse(layout=torch.sparse_coo), axis, start, stop - start)
-        return part if tensor.layout == torch.sparse_coo else part.to_sparse(layout=tensor.layout)
+        if tensor.layout == torch.sparse_coo:
+            return part
+        return part.to_sparse(layout=tensor.layout)
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor.narrow(axis, start, stop - start)
     part = tensor[(*(slice(None),) * axis, slice(start, stop))]  # by the class's own means
@@ -313,7 +330,10 @@ def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequ
     """Take whole sequences of a packed batch, which contains one step after another, the longest sequences first."""
     batch_sizes = packed.batch_sizes
     unsorted = packed.unsorted_indices
-    wanted = torch.arange(start, stop) if unsorted is None else unsorted[start:stop].cpu()
+    if unsorted is None:
+        wanted = torch.arange(start, stop)
+    else:
+        wanted = unsorted[start:stop].cpu()
     places, order = wanted.sort()  # longest first, as they are
     there = places < batch_sizes[:, None]
     rows = (batch_sizes.cumsum(0) - batch_sizes)[:, None] + places

@@ -6,7 +6,7 @@ Tested in tests/integration/test_survive.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from lightning_ga.compat import patching
@@ -33,7 +33,9 @@ def guarded_advance(
             asks(loop)
         run(lambda: stock(loop, fetcher if see is None else _Seen(fetcher, see)))
 
-    silent = nullcontext() if asks is None else patching.shadowed(loop, "_broadcast_sigterm_tensor", lambda: None)
+    silent: AbstractContextManager[Any] = nullcontext()
+    if asks is not None:
+        silent = patching.shadowed(loop, "_broadcast_sigterm_tensor", lambda: None)
     with patching.shadowed(loop, "advance", advance), silent:
         yield
 
@@ -84,7 +86,9 @@ def unread(trainer: Any, batches: Sequence[Any]) -> None:
     """Give batches back to the fetcher, which yields them first; it reads as far ahead as before."""
     fetcher = trainer.fit_loop._data_fetcher
     waiting = [*((batch, 0, 0) for batch in batches), *fetcher.batches]
-    ahead = 0 if fetcher.length is not None else fetcher.prefetch_batches
+    ahead = 0
+    if fetcher.length is None:
+        ahead = fetcher.prefetch_batches
     fetcher.batches = waiting[:ahead]
     fetcher.iterator = _then(waiting[ahead:], fetcher.iterator)
 

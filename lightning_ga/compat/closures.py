@@ -47,7 +47,8 @@ def run_closure(closure: Any) -> Any:
 
     It may be given by a weak reference, because a strong one would keep the closure, and with it a batch, alive.
     """
-    closure = closure() if isinstance(closure, ref) else closure
+    if isinstance(closure, ref):
+        closure = closure()
     return type(closure).closure(closure)
 
 

@@ -53,12 +53,17 @@ def end(parameters: Iterable[Tensor]) -> None:
         gradient = parameter.grad
         parameter.grad = None
         parameter.grad_dtype = parameter.dtype  # type: ignore[attr-defined, unused-ignore]
-        parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        if gradient is None:
+            parameter.grad = None
+        else:
+            parameter.grad = gradient.to(parameter.dtype)
 
 
 def dtype_of_sum(parameter: Tensor) -> torch.dtype:
     """Return the type of a parameter's gradient in the middle of a window."""
-    return torch.float32 if _may_be_wide(parameter) else parameter.dtype
+    if _may_be_wide(parameter):
+        return torch.float32
+    return parameter.dtype
 
 
 def _may_be_wide(parameter: Tensor) -> bool:

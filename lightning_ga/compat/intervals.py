@@ -31,7 +31,9 @@ def optimizer_steps(trainer: Any) -> int | float:
     estimate: int | float = trainer.estimated_stepping_batches  # sets the training data up if need be
     counts = (getattr(callback, "optimizer_steps", None) for callback in trainer.callbacks)
     steps = next((count() for count in counts if callable(count)), None)
-    return inf if steps is None and estimate == -1 else estimate if steps is None else int(steps)
+    if steps is not None:
+        return int(steps)
+    return inf if estimate == -1 else estimate
 
 
 class WindowEnd(Protocol):
@@ -100,7 +102,10 @@ class RecipeIntervals:
 
     def _batches_counted(self) -> int:
         """Return the loop's count that Lightning divides by ``val_check_batch``."""
-        index = self._loop.total_batch_idx if self._is_over_epochs else self._loop.batch_idx
+        if self._is_over_epochs:
+            index = self._loop.total_batch_idx
+        else:
+            index = self._loop.batch_idx
         return int(index) + 1
 
     def _validates(self, every: int) -> bool:
@@ -124,6 +129,8 @@ def before_schedulers(trainer: Any, call: Callable[[], None]) -> AbstractContext
 
 def log_step(trainer: Any, values: Mapping[str, Any]) -> None:
     """Log values of the current optimizer step, as often as ``log_every_n_steps`` says."""
-    for logger in trainer.loggers if trainer._logger_connector.should_update_logs else ():
+    if not trainer._logger_connector.should_update_logs:
+        return
+    for logger in trainer.loggers:
         known = {name: float(value) for name, value in values.items() if value is not None}
         logger.log_metrics(known, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -63,7 +63,10 @@ def loaders_of(trainer: Any, number: int | None = None) -> tuple[list[Any], Call
 
     They are those of training, or of the running evaluation if a ``number`` among its loaders is given.
     """
-    combined = trainer.fit_loop._combined_loader if number is None else trainer._active_loop._combined_loader
+    if number is None:
+        combined = trainer.fit_loop._combined_loader
+    else:
+        combined = trainer._active_loop._combined_loader
     if number is not None and combined._mode == "sequential":
         return [combined.flattened[number]], lambda batches: batches[0]
     return combined.flattened, partial(tree_unflatten, treespec=combined._spec)

@@ -45,7 +45,10 @@ def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Ite
     finally:
         called = original
         if held.get(method) is ours:
-            held.pop(method) if before is None else held.update({method: before})
+            if before is None:
+                del held[method]
+            else:
+                held[method] = before
 
 
 def sibling(trainer: Any, name: str) -> Any:

@@ -91,7 +91,9 @@ class LoopPlace(LoopReader):
         factor, recipe_factor, steps, position = left
         if self.factor == factor:
             self.set_factor(recipe_factor)
-        return position if steps == self._trainer.global_step else None
+        if steps == self._trainer.global_step:
+            return position
+        return None
 
     def leave(self, recipe_factor: int, position: object) -> None:
         """Note for the next fit where this one ends. The factor stays, as with Lightning's own scheduler."""
@@ -187,7 +189,9 @@ class LoopPlace(LoopReader):
     def batches_done(self) -> int:
         """Return the batches that a restored loop has trained on in its epoch; none if that is over."""
         epochs = self._fit_loop.epoch_progress.current
-        return int(self._loop.batch_progress.current.processed) if epochs.started > epochs.processed else 0
+        if epochs.started > epochs.processed:
+            return int(self._loop.batch_progress.current.processed)
+        return 0
 
     @property
     def batches_before_epoch(self) -> int:

@@ -145,8 +145,9 @@ def _enter(trainer: Any, *, begins: bool) -> None:
         if scaler._scale is not None:
             scaler._scale.fill_(1.0)
     with muted(trainer):
-        for name in ("on_train_start", "on_train_epoch_start") if begins else ():
-            hook(trainer, name)
+        if begins:
+            hook(trainer, "on_train_start")
+            hook(trainer, "on_train_epoch_start")
 
 
 @contextmanager
@@ -157,7 +158,9 @@ def muted(trainer: Any) -> Iterator[None]:
     hooks = call._call_callback_hooks
 
     def unless_muted(other: Any, *arguments: Any, **settings: Any) -> Any:
-        return None if other is trainer else hooks(other, *arguments, **settings)
+        if other is trainer:
+            return None
+        return hooks(other, *arguments, **settings)
 
     silent = {"warn": lambda *_, **__: None}  # what warns once will still warn in training
     with shadowed(call, "_call_callback_hooks", unless_muted), replaced(caches, **silent), warnings.catch_warnings():

@@ -91,8 +91,11 @@ class _Kept:
         seen = (sum(map(prod, shapes.values())), -self._count, sample)
         self._most = sorted([*self._most, seen], key=_size, reverse=True)[:SAMPLES_KEPT]
         is_kept = any(each is seen for each in self._most)
-        large = [(path, shape) for path, shape in shapes.items() if prod(shape) > 1]  # neither numbers nor labels
-        for place, extent in (((path, axis), extent) for path, shape in large for axis, extent in enumerate(shape)):
+        large = [path for path, shape in shapes.items() if prod(shape) > 1]  # neither numbers nor labels
+        places = [(path, axis) for path in large for axis in range(len(shapes[path]))]
+        for place in places:
+            path, axis = place
+            extent = shapes[path][axis]
             known = self._largest.get(place, (-1, seen))
             is_larger = (extent, *_size(seen)) > (known[0], *_size(known[1]))
             if is_larger and (place in self._largest or len(self._largest) < _FIELDS):

@@ -55,7 +55,9 @@ class Sequential:
     def _dataset_size(self, epoch: int) -> int:
         if self._begun is not None and self._begun[0] == epoch:
             return self._begun[1]
-        return self._length() if callable(self._length) else self._length
+        if callable(self._length):
+            return self._length()
+        return self._length
 
 
 class Shuffled(Sequential):
@@ -70,7 +72,9 @@ class Shuffled(Sequential):
 
     def draw(self, epoch: int, seed: int) -> torch.Tensor:
         """Return the permutation of one epoch, four bytes a sample of up to 2³¹."""
-        seed = ((seed if self.seed is None else self.seed) + epoch) % _SEEDS
+        if self.seed is not None:
+            seed = self.seed
+        seed = (seed + epoch) % _SEEDS
         samples = self._dataset_size(epoch)
         dtype = torch.int32 if samples < 2**31 else torch.int64
         with uncounted():  # it lies on the host

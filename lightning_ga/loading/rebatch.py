@@ -57,7 +57,9 @@ def why_in_step(loader: Any) -> str:
     kind = type(loader)
     if not isinstance(loader, DataLoader):
         several = isinstance(loader, (dict, list, tuple)) or hasattr(loader, "iterables")
-        return "several loaders" if several else f"a {kind.__name__} that is no DataLoader"
+        if several:
+            return "several loaders"
+        return f"a {kind.__name__} that is no DataLoader"
     if loader.batch_sampler is None:
         return "batch_size=None"
     if isinstance(loader.dataset, IterableDataset):
@@ -96,7 +98,9 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
         return None
     if type(sampler) is SequentialSampler:
         length = partial(len, sampler.data_source)
-        return Shuffled(length) if settings.must_shuffle else Sequential(length)
+        if settings.must_shuffle:
+            return Shuffled(length)
+        return Sequential(length)
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         own = sampler.generator
         return Shuffled(partial(len, sampler), None if own is None else own.initial_seed())

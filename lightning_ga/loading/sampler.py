@@ -44,10 +44,14 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def __len__(self) -> int:
         planned = self.plan.length if self.plan else 0
-        return planned if self.length is None else max(self.length, min(1, planned))
+        if self.length is None:
+            return planned
+        return max(self.length, min(1, planned))
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._micro_batches(self.plan) if self.enabled and self.plan else iter(())
+        if self.enabled and self.plan:
+            return self._micro_batches(self.plan)
+        return iter(())
 
     def _micro_batches(self, plan: EpochPlan) -> Iterator[list[Any]]:
         drawn = self.order.begin(self.epoch, self.seed)
@@ -67,4 +71,6 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
 def listed(indices: Any) -> list[Any]:
     """Return indices as plain values."""
-    return indices.tolist() if isinstance(indices, torch.Tensor) else list(indices)
+    if isinstance(indices, torch.Tensor):
+        return indices.tolist()
+    return list(indices)

@@ -84,7 +84,8 @@ class SampleSizes:
         if size_of == "auto":  # read from a few samples
             text = self._loader.collate_fn is not default_collate  # that leaves text as it is
             seen = [_extents(sample, text=text) for sample in Samples(self._loader, indices, trusted=True).first]
-            varying = {place for each in seen for place in each if len({other.get(place) for other in seen}) > 1}
+            places = {place for each in seen for place in each}
+            varying = {place for place in places if len({each.get(place) for each in seen}) > 1}
             measure = partial(_by_shape, places=varying, text=text)
         lists = ([*indices[at : at + SAMPLES_AT_ONCE]] for at in range(0, len(indices), SAMPLES_AT_ONCE))
         workers = max(1, self._loader.num_workers)
@@ -105,7 +106,10 @@ def _size(value: Any, source: str) -> int:
     """Return a whole number as it is, and the length of anything else."""
     size = None
     with suppress(TypeError):  # a tensor of one number is one, too
-        size = len(value) if getattr(value, "ndim", hasattr(value, "__len__")) else index(value)
+        if getattr(value, "ndim", hasattr(value, "__len__")):
+            size = len(value)
+        else:
+            size = index(value)
     if size is None or not 0 <= size <= _LARGEST:
         raise UserError(
             f"What size_of= {source} is {value!r}: a size is a whole number of at least 0 and at most {_LARGEST:,}, or "
@@ -118,7 +122,9 @@ def _column(dataset: Any, name: str) -> Any:
     """Return the values of all samples, if the dataset has an attribute or a column of that name."""
     of_hugging_face = name in (getattr(dataset, "column_names", None) or ())
     column: Any = dataset[name] if of_hugging_face else getattr(dataset, name, None)
-    return column if hasattr(column, "__getitem__") and len(column) == len(dataset) else None
+    if hasattr(column, "__getitem__") and len(column) == len(dataset):
+        return column
+    return None
 
 
 def _by_name(samples: Iterable[Any], *, name: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Count and cut the batches of training, and make batches for the probe and the measurement of the same kind."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -61,7 +61,9 @@ class BatchCutter:
 
     def weight(self, batch: Any, samples: int) -> int:
         """Return a batch's weight in samples: with several loaders, the most that one of them gives."""
-        return samples if len(self._samples) == 1 else max(self._layout(batch).sizes(batch).values())
+        if len(self._samples) == 1:
+            return samples
+        return max(self._layout(batch).sizes(batch).values())
 
     def cut(self, batch: Any, start: int, stop: int) -> Any:
         """Return the samples ``start`` to ``stop - 1`` of a batch, as views of it if possible."""
@@ -80,7 +82,9 @@ class BatchCutter:
         hook = self._transfer.split_batch
         shown = self._shown
         if hook is not None:
-            return HookLayout(hook) if shown is None or isinstance(shown, str) else shown
+            if shown is None or isinstance(shown, str):
+                return HookLayout(hook)
+            return shown
         if isinstance(shown, str):
             raise LayoutError(shown)
         return shown or read_ready_made(batch)
@@ -131,7 +135,9 @@ class TrialBatches:
         self.cutter = cutter
         self._samples = samples
         self._batch = batch
-        self._largest = Largest(samples) if samples.first and batch is None else None
+        self._largest: Largest | None = None
+        if samples.first and batch is None:
+            self._largest = Largest(samples)
         self._in_step = in_step  # whether micro-batches are cut out of batches of ``most``
 
     @property
@@ -143,7 +149,9 @@ class TrialBatches:
     def unread(self) -> tuple[int, int] | None:
         """How many samples were read of how many, if there was no time to find the heaviest of all."""
         largest = self._largest
-        return None if largest is None or largest.complete else (largest.seen, largest.total)
+        if largest is None or largest.complete:
+            return None
+        return (largest.seen, largest.total)
 
     def look_further(self) -> None:
         """Look for the heaviest among all samples, and not just a few."""
@@ -154,9 +162,14 @@ class TrialBatches:
         """Return a micro-batch of so many of the heaviest samples, moved, and the whole batch that it is cut from."""
         if self._largest is not None and not self._in_step:
             return move(self._largest.batch(samples)), None
-        whole = move(copied_if_possible(self._batch) if self._largest is None else self._largest.batch(self.most))
+        if self._largest is None:
+            whole = move(copied_if_possible(self._batch))
+        else:
+            whole = move(self._largest.batch(self.most))
         is_whole = self._largest is None and samples >= self.most
-        return (whole if is_whole else self.cutter.cut(whole, 0, samples)), whole
+        if is_whole:
+            return whole, whole
+        return self.cutter.cut(whole, 0, samples), whole
 
     def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
         """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
@@ -169,16 +182,23 @@ class TrialBatches:
             parts = found, found[:middle], found[middle:]
             whole, one, other = (move(collate(part, len(part), seed=seed)) for part in parts)
             return CutBatch(whole, (one, other), (middle, len(found) - middle))
-        whole = move(collate(found, len(found), seed=seed) if found else copied_if_possible(self._batch))
+        if found:
+            whole = move(collate(found, len(found), seed=seed))
+        else:
+            whole = move(copied_if_possible(self._batch))
         number = self.cutter.count(whole)
         if min(number, samples) < 2:
             return None
         samples = whole_multiples(min(number, samples), multiple)
-        return self.cutter.halves(whole if number == samples else self.cutter.cut(whole, 0, samples), multiple)
+        if number != samples:
+            whole = self.cutter.cut(whole, 0, samples)
+        return self.cutter.halves(whole, multiple)
 
     def _unlike(self, number: int) -> list[Any]:
         """Return so many of the samples that were read and are not left out of batches; those differ."""
-        known = [] if self._largest is None else [sample for sample in self._samples.first if sample is not None]
+        known = []
+        if self._largest is not None:
+            known = [sample for sample in self._samples.first if sample is not None]
         found = unlike(known, number)
         if all(map(self._samples.is_kept, found)):
             return found
@@ -214,6 +234,10 @@ def _traits(sample: Any) -> tuple[float, ...]:
     plain = [tensor.to_dense() for tensor in tensors if not tensor.is_nested]
     ignored = sum(int((each.isnan() if each.is_floating_point() else each < 0).sum()) for each in plain)
     whole = [each.double().mean().item() for each in plain if each.numel() and not each.is_floating_point()]
-    fields = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, (list, tuple)) else ()
+    fields: Iterable[Any] = ()
+    if isinstance(sample, Mapping):
+        fields = sample.values()
+    elif isinstance(sample, (list, tuple)):
+        fields = sample
     labels = [float(value) for value in fields if isinstance(value, int)]
     return sum(prod(shape) for _, shape in leaves(sample, text=False)), float(ignored), sum((*whole, *labels))

@@ -84,7 +84,8 @@ def checksums(tensors: Sequence[Tensor]) -> list[int | None]:
             is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor.is_meta
             if is_plain and is_writable(tensor):
                 values = tensor.detach()
-                values = torch.view_as_real(values) if values.is_complex() else values
+                if values.is_complex():
+                    values = torch.view_as_real(values)
                 bits = values.contiguous().view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
                 by_device.setdefault(bits.device, []).append((number, bits))
         for found in by_device.values():  # one transfer for each device
@@ -102,7 +103,10 @@ def refill(container: Any, content: Any) -> None:
         kind.update(container, content)  # never empty, as others may read it
         return
     container.clear()
-    (container.update if isinstance(container, set) else container.extend)(content)
+    if isinstance(container, set):
+        container.update(content)
+    else:
+        container.extend(content)
 
 
 # What torchmetrics 1.9 keeps of a metric besides its states (``metric.py``, ``reset`` and ``forward``), and Lightning
@@ -118,7 +122,9 @@ def metric_state(metric: Metric, *, copied: bool = True) -> dict[str, Any]:
     own = vars(metric)
     states = {name: own[name] for name in metric._defaults}
     counters = {name: own[name] for name in _COUNTERS if name in own}
-    return {**({name: _copy(state) for name, state in states.items()} if copied else states), **counters}
+    if copied:
+        states = {name: _copy(state) for name, state in states.items()}
+    return {**states, **counters}
 
 
 def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
@@ -152,7 +158,9 @@ def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
         for parameter in group["params"]:
             gradient = parameter.grad
             if gradient is not None:
-                values = gradient._values() if gradient.is_sparse else gradient
+                values = gradient
+                if gradient.is_sparse:
+                    values = gradient._values()
                 kinds.setdefault(type(values), []).append(values)
     for found in kinds.values():
         torch._foreach_mul_(found, scale)

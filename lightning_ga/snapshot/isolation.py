@@ -147,8 +147,10 @@ def contained(value: Any, seen: set[int]) -> Iterator[Any]:
     seen.add(id(value))
     if isinstance(value, (Tensor, *_CONTAINERS, *GENERATORS)):
         yield value
-    if isinstance(value, (dict, list, tuple, deque)):
-        for inner in value.values() if isinstance(value, dict) else value:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple, deque)):
+        for inner in value:
             yield from contained(inner, seen)
 
 
@@ -195,8 +197,9 @@ class SwappedAttributes:
     def restore(self) -> None:
         """Put the original attributes back, and what the tables of modules held."""
         for own, before, _ in self._kept:
-            for name in own.keys() - before.keys() if id(own) in self._complete else ():
-                del own[name]
+            if id(own) in self._complete:
+                for name in own.keys() - before.keys():
+                    del own[name]
             own.update(before)
         for table, content in self._tables:
             if table or content:  # most are empty
@@ -208,7 +211,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, (*_FIXED, *_DATA)) or id(value) in memo:
         return memo.get(id(value), value)
     if not isinstance(value, (Tensor, np.ndarray)) and hasattr(value, "__len__") and _length(value) > _LONGEST:
-        return copy.copy(value) if isinstance(value, _CONTAINERS) else value
+        if isinstance(value, _CONTAINERS):
+            return copy.copy(value)
+        return value
     known = len(memo)
     try:
         return copy.deepcopy(value, memo)

@@ -46,7 +46,10 @@ class KeptBatch:
         free = SMALL
         for part in parts:
             free -= part.nbytes
-            (copied if free >= 0 else self._large).append(part)
+            if free >= 0:
+                copied.append(part)
+            else:
+                self._large.append(part)
         self._copies = JoinedCopies(copied)
         self._copies.take()
         self._fingerprints = _fingerprints(self._large)
@@ -105,7 +108,9 @@ def _fingerprints(tensors: Sequence[Tensor]) -> list[Tensor]:
     found = []
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         for tensor in tensors:
-            values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            values = tensor
+            if tensor.is_complex():
+                values = torch.view_as_real(tensor)
             axes = sorted(range(values.dim()), key=values.stride, reverse=True)  # as they lie in memory
             flat = values.permute(axes).reshape(-1)
             words = flat.view(_widest_words(flat))

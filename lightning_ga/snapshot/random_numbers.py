@@ -18,15 +18,19 @@ def generator_state(generator: Any) -> Any:
     """Return the state of a generator."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
 
 
 def restore_generator(generator: Any, state: Any) -> None:
     """Restore the state of a generator."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
     else:
-        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
+        generator.set_state(state)
 
 
 def generators_of(module: torch.nn.Module) -> list[Any]:

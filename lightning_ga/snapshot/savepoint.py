@@ -126,8 +126,9 @@ class _Attributes:
         elif isinstance(value, _CONTAINERS) and len(value) <= _MAX_ENTRIES:
             if not isinstance(value, tuple):
                 self._contents.append((value, copy.copy(value)))
-            for inner in (value.values() if isinstance(value, dict) else value) if depth == 0 else ():
-                self._keep(inner, depth=1)  # lists in a dictionary, the tensors of an LSTM's state
+            if depth == 0:  # lists in a dictionary, the tensors of an LSTM's state
+                for inner in value.values() if isinstance(value, dict) else value:
+                    self._keep(inner, depth=1)
 
     def copies(self) -> Iterator[Tensor]:
         """Yield the copies of tensors."""
