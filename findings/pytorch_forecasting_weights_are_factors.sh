@@ -18,7 +18,6 @@ fi
 "$work/venv/bin/pip" install -q pytorch-forecasting==1.8.0
 cd "$work"
 OMP_NUM_THREADS=1 "$work/venv/bin/python" - <<'END'
-import torch
 import warnings
 
 warnings.simplefilter("ignore")

@@ -2,8 +2,9 @@
 # PyTorch 2.15.0, torch.distributed.checkpoint.state_dict.get_state_dict (and get_optimizer_state_dict): to have a state
 # to return, an optimizer that has not stepped yet is stepped once with zero gradients and lr=0. The weights stay, but
 # the state is left behind in the live optimizer. So a run that saves a checkpoint of its start, or only looks, trains
-# otherwise than one that does not: AdamW begins at its second step, with a bias correction that does not fit, SGD has a
-# momentum of zeros, which dampening divides by, and Rprop has taken lr=0 for its step size, and hardly moves any more.
+# otherwise than one that does not: AdamW begins at its second step, with a bias correction that does not fit; SGD has a
+# momentum of zeros, so that dampening already weakens its first gradient; and Rprop has taken lr=0 for its step size,
+# and hardly moves any more.
 #
 # Seen, the first change of a weight with lr=0.1, without and with get_state_dict before: AdamW 0.1 and 0.074; SGD with
 # momentum 0.9 and dampening 0.5, 1 and 0.5 times the gradient; Rprop 0.1 and 0.000001.

@@ -51,10 +51,17 @@ class StepValues:
     micro-batch fails, and the rank runs the window again alone, it uses what has arrived.
     """
 
-    def __init__(self, trainer: Any, place: LoopReader, counted: Callable[[], Counted]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        place: LoopReader,
+        counted: Callable[[], Counted],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._trainer = trainer
         self._place = place
         self._counted = counted  # in the loop's running batch
+        self._waiting = waiting  # a context in which ranks may wait for each other
         self._results = trainer.fit_loop.epoch_loop._results
         self._held = ExitStack()
         self._is_installed = False
@@ -163,7 +170,7 @@ class StepValues:
         if not sync.should:
             return value
         if self._next == len(self._exchanged):
-            with ranks.ours():
+            with ranks.ours(), self._waiting():
                 self._exchanged.append(sync(value))
         self._next += 1
         return self._exchanged[self._next - 1]
@@ -248,4 +255,5 @@ def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
         return True
     if len(set(samples)) > 1 or samples[0] == 0:  # a rank without a sample runs a stand-in
         return False
-    return sizes[0] % samples[0] == 0 and sizes[0] != sum(samples)  # tokens, as many in each pass
+    size = int(sizes[0])
+    return size % samples[0] == 0 and size != sum(samples)  # tokens, as many in each pass

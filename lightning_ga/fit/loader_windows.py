@@ -129,7 +129,8 @@ class LoaderWindows:
         """Return what the loop's iterator depends on."""
         epoch = self._epoch
         plan = self._source.plan
-        return epoch.number, epoch.batch.largest, plan.done, plan.micro_batch, self._place.batches_of_epoch
+        batches = self._place.batches_of_epoch
+        return epoch.number, epoch.batch.largest, plan.done, plan.micro_batch, batches, *plan.ratio
 
     @property
     def sizes(self) -> SampleSizes | None:
@@ -222,6 +223,7 @@ class LoaderWindows:
             micro_batch,
             multiple=self._parts.request.multiple,
             limits=limits,
+            ratio=self._parts.limit.ratio if enabled else (),
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,
@@ -313,6 +315,8 @@ class LoaderWindows:
         number = position.windows_done
         if self._place.skips_backward or number >= self._source.plan.count:
             return
+        if self._parts.limit.follow_speeds():
+            self.begin_again()
         window = self._source.window(number)
         batch = self._epoch.batch
         if not batch.is_constant:
@@ -370,6 +374,8 @@ class LoaderWindows:
         """Note that a window is done."""
         if self._window.sizes:
             self._parts.progress.end_window(samples=self._window.end, batches=self._span.after)
+        if self._parts.limit.speed is not None:
+            self._parts.limit.speed.end_window(sum(max(1, size) for size in self._window.sizes))  # a stand-in has one
 
     # --- errors --------------------------------------------------------------------------------
 

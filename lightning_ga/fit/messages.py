@@ -125,9 +125,23 @@ def check_shares(trainer: Any, options: Options) -> None:
     why = "this training has one rank" if ranks.data_ranks(trainer)[0] == 1 else ""
     if ranks.is_sharded(trainer):
         why = "the model is sharded, so that its ranks run in step"
+    _refuse_shares(options, why)
+
+
+def check_unequal_passes(trainer: Any, options: Options) -> None:
+    """Refuse unequal shares of a window if ranks wait for each other within it; asked once strategies are set up."""
+    why = ranks.obstacle(trainer)
+    if options.shares == "speed" and why is None and not ranks.gradients_are_ours(trainer):
+        why = "a communication hook of DDP sends the gradients"
+    if options.shares != "equal":
+        _refuse_shares(options, why)
+
+
+def _refuse_shares(options: Options, why: str | None) -> None:
     if why:
         raise UserError(
-            f"shares={options.shares!r} divides a window among ranks by their memory, and {why}: leave it out."
+            f"shares={options.shares!r} divides a window among ranks by their {options.shares}, and {why}: leave it "
+            "out."
         )
 
 

@@ -44,7 +44,7 @@ class StepWindows:
             raise UserError(
                 "Data that are loaded again must be cut where they were, or always in the step: micro_batching='step'."
             )
-        source.take_size(self._source)
+        source.follow(self._source)
         self._source = source
 
     # --- data ----------------------------------------------------------------------------------

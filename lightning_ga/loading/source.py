@@ -141,6 +141,7 @@ class LoaderSource:
         *,
         multiple: int = 1,
         limits: tuple[int, ...] = (),
+        ratio: tuple[int, ...] = (),
         samples_done: int = 0,
         windows_done: int = 0,
         start: int | None = None,
@@ -148,6 +149,7 @@ class LoaderSource:
     ) -> AccumulationPlan:
         """Cut one epoch, and return how its full windows are cut; if they grow, the largest.
 
+        ``limits`` are those of all ranks, and ``ratio`` that of their shares, if these may be unequal.
         ``samples_done``: samples that an earlier run has trained on, in ``windows_done`` windows. The next iteration of
         the loader begins with the window ``start``, by default the first that is not done. Unless ``enabled``, the
         loader yields nothing.
@@ -159,8 +161,8 @@ class LoaderSource:
             windows.largest or world_size, micro_batch=micro_batch, world_size=world_size, multiple=multiple
         )
         if limits:
-            plan = plan_unequal_shares(windows.largest, limits=limits, rank=self._rank, multiple=multiple)
-        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple, limits, self._rank if limits else 0)
+            plan = plan_unequal_shares(windows.largest, limits=limits, ratio=ratio, rank=self._rank, multiple=multiple)
+        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple, ratio, self._rank if ratio else 0)
         if self.sizes is not None:
             plan, epoch_plan = self.sizes.cut(plan, epoch_plan, self._order.draw(epoch, self._seed)[:total])
         start = epoch_plan.done if start is None else start

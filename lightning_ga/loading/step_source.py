@@ -18,6 +18,7 @@ class StepSource:
     sizes = None  # of samples: only the loader cuts by these
 
     def __init__(self, loader: Any, why: str, settings: SourceSettings) -> None:
+        self._given = loader
         self.loader = loader
         self.why = why  # the step cuts them
         self.recipe_factor = settings.recipe_factor
@@ -37,9 +38,12 @@ class StepSource:
             counted = attempt(cutter.count, lambda error: isinstance(error, LayoutError), batch)
             self.batch_size = max(1, counted.result or length_of_first(batch))
 
-    def take_size(self, earlier: "StepSource") -> None:
-        """Use the batch size of a loader that this one follows, unless it says its own."""
+    def follow(self, earlier: "StepSource") -> None:
+        """Use what is known of the loader before: its batch size, and if it is this one, its copy with its workers."""
         self.batch_size = self.batch_size or earlier.batch_size
+        if self._given is earlier._given:
+            self.loader = earlier.loader
+            self.samples = earlier.samples
 
     def factor_for(self, effective: int) -> int:
         """Return the batches of a window of so many samples over all ranks; refuse a number that is no multiple."""

@@ -31,7 +31,7 @@ from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory, may_be_out_of_memory
-from lightning_ga.plan.accumulation import whole_multiples
+from lightning_ga.plan.accumulation import ceil_div, whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Recomputed, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
@@ -101,7 +101,8 @@ def probe(
     Beside it is the description of the step that it is remembered for; ``None`` without a cache. ``chosen`` says
     which submodules are computed again already.
     """
-    trainer, batches = setup.trainer, setup.batches
+    trainer = setup.trainer
+    batches = setup.batches
     started = time.perf_counter()
     if batches.empty:
         return None
@@ -118,7 +119,7 @@ def probe(
         predict_only = True if ranks.is_sharded(trainer) else None
         known = remembered(kind) if kind and chosen is None else None
         names = known.recomputed.names if known is not None and known.recomputed is not None else ()
-        if len({*ranks.of_all_ranks(trainer, names)}) > 1:
+        if not setup.alone and len({*ranks.of_all_ranks(trainer, names)}) > 1:
             known = None
         else:
             training.recompute(names)
@@ -131,8 +132,9 @@ def probe(
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:
-            longest, limit = setup.sizes.longest, found.limit
-            shorter, training.batches = setup.sizes.shorter_trials(-(-limit * longest // high), batches.cutter)
+            longest = setup.sizes.longest
+            limit = found.limit
+            shorter, training.batches = setup.sizes.shorter_trials(ceil_div(limit * longest, high), batches.cutter)
             confirm = partial(prober.confirm, predict_only=predict_only)
             limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
             found = replace(found, sizes=limits, steps=steps or found.steps)
@@ -157,7 +159,7 @@ def _prober(training: "ProbedTrainer", options: Options) -> Prober:
 def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
     """Choose the submodules that are computed again so that the fewest samples fit, which do not plainly.
 
-    Ranks choose from what the first of them has seen.
+    Ranks choose from what the first of them has seen, unless each probes alone.
     """
     trainer = setup.trainer
     with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
@@ -166,7 +168,8 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
         seen = attempt(training.survey)
         if not training.agree(seen.failure is None):  # not even a forward pass fits
             raise plain
-        size, root = ranks.of_all_ranks(trainer, seen.result)[0]
+        found = [seen.result] if setup.alone else ranks.of_all_ranks(trainer, seen.result)
+        size, root = found[0]
         training.reset()
         chosen = prober.choose(root, size, training.recompute)
     freed = sum(each.frees for each in root.all() if each.name in chosen.names)
@@ -204,8 +207,11 @@ class ProbedTrainer(ProbedTraining):
         self, setup: TrainingSetup, restore: Callable[[], None], announce: Callable[[str], object] = len
     ) -> None:
         super().__init__()
-        self.trainer, self.batches = setup.trainer, setup.batches
-        self._setup, self._restore, self._write = setup, restore, announce
+        self.trainer = setup.trainer
+        self.batches = setup.batches
+        self._setup = setup
+        self._restore = restore
+        self._write = announce
         self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
@@ -235,7 +241,7 @@ class ProbedTrainer(ProbedTraining):
             for p in having if samples else ():
                 if p.grad is not None and p.grad.is_sparse:
                     rows = p.grad.coalesce().indices().shape[1]
-                    self._gradients[p] = min(len(p), -(-rows * self._setup.rank_samples // samples))
+                    self._gradients[p] = min(len(p), ceil_div(rows * self._setup.rank_samples, samples))
 
     def _runs(self, samples: int) -> bool:
         """Run the first pass of a window on a few samples; return whether memory was enough."""
@@ -246,7 +252,8 @@ class ProbedTrainer(ProbedTraining):
         """Run the first pass of a window on a few samples, in one chunk."""
         samples = min(samples, self.batches.most)
         if self._setup.chunks is not None:
-            self._setup.chunks.window, self._setup.chunks.samples = samples, None
+            self._setup.chunks.window = samples
+            self._setup.chunks.samples = None
         batch, _whole = self.batch(samples)
         run_pass(self.trainer, batch, FIRST_OF_WINDOW)
 
@@ -272,9 +279,12 @@ class ProbedTrainer(ProbedTraining):
     def step(self, samples: int, meter: OriginMeter) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
         self._write(f"Looking for the largest micro-batch: step {next(self._steps)}, {samples} samples …")
-        chunks, window = self._setup.chunks, self._setup.rank_samples
+        chunks = self._setup.chunks
+        window = self._setup.rank_samples
         if chunks is not None:  # a phase ends with the loss, which may need more memory than a chunk
-            chunks.window, chunks.samples, chunks.on_recompute = window, samples, meter.mark
+            chunks.window = window
+            chunks.samples = samples
+            chunks.on_recompute = meter.mark
         try:
             batch, whole = self.batch(samples if chunks is None else window)
             meter.note_batch(tensors_in((whole, batch)))
@@ -312,8 +322,9 @@ class ProbedTrainer(ProbedTraining):
         if samples <= limit:
             return samples
         window = self._setup.rank_samples
-        chunks = min(-(-window // samples), -(-window // limit) - 1 if limit else window)
-        return -(-window // max(1, chunks))
+        most = ceil_div(window, limit) - 1 if limit else window
+        chunks = min(ceil_div(window, samples), most)
+        return ceil_div(window, max(1, chunks))
 
     def agree(self, value: bool) -> bool:
         """Return whether ``value`` is true on every rank."""

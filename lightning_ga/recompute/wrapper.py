@@ -33,7 +33,7 @@ def recomputed(module: Module, names: str | Iterable[str]) -> Iterator[None]:
     those of now. This is valid for all calls within the context; their backward passes may come after it.
 
     A tensor of more than 256 KiB must not change in the forward pass. State outside of the module, such as a global
-    variable, is not put back.
+    variable, is not put back. Within ``torch.compile`` a submodule keeps its activations.
 
     Args:
         module: The module.
@@ -110,7 +110,7 @@ class RunTwice:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run it."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled code keeps its activations
             return self._forward(*arguments, **named)
         # The caller may change its containers later, as DenseNet does, and sees what the first pass does to them.
         given = [(arguments, named)]

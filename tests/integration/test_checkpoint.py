@@ -1,5 +1,6 @@
 """``checkpoint=``: where not one sample fits, submodules are computed again. The oracle has memory enough."""
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,27 @@ def test_one_rank_alone_computes_again(tmp_path: Path) -> None:
     (plain, _, gradients, one), (*_, other) = on_ranks(of_one_rank, tmp_path)
     assert worst_error(gradients, plain) <= 1e-12
     assert min(one, other) == 0 < max(one, other)
+
+
+def of_small_rank() -> list[Any]:
+    """One sample does not fit on the second rank alone."""
+    found: list[Any] = []
+    for budgets in ((PLENTY, PLENTY), ("2MiB", "700KiB")):
+        callback = AutoAccumulate(effective_batch_size=8, verify=False, cache=False, checkpoint="auto", shares="memory")
+        module = Deep()
+        with limit_memory(budgets[int(os.environ["RANK"])]):
+            fit(DataLoader(Samples(24), batch_size=4), callback, module=module, max_epochs=1, **ddp())
+        found += [module.all_gradients, callback.probe]
+    return found
+
+
+@pytest.mark.distributed
+def test_a_rank_of_little_memory_computes_again_for_a_share_of_its_own(tmp_path: Path) -> None:
+    (plain, _, gradients, one), (*_, other) = on_ranks(of_small_rank, tmp_path)
+    assert worst_error(gradients, plain) <= 1e-12
+    assert one.recomputed is None
+    assert other.recomputed is not None
+    assert one.limit >= other.limit
 
 
 class Without(Lengths):

@@ -206,3 +206,28 @@ def test_a_stream_is_iterated_once_an_epoch(workers: int, own: bool, limit: dict
         assert accumulate.exactness is not None
         assert accumulate.exactness.cause == "exact"
         assert max(len(indices) for _, indices in ours.micro_batches) == 3
+
+
+class RemembersEpochs(CountsEpochs):
+    """The same, each process with a count of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = torch.zeros((), dtype=torch.int64)
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|Length of IterableDataset)")
+@pytest.mark.parametrize("limit", [{}, {"micro_batch_size": 3}])
+def test_a_worker_of_a_loader_that_is_set_up_again_goes_on(limit: dict[str, int]) -> None:
+    """Also if the collate function is shown: persistent workers keep what their copy of the stream knows."""
+
+    def train(*callbacks: Any) -> Regression:
+        settings = {"num_workers": 1, "persistent_workers": True, "collate_fn": second_axis}
+        loader = DataLoader(RemembersEpochs(), 8, **settings)
+        settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+        return fit(loader, *callbacks, module=OfSecondAxis(), **settings)[0]
+
+    stock = train()
+    ours = train(AutoAccumulate(cache=False, **limit))
+    assert sum((each for _, each in ours.micro_batches), []) == sum((each for _, each in stock.micro_batches), [])
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12

@@ -185,3 +185,18 @@ def test_a_forward_pass_that_cannot_run_again_is_refused_at_once(kind: str) -> N
     make, _ = REFUSED[kind]
     with pytest.raises(UserError, match="part cannot be computed again, because its forward pass"):
         train(made(make), again)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_code_keeps_its_activations(whole: bool) -> None:
+    """Dynamo cannot trace what stands in for a forward pass, and saves what it chooses."""
+
+    def run(context: Callable[[Net], Any]) -> list[Tensor]:
+        torch._dynamo.reset()
+        net = made(EXACT["BatchNorm"])
+        (net if whole else net.part).compile(backend="aot_eager")
+        return train(net, context)
+
+    for one, other in zip(run(plainly), run(again), strict=True):
+        torch.testing.assert_close(one, other)
