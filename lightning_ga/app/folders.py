@@ -140,6 +140,8 @@ def report_sweep(folder: Path) -> None:
     results = {job: read_json(job / RESULT) for job in jobs}
     overrides = {job: [*map(str, OmegaConf.load(job / ".hydra" / "overrides.yaml"))] for job in jobs}
     shared = set.intersection(*map(set, overrides.values()))
+    if "dry_run=true" in map(str.lower, shared):  # plans, which nothing orders
+        return
     found: dict[str, Any] = next((result for result in results.values() if result.get("optimized_metric")), {})
     metric = found.get("optimized_metric", "metric")
     sign = -1 if found.get("optimized_direction") == "max" else 1

@@ -96,10 +96,13 @@ class PlanReport(Callback):
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the verdict again: it is measured in training, too."""
-        exactness = getattr(find_accumulate(trainer), "exactness", None)
-        if trainer.is_global_zero and exactness != self._records.exactness:
-            save_plan(self.folder / "plan.json", replace(self._records, exactness=exactness))
+        """Save the verdict again, which is measured in training, too, and the plan if an error has changed it."""
+        found = find_accumulate(trainer)
+        records = replace(self._records, exactness=getattr(found, "exactness", None))
+        if getattr(found, "oom_events", 0):
+            records = replace(records, plan=found.plan, fits=None)
+        if trainer.is_global_zero and records != self._records:
+            save_plan(self.folder / "plan.json", records)
 
 
 def setting_of(trainer: Trainer, module: LightningModule) -> str:

@@ -124,6 +124,11 @@ def announced(run: Fit, path: Path) -> Path:
     return path
 
 
+def typed(value: Any) -> str:
+    """A value as the command line takes it."""
+    return "null" if value is None else repr(value)
+
+
 def require_same_training(folder: Path, written: Config) -> None:
     """Refuse to continue a run with other data, another model, optimizer or batch."""
     before = dict(walk(read_config(folder)))
@@ -132,7 +137,7 @@ def require_same_training(folder: Path, written: Config) -> None:
         value = before.get(key)
         if key.startswith(OF_TRAINING) and not key.endswith("num_workers") and value != now.get(key):
             raise UserError(
-                f"{key} was {value!r} in the run in {str(folder)!r} and is {now.get(key)!r} now: repeat the "
+                f"{key} was {typed(value)} in the run in {str(folder)!r} and is {typed(now.get(key))} now: repeat the "
                 "run's value, or give another hydra.run.dir."
             )
 

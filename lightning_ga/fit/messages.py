@@ -13,6 +13,7 @@ from lightning_ga.memory.device import describe_memory
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import Exactness, after_error
+from lightning_ga.plan.units import counted
 
 BY_HAND = """\
 leave AutoAccumulate out of the callbacks and cut each batch in training_step with lightning_ga.plan_accumulation:
@@ -45,7 +46,7 @@ class OomEvent:
         if self.fits == self.samples:
             how = "with submodules computed again in the backward pass, or without that sample"
         return (
-            f"Memory ran out in {self.stage} with {self.samples} samples after {self.step} optimizer steps "
+            f"Memory ran out in {self.stage} with {self.samples} samples after {counted(self.step, 'optimizer step')} "
             f"({self.memory}). {what} is run again {how}. {result}"
         )
 

@@ -82,7 +82,7 @@ def submodules(module: Module, names: Iterable[str], argument: str = "recomputed
     found: dict[str, Module] = {}
     for name in names:
         if not name or name not in known:
-            children = [each for each, _ in module.named_children()]
+            children = [each for each, part in module.named_children() if any(True for _ in part.parameters())]
             near = difflib.get_close_matches(name, [*filter(None, known)], n=3, cutoff=0.5) or children[:3]
             has = ", ".join(map(repr, near)) or "none"
             raise UserError(

@@ -190,6 +190,16 @@ def test_a_sweep_ends_with_a_table(tmp_path, capsys):
         assert [row["outcome"] for row in csv.DictReader(file)] == ["done", "done", "done", "done", "failed"]
 
 
+def test_a_sweep_of_plans_has_no_table(tmp_path, capsys):
+    """Its jobs have no result, and have not failed."""
+    for name in ("0", "1"):
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / ".hydra" / "overrides.yaml").write_text(f"- seed={name}\n- dry_run=True\n")
+    report_sweep(tmp_path)
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "sweep.csv").exists()
+
+
 def test_a_sweep_goes_on_where_it_ended(command):
     """What is done is not run again; another sweep is refused there."""
     line = ("-m", *TINY, "test=false", "hydra.sweep.dir=many")

@@ -5,7 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_lines import TINY
+from faults import Arm, Faults
+from reference import Regression, Samples, quiet_trainer
+from torch.utils.data import DataLoader
 
+from lightning_ga import AutoAccumulate
 from lightning_ga.app.plan_report import PlanRecords, PlanReport, printed_plan, save_plan, schedule_text
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.exactness import Exactness
@@ -104,3 +108,15 @@ def test_a_verdict_of_training_replaces_that_of_the_start(tmp_path):
     content = json.loads((tmp_path / "plan.json").read_text())
     assert (content["plan"]["effective_batch_size"], content["exactness"]["cause"]) == (10, "weighted")
     assert content["table"]["exactness"].startswith("relative error 1.1e-01: the loss is a mean over something else")
+
+
+def test_after_an_error_the_plan_is_the_one_that_trained(tmp_path):
+    """A window that fitted in one pass as training began runs in more from the error on."""
+    faults = Faults(2)
+    callbacks = [AutoAccumulate(16, micro_batch_size=16), PlanReport(tmp_path), Arm(faults)]
+    loader = DataLoader(Samples(32), batch_size=16)
+    with faults, pytest.warns(UserWarning, match="after 0 optimizer steps "):
+        quiet_trainer(*callbacks, max_epochs=1).fit(Regression(), loader)
+    table = json.loads((tmp_path / "plan.json").read_text())["table"]
+    assert table["effective batch"].startswith("16 = 8 × 2 × 1")
+    assert "nothing is accumulated" not in table["exactness"]
