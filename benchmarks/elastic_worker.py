@@ -92,16 +92,15 @@ class Net(pl.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        rate = optimizer.param_groups[0]["lr"]
+        self.diary.note("step", step=self.global_step + 1, epoch=self.current_epoch, rate=rate, samples=self.samples)
+        self.samples = []
         self.diary.visit(UPDATE)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.global_step == self.step:
-            return
-        self.step = self.global_step
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.diary.note("step", step=self.step, epoch=self.current_epoch, rate=rate, samples=self.samples)
-        self.samples = []
-        self.diary.visit(BETWEEN)
+        if self.global_step != self.step:
+            self.step = self.global_step
+            self.diary.visit(BETWEEN)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:

@@ -19,7 +19,6 @@ fi
 "$work/venv/bin/pip" install -q accelerate==1.15.0 torchdata==0.11.0
 cd "$work"
 OMP_NUM_THREADS=1 "$work/venv/bin/python" - <<'END'
-import os
 import warnings
 
 warnings.simplefilter("ignore")

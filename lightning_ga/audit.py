@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("script", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     given = parser.parse_args(arguments)
+    if not given.script.is_file():
+        raise UserError(f"{given.script} is no file: give a script, as in python -m lightning_ga.audit train.py.")
     found = audit_script(given.script, given.arguments, most=given.micro_batches)
     print(f"{found}\n{'right' if found.is_right else 'WRONG'}: {found.verdict}")
     return int(not found.is_right)

@@ -1,4 +1,4 @@
-"""Run a script until its training has been seen: of a LightningModule, or of a model that returns its loss."""
+"""Run a script until its training has been seen: of a LightningModule, or of a model whose output has a loss."""
 
 import copy
 import runpy
@@ -117,7 +117,10 @@ class Calls:
     def audit(self) -> Audit:
         """Audit what was recorded."""
         if self._recorder is None:
-            raise UserError("The script trained no LightningModule, and no model that returns its loss: use audit(…).")
+            raise UserError(
+                "The script trained no LightningModule, and no model whose output has a loss (output.loss, as those of "
+                "Transformers): call lightning_ga.audit.audit(…) with the loop."
+            )
         model = self._recorder.model
         if self._sees_modules and len(self._given) == self.most:
             del self._given[sum(step.read for step in self._recorder.steps) :]  # the last window was cut off

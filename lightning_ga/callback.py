@@ -52,6 +52,9 @@ class AutoAccumulate(Callback):
         micro_batching: Where batches are cut: ``"loader"`` lets a map-style DataLoader yield micro-batches, each of
             them a batch for callbacks and counters; batches of other data are cut in the step. ``"step"`` cuts all
             batches in the training step, and leaves the loader as it is.
+        shares: How ranks share a window: ``"equal"``, ``"memory"`` in proportion to their limits, or ``"speed"`` to
+            their samples a second, measured in training over 50 windows at a time. With both, each rank finds a limit
+            of its own, and hooks see different numbers of batches on each rank.
         on_oom: What an out-of-memory error in training, validation, test or prediction does: ``"split"``
             runs the window (in evaluation the batch) again in smaller micro-batches; ``"skip"`` also leaves out samples
             that fit in no way, and writes them to ``skipped.csv``; ``"raise"`` ends the run.
@@ -94,6 +97,7 @@ class AutoAccumulate(Callback):
         memory_budget: int | float | str | None = None,
         normalize: Literal["samples"] | Callable[[Any], Any] | None = "samples",
         micro_batching: Literal["loader", "step"] = "loader",
+        shares: Literal["equal", "memory", "speed"] = "equal",
         on_oom: Literal["split", "skip", "raise"] = "split",
         batch_norm: Literal["warn", "ignore"] = "warn",
         whole: tuple[str, ...] | list[str] | str = (),
@@ -154,7 +158,8 @@ class AutoAccumulate(Callback):
             self._evaluation = Evaluation(trainer, self._reporter, self._options)
             return
         self._is_fitting = True
-        self._fit, self._reporter = None, messages.OomReporter(trainer)
+        self._fit = None
+        self._reporter = messages.OomReporter(trainer)
         is_installed = lambda: self in trainer.callbacks  # noqa: E731
         self._fit = Fit(trainer, self._request, self._options, self._reporter, is_installed)
         # First, so that other callbacks see its gradients.
@@ -224,7 +229,8 @@ class AutoAccumulate(Callback):
         for evaluation in (self._evaluation, self._fit.evaluation if self._fit else None):
             if evaluation is not None:
                 evaluation.stop()
-        self._evaluation, self._is_fitting = None, False
+        self._evaluation = None
+        self._is_fitting = False
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and position of the data and what the probe found, as plain values."""

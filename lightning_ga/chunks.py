@@ -34,7 +34,8 @@ class ChunkSize:
 
     def notify(self) -> None:
         """Note that a chunk is recomputed."""
-        notify, self.on_recompute = self.on_recompute, None
+        notify = self.on_recompute
+        self.on_recompute = None
         if notify is not None:
             notify()
 
@@ -98,29 +99,37 @@ class Chunks:
     """The forward pass of a module, in chunks; a pass without chunks notes which arguments belong to no sample."""
 
     def __init__(self, module: Module, size: ChunkSize, dim: int = 0, *, name: str = "", trainer: Any = None) -> None:
-        self.module, self._forward, self._name = module, module.forward, name or type(module).__name__
-        self.size, self._dim, self._trainer = size, dim, trainer
+        self.module = module
+        self._forward = module.forward
+        self._name = name or type(module).__name__
+        self.size = size
+        self._dim = dim
+        self._trainer = trainer
         self._run_twice = RunTwice(module, self._name, self._forward, size.notify)
         self.is_called = self.draws = False  # whether it ran whole; whether it has drawn random numbers
         self._constant: set[str] = set()  # places of arguments that were seen to belong to no sample
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run it."""
-        size, given, samples = self.size, (arguments, named), _length((arguments, named), self._dim)
+        size = self.size
+        given = (arguments, named)
+        samples = _length((arguments, named), self._dim)
         if self._trainer is not None and not self._trainer.training:  # evaluation runs whole batches
             return self._forward(*arguments, **named)
         if size.samples is None:
             before = RandomState(generators_of(self.module))
             _mapped(given, lambda place, each: self._constant.update([place] * (_length(each, self._dim) != samples)))
             output = self._forward(*arguments, **named)
-            self.is_called, self.draws = True, self.draws or not before.is_current()
+            self.is_called = True
+            self.draws = self.draws or not before.is_current()
             return output
         if samples is None:
             raise self._error(f"got no tensor with axis {self._dim}", "name a module that gets the batch")
         sizes = size.sizes(samples)
         if len(sizes) == 1 and size.samples >= (size.window or 0):  # a step may call a module several times
             return self._forward(*arguments, **named)
-        recomputed, outputs = len(sizes) - size.keep if torch.is_grad_enabled() else 0, []
+        recomputed = len(sizes) - size.keep if torch.is_grad_enabled() else 0
+        outputs = []
         for number, (start, of) in enumerate(zip(accumulate(sizes, initial=0), sizes)):
             chunk = self._cut(given, samples, start, start + of)
             run = self._run_twice if number < recomputed else self._forward

@@ -175,8 +175,8 @@ class CheckpointEvery(Callback):
 class BackgroundWriter(AtomicCheckpointIO):
     """Copies a checkpoint to the host, and writes it in a thread under its name without ``.part``.
 
-    Lightning's ``AsyncCheckpointIO`` copies tensors on their own device, which may be full, in 2.5 not at all; and its
-    errors come after the file before has been removed.
+    Lightning's ``AsyncCheckpointIO`` (2.6.6) copies tensors on their own device, which may be full, and its errors come
+    after the file before has been removed.
     """
 
     def __init__(self) -> None:

@@ -165,8 +165,9 @@ def in_order(arguments: Sequence[str]) -> list[str]:
 
 
 def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Overrides for all ranks but the first: they keep no log, and no folder that is named by their own clock."""
-    added = ("hydra/job_logging=none", "hydra.output_subdir=null", f"hydra.run.dir=${{paths.output_root}}/{FOLDER}")
+    """Overrides for all ranks but the first: they tell and keep nothing, in no folder that their own clock names."""
+    added = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
+    added.append(f"hydra.run.dir=${{paths.output_root}}/{FOLDER}")
     keys = [argument.lstrip("+").partition("=")[0] for argument in arguments]
     if is_first_rank(environment):
         return []

@@ -508,8 +508,10 @@ def test_a_network_that_returns_its_loss_is_audited_by_its_module(
 
 def test_a_script_without_a_training_that_can_be_seen_is_refused(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import torch\ntorch.nn.Linear(1, 1)(torch.ones(1))\n")
-    with pytest.raises(UserError, match="trained no LightningModule, and no model that returns its loss"):
+    with pytest.raises(UserError, match="trained no LightningModule, and no model whose output has a loss"):
         main([str(tmp_path / "script.py")])
+    with pytest.raises(UserError, match=r"none.py is no file: give a script"):
+        main([str(tmp_path / "none.py")])
     (tmp_path / "script.py").write_text(
         LIGHTNING.replace("self.net =", "self.automatic_optimization = False; self.net =")
     )

@@ -34,6 +34,7 @@ def test_the_signature_is_the_one_that_others_write_against() -> None:
         "micro_batch_size": "auto",
         "max_micro_batch_size": None,
         "micro_batch_multiple": 1,
+        "shares": "equal",
         "objective": "memory",
         "memory_budget": None,
         "normalize": "samples",

@@ -73,17 +73,23 @@ def follow_classes(cfg: DictConfig, data: LightningDataModule) -> None:
 
 def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: OptimizedMetric) -> Trainer:
     """The Trainer; a dry run has no loggers, no checkpoints and no bar."""
-    dry_run, progress = settings.dry_run, settings.progress
+    dry_run = settings.dry_run
+    progress = settings.progress
     if settings.elastic and settings.task is Task.fit:
         keep_effective_batch(cfg)
     use_full_names(cfg.get("accumulate") or {})
-    accumulate, schedule = ([make(cfg, "accumulate")] if cfg.get("accumulate") else []), batch_schedule(cfg)
+    accumulate = []
+    if cfg.get("accumulate"):
+        accumulate = [make(cfg, "accumulate")]
+    schedule = batch_schedule(cfg)
     text = schedule_text(schedule, "factor " * (getattr(schedule, "name", "") == "accumulate"))
     others: list[Callback] = [] if dry_run else make_all(cfg, "callbacks")
     if settings.checkpoint_every is not None and not dry_run:
         others.append(CheckpointEvery(folder / "checkpoints", settings.checkpoint_every))
     loggers: list[Logger] = [] if dry_run else make_all(cfg, "logger")
-    lines = [] if dry_run or progress is Progress.none else [EpochLine(schedule)]
+    lines = []
+    if not (dry_run or progress is Progress.none):
+        lines = [EpochLine(schedule)]
     pictures = [] if dry_run else [Pictures(folder)]
     report = PlanReport(folder, dry_run=dry_run, schedule=text)
     wants_bar = progress is Progress.bar or (progress is Progress.auto and sys.stdout.isatty())
@@ -126,7 +132,10 @@ def use_full_names(section: Any) -> None:
             )
         full = name if "." in name else f"lightning_ga.{home}.{name}"
         is_function = not node and not isclass(get_object(full))
-        section[key] = {"_target_": GET, "path": full} if is_function else {**node, "_target_": full}
+        if is_function:
+            section[key] = {"_target_": GET, "path": full}
+        else:
+            section[key] = {**node, "_target_": full}
 
 
 def batch_schedule(cfg: DictConfig) -> PiecewiseSchedule | None:
@@ -134,9 +143,12 @@ def batch_schedule(cfg: DictConfig) -> PiecewiseSchedule | None:
     for name in ("effective_batch_size", "accumulate"):
         if OmegaConf.is_dict((cfg.get("accumulate") or {}).get(name)):
             content = make(cfg, f"accumulate.{name}")
-            content = {0: 1, **content} if name == "accumulate" and isinstance(content, dict) else content
+            if name == "accumulate" and isinstance(content, dict):
+                content = {0: 1, **content}
             schedule = as_schedule(content, name=name)
-            return schedule if isinstance(schedule, PiecewiseSchedule) else None
+            if isinstance(schedule, PiecewiseSchedule):
+                return schedule
+            return None
     return None
 
 
@@ -176,7 +188,9 @@ def make(cfg: DictConfig, key: str, **arguments: Any) -> Any:
 
 def words_of(key: str) -> list[str]:
     """What is typed of a section."""
-    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    words = []
+    if HydraConfig.initialized():
+        words = HydraConfig.get().overrides.task
     return [word for word in words if word.lstrip("+").startswith(f"{key}.")]
 
 

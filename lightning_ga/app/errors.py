@@ -18,8 +18,9 @@ from lightning_ga.errors import UserError
 
 LONGEST = 600  # signs of a library's message: names of weights may be many
 ARGUMENTS = (  # of AutoAccumulate, as its messages name them
-    *("effective_batch_size", "micro_batch_size", "max_micro_batch_size", "objective", "memory_budget", "normalize"),
-    *("micro_batching", "on_oom", "batch_norm", "whole", "size_of", "checkpoint", "scale_lr", "verify", "cache"),
+    *("effective_batch_size", "micro_batch_size", "max_micro_batch_size", "micro_batch_multiple", "objective"),
+    *("memory_budget", "normalize", "micro_batching", "on_oom", "batch_norm", "whole", "size_of", "checkpoint"),
+    *("scale_lr", "verify", "cache"),
 )
 REMEDIES = {  # what libraries say without a way out
     r"No supported \w+ backend found": "use trainer.accelerator=auto, which takes what there is, or trainer=cpu.",
@@ -36,8 +37,9 @@ def explain(
     own = (link for kind in (UserError, OmegaConfBaseException) for link in links if isinstance(link, kind))
     said = next(own, error)
     key = str(getattr(said, "full_key", None) or "")
-    typed = of_line(error, said, overrides, groups or {})
-    text = of_run(error, said, links, overrides) if typed is None else typed
+    text = of_line(error, said, overrides, groups or {})
+    if text is None:
+        text = of_run(error, said, links, overrides)
     for group in ("model", "data"):
         named = [word.partition("=")[2] for word in overrides if word.startswith(f"{group}._target_=")]
         has_no_such = text.startswith(f"{group}.") and "unexpected keyword" in text
@@ -53,18 +55,24 @@ def of_run(error: BaseException, said: BaseException, links: Sequence[BaseExcept
         return on_the_line(" ".join(str(said).split()))
     if isinstance(said, OmegaConfBaseException):
         text = f"{key}: {one_line(said)}" if key else one_line(said)
-        return f"{text}: give {key}=VALUE." if isinstance(said, MissingMandatoryValue) else text
+        if isinstance(said, MissingMandatoryValue):
+            return f"{text}: give {key}=VALUE."
+        return text
     if isinstance(error, InstantiationException):
         target = re.search(r"'([^']+)'", str(error))
         cause = next((link for link in links if not isinstance(link, HydraException)), error)
-        text = f"{target[1] if target else 'A class'} could not be built: {one_line(cause)} (--traceback shows where)"
+        name = target[1] if target else "A class"
+        text = f"{name} could not be built: {one_line(cause)} (--traceback shows where)"
         return of_values(text, overrides)
     if isinstance(said, HydraException):
         return one_line(said)
     lacking = re.search(r"(\w+)\.__init__\(\) missing \d+ required .*?: (.*)", str(error))
     if lacking:  # of a partial, which is called in training
         section = next((word.partition("=")[0].lstrip("+") for word in overrides if lacking[1] in word), None)
-        added = f"add +{section}.NAME=VALUE" if section else f"add it where _target_ is {lacking[1]}"
+        if section:
+            added = f"add +{section}.NAME=VALUE"
+        else:
+            added = f"add it where _target_ is {lacking[1]}"
         return f"{lacking[1]} needs {lacking[2]}, which its section does not give: {added}."
     weights = re.search(r"Error\(s\) in loading state_dict for (\w+):\s*(.*)", str(error))
     state = re.search(r"loaded state dict (contains|has) ", str(error))  # of an optimizer
@@ -74,11 +82,9 @@ def of_run(error: BaseException, said: BaseException, links: Sequence[BaseExcept
     )
     if weights or state or is_of_optimizer:
         given = next((word for word in overrides if word.startswith("ckpt_path=")), "The checkpoint")
-        text = (
-            f"another model than this {weights[1]} ({shorten(weights[2], 150)})"
-            if weights
-            else "another optimizer or schedule"
-        )
+        text = "another optimizer or schedule"
+        if weights:
+            text = f"another model than this {weights[1]} ({shorten(weights[2], 150)})"
         return (
             f"{given} is of {text}: choose model, data, optimizer and lr_scheduler as the config.yaml of its run does."
         )
@@ -114,7 +120,9 @@ def of_line(
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:  # model=nope
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         first, _, rest = str(error.missing_cfg_file).partition("/")
-        group, option = (first, rest) if first in groups else (group, option)
+        if first in groups:
+            group = first
+            option = rest
         return of_option(group, option, error.options or groups.get(group, ()), groups)
     ambiguous = re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'\n", text)
     if ambiguous:
@@ -153,8 +161,13 @@ def of_value(word: str, text: str) -> str:
     for begin, end in ("[]", "{}", "()"):
         lacks = value.count(begin) - value.count(end)
         if lacks:
-            whole = f"{word}{end}" if lacks > 0 else f"{key}={begin}{value}"
-            return f"{word} lacks a {end if lacks > 0 else begin}: write '{whole}', in quotes because of the shell."
+            if lacks > 0:
+                lacking = end
+                whole = f"{word}{end}"
+            else:
+                lacking = begin
+                whole = f"{key}={begin}{value}"
+            return f"{word} lacks a {lacking}: write '{whole}', in quotes because of the shell."
     if value.count("'") % 2 or value.count('"') % 2:
         return f"{word} has a quote that is not closed: close it, or leave it out."
     return f"{word} cannot be read: a value with signs such as = or , is quoted twice: '{key}=\"{value}\"'"
@@ -166,12 +179,13 @@ def of_option(group: str, option: str, options: Sequence[str], groups: Mapping[s
     if plugin is not None:
         return f"{group}={option} belongs to a plugin of Hydra: {plugin}."
     ours = in_our_words(group, option, groups) or ""
-    of_timm = f" If it is one of timm, write {ours}." if ours.startswith(f"{group}=timm") else ""
+    of_timm = ""
+    if ours.startswith(f"{group}=timm"):
+        of_timm = f" If it is one of timm, write {ours}."
     if not group:
         return f"{option}.yaml is in no folder of configurations: leave --config-name out, or add --config-dir FOLDER."
-    of_timm = (
-        f" For pictures, write data=image_folder data.root={option}." if "/" in option and group == "data" else of_timm
-    )
+    if "/" in option and group == "data":
+        of_timm = f" For pictures, write data=image_folder data.root={option}."
     listed = ", ".join(one for one in options if not one.startswith("_")) or "none"
     return f"{group}={option} does not exist. There are: {listed}.{of_timm}"
 
@@ -181,13 +195,18 @@ def of_reference(key: str, text: str, groups: Mapping[str, Sequence[str]]) -> st
     found = re.search(r"Interpolation key '([^']+)' not found", text)
     needed = found[1] if found else "another key"
     section, _, name = needed.partition(".")
-    folder, having = config_folder() / section, []
+    folder = config_folder() / section
+    having = []
     for option in groups.get(section, ()):
         text = (folder / f"{option}.yaml").read_text("utf-8")
         for base in re.findall(r"^  - (\w+)$", text, re.MULTILINE):
             text += (folder / f"{base}.yaml").read_text("utf-8")
-        having += [option] if re.search(rf"^{name}:", text, re.MULTILINE) else []
-    remedy = f"add {section}={' or '.join(having)}" if having else f"add +{needed}=VALUE"
+        if re.search(rf"^{name}:", text, re.MULTILINE):
+            having.append(option)
+    if having:
+        remedy = f"add {section}={' or '.join(having)}"
+    else:
+        remedy = f"add +{needed}=VALUE"
     return f"{key} is taken from {needed}, which is not there: {remedy}, or set {key}=VALUE."
 
 
@@ -208,8 +227,11 @@ def of_key(key: str, value: str, said: Any, groups: Mapping[str, Sequence[str]])
     target = str(section.get("_target_", "")) if known else ""
     is_own = bool(target) and target.partition(".")[0] not in ("lightning", "lightning_ga", "torch")
     is_inner = "." in parent and bool(known)  # of an optimizer of one's own, or of a callback
-    ours = None if is_own or (is_inner and key not in WORDS) else in_our_words(key, value, groups)
-    ours = None if ours is not None and re.match(rf"\w+\.{key}=[^ ]*$", ours) else ours  # max_epochs of trainer
+    ours = None
+    if not (is_own or (is_inner and key not in WORDS)):
+        ours = in_our_words(key, value, groups)
+    if ours is not None and re.match(rf"\w+\.{key}=[^ ]*$", ours):  # max_epochs of trainer
+        ours = None
     nearest = nearest_key(key, missing, section if known else dict.fromkeys(groups))
     if ours is None and nearest is None and not is_own and not is_inner and name != "name":
         ours = in_our_words(key.rpartition(".")[2], value, groups)
@@ -218,8 +240,10 @@ def of_key(key: str, value: str, said: Any, groups: Mapping[str, Sequence[str]])
     hint = f"; did you mean {nearest}?" if nearest else "."
     if target:
         return f"There is no key {key}{hint} If {target.rpartition('.')[2]} takes {name}, write +{key}={value}."
-    added = f" +{key}={value} adds it{f' to {parent}' if parent else ', for files of your own'}."
-    return f"There is no key {key}{hint}" + ("" if nearest else added)
+    if nearest:
+        return f"There is no key {key}{hint}"
+    place = f" to {parent}" if parent else ", for files of your own"
+    return f"There is no key {key}{hint} +{key}={value} adds it{place}."
 
 
 def nearest_key(key: str, missing: str, section: Mapping[Any, Any]) -> str | None:
@@ -227,12 +251,15 @@ def nearest_key(key: str, missing: str, section: Mapping[Any, Any]) -> str | Non
     parent, _, name = missing.rpartition(".")
     names = {str(one): f"{parent}.{one}".lstrip(".") for one in section}
     if not parent:  # lr, batch_size, max_epochs
-        top, names = names, {}
+        top = names
+        names = {}
         for group, content in section.items():
             if OmegaConf.is_dict(content) and group != "hydra":
                 names |= {str(one): f"{group}.{one}" for one in content}
                 names |= {f"{group}.{one}": f"{group}.{one}" for one in content}
-        of_top = get_close_matches(key, top, n=1, cutoff=0.7) if key == name and key not in names else []
+        of_top = []
+        if key == name and key not in names:
+            of_top = get_close_matches(key, top, n=1, cutoff=0.7)
         names |= {one: top[one] for one in of_top}
         name = of_top[0] if of_top else key
     nearest = get_close_matches(name, names, n=1, cutoff=0.7)
@@ -245,6 +272,7 @@ def on_the_line(text: str) -> str:
     text = text.replace("give the right key=…", "name it, as in 'accumulate.normalize={_target_:TargetTokens,key:1}'")
     text = re.sub(r"lightning_ga\.weights\.(\w+)\(\)", r"\1", text)
     text = re.sub(r"(?<![\w.])accumulate=(?=[\d{])", "accumulate.accumulate=", text)
+    text = re.sub(r"(?<![\w.])every=", "checkpoint_every=", text)  # of CheckpointEvery
     return re.sub(rf"(?<![\w.])({'|'.join(ARGUMENTS)})(?==)", r"accumulate.\1", text)
 
 
@@ -254,7 +282,10 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        following = error.__cause__
+        if following is None and not error.__suppress_context__:
+            following = error.__context__
+        error = following
 
 
 def one_line(error: BaseException) -> str:

@@ -42,7 +42,9 @@ class OwnFolder(Callback):
                 else:
                     require_free(folder, config)
                 sweep = folder / "multirun.yaml"
-                before = OmegaConf.select(OmegaConf.load(sweep), "hydra.overrides.task") if sweep.is_file() else None
+                before = None
+                if sweep.is_file():
+                    before = OmegaConf.select(OmegaConf.load(sweep), "hydra.overrides.task")
                 if before not in (None, config.hydra.overrides.task):
                     raise UserError(f"{str(folder)!r} contains the sweep {' '.join(before)}: give another folder.")
         except Exception as error:  # Hydra only warns of errors of callbacks
@@ -93,7 +95,8 @@ def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[st
     held = [path.name for name in leaves for path in folder.glob(name)]
     if not held or continues(config):
         return
-    wanted, is_fit = config.get("ckpt_path"), str(config.get("task", "fit")) == "fit"
+    wanted = config.get("ckpt_path")
+    is_fit = str(config.get("task", "fit")) == "fit"
     names = {"last": ["last"], "best": ["best", "last"]}.get(str(wanted), [])  # the last one tells which is the best
     own = any(path for name in names for path in folder.glob(f"**/checkpoints/{name}.ckpt"))
     resumes = wanted and (own or Path(wanted).resolve().is_relative_to(folder.resolve()))
@@ -112,7 +115,8 @@ def roots_of_runs(config: Mapping[str, Any]) -> list[Path]:
     own = HydraConfig.get()
     written: Any = OmegaConf.to_container(own, resolve=False)
     for kind in ("run", "sweep"):
-        parts, place = written[kind]["dir"].split("/"), Path(getattr(own, kind).dir)
+        parts = written[kind]["dir"].split("/")
+        place = Path(getattr(own, kind).dir)
         first_by_clock = next((number for number, part in enumerate(parts) if "${now:" in part), len(parts) - 1)
         root = place.parents[len(parts) - 1 - first_by_clock]
         if not Path.cwd().is_relative_to(root.resolve()):  # that would be the whole project
@@ -137,16 +141,19 @@ def report_sweep(folder: Path) -> None:
     overrides = {job: [*map(str, OmegaConf.load(job / ".hydra" / "overrides.yaml"))] for job in jobs}
     shared = set.intersection(*map(set, overrides.values()))
     found: dict[str, Any] = next((result for result in results.values() if result.get("optimized_metric")), {})
-    metric, sign = found.get("optimized_metric", "metric"), -1 if found.get("optimized_direction") == "max" else 1
+    metric = found.get("optimized_metric", "metric")
+    sign = -1 if found.get("optimized_direction") == "max" else 1
     values: dict[Path, Any] = {job: results[job].get(metric) for job in jobs}
     print(f"\njob  {metric:12} overrides")
     rows = [["job", metric, "outcome", "overrides"]]
     for job in sorted(jobs, key=lambda job: math.inf if values[job] is None else sign * values[job]):
         outcome = "done" if results[job] else "failed"
-        name, value = str(job.relative_to(folder)), values[job]
+        name = str(job.relative_to(folder))
+        value = values[job]
         rows.append([name, value, outcome, " ".join(overrides[job])])
         differing = " ".join(word for word in overrides[job] if word not in shared)
-        print(printable(f"{name:>3}  {outcome if value is None else number(value):12} {differing}")[: columns()])
+        shown = outcome if value is None else number(value)
+        print(printable(f"{name:>3}  {shown:12} {differing}")[: columns()])
     with (folder / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
     try:

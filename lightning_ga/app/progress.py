@@ -166,6 +166,7 @@ def quiet_lightning() -> Iterator[None]:
             logger = logging.getLogger(name)
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.WARNING)
+        stack.enter_context(patch.object(logging.getLogger("lightning"), "handlers", []))  # ours tell what it says
         stack.enter_context(patch.object(warnings, "formatwarning", as_sentence))
         stack.callback(logging.captureWarnings, False)
         logging.captureWarnings(True)

@@ -13,10 +13,15 @@ from omegaconf import OmegaConf
 from lightning_ga.errors import UserError, printable
 
 Curve = list[tuple[int, float]]
-CONFIG, RESULT, PLAN, SCORES = "config.yaml", "result.json", "plan.json", "classification_report.json"
-CONFUSION, PICTURES = "confusion_matrix.json", "pictures.json"
+CONFIG = "config.yaml"
+RESULT = "result.json"
+PLAN = "plan.json"
+SCORES = "classification_report.json"
+CONFUSION = "confusion_matrix.json"
+PICTURES = "pictures.json"
 SWEEP = "multirun.yaml"  # which Hydra writes into the folder of a sweep
-WEIGHTS, LOADING = "weights.pt", "load_weights.py"  # of task=export
+WEIGHTS = "weights.pt"  # of task=export
+LOADING = "load_weights.py"  # beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,10 @@ class Job:
 
 def read_sweep(folder: Path) -> list[Job]:
     """Read the jobs of a sweep; there are none in another folder."""
-    jobs = []
-    for path in sorted(folder.glob("**/.hydra/overrides.yaml")) if (folder / SWEEP).is_file() else ():
+    jobs: list[Job] = []
+    if not (folder / SWEEP).is_file():
+        return jobs
+    for path in sorted(folder.glob("**/.hydra/overrides.yaml")):
         words = [str(word).partition("=") for word in OmegaConf.load(path)]
         settings = {key.lstrip("+~"): value for key, _, value in words}
         job = path.parent.parent
@@ -78,7 +85,9 @@ def read_sweep(folder: Path) -> list[Job]:
 
 def text_of(path: Path) -> str:
     """The text of a file, with signs in place of bytes that are not UTF-8; empty if there is none."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

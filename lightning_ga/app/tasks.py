@@ -55,14 +55,17 @@ MOST_CLASSES = 20  # of a report on the screen
 
 def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
     """Build what a configuration names, do what ``task`` says, and return the result."""
-    written, started = shown(cfg), time.perf_counter()
+    written = shown(cfg)
+    started = time.perf_counter()
     folder = Path((cfg.get("paths") or {}).get("output_dir") or HydraConfig.get().runtime.output_dir)
     with quiet_lightning():
         run = build(cfg, settings, folder)
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
-            done = resumable_steps(checkpoint) if checkpoint is not None else None
+            done = None
+            if checkpoint is not None:
+                done = resumable_steps(checkpoint)
             for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
                 put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=done)
         for logger in run.trainer.loggers:
@@ -70,7 +73,9 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         with interruptions_reported(lambda: outcome(run)):
             metrics = TASKS[settings.task](run, checkpoint)
             optimized = {"optimized_metric": run.metric.name, "optimized_direction": run.metric.direction}
-            result = {**metrics, **(optimized if run.metric.name in metrics else {})}
+            result: dict[str, Any] = {**metrics}
+            if run.metric.name in metrics:
+                result |= optimized
             if run.trainer.is_global_zero and not settings.dry_run:
                 summarize(run, metrics, result, time.perf_counter() - started)
     return result
@@ -78,14 +83,17 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
 
 def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
     """The file of ``ckpt_path``, which is printed; only a fit and published weights need none."""
-    wanted, is_fit, model = run.settings.ckpt_path, run.settings.task is Task.fit, written["model"]
+    wanted = run.settings.ckpt_path
+    is_fit = run.settings.task is Task.fit
+    model = written["model"]
     if continues(run.config):
         newest = newest_checkpoint(run.folder)
         if newest is not None:
             if run.trainer.is_global_zero:
                 require_same_training(run.folder, written)
             return announced(run, newest)
-        wanted = None if wanted == "auto" else wanted
+        if wanted == "auto":
+            wanted = None
     if wanted == "auto" and not is_fit:
         raise UserError(
             f"ckpt_path=auto is for task=fit, and this is task={run.settings.task.name}: give ckpt_path=best."
@@ -95,7 +103,8 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
             return None
         raise UserError(f"task={run.settings.task.name} needs trained weights: give ckpt_path=best, last or a path.")
     roots = roots_of_runs(run.config)
-    weights, kind = run.model.state_dict(), "last" if is_fit else "best"
+    weights = run.model.state_dict()
+    kind = "last" if is_fit else "best"
     return announced(run, ckpt_path.find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder))
 
 
@@ -105,7 +114,8 @@ def announced(run: Fit, path: Path) -> Path:
     content = read_safely(path / RECORD if is_sharded else path)  # Lightning 2.5 would load anything
     if not isinstance(content, Mapping) or not ("state_dict" in content or is_sharded) or "global_step" not in content:
         raise UserError(f"{str(path)!r} is no checkpoint of a run: give a run's own.")
-    epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
+    epoch = content.get("epoch", 0) + 1
+    steps = content["global_step"]
     log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
     most = run.trainer.max_epochs
     has_ended = most is not None and 0 < most <= epoch and not continues(run.config)
@@ -137,10 +147,13 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
         return {}
     if trainer.should_stop and trainer.early_stopping_callbacks:
         log.info(f"Early stopping ended the training after epoch {trainer.current_epoch}.")
-    metrics, callbacks = measured(run), trainer.checkpoint_callbacks
+    metrics = measured(run)
+    callbacks = trainer.checkpoint_callbacks
     watching = [one for one in callbacks if isinstance(one, ModelCheckpoint) and one.monitor and one.save_top_k]
     best = min(watching, key=lambda one: one.monitor != run.metric.name, default=None)
-    kept = read_safely(Path(best.best_model_path)) if best is not None and best.best_model_path else {}
+    kept = {}
+    if best is not None and best.best_model_path:
+        kept = read_safely(Path(best.best_model_path))
     if best is not None and best.best_model_score is not None:
         metrics[str(best.monitor)] = float(best.best_model_score)
     metrics |= kept.get("callbacks", {}).get(run.metric.state_key, {}).get("values", {})  # of the same epoch
@@ -188,7 +201,9 @@ def export(run: Fit, checkpoint: Path | None) -> Metrics:
     """Write the weights without optimizer and Trainer, and show the lines that load them."""
     if run.trainer.is_global_zero:
         made = {"state_dict": run.model.state_dict(), "hyper_parameters": dict(run.model.hparams)}
-        content = made if checkpoint is None else read_safely(checkpoint)
+        content = made
+        if checkpoint is not None:
+            content = read_safely(checkpoint)
         run.model.configure_model()
         run.model.load_state_dict(content["state_dict"], strict=run.model.strict_loading)  # another model's are refused
         log.info(f"Load them with:\n{indent(save_weights(run.folder, run.model, content), '  ').rstrip()}")
@@ -212,7 +227,8 @@ def outcome(run: Fit) -> str:
     path = None
     with suppress(UserError):  # none of them is whole
         path = newest_checkpoint(run.folder)
-    own, left_out = HydraConfig.get(), ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
+    own = HydraConfig.get()
+    left_out = ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
     typed = [argument for argument in sys.argv[1:] if not argument.startswith(left_out)]
     line = shlex.join(["python", "-m", "lightning_ga.train", *typed])
     if own.mode == RunMode.MULTIRUN:  # a checkpoint is that of one job
@@ -251,7 +267,10 @@ def class_report(confusion: Sequence[Sequence[int]], names: Sequence[str] = ()) 
     counts = np.asarray(confusion)
     targets, predictions = (np.repeat(labels, counts.ravel()) for labels in np.indices(counts.shape).reshape(2, -1))
     settings: dict[str, Any] = {"labels": range(len(counts)), "digits": 4, "zero_division": 0}
-    settings["target_names"] = names if len(names) == len(counts) else None
+    if len(names) == len(counts):
+        settings["target_names"] = names
+    else:
+        settings["target_names"] = None
     text = classification_report(targets, predictions, **settings)
     return text, classification_report(targets, predictions, **settings, output_dict=True)
 
@@ -262,7 +281,10 @@ def save_predictions(path: Path, batches: Sequence[Any]) -> None:
     names = dict.fromkeys(str(name) for part in parts for name in part)
     try:
         joined = {name: torch.cat([part[name] for part in parts]).cpu() for name in names}
-        arrays = {name: (one.float() if one.dtype == torch.bfloat16 else one).numpy() for name, one in joined.items()}
+        arrays = {}
+        for name, tensor in joined.items():
+            values = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+            arrays[name] = values.numpy()
     except (LookupError, RuntimeError, TypeError):  # not of one kind or shape
         arrays = {}
     if not arrays:

@@ -197,7 +197,8 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
 
 def _cut(roles: Mapping[str, Role], each: Mapping[int, int], span: tuple[int, int], path: str, node: Any) -> Any:
     """Return the part of a batch that belongs to some samples, of which each loader gives ``each`` times as many."""
-    role, (start, stop) = roles.get(path), span
+    role = roles.get(path)
+    start, stop = span
     if node is None:
         return None
     if isinstance(role, SampleAxis):

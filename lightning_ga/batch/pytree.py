@@ -222,7 +222,8 @@ def same_values(one: Any, other: Any) -> bool:
     try:
         if isinstance(one, torch.Tensor):
             return _same_tensors(one, other)
-        mine, theirs = open_container(one), open_container(other)
+        mine = open_container(one)
+        theirs = open_container(other)
         if mine is not None and theirs is not None:
             pairs = list(zip(mine, theirs))
             return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
@@ -310,7 +311,8 @@ def _take_jagged(tensor: Any, start: int, stop: int) -> torch.Tensor:
 
 def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequence:
     """Take whole sequences of a packed batch, which contains one step after another, the longest sequences first."""
-    batch_sizes, unsorted = packed.batch_sizes, packed.unsorted_indices
+    batch_sizes = packed.batch_sizes
+    unsorted = packed.unsorted_indices
     wanted = torch.arange(start, stop) if unsorted is None else unsorted[start:stop].cpu()
     places, order = wanted.sort()  # longest first, as they are
     there = places < batch_sizes[:, None]

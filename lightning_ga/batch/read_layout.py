@@ -32,7 +32,9 @@ from lightning_ga.batch.pytree import (
     take,
 )
 
-BASE, ONE_MORE, FAR_MORE = 3, 4, 9  # samples of the batches that are compared
+BASE = 3  # samples of the batches that are compared
+ONE_MORE = 4
+FAR_MORE = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,9 @@ class _Reading:
         """Find the role of a part: that of 3 samples, of the same collated once more, and of the larger number."""
         if few is None and many is None:
             return
-        small, twice, large = extents(few), extents(repeat), extents(many)
+        small = extents(few)
+        twice = extents(repeat)
+        large = extents(many)
         if small is None or twice is None or large is None or type(few) is not type(many):
             if is_constant(few) and is_constant(many):
                 self.roles[path] = self._role_of_number(path, few, repeat, many)

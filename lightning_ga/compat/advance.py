@@ -21,7 +21,9 @@ def guarded_advance(
     SIGTERM in every ``advance``; here once an optimizer step, because a rank that repeats a window advances more often.
     """
     loop = trainer.fit_loop.epoch_loop
-    stock, asks, asked = type(loop).advance, getattr(type(loop), "_broadcast_sigterm_tensor", None), None
+    stock = type(loop).advance
+    asks = getattr(type(loop), "_broadcast_sigterm_tensor", None)
+    asked = None
 
     def advance(fetcher: Any) -> None:
         nonlocal asked
@@ -38,7 +40,8 @@ class _Seen:
     """A fetcher that shows what it fetches."""
 
     def __init__(self, fetcher: Any, see: Callable[[Any], None]) -> None:
-        self._fetcher, self._see = fetcher, see
+        self._fetcher = fetcher
+        self._see = see
 
     def __next__(self) -> Any:
         fetched = next(self._fetcher)
@@ -54,7 +57,8 @@ def first_batch(trainer: Any) -> Any:
 
     Random numbers are put back, so that training draws them when it gets the batch.
     """
-    loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
+    loop = trainer.fit_loop
+    fetcher = loop._data_fetcher
     if fetcher.batches:
         return fetcher.batches[0][0]
     for part in loop._combined_loader.flattened:  # a loader of known length is not read ahead
@@ -63,7 +67,8 @@ def first_batch(trainer: Any) -> Any:
     if (fetched := next(fetcher, None)) is not None:
         fetcher.iterator = _then(_as_if_read_now(fetched, before, RandomState()), fetcher.iterator)
     before.restore()
-    fetcher.fetched, fetcher.done = 0, False
+    fetcher.fetched = 0
+    fetcher.done = False
     return None if fetched is None else fetched[0]
 
 
@@ -78,7 +83,8 @@ def unread(trainer: Any, batches: Sequence[Any]) -> None:
     fetcher = trainer.fit_loop._data_fetcher
     waiting = [*((batch, 0, 0) for batch in batches), *fetcher.batches]
     ahead = 0 if fetcher.length is not None else fetcher.prefetch_batches
-    fetcher.batches, fetcher.iterator = waiting[:ahead], _then(waiting[ahead:], fetcher.iterator)
+    fetcher.batches = waiting[:ahead]
+    fetcher.iterator = _then(waiting[ahead:], fetcher.iterator)
 
 
 def _then(first: Iterable[Any], others: Iterator[Any]) -> Iterator[Any]:

@@ -48,7 +48,8 @@ def narrow(parameters: Iterable[Tensor]) -> None:
 def end(parameters: Iterable[Tensor]) -> None:
     """Round gradients, and allow only those of the parameters' own types again."""
     for parameter in filter(_may_be_wide, parameters):
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         parameter.grad_dtype = parameter.dtype  # type: ignore[attr-defined, unused-ignore]
         parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 

@@ -23,7 +23,9 @@ def intercepted_loaders(
     ``setup_data`` asks ``_data_source`` for the loader, wherever it comes from (``loops/fit_loop.py:238``).
     """
     loop = trainer.fit_loop
-    source, request, set_up = loop._data_source, type(loop._data_source).dataloader, type(loop).setup_data
+    source = loop._data_source
+    request = type(loop._data_source).dataloader
+    set_up = type(loop).setup_data
     with (
         patching.shadowed(source, "dataloader", lambda: cut(request(source))),
         patching.shadowed(loop, "setup_data", lambda: around(lambda: set_up(loop))),

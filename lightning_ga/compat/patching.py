@@ -26,7 +26,9 @@ def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Ite
     The replacement is called without the instance. If others have replaced the method meanwhile, their replacement
     stays, and its reference to this one calls the original method.
     """
-    held, original, called = vars(instance), getattr(instance, method), replacement
+    held = vars(instance)
+    original = getattr(instance, method)
+    called = replacement
 
     @wraps(original)
     def through(owner: Any, *arguments: Any, **settings: Any) -> Any:
@@ -35,7 +37,8 @@ def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Ite
         return called(*arguments, **settings)
 
     # A bound method, because schedulers wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).
-    before, ours = held.get(method), MethodType(through, instance)
+    before = held.get(method)
+    ours = MethodType(through, instance)
     held[method] = ours
     try:
         yield

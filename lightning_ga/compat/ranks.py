@@ -19,7 +19,8 @@ _OWN_WAYS = ("mixed_precision", "buffer_hook", "skip_all_reduce_unused_params", 
 
 def obstacle(trainer: Any) -> str | None:
     """Return why a rank cannot run a window again by itself; ``None`` if it can."""
-    module, name = trainer.strategy.model, type(trainer.strategy).__name__
+    module = trainer.strategy.model
+    name = type(trainer.strategy).__name__
     if is_sharded(trainer):
         return f"{name} shards the model over ranks"
     if trainer.world_size > 1 and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):

@@ -7,7 +7,7 @@ them and sends the other buckets, for which the other ranks wait (``c10d/reducer
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -34,11 +34,25 @@ ONCE = "ranks were exchanging gradients by a communication hook of their own, or
 _IN_USE: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # groups of reducers, which do not own their Python part
 
 
+def _tell_nobody() -> None:
+    """Do nothing as gradients are sent."""
+
+
 class Exchange:
     """The exchange of gradients over ranks, window by window; ``refusal`` says why no error can be survived."""
 
-    def __init__(self, module: Any, refusal: str | None = None, plugin: Any = None) -> None:
-        self.refusal, self._module, self._plugin, self._noting = refusal, module, plugin, _Noting(module.process_group)
+    def __init__(
+        self,
+        module: Any,
+        refusal: str | None = None,
+        plugin: Any = None,
+        before_sending: Callable[[], None] = _tell_nobody,
+    ) -> None:
+        self.refusal = refusal
+        self._module = module
+        self._plugin = plugin
+        self._before_sending = before_sending
+        self._noting = _Noting(module.process_group, before_sending)
         is_wide = has_grad_dtype() and bool(half_parameters(module)) and not module._comm_hooks
         # Averaged after the window's last pass: sums in float32, and ``static_graph``, which forbids ``no_sync``.
         self.by_hand = refusal is None and (module.static_graph or is_wide)
@@ -51,11 +65,12 @@ class Exchange:
         self._sparse = {table.weight for table in tables if table.weight.requires_grad}
 
     @classmethod
-    def of(cls, trainer: Any) -> "Exchange | None":
+    def of(cls, trainer: Any, before_sending: Callable[[], None] = _tell_nobody) -> "Exchange | None":
         """Return the exchange of a Trainer; ``None`` without a ``DistributedDataParallel``."""
         module = trainer.strategy.model
         is_ddp = isinstance(module, DistributedDataParallel)
-        return cls(module, ranks.obstacle(trainer), trainer.precision_plugin) if is_ddp else None
+        plugin = trainer.precision_plugin
+        return cls(module, ranks.obstacle(trainer), plugin, before_sending) if is_ddp else None
 
     def begin_window(self) -> None:
         """Share buffers before the savepoint is taken; a window that runs again has them already."""
@@ -67,7 +82,8 @@ class Exchange:
             elif self.refusal is None:
                 module.reducer._update_process_group(self._noting)
                 _IN_USE[module] = self._noting
-            self._is_ordered, self._is_done = self._is_ordered or self._is_done, False
+            self._is_ordered = self._is_ordered or self._is_done
+            self._is_done = False
             self._noting.begin()
             ranks.share_buffers_before_forward(module)
         module.require_forward_param_sync = False
@@ -75,10 +91,12 @@ class Exchange:
     @contextmanager
     def pass_(self, *, last: bool) -> Iterator[None]:
         """Return a context for a forward and backward pass; the window's ``last`` exchanges gradients."""
-        self._is_exchanging, self._is_due = last and not self.by_hand, last and self.by_hand
+        self._is_exchanging = last and not self.by_hand
+        self._is_due = last and self.by_hand
         if self._is_exchanging:
             self._noting.begin(again=self._repeats)
-        repeats, begun = self._repeats, ranks.collectives_run()
+        repeats = self._repeats
+        begun = ranks.collectives_run()
         with ExitStack() as stack:
             if not self._is_exchanging:
                 stack.enter_context(self._module.no_sync())
@@ -102,7 +120,9 @@ class Exchange:
 
         The failed pass has been released. If gradients are on their way, this waits for other ranks.
         """
-        module, was_exchanging, self._is_exchanging = self._module, self._is_exchanging, False
+        module = self._module
+        was_exchanging = self._is_exchanging
+        self._is_exchanging = False
         if self.refusal is not None:
             return self.refusal
         if (was_exchanging or self._is_done) and not self._is_noted:
@@ -120,10 +140,13 @@ class Exchange:
         """End a window, after its last backward pass or without one; average its gradients if that is done by hand."""
         self._repeats = False
         if self._is_due:
-            self._is_due, self._is_exchanging = False, True
+            self._is_due = False
+            self._is_exchanging = True
+            self._before_sending()
             with ranks.ours():
                 self._average()
-            self._is_exchanging, self._is_done = False, True
+            self._is_exchanging = False
+            self._is_done = True
             self._module.require_forward_param_sync = True  # as after the reducer's own exchange
 
     def _then_finish(self, backward: Any, *arguments: Any, **settings: Any) -> None:
@@ -132,7 +155,9 @@ class Exchange:
 
     def _average(self) -> None:
         """Average all gradients; a gradient that no rank has stays missing."""
-        module, group, kinds = self._module, self._module.process_group, defaultdict(list)
+        module = self._module
+        group = module.process_group
+        kinds = defaultdict(list)
         for parameter in filter(lambda p: p.requires_grad, module._module_parameters):
             if parameter in self._sparse:
                 gradient = torch.zeros_like(parameter).to_sparse(1) if parameter.grad is None else parameter.grad
@@ -153,9 +178,10 @@ class Exchange:
 class _Noting(ProcessGroup):
     """The process group of a reducer: notes what is sent, and returns kept averages instead of sending again."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, before_sending: Callable[[], None]) -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
+        self._before_sending = before_sending
         self._sent: list[tuple[int, Tensor, Any]] = []  # places in the exchange, and what is to be waited for
         self._kept: dict[int, Tensor] = {}  # on the host: averages that came before the window failed
         self.count = 0  # messages of the exchange
@@ -164,7 +190,9 @@ class _Noting(ProcessGroup):
 
     def begin(self, *, again: bool = False) -> None:
         """Begin an exchange, in which what is kept is not sent ``again``."""
-        self._sent, self._kept, self.count = [], self._kept if again else {}, 0
+        self._sent = []
+        self._kept = self._kept if again else {}
+        self.count = 0
 
     def keep(self) -> None:
         """Wait for the averages of what was sent, and keep them."""
@@ -176,7 +204,9 @@ class _Noting(ProcessGroup):
     @torch.no_grad()
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]
         """Send a bucket, or the map of used parameters, which follows the last one."""
-        place, self.count = self.count, self.count + 1
+        self._before_sending()
+        place = self.count
+        self.count += 1
         if place in self._kept:
             done: Future[list[Tensor]] = Future()
             done.set_result([tensors[0].copy_(self._kept[place])])

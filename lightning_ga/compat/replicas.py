@@ -49,6 +49,9 @@ class ReplicaExchange:
 AnyExchange = Exchange | ReplicaExchange
 
 
-def exchange_of(trainer: Any) -> AnyExchange | None:
-    """Return how the ranks of a Trainer exchange gradients; ``None`` if that is left to its strategy."""
-    return Exchange.of(trainer) or ReplicaExchange.of(trainer)
+def exchange_of(trainer: Any, **settings: Any) -> AnyExchange | None:
+    """Return how the ranks of a Trainer exchange gradients; ``None`` if that is left to its strategy.
+
+    The ``settings`` are those of ``Exchange.of``.
+    """
+    return Exchange.of(trainer, **settings) or ReplicaExchange.of(trainer)

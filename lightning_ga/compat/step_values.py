@@ -6,10 +6,10 @@ Lightning shows and writes the value of a window's last micro-batch alone (``upd
 window's value is put. What is collected for an epoch stays Lightning's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ga.compat import ranks
-from lightning_ga.compat.patching import shadowed
+from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.compat.place import LoopReader
 from lightning_ga.snapshot.copies import metric_state
 
@@ -34,13 +34,13 @@ class Counted:
     items: float = 0.0  # what ``normalize=`` counts; else samples
 
 
-@dataclass(slots=True)
-class _Value:
-    """What the micro-batches of a window have logged by one name: of each the last, by the micro-batch."""
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """What a micro-batch has logged by some name, the last time."""
 
-    values: dict[int, Tensor | Metric] = field(default_factory=dict)
-    settings: dict[int, Settings] = field(default_factory=dict)
-    counted: dict[int, Counted] = field(default_factory=dict)
+    value: Tensor | Metric
+    settings: Settings
+    counted: Counted
 
 
 class StepValues:
@@ -51,34 +51,50 @@ class StepValues:
     micro-batch fails, and the rank runs the window again alone, it uses what has arrived.
     """
 
-    def __init__(self, trainer: Any, place: LoopReader, counted: Callable[[], Counted]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        place: LoopReader,
+        counted: Callable[[], Counted],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._trainer = trainer
         self._place = place
         self._counted = counted  # in the loop's running batch
+        self._waiting = waiting  # a context in which ranks may wait for each other
         self._results = trainer.fit_loop.epoch_loop._results
         self._held = ExitStack()
         self._is_installed = False
-        self._is_merged = False  # whether the running window's values are merged
+        self._is_cut = False  # whether the running window has several passes
+        self._is_merged = False  # whether its values are merged
         self._exchanged: list[Tensor] = []  # over ranks, in the running window
         self._next = 0  # the one of these that is due next
         self._settings: Settings = {}  # of the value that is being logged
-        self._values: dict[str, _Value] = {}  # by key, of the running window
+        self._values: dict[str, dict[int, _Logged]] = {}  # of the running window, by key and micro-batch
         self._copies: dict[int, Metric | None] = {}  # of metrics, by identity: they see the running window alone
 
     def begin_window(self) -> None:
         """Forget what passes have logged; if the window has several, merge what they will log."""
+        self._is_cut = False
         self._is_merged = False
         self._next = 0
         if self._is_installed:
             self._values = {}
             for copy in filter(None, self._copies.values()):
                 copy.reset()
-        is_shared = self._trainer.world_size > 1
-        if (self._place.factor > 1 or is_shared) and not self._place.skips_backward:
+        if self._place.skips_backward:
+            return
+        if self._place.factor > 1:
             self.merge()
+        elif self._trainer.world_size > 1:  # a rank that runs its only pass again exchanges no value twice
+            self._merge()
 
     def merge(self) -> None:
         """Merge the values of the running window from here on, because it has several passes."""
+        self._is_cut = True
+        self._merge()
+
+    def _merge(self) -> None:
         self._is_merged = True
         if self._is_installed:
             return
@@ -109,13 +125,11 @@ class StepValues:
             type(results).update_metrics(results, key, value, batch_size)
             return
         shown = result._forward_cache
-        with _not_exchanged(result):
+        with _not_exchanged(result.meta.sync):
             type(results).update_metrics(results, key, value, batch_size)
-        micro_batch = self._place.ready
-        logged = self._values.setdefault(key, _Value())
-        logged.values[micro_batch] = result._forward_cache.detach() if result.is_tensor else value
-        logged.settings[micro_batch] = self._settings
-        logged.counted[micro_batch] = self._counted()
+        own = result._forward_cache.detach() if result.is_tensor else value
+        logged = self._values.setdefault(key, {})
+        logged[self._place.ready] = _Logged(own, self._settings, self._counted())
         if self._place.window_is_over:
             self._show(key)
         elif shown is not None:
@@ -125,7 +139,7 @@ class StepValues:
         """At a window's end, show values that its last micro-batch has not logged, before Lightning reads all."""
         if self._is_merged and self._place.window_is_over:
             for key, logged in self._values.items():
-                if self._place.ready not in logged.values:
+                if self._place.ready not in logged:
                     self._show(key)
             self._exchanged = []
         connector = self._trainer._logger_connector
@@ -134,7 +148,6 @@ class StepValues:
     def _show(self, key: str) -> None:
         """Show the window's value of a name, over ranks if that was asked for."""
         result = self._results[key]
-        logged = self._values[key]
         if not result.is_tensor:
             copy = self._copies.get(id(result.value))
             if copy is not None and copy.update_called:
@@ -142,13 +155,13 @@ class StepValues:
             else:
                 result._forward_cache = result.value._forward_cache
             return
-        real = [number for number, counted in logged.counted.items() if counted.samples]  # others are stand-ins
-        shown = real or [*logged.counted]
+        logged = [*self._values[key].values()]
+        shown = [each for each in logged if each.counted.samples] or logged  # without stand-ins
         value, _ = merged_entry(
-            [logged.values[number] for number in shown],
-            [logged.settings[number] for number in shown],
-            [logged.counted[number].samples for number in shown],
-            [logged.counted[number].items for number in shown],
+            [each.value for each in shown],
+            [each.settings for each in shown],
+            [each.counted.samples for each in shown],
+            [each.counted.items for each in shown],
         )
         result._forward_cache = self._over_ranks(value, result.meta.sync)
 
@@ -157,37 +170,26 @@ class StepValues:
         if not sync.should:
             return value
         if self._next == len(self._exchanged):
-            with ranks.ours():
+            with ranks.ours(), self._waiting():
                 self._exchanged.append(sync(value))
         self._next += 1
         return self._exchanged[self._next - 1]
 
     def _copy_of(self, metric: Metric) -> Metric | None:
         """Return the copy of a metric that sees the running window; ``None`` outside of it, as in trial passes."""
-        if not self._is_merged or self._trainer._results is not self._results:
+        if not self._is_cut or self._trainer._results is not self._results:
             return None
         if id(metric) not in self._copies:
             self._copies[id(metric)] = _empty_copy(metric)
         return self._copies[id(metric)]
 
 
-@contextmanager
-def _not_exchanged(result: Any) -> Iterator[None]:
+def _not_exchanged(sync: Any) -> AbstractContextManager[None]:
     """Return a context in which a logged value is not exchanged between ranks."""
-    sync = result.meta.sync
-    asked = sync.should
-    if not asked:
-        yield
-        return
-    sync.should = False
-    try:
-        yield
-    finally:
-        sync.should = asked
+    return replaced(sync, should=False) if sync.should else nullcontext()
 
 
-@contextmanager
-def _copied_updates(metric: Metric, copy_of: Callable[[Metric], Metric | None]) -> Iterator[None]:
+def _copied_updates(metric: Metric, copy_of: Callable[[Metric], Metric | None]) -> AbstractContextManager[None]:
     """Return a context in which a copy gets what ``forward`` gives a metric.
 
     ``forward`` computes a batch's value with gradients enabled, whichever of its two ways it takes.
@@ -200,8 +202,7 @@ def _copied_updates(metric: Metric, copy_of: Callable[[Metric], Metric | None]) 
         if copy is not None:
             copy.update(*given, **named)
 
-    with shadowed(metric, "update", update_both):
-        yield
+    return shadowed(metric, "update", update_both)
 
 
 def _empty_copy(metric: Metric) -> Metric | None:
@@ -252,4 +253,7 @@ def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
     """Return whether each ``batch_size`` was counted in its pass, and is not a constant such as the loader's."""
     if len(set(sizes)) > 1 or sizes == [*samples]:
         return True
-    return len(set(samples)) == 1 and sizes[0] % samples[0] == 0 and sizes[0] != sum(samples)  # tokens, as many in each
+    if len(set(samples)) > 1 or samples[0] == 0:  # a rank without a sample runs a stand-in
+        return False
+    size = int(sizes[0])
+    return size % samples[0] == 0 and size != sum(samples)  # tokens, as many in each pass

@@ -41,7 +41,8 @@ def isolated(trainer: Any, *, begins: bool = True, steps: bool = True) -> Iterat
 
     If training ``begins``, the module's start hooks run first. Unless it ``steps``, no pass may let the optimizer step.
     """
-    modules, model = [trainer.lightning_module, trainer.strategy.model], trainer.strategy.model
+    modules = [trainer.lightning_module, trainer.strategy.model]
+    model = trainer.strategy.model
     stepping = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
     shared = [trainer, trainer.strategy, trainer.datamodule]
     state = ModuleState(modules, stepping, shared=shared, steps=steps)
@@ -72,9 +73,12 @@ def run_pass(
 
     To be called within :func:`isolated`. ``after_backward`` is called between the backward pass and the step.
     """
-    loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
-    optimization, progress = loop.automatic_optimization, loop.batch_progress
-    zeroing, finish = optimization._make_zero_grad_fn, strategy.post_backward
+    loop = trainer.fit_loop.epoch_loop
+    strategy = trainer.strategy
+    optimization = loop.automatic_optimization
+    progress = loop.batch_progress
+    zeroing = optimization._make_zero_grad_fn
+    finish = strategy.post_backward
     stock_closure = partial(type(optimization)._make_closure, optimization)  # training may cut batches in its own
 
     def post_backward(loss: torch.Tensor) -> None:
@@ -112,7 +116,8 @@ def run_pass(
 
 def _add_trainer(attributes: SwappedAttributes, trainer: Any) -> None:
     """Keep what a pass changes in the Trainer, its loops and connectors; passes work on copies of counters."""
-    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    loop = trainer.fit_loop.epoch_loop
+    connector = trainer._logger_connector
     attributes.add(trainer, "_loggers", "profiler", "should_stop", "accumulate_grad_batches", copied=False)
     attributes.add(loop, "_results", copied=False)
     attributes.add(loop, "batch_progress")
@@ -124,7 +129,8 @@ def _add_trainer(attributes: SwappedAttributes, trainer: Any) -> None:
 
 def _enter(trainer: Any, *, begins: bool) -> None:
     """Prepare a Trainer for passes, without loggers and profilers; if training ``begins``, run start hooks."""
-    loop, hook = trainer.fit_loop.epoch_loop, sibling(trainer, "trainer.call")._call_lightning_module_hook
+    loop = trainer.fit_loop.epoch_loop
+    hook = sibling(trainer, "trainer.call")._call_lightning_module_hook
     trainer._loggers = [sibling(trainer, "loggers.logger").DummyLogger() for _ in trainer._loggers]
     trainer.profiler = sibling(trainer, "profilers").PassThroughProfiler()
     loop._results = type(loop._results)(training=True)
@@ -144,7 +150,8 @@ def _enter(trainer: Any, *, begins: bool) -> None:
 @contextmanager
 def muted(trainer: Any) -> Iterator[None]:
     """Return a context in which callbacks of this trainer, which it still has, are not called, and nothing warns."""
-    call, caches = sibling(trainer, "trainer.call"), sibling(trainer, "utilities.rank_zero").WarningCache
+    call = sibling(trainer, "trainer.call")
+    caches = sibling(trainer, "utilities.rank_zero").WarningCache
     hooks = call._call_callback_hooks
 
     def unless_muted(other: Any, *arguments: Any, **settings: Any) -> Any:

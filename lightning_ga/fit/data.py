@@ -9,6 +9,7 @@ from lightning_ga.compat import advance, loaders, ranks
 from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.step_values import StepValues
+from lightning_ga.errors import UserError
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.loader_windows import LoaderWindows
 from lightning_ga.fit.progress import Progress
@@ -83,6 +84,11 @@ class TrainingData:
             epoch=self._progress.place.epoch,
         )
         source = read_source(loader, settings, in_step=self._why_in_step(), size_of=self._options.size_of)
+        if self._options.shares != "equal" and not isinstance(source, LoaderSource):
+            raise UserError(
+                f"shares={self._options.shares!r} needs windows that the loader cuts, and these data are cut in the "
+                f"step ({source.why}): leave it out."
+            )
         self._cutter = None
         self._source = source
         self._read = loader

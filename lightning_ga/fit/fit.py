@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.left_out import MOST_OF_EPOCH, LeftOut
-from lightning_ga.fit.messages import OomReporter, check_automatic, check_trainer
+from lightning_ga.fit.messages import OomReporter, check_automatic, check_shares, check_trainer, check_unequal_passes
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.rewind import Rewinder
@@ -51,11 +51,14 @@ class Fit:
         place = LoopPlace(trainer)
         earlier = place.take_back()
         check_trainer(trainer, trainer.lightning_module, request)
+        check_shares(trainer, options)
         chunked = ChunkedModules(trainer, options.whole) if options.whole else None
         self.limit = Limit(trainer, request, options, chunked)
         self.progress = Progress(trainer, place, earlier)
         self.gradients = Gradients(trainer, None if options.whole else options.normalize)
-        self.values = StepValues(trainer, place, lambda: self.gradients.counted)
+        speed = self.limit.speed
+        waiting = nullcontext if speed is None else speed.waiting
+        self.values = StepValues(trainer, place, lambda: self.gradients.counted, waiting)
         self.data = TrainingData(trainer, request, options, self.limit, self.progress, self.gradients, self.values)
         self.verdict = Verdict(trainer, options, request.multiple, lambda: self.windows.several_passes)
         self.evaluation = Evaluation(trainer, reporter, options)
@@ -114,7 +117,9 @@ class Fit:
         chunked = self.limit.chunked
         if chunked is not None:
             self._held.enter_context(chunked.installed())
-        exchange = exchange_of(trainer)
+        check_unequal_passes(trainer, options)
+        speed = self.limit.speed
+        exchange = exchange_of(trainer) if speed is None else exchange_of(trainer, before_sending=speed.note_sending)
         self._held.callback(self.limit.parts.use, ())
         rewinder = Rewinder(
             trainer,
@@ -129,6 +134,7 @@ class Fit:
         )
         self.rewinder = rewinder
         self._find_limit(self.progress.restored, begins=True)
+        self.limit.share_out()
         world_size = ranks.data_ranks(trainer)[0]
         require_possible(self.request, place.epochs, self.limit.initial_micro_batch, world_size)
         windows.begin_epoch(epoch)
@@ -165,13 +171,15 @@ class Fit:
         windows = self.windows
         epoch = self.progress.place.epoch
         chunked = self.limit.chunked
+        ranks_of_share = 1 if self.limit.differs_by_rank else ranks.data_ranks(self.trainer)[0]
         return TrainingSetup(
             self.trainer,
             windows.trial_batches(epoch),
-            rank_samples=ceil_div(windows.effective(epoch), ranks.data_ranks(self.trainer)[0]),
+            rank_samples=ceil_div(windows.effective(epoch), ranks_of_share),
             kept=self.rewinder.tensors_kept,
             chunks=None if chunked is None else chunked.size,
             multiple=self.request.multiple,
+            alone=self.limit.differs_by_rank,
             sizes=windows.sizes,
             begins=begins,
         )
@@ -219,6 +227,8 @@ class Fit:
             self._held.enter_context(self.left_out.installed())
         if exchange is not None:
             members.append(exchange.begin_window)
+        if self.limit.speed is not None:
+            members.append(self.limit.speed.begin_window)
         self._held.enter_context(rewinder.guarding(members))
         self._held.enter_context(self.windows.patches(exchange))
 

@@ -52,12 +52,14 @@ class LeftOut:
         self._running: tuple[int, str] | None = None  # place of the pass that runs, and shapes of its batch
         self._in_row = 0  # left out since a window was whole
         self._in_epoch = 0
+        self._folder = Path()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Return a context in which steps of samples that are left out return a loss of zero."""
         module = self._trainer.lightning_module
         step = module.training_step
+        self._folder = Path(self._trainer.log_dir or self._trainer.default_root_dir)  # ranks ask for it together
 
         def training_step(batch: Any, *others: Any) -> Any:
             place = self._gradients.passes - 1
@@ -110,8 +112,8 @@ class LeftOut:
         return True
 
     def _write(self, values: tuple[Any, ...]) -> None:
-        path = Path(self._trainer.log_dir or self._trainer.default_root_dir) / "skipped.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = self._folder / "skipped.csv"
+        self._folder.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         with path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)

@@ -129,7 +129,8 @@ class LoaderWindows:
         """Return what the loop's iterator depends on."""
         epoch = self._epoch
         plan = self._source.plan
-        return epoch.number, epoch.batch.largest, plan.done, plan.micro_batch, self._place.batches_of_epoch
+        batches = self._place.batches_of_epoch
+        return epoch.number, epoch.batch.largest, plan.done, plan.micro_batch, batches, *plan.ratio
 
     @property
     def sizes(self) -> SampleSizes | None:
@@ -178,8 +179,9 @@ class LoaderWindows:
     def useful_limit(self, epochs: range) -> int:
         """Return the largest micro-batch that these epochs can use."""
         total = self._source.epoch(epochs.start).samples
+        ranks_of_share = 1 if self._parts.limit.differs_by_rank else self._world_size  # a rank may get nearly all
         high = self._parts.request.useful_limit(
-            epochs, recipe=self.recipe_effective, total=total, world_size=self._world_size
+            epochs, recipe=self.recipe_effective, total=total, world_size=ranks_of_share
         )
         if not self._source.samples.first:  # only the first batch can be tried
             high = min(high, self._read_micro_batch or ceil_div(self.effective(epochs.start), self._world_size))
@@ -210,6 +212,9 @@ class LoaderWindows:
         epoch = self._epoch
         micro_batch = ceil_div(epoch.batch.largest, self._world_size)  # a whole share, until the limit is known
         limit = self._parts.limit.micro_batch
+        limits = self._parts.limit.of_ranks if enabled else ()
+        if limits:
+            micro_batch = epoch.batch.largest
         if enabled:
             micro_batch = self._source.capped(min(micro_batch, limit or micro_batch))
         self.plan = self._source.arrange(
@@ -217,6 +222,8 @@ class LoaderWindows:
             epoch.batch,
             micro_batch,
             multiple=self._parts.request.multiple,
+            limits=limits,
+            ratio=self._parts.limit.ratio if enabled else (),
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,
@@ -261,7 +268,7 @@ class LoaderWindows:
         plan = self._source.plan
         is_alone = recipe.world_size == 1 or plan.factor == 1
         same_window = self._epoch.batch.largest == self._source.within_epoch(recipe.effective, self._epoch.number)
-        if self._parts.request.is_by_window or not is_alone:
+        if self._parts.request.is_by_window or not is_alone or self._parts.limit.of_ranks:
             return False
         return same_window and plan.length == self._epoch.recipe.batches
 
@@ -308,6 +315,8 @@ class LoaderWindows:
         number = position.windows_done
         if self._place.skips_backward or number >= self._source.plan.count:
             return
+        if self._parts.limit.follow_speeds():
+            self.begin_again()
         window = self._source.window(number)
         batch = self._epoch.batch
         if not batch.is_constant:
@@ -365,6 +374,8 @@ class LoaderWindows:
         """Note that a window is done."""
         if self._window.sizes:
             self._parts.progress.end_window(samples=self._window.end, batches=self._span.after)
+        if self._parts.limit.speed is not None:
+            self._parts.limit.speed.end_window(sum(max(1, size) for size in self._window.sizes))  # a stand-in has one
 
     # --- errors --------------------------------------------------------------------------------
 

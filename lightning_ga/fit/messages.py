@@ -4,11 +4,11 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ga.compat import closures
+from lightning_ga.compat import closures, ranks
 from lightning_ga.errors import RankError, UserError
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.config import Request
+from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import Exactness, after_error
 
 BY_HAND = """\
@@ -116,6 +116,33 @@ def out_of_memory(trainer: Any, stage: str, sentence: str, what: object = "") ->
     memory = describe_memory(trainer.strategy.root_device)
     text = f"Memory ran out in {stage} {sentence.format(what=what, memory=memory)}"
     return RankError(text) if trainer.world_size > 1 else UserError(text)
+
+
+def check_shares(trainer: Any, options: Options) -> None:
+    """Refuse unequal shares of a window if there are no ranks that could have them."""
+    if options.shares == "equal":
+        return
+    why = "this training has one rank" if ranks.data_ranks(trainer)[0] == 1 else ""
+    if ranks.is_sharded(trainer):
+        why = "the model is sharded, so that its ranks run in step"
+    _refuse_shares(options, why)
+
+
+def check_unequal_passes(trainer: Any, options: Options) -> None:
+    """Refuse unequal shares of a window if ranks wait for each other within it; asked once strategies are set up."""
+    why = ranks.obstacle(trainer)
+    if options.shares == "speed" and why is None and not ranks.gradients_are_ours(trainer):
+        why = "a communication hook of DDP sends the gradients"
+    if options.shares != "equal":
+        _refuse_shares(options, why)
+
+
+def _refuse_shares(options: Options, why: str | None) -> None:
+    if why:
+        raise UserError(
+            f"shares={options.shares!r} divides a window among ranks by their {options.shares}, and {why}: leave it "
+            "out."
+        )
 
 
 def check_trainer(trainer: Any, module: Any, request: Request) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.snapshot.untouched import borrowed, seeded
 
 MOST_KEPT = 2**20  # indices of an order that a checkpoint keeps
@@ -29,7 +30,8 @@ class Sequential:
     """
 
     def __init__(self, length: int | Callable[[], int], *, multiple: int = 1) -> None:
-        self._length, self._multiple = length, multiple
+        self._length = length
+        self._multiple = multiple
         self._begun: tuple[int, int] | None = None  # the last epoch that training has begun, and its ``dataset_size``
 
     def size(self, epoch: int, seed: int) -> int:
@@ -84,7 +86,10 @@ class FromSampler:
     """
 
     def __init__(self, sampler: Any, dataset: Any = None, *, batch: int = 1, shuffles: bool = False) -> None:
-        self._sampler, self._dataset, self._batch, self._shuffles = sampler, dataset, batch, shuffles
+        self._sampler = sampler
+        self._dataset = dataset
+        self._batch = batch
+        self._shuffles = shuffles
         self._drawn_for: tuple[int, int, int] | None = None  # epoch, seed and length of the sampler
         self._drawn: list[Any] = []  # to plan an epoch
         self._begun_for: tuple[int, int] | None = None  # epoch and seed
@@ -143,7 +148,7 @@ class FromSampler:
             set_epoch(epoch)
         with seeded(seed + epoch, sampler, epoch=epoch):
             iterator = iter(sampler)
-            found = list(islice(iterator, -(-len(sampler) // self._batch) * self._batch))
+            found = list(islice(iterator, ceil_div(len(sampler), self._batch) * self._batch))
             next(iterator, None)  # a sampler may change as it ends
         if self._shuffles and found:
             return [found[int(place)] for place in Shuffled(len(found)).draw(epoch, seed)[:]]

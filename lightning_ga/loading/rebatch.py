@@ -81,7 +81,8 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
     Datasets may change their length from epoch to epoch, so orders ask for it.
     """
     batches: Any = loader.batch_sampler
-    sampler, world_size = batches.sampler, settings.world_size
+    sampler = batches.sampler
+    world_size = settings.world_size
     if not settings.may_shuffle:
         return Sequential(partial(len, loader.dataset))  # type: ignore[arg-type]
     if type(sampler) is DistributedSampler and sampler.num_replicas == world_size:

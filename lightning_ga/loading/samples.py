@@ -29,9 +29,10 @@ from lightning_ga.snapshot.copies import copied
 from lightning_ga.snapshot.random_numbers import GENERATORS, reseed
 from lightning_ga.snapshot.untouched import datasets_in, untouched
 
-SAMPLES_PER_READ = 8
 SAMPLES_AT_ONCE = 64
-FIRST_SECONDS = 1.0  # after which no further samples are read
+FIRST_SECONDS = 0.3  # after which no further samples are read: no more than a small batch takes if reading is slow
+_PER_READ = 4
+_FEW = 8  # samples of which some are collated
 _QUEUES = {"get", "put", "empty"}  # methods of those between threads or processes
 _KINDS = 3  # samples that are collated, of different shapes if there are any
 _MOST_ELEMENTS = 2**26  # of a batch that is collated to see how batches grow
@@ -88,8 +89,9 @@ class Samples:
         found = list(self._repeated)
         if found:
             rest = list(islice(self.order(), 1, SAMPLES_AT_ONCE))
-            started = time.monotonic()
-            for samples in self._read(rest[at : at + SAMPLES_PER_READ] for at in range(0, len(rest), SAMPLES_PER_READ)):
+            started = 0.0
+            for samples in self._read(rest[at : at + _PER_READ] for at in range(0, len(rest), _PER_READ)):
+                started = started or time.monotonic()  # a worker may take long to begin
                 found += samples
                 if time.monotonic() - started > FIRST_SECONDS:
                     break
@@ -174,7 +176,7 @@ class Samples:
     @cached_property
     def _few(self) -> list[Any]:
         if self.first or self._shown is None:
-            return self.first[:SAMPLES_PER_READ]
+            return self.first[:_FEW]
         shown = self._shown.read_bytes()
         self._shown.unlink()
         return list(pickle.loads(shown or pickle.dumps([])))
@@ -241,7 +243,7 @@ def _collate_and_show(collate: Callable[[Any], Any], file: Path, samples: list[A
     """Collate samples; write a few of them to a file that is there and empty."""
     worker = get_worker_info()
     if (worker is None or worker.id == 0) and file.exists() and not file.stat().st_size:
-        few = attempt(lambda: pickle.dumps([copied(sample) for sample in samples[:SAMPLES_PER_READ]]), lambda _: True)
+        few = attempt(lambda: pickle.dumps([copied(sample) for sample in samples[:_FEW]]), lambda _: True)
         file.write_bytes(few.result or pickle.dumps([]))
     return collate(samples)
 

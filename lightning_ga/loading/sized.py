@@ -29,7 +29,10 @@ class SampleSizes:
     """The sizes of samples, read once, and the limits by which micro-batches are cut, once they are known."""
 
     def __init__(self, loader: "DataLoader[Any]", size_of: SizeOf, order: Order, seed: int) -> None:
-        self._loader, self._size_of, self._order, self._seed = loader, size_of, order, seed
+        self._loader = loader
+        self._size_of = size_of
+        self._order = order
+        self._seed = seed
         self.limits: tuple[int, SizeLimits] | None = None  # how many of the longest fit, and the limits then
 
     @cached_property
@@ -58,7 +61,8 @@ class SampleSizes:
         """Cut an epoch by the sizes of its samples, which are given in order, once the limits are known."""
         if self.limits is None:
             return plan, epoch
-        indices, (of, limits) = listed(drawn), self.limits
+        indices = listed(drawn)
+        of, limits = self.limits
         if new := [each for each in indices if each not in self._sizes]:  # no earlier epoch had these
             self._sizes.update(zip(new, self._read(new)))
         sizes = array("q", map(self._sizes.__getitem__, indices))
@@ -66,7 +70,8 @@ class SampleSizes:
 
     def _read(self, indices: Sequence[Any]) -> "array[int]":
         """Read the sizes of some samples."""
-        dataset, size_of = self._loader.dataset, self._size_of
+        dataset = self._loader.dataset
+        size_of = self._size_of
         if callable(size_of):
             with untouched(dataset):
                 return array("q", (_called(size_of, dataset, each) for each in indices))

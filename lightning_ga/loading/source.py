@@ -15,7 +15,13 @@ from lightning_ga.loading.sampler import WindowBatchSampler, listed
 from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.sized import SampleSizes, SizeOf
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation, require_effective_batch
+from lightning_ga.plan.accumulation import (
+    AccumulationPlan,
+    ceil_div,
+    plan_accumulation,
+    plan_unequal_shares,
+    require_effective_batch,
+)
 from lightning_ga.plan.recipe import Recipe, RecipeEpoch
 from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import EpochPlan, GrowingWindows, RegularWindows, Window, Windows
@@ -134,6 +140,8 @@ class LoaderSource:
         micro_batch: int,
         *,
         multiple: int = 1,
+        limits: tuple[int, ...] = (),
+        ratio: tuple[int, ...] = (),
         samples_done: int = 0,
         windows_done: int = 0,
         start: int | None = None,
@@ -141,6 +149,7 @@ class LoaderSource:
     ) -> AccumulationPlan:
         """Cut one epoch, and return how its full windows are cut; if they grow, the largest.
 
+        ``limits`` are those of all ranks, and ``ratio`` that of their shares, if these may be unequal.
         ``samples_done``: samples that an earlier run has trained on, in ``windows_done`` windows. The next iteration of
         the loader begins with the window ``start``, by default the first that is not done. Unless ``enabled``, the
         loader yields nothing.
@@ -151,7 +160,9 @@ class LoaderSource:
         plan = plan_accumulation(
             windows.largest or world_size, micro_batch=micro_batch, world_size=world_size, multiple=multiple
         )
-        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple)
+        if limits:
+            plan = plan_unequal_shares(windows.largest, limits=limits, ratio=ratio, rank=self._rank, multiple=multiple)
+        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple, ratio, self._rank if ratio else 0)
         if self.sizes is not None:
             plan, epoch_plan = self.sizes.cut(plan, epoch_plan, self._order.draw(epoch, self._seed)[:total])
         start = epoch_plan.done if start is None else start

@@ -36,7 +36,9 @@ class BatchCutter:
     """
 
     def __init__(self, samples: Sequence[Samples], combine: Callable[[list[Any]], Any], transfer: Any) -> None:
-        self._samples, self._combine, self._transfer = samples, combine, transfer
+        self._samples = samples
+        self._combine = combine
+        self._transfer = transfer
 
     @property
     def drops_samples(self) -> bool:

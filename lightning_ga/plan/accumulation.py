@@ -5,12 +5,15 @@ rank, and every share into the same number of *chunks*, the micro-batches. Sizes
 most, so no pass peaks higher than needed and none is nearly empty.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import index
 from typing import SupportsIndex
 
 from lightning_ga.errors import UserError
 
+LEAST_GAIN = 0.03  # part of a window's time that other shares must save
 MOST_CHUNKS = 10**7  # micro-batches of a window on a rank: their sizes are kept in memory
 
 
@@ -49,11 +52,18 @@ class AccumulationPlan:
 
     def __str__(self) -> str:
         if self.chunk_size is not None:
-            chunks = -(-self.micro_batch_size // self.chunk_size)
+            chunks = ceil_div(self.micro_batch_size, self.chunk_size)
             each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
             names = f"{' and '.join(self.whole)} in {chunks} chunk{'s' if chunks > 1 else ''} of {self.chunk_size}"
             return f"effective batch {self.effective_batch_size:,} in one loss{each}, {names}"
-        effective, micro, factor, ranks = self.effective_batch_size, self.micro_batch_size, self.factor, self.world_size
+        shares = [sum(rank) for rank in self.chunks]
+        if len({len(rank) for rank in self.chunks}) > 1 or max(shares) - min(shares) > 1:
+            sizes = ", ".join(f"{share} in {len(rank)} × {rank[0]}" for share, rank in zip(shares, self.chunks))
+            return f"effective batch {self.effective_batch_size} in shares of {sizes} at most (rank by rank)"
+        effective = self.effective_batch_size
+        micro = self.micro_batch_size
+        factor = self.factor
+        ranks = self.world_size
         if all(size == micro for rank in self.chunks for size in rank):
             return f"effective batch {effective} = {micro} × {factor} × {ranks} (micro-batch × factor × ranks)"
         if ranks == 1 and factor <= 4:
@@ -64,7 +74,8 @@ class AccumulationPlan:
 
 def ceil_div(total: int, parts: int) -> int:
     """Divide and round up."""
-    return -(-total // parts)
+    whole, rest = divmod(total, parts)
+    return whole + (rest > 0)
 
 
 def split_evenly(total: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
@@ -84,6 +95,51 @@ def split_evenly(total: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
     sizes = [(quotient + 1) * multiple] * larger + [quotient * multiple] * (parts - larger)
     sizes[-1] -= units * multiple - total
     return tuple(sizes)
+
+
+def split_in_proportion(total: int, ratio: tuple[int, ...], multiple: int = 1) -> tuple[int, ...]:
+    """Cut ``total`` in multiples that are as near to a ratio as they can be; the last one has what is left.
+
+    Examples:
+        >>> split_in_proportion(36, (24, 12)), split_in_proportion(35, (24, 12), multiple=2)
+        ((24, 12), (24, 11))
+    """
+    units = ceil_div(total, multiple)
+    whole = sum(ratio)
+    ends = [(2 * units * sum(ratio[: place + 1]) + whole) // (2 * whole) for place in range(len(ratio))]  # rounded
+    edges = [0, *(min(total, end * multiple) for end in ends)]
+    return tuple(end - start for start, end in pairwise(edges))
+
+
+def ratio_of_speeds(speeds: Sequence[float], *, before: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ratio of the samples a second of ranks, or the one ``before`` if a window would hardly be shorter.
+
+    A rank whose speed is not known, 0, leaves the ratio as it was.
+
+    Examples:
+        >>> ratio_of_speeds((300.0, 100.0), before=(1, 1)), ratio_of_speeds((101.0, 100.0), before=(1, 1))
+        ((7500, 2500), (1, 1))
+    """
+    if not all(speeds):
+        return before
+    total = sum(speeds)
+    longest = max(part / speed for part, speed in zip(before, speeds))
+    shortest = sum(before) / total
+    if longest <= shortest * (1 + LEAST_GAIN):
+        return before
+    return tuple(max(1, round(10_000 * speed / total)) for speed in speeds)
+
+
+def plan_unequal_shares(
+    effective_batch: int, *, limits: tuple[int, ...], ratio: tuple[int, ...], rank: int, multiple: int
+) -> AccumulationPlan:
+    """Cut an effective batch into shares of ranks in a ``ratio``, each in chunks within the rank's limit.
+
+    Micro-batch and factor are those of one ``rank``.
+    """
+    shares = split_in_proportion(effective_batch, ratio, multiple)
+    chunks = tuple(chunk_sizes(share, limit, multiple) for share, limit in zip(shares, limits))
+    return AccumulationPlan(effective_batch, len(limits), chunks[rank][0], len(chunks[rank]), chunks)
 
 
 def whole_multiples(most: int, multiple: int) -> int:
@@ -125,7 +181,8 @@ def plan_accumulation(
         >>> plan_accumulation(256, micro_batch=48, world_size=2).chunks[0]
         (43, 43, 42)
     """
-    micro_batch, world_size = require_count("micro_batch", micro_batch), require_count("world_size", world_size)
+    micro_batch = require_count("micro_batch", micro_batch)
+    world_size = require_count("world_size", world_size)
     effective_batch = require_effective_batch(effective_batch, world_size)
     require_few_chunks(effective_batch, micro_batch, world_size)
     multiple = _allowed(require_count("multiple", multiple), micro_batch)
@@ -138,7 +195,7 @@ def plan_accumulation(
 def in_chunks_of(plan: AccumulationPlan, most: int, names: tuple[str, ...]) -> AccumulationPlan:
     """Plan windows of one pass, in which submodules run in the fewest near-equal chunks of at most ``most`` samples."""
     samples = plan.micro_batch_size
-    return replace(plan, chunk_size=-(-samples // -(-samples // most)), whole=names)
+    return replace(plan, chunk_size=ceil_div(samples, ceil_div(samples, most)), whole=names)
 
 
 def plan_in_step(
@@ -153,7 +210,7 @@ def plan_in_step(
 def require_few_chunks(effective_batch: int, micro_batch: int, world_size: int) -> None:
     """Refuse an effective batch of more micro-batches than are planned."""
     if effective_batch > MOST_CHUNKS * micro_batch * world_size:
-        factor = -(-effective_batch // (micro_batch * world_size))
+        factor = ceil_div(effective_batch, micro_batch * world_size)
         raise UserError(
             f"effective_batch_size={effective_batch} would need {factor:,} micro-batches of {micro_batch} for one "
             f"optimizer step, and at most {MOST_CHUNKS:,} are planned: for the whole data set in one step, give its "

@@ -105,7 +105,9 @@ class Audit:
         rows = [("step", "micro-batches", "weight of each", "wanted", "verdict")]
         for number, step in enumerate(self.steps, start=1):
             sentence = _SENTENCES[step.verdict].format(factor=self.factor, scale=sum(step.weights), detail=step.detail)
-            weights = "–" if step.verdict == "not a combination" else _numbers(step.weights)
+            weights = "–"
+            if step.verdict != "not a combination":
+                weights = _numbers(step.weights)
             rows.append((str(number), _ranges(step.micro_batches), weights, _numbers(step.wanted), sentence))
         if self.dropped:
             rows.append(("–", _ranges(self.dropped), "0", "", "dropped: no step uses them"))
@@ -154,14 +156,18 @@ def _name(step: AuditStep, factor: int, ranks: int) -> Verdict:
     if _same(weights, step.wanted):
         return "mean over samples"
     if 0.0 in weights:
-        return "only the last" if weights[-1] and not any(weights[:-1]) else "dropped"
+        if weights[-1] and not any(weights[:-1]):
+            return "only the last"
+        return "dropped"
     if _same(weights, [1 / length] * length):
         return "mean over micro-batches"
     scale = sum(weights)
     is_mean = _same([weight / scale for weight in weights], step.wanted)
     is_full = isclose(scale * factor * max(step.sizes), sum(step.sizes), rel_tol=SAME_WEIGHT)  # ÷ samples of a window
     if _same(weights, [1 / factor] * length) or (is_mean and is_full):
-        return "last window divided by the factor" if length < factor else "carried over"
+        if length < factor:
+            return "last window divided by the factor"
+        return "carried over"
     if _same(weights, [1 / ranks] * length) or _same(weights, [size / ranks for size in step.sizes]):
         return "sum"
     return "scaled" if is_mean else "other weights"

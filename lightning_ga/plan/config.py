@@ -17,6 +17,7 @@ Normalize = Literal["samples"] | Callable[[Any], Any] | None
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "objective": ("memory", "throughput"),
     "micro_batching": ("loader", "step"),
+    "shares": ("equal", "memory", "speed"),
     "on_oom": ("split", "skip", "raise"),
     "batch_norm": ("warn", "ignore"),
     "verify": (True, False),
@@ -39,7 +40,9 @@ class Request:
     def effective_batch(self, epoch: int, micro_batch: int, world_size: int) -> int | None:
         """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows."""
         factor = self.factor(epoch)
-        return self.effective(epoch) if factor is None else factor * micro_batch * world_size
+        if factor is None:
+            return self.effective(epoch)
+        return factor * micro_batch * world_size
 
     @property
     def counts_samples(self) -> bool:
@@ -82,8 +85,10 @@ class Request:
     def growth(self, micro_batch: int, world_size: int, steps: int, samples: int) -> Growth | None:
         """Return the effective batches of an epoch that begins after so many steps and samples of all ranks."""
         schedule = self.by_window
+        if schedule is None:
+            return None
         times = micro_batch * world_size if schedule is self.factor else 1
-        return None if schedule is None else Growth(schedule, times, steps, samples)
+        return Growth(schedule, times, steps, samples)
 
     def capped(self, micro_batch: int) -> int:
         """Return the micro-batch that the user's arguments allow instead of this one."""
@@ -101,12 +106,13 @@ class Request:
         largest effective batch.
         """
         factor = max(self.factor(epoch) or 0 for epoch in epochs)
-        share = -(-max(self.effective(epoch) or recipe for epoch in epochs) // world_size)
+        largest = max(self.effective(epoch) or recipe for epoch in epochs)
+        share = ceil_div(largest, world_size)
         if factor:
             share = recipe if total is None else max(1, total // (factor * world_size))
             share = whole_multiples(share, self.multiple)
         elif total is not None:
-            share = min(share, max(1, -(-total // world_size)))
+            share = min(share, max(1, ceil_div(total, world_size)))
         return self.capped(share)
 
 
@@ -131,6 +137,7 @@ class Options:
     cache: bool = True
     on_oom: str = "split"
     micro_batching: str = "loader"
+    shares: str = "equal"
     whole: tuple[str, ...] = ()
     scale_lr: ScaleLr = "none"
     size_of: Callable[[Any, Any], int] | str | None = None
@@ -139,7 +146,8 @@ class Options:
 
 def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
     """Check the arguments of ``AutoAccumulate``, by name, and turn them into records."""
-    normalize, budget = given["normalize"], given["memory_budget"]
+    normalize = given["normalize"]
+    budget = given["memory_budget"]
     _refuse_removed(given)
     require_choice(**{name: (given[name], choices) for name, choices in CHOICES.items()})
     if callable(normalize):
@@ -148,7 +156,8 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
         raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
     parse_budget(budget, 1 << 40, least=LEAST_BYTES)  # refused here if no device can have it
     request = read_request(given)
-    whole, size_of = _read_names("whole", given["whole"]), given["size_of"]
+    whole = _read_names("whole", given["whole"])
+    size_of = given["size_of"]
     checkpoint = given["checkpoint"]
     if checkpoint != "auto":
         checkpoint = _read_names("checkpoint", () if checkpoint is None else checkpoint)
@@ -170,8 +179,10 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
 
 def read_request(given: Mapping[str, Any]) -> Request:
     """Check the arguments for sizes, and turn them into a ``Request``."""
-    effective_batch_size, accumulate = given["effective_batch_size"], given["accumulate"]
-    micro_batch_size, most = given["micro_batch_size"], given["max_micro_batch_size"]
+    effective_batch_size = given["effective_batch_size"]
+    accumulate = given["accumulate"]
+    micro_batch_size = given["micro_batch_size"]
+    most = given["max_micro_batch_size"]
     if isinstance(micro_batch_size, str) and micro_batch_size != "auto":
         raise UserError(f'{micro_batch_size=} must be a whole number of at least 1, or "auto".')
     if effective_batch_size is not None and accumulate is not None:
@@ -180,9 +191,14 @@ def read_request(given: Mapping[str, Any]) -> Request:
             "second fixes it. Give one."
         )
     # Factors are 1 before the first epoch of a mapping, as in Lightning's scheduler.
-    factors = {0: 1, **accumulate} if isinstance(accumulate, Mapping) and accumulate else accumulate
-    micro_batch = None if isinstance(micro_batch_size, str) else require_count("micro_batch_size", micro_batch_size)
-    most = None if most is None else require_count("max_micro_batch_size", most)
+    factors = accumulate
+    if isinstance(accumulate, Mapping) and accumulate:
+        factors = {0: 1, **accumulate}
+    micro_batch = None
+    if not isinstance(micro_batch_size, str):
+        micro_batch = require_count("micro_batch_size", micro_batch_size)
+    if most is not None:
+        most = require_count("max_micro_batch_size", most)
     multiple = require_count("micro_batch_multiple", given["micro_batch_multiple"])
     if micro_batch is not None and micro_batch % multiple:
         raise UserError(
@@ -253,10 +269,14 @@ def _refuse_together(options: Options, request: Request) -> None:
         f"micro_batch_multiple={request.multiple}": request.multiple > 1,
         f"effective_batch_size={request.by_window!r}": request.is_by_window,
     }
-    pairs = [("size_of=", name) for name in others if options.size_of is not None]
+    others["size_of="] = options.size_of is not None
+    pairs = [("size_of=", name) for name in others if name != "size_of=" and options.size_of is not None]
     if options.whole:
         chunked = f"whole={options.whole!r}"
         pairs += [(chunked, "objective='throughput'"), (chunked, f"micro_batch_multiple={request.multiple}")]
+    if options.shares != "equal":
+        apart = f"micro_batch_multiple={request.multiple}"
+        pairs += [(f"shares={options.shares!r}", name) for name in others if name != apart]
     for first, second in pairs:
         if others[second]:
             raise UserError(f"{first} and {second} do not go together: leave one of them out.")

@@ -30,7 +30,9 @@ class Recipe:
     def batches(self, samples: int) -> int:
         """Return the batches on each rank of an epoch of so many samples over all ranks, without the limit."""
         share = ceil_div(samples, self.world_size)
-        return share // self.batch_size if self.drop_last else ceil_div(share, self.batch_size)
+        if self.drop_last:
+            return share // self.batch_size
+        return ceil_div(share, self.batch_size)
 
     def batches_within_limit(self, samples: int) -> int:
         """Return the batches on each rank that the Trainer's limit leaves of an epoch.
@@ -50,7 +52,10 @@ class Recipe:
 
     def epoch(self, samples: int, most: int | None = None) -> "RecipeEpoch":
         """Return an epoch of so many samples; the loop was set up for at ``most`` so many batches."""
-        batches = self.batches_within_limit(samples) if most is None else min(most, self.batches(samples))
+        if most is None:
+            batches = self.batches_within_limit(samples)
+        else:
+            batches = min(most, self.batches(samples))
         return RecipeEpoch(self, batches, min(samples, self.samples_of(batches)))
 
     def samples_of(self, batches: int) -> int:

@@ -91,7 +91,9 @@ class KnownWindow(WindowWeights):
             skipped = self.seen - self.reached
         else:
             skipped = 0.0
-        return self.window / (self.window - skipped) if 0 < skipped < self.window else 1.0
+        if 0 < skipped < self.window:
+            return self.window / (self.window - skipped)
+        return 1.0
 
 
 @dataclass(slots=True)
@@ -119,7 +121,10 @@ class LateWindow(WindowWeights):
         self.reference = self._reference_for(count, factor=factor, first=first)
         self.count = count
         self.pending = count
-        self.weight = 0.0 if self.reference is None else factor * count / self.reference
+        if self.reference is None:
+            self.weight = 0.0
+        else:
+            self.weight = factor * count / self.reference
         return self
 
     def close(self, factor: int) -> float:
@@ -145,7 +150,9 @@ class LateWindow(WindowWeights):
             return count
         if self.reference is None:
             return 2.0 * self.sum_over_ranks(factor * count) / self.world_size or None  # ranks may differ in A
-        return max(self.reference, 2.0 * self.largest_mean) if first else self.reference
+        if first:
+            return max(self.reference, 2.0 * self.largest_mean)
+        return self.reference
 
 
 def count_items(normalize: Callable[[Any], Any], batch: Any) -> float:
@@ -158,7 +165,9 @@ def count_items(normalize: Callable[[Any], Any], batch: Any) -> float:
     try:
         return float(found)
     except (TypeError, ValueError, RuntimeError):
-        shape = f" of shape {tuple(found.shape)}" if hasattr(found, "shape") else ""
+        shape = ""
+        if hasattr(found, "shape"):
+            shape = f" of shape {tuple(found.shape)}"
         raise UserError(
             f"normalize returned a {type(found).__name__}{shape} for a batch: it has to return one number, how many "
             "items of the batch its loss is a mean over."
@@ -231,7 +240,9 @@ def _pick(batch: Any, key: str | int) -> Any:
     except (KeyError, IndexError, TypeError):
         if isinstance(key, str) and hasattr(batch, key):
             return getattr(batch, key)
-    keys = f" with the keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    keys = ""
+    if isinstance(batch, Mapping):
+        keys = f" with the keys {sorted(map(str, batch))}"
     raise UserError(f"normalize looks for {key!r} in a {type(batch).__name__}{keys}: give the right key=…") from None
 
 
@@ -239,6 +250,8 @@ def tensors_in(batch: Any) -> Iterator[Any]:
     """Yield the tensors of mappings and sequences that are no plain numbers."""
     if hasattr(batch, "shape") and len(batch.shape):
         yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
+    elif isinstance(batch, Mapping):
+        yield from tensors_in([*batch.values()])
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
             yield from tensors_in(value)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from lightning_ga.plan.accumulation import ceil_div, chunk_sizes, split_evenly
+from lightning_ga.plan.accumulation import ceil_div, chunk_sizes, split_evenly, split_in_proportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,8 @@ class EpochPlan:
     micro_batch: int  # most samples of one
     world_size: int = 1
     multiple: int = 1
+    ratio: tuple[int, ...] = ()  # of the shares of ranks, if they may be unequal
+    rank: int = 0  # whose factor is meant if shares are unequal
 
     @cached_property
     def factor(self) -> int:
@@ -122,7 +124,9 @@ class EpochPlan:
 
     def factor_of(self, window: int) -> int:
         """Return the micro-batches of one window on each rank."""
-        return self._factor(self.windows.span(window)[1]) if self.done <= window < self.count else self.factor
+        if self.done <= window < self.count:
+            return self._factor(self.windows.span(window)[1])
+        return self.factor
 
     def window(self, index: int, rank: int = 0) -> Window:
         """Return one window as one rank runs it."""
@@ -130,7 +134,8 @@ class EpochPlan:
 
     def places(self, window: Window, position: int) -> Sequence[int]:
         """Return the places, in the epoch's order, of one micro-batch; of a stand-in, that of the last sample."""
-        start, size = window.start + window.before + sum(window.sizes[:position]), window.sizes[position]
+        start = window.start + window.before + sum(window.sizes[:position])
+        size = window.sizes[position]
         return range(start, start + size) if size else range(window.end - 1, window.end)
 
     @cached_property
@@ -138,13 +143,17 @@ class EpochPlan:
         """Micro-batches of the epoch on each rank; windows already done are treated as full."""
         if isinstance(self.windows, GrowingWindows):
             return self.done * self.factor + sum(map(self.factor_of, range(self.done, self.count)))
-        return max(0, self.count - 1) * self.factor + (self.factor_of(self.count - 1) if self.count else 0)
+        if self.count == 0:
+            return 0
+        return (self.count - 1) * self.factor + self.factor_of(self.count - 1)
 
     def _factor(self, samples: int) -> int:
-        return len(chunk_sizes(self.shares(samples)[0], self.micro_batch, self._multiple))
+        return len(chunk_sizes(self.shares(samples)[self.rank], self.micro_batch, self._multiple))
 
     def shares(self, samples: int) -> tuple[int, ...]:
         """Return the samples of each rank in a window of so many."""
+        if self.ratio:
+            return split_in_proportion(samples, self.ratio, self.multiple)
         return split_evenly(samples, self.world_size, self._multiple)
 
     @property

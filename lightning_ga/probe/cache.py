@@ -67,7 +67,9 @@ def forget(step: Mapping[str, Any]) -> None:
 def cache_folder() -> Path:
     """Return the folder of this package in the user's cache."""
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path("~/.cache").expanduser()) / "lightning_ga"
+    if root:
+        return Path(root) / "lightning_ga"
+    return Path("~/.cache").expanduser() / "lightning_ga"
 
 
 def _path(step: Mapping[str, Any]) -> Path:
@@ -91,9 +93,12 @@ def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int)
 
     The data are described by a ``small`` batch of the heaviest samples, and the whole batch that it is cut from.
     """
-    module, objective = trainer.lightning_module, options.objective
+    module = trainer.lightning_module
+    objective = options.objective
     # Timings and the rows of sparse gradients depend on the window.
-    windows = rank_samples if objective != "memory" or sparse_parameters(module) else None
+    windows = None
+    if objective != "memory" or sparse_parameters(module):
+        windows = rank_samples
     return {
         "model": _digest(_module(module)),
         "code": _digest(sorted({_digest(_code(type(part))) for part in module.modules()})),
@@ -121,7 +126,9 @@ def _value(value: Any) -> Any:
         return [_value(inner) for inner in value]
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{tuple(value.shape)} {value.dtype}"
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (str, bytes)) else type(value).__name__
+    if isinstance(value, (str, bytes)):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__
 
 
 def _module(module: torch.nn.Module) -> Iterator[str]:
@@ -135,9 +142,14 @@ def _module(module: torch.nn.Module) -> Iterator[str]:
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
     """Describe its kind, and of every group which options are on: rates do not change its memory."""
-    groups = ({key: value for key, value in group.items() if _is_setting(value)} for group in optimizer.param_groups)
-    options = ({k: v if isinstance(v, (bool, type(None))) else bool(v) for k, v in group.items()} for group in groups)
-    return [type(optimizer).__qualname__, *(str(sorted(group.items())) for group in options)]
+    described = [type(optimizer).__qualname__]
+    for group in optimizer.param_groups:
+        options = {}
+        for name, value in group.items():
+            if _is_setting(value):
+                options[name] = None if value is None else bool(value)
+        described.append(str(sorted(options.items())))
+    return described
 
 
 def _code(thing: Any) -> list[str]:
@@ -146,7 +158,9 @@ def _code(thing: Any) -> list[str]:
         values = (value for base in thing.__mro__ for _, value in sorted(vars(base).items()))
         methods = (_code(value) for value in values if isinstance(value, types.FunctionType))
         return [f"{thing.__module__}.{thing.__qualname__}", *chain.from_iterable(methods)]
-    code = thing if isinstance(thing, types.CodeType) else getattr(thing, "__code__", None)
+    code = thing
+    if not isinstance(thing, types.CodeType):
+        code = getattr(thing, "__code__", None)
     if code is None:
         return [getattr(thing, "__qualname__", type(thing).__qualname__)]
     inner = (_code(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))

@@ -63,6 +63,7 @@ def find_micro_batch(
     training = _Loop(step, resident, reset, agree)
     chosen = numbered(device)
     allowed = Budget(budget, None if budget is None else total_memory(chosen), name="budget")
+    allowed.advice = f"compute submodules again, within lightning_ga.recomputed; or {allowed.advice}"
     return Prober(training, StepMeter(chosen, training), allowed).find(high, known=known, predict_only=predict_only)
 
 

@@ -19,12 +19,14 @@ from lightning_ga.errors import UserError
 from lightning_ga.loading.sized import SampleSizes
 from lightning_ga.loading.trials import TrialBatches
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
+from lightning_ga.plan.accumulation import ceil_div, ratio_of_speeds
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
 from lightning_ga.plan.state import RunState
 from lightning_ga.probe.cache import forget, hardware
 from lightning_ga.probe.prober import DoesNotFitError
+from lightning_ga.probe.speed import Speed
 from lightning_ga.probe.trials import TrainingSetup, choose_recomputed, probe, recomputable, window_fits
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
@@ -57,7 +59,10 @@ class Limit:
     """
 
     def __init__(self, trainer: Any, request: Request, options: Options, chunked: ChunkedModules | None) -> None:
-        self._trainer, self._request, self._options, self.chunked = trainer, request, options, chunked
+        self._trainer = trainer
+        self._request = request
+        self._options = options
+        self.chunked = chunked
         self.samples: int | None = None  # ``None`` before it is known
         self.fits: Fits | None = None  # a whole window that fits, so that nothing was looked for
         self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
@@ -73,6 +78,11 @@ class Limit:
                 f"checkpoint={options.checkpoint!r} and activation_checkpointing_policy= of "
                 f"{type(trainer.strategy).__name__} both compute submodules again: give one of them."
             )
+        self.of_ranks: tuple[int, ...] = ()  # the limits of all, if each rank has its own
+        self.ratio: tuple[int, ...] = ()  # of the shares of ranks in a window; none if these are equal
+        self.speed: Speed | None = None
+        if options.shares == "speed":
+            self.speed = Speed(trainer.strategy.root_device)
         self.initial_micro_batch: int | None = None  # the micro-batch at the start, which ``accumulate=`` multiplies
 
     @property
@@ -113,9 +123,16 @@ class Limit:
     @property
     def is_asked_at_once(self) -> bool:
         """Whether the limit itself is wanted, whatever fits."""
-        request, options = self._request, self._options
+        request = self._request
+        options = self._options
         wanted = options.budget is not None or options.objective == "throughput" or request.factor(0) is not None
-        return wanted or bool(options.whole) or options.size_of is not None or ranks.is_sharded(self._trainer)
+        return (
+            wanted
+            or self.differs_by_rank
+            or bool(options.whole)
+            or options.size_of is not None
+            or ranks.is_sharded(self._trainer)
+        )
 
     def is_to_be_asked_again(self, high: int) -> bool:
         """Return whether windows now use micro-batches of ``high`` samples, and nothing is known of so many."""
@@ -148,7 +165,7 @@ class Limit:
 
     def _valid_here(self, restored: RunState | None) -> RunState | None:
         """Return a restored state if all ranks run on the hardware of the checkpoint's first rank."""
-        if restored is None:
+        if restored is None or self.differs_by_rank:
             return None
         same = restored.hardware == self.hardware()
         return restored if ranks.smallest_over_ranks(self._trainer, int(same)) else None
@@ -266,8 +283,44 @@ class Limit:
         self.probe, self._kind = found
         return found[0].limit if found[0].limit < failed else None
 
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether each rank has a limit of its own."""
+        return self._options.shares != "equal"
+
+    def share_out(self) -> None:
+        """Tell each rank the limits of all, if each has its own; all ranks call this together.
+
+        Shares are in proportion to these, or equal until speeds are known.
+        """
+        if not self.differs_by_rank:
+            return
+        self.of_ranks = tuple(ranks.of_all_ranks(self._trainer, self.most))
+        if self.speed is None:
+            self.ratio = self.of_ranks
+        elif not self.ratio:
+            self.ratio = (1,) * len(self.of_ranks)
+
+    def follow_speeds(self) -> bool:
+        """Let shares follow the speeds of ranks, if these have been measured; return whether shares are others now.
+
+        All ranks call this together.
+        """
+        if self.speed is None or not self.speed.is_measured:
+            return False
+        before = self.ratio
+        self.ratio = ratio_of_speeds(ranks.of_all_ranks(self._trainer, self.speed.take()), before=before)
+        return self.ratio != before
+
     def agree(self) -> None:
-        """Set the limit to the smallest of all ranks, which call this together as an epoch begins."""
+        """Set the limit to the smallest of all ranks, which call this together as an epoch begins.
+
+        If each rank has its own, their shares of windows follow.
+        """
+        self.share_out()
+        self.follow_speeds()
+        if self.differs_by_rank:
+            return
         if self.samples is not None:
             smallest = ranks.smallest_over_ranks(self._trainer, self.samples)
             if smallest < self.samples:
@@ -277,7 +330,8 @@ class Limit:
     def set_size_limits(self, sizes: SampleSizes | None) -> None:
         """Set the limits of samples × longest: the probe's, or the limit × the longest size."""
         if sizes is not None and self.samples is not None:
-            most, found = self._request.most or NO_LIMIT, self.probe
+            most = self._request.most or NO_LIMIT
+            found = self.probe
             if found is None or found.sizes is None:
                 sizes.limits = self.samples, SizeLimits(self.samples * sizes.longest, most)
             else:
@@ -287,7 +341,8 @@ class Limit:
         """Let the chunks of a batch of so many samples have about the same size."""
         if self.chunked is not None and self.samples is not None and samples:
             size = self.chunked.size
-            size.window, size.samples = samples, -(-samples // -(-samples // self.samples))
+            size.window = samples
+            size.samples = ceil_div(samples, ceil_div(samples, self.samples))
 
     def _set_chunk_size(self) -> None:
         if self.chunked is not None:

@@ -59,15 +59,15 @@ class DoesNotFitError(UserError):
 class Budget:
     """A memory budget, or what a device has free without one."""
 
-    advice = (
-        "train in a lower precision, use activation checkpointing or a smaller model, or shard it over more devices"
-    )
+    advice = "train in a lower precision, use a smaller model, or shard it over more devices"
 
     def __init__(
         self, value: int | float | str | None, total_bytes: int | None, *, name: str = "memory_budget"
     ) -> None:
         self.asked = parse_budget(value, total_bytes, name=name)  # bytes; ``None`` is what the device has free
-        self.bound = "the device" if value is None else f"{name}={value!r}"  # what leaves a step too little
+        self.bound = "the device"  # what leaves a step too little
+        if value is not None:
+            self.bound = f"{name}={value!r}"
         self._name = name  # of the argument
         self._total_bytes = total_bytes  # of the device, to which shares refer
 
@@ -80,7 +80,9 @@ class Budget:
             remedy = f"{self._name}={least_budget(needed)!r} is enough, or {self.advice}"
         else:
             remedy = f"more memory is needed; {self.advice}"
-        holding = f" As it was recorded: {holders.sentence()}" if holders else ""
+        holding = ""
+        if holders:
+            holding = f" As it was recorded: {holders.sentence()}"
         sentence = f"{what} {needed:,} bytes, and {self.bound} leaves {left:,} bytes: {remedy}.{holding}"
         return DoesNotFitError(sentence, needed, left)
 
@@ -92,7 +94,9 @@ class Prober:
     """
 
     def __init__(self, training: ProbedTraining, meter: StepMeter, budget: Budget) -> None:
-        self._training, self._meter, self._budget = training, meter, budget
+        self._training = training
+        self._meter = meter
+        self._budget = budget
         self._holders = PeakHolders(meter.rounding)
         self._trials: list[Trial] = []
         self._steps = 0
@@ -153,8 +157,13 @@ class Prober:
         """
         with self._running(collects=not self._meter.deadly):
             samples = self._training.smallest(samples)
-            tried = min(2, samples) if self._is_cautious(self._prepare()[0], None) else samples
-            peak = self._peak_of(samples) if tried == samples else self._bound_from(tried, samples)
+            tried = samples
+            if self._is_cautious(self._prepare()[0], None):
+                tried = min(2, samples)
+            if tried == samples:
+                peak = self._peak_of(samples)
+            else:
+                peak = self._bound_from(tried, samples)
             budget = self._prepare()[1]
             if not self._training.agree(peak is not None and peak <= budget):
                 return None
@@ -232,8 +241,14 @@ class Prober:
         trial = self._try(min(2, limit) if cautious else limit, record=False).trial
         if not trial.fits:
             return None
-        peak = known.peak_bytes if limit == known.limit else trial.peak_bytes
-        holders = known.holders if cautious else self._holders.at(limit, peak) or known.holders
+        if limit == known.limit:
+            peak = known.peak_bytes
+        else:
+            peak = trial.peak_bytes
+        if cautious:
+            holders = known.holders
+        else:
+            holders = self._holders.at(limit, peak) or known.holders
         found = replace(known, limit=limit, budget_bytes=self._prepare()[1], peak_bytes=peak, holders=holders)
         return replace(found, trials=(), steps=1, seconds=time.perf_counter() - self._started, source="cache")
 
@@ -243,8 +258,12 @@ class Prober:
         high, sizes = self._warm_up(high, cautious)
         alive, budget = self._prepare()
         has_margin = may_reserve(self._meter.device, budget + int(MARGIN * budget))
-        closest = (CLOSEST if self._meter.deadly else 1.0) if cautious else None
-        rules = None if self._meter.allocator is None else self._meter.allocator.rules
+        closest = None
+        if cautious:
+            closest = CLOSEST if self._meter.deadly else 1.0
+        rules = None
+        if self._meter.allocator is not None:
+            rules = self._meter.allocator.rules
         task = Task(high, budget, self._meter.rounding, rules, has_margin, closest)
         search = Search(task, sizes)
         while (size := self._next(search)) > search.limit:
@@ -253,7 +272,10 @@ class Prober:
             search.record(step)
         if task.rules is not None:
             self._training.put_back()
-        limit = self._training.smallest(search.predicted) if cautious else search.limit
+        if cautious:
+            limit = self._training.smallest(search.predicted)
+        else:
+            limit = search.limit
         if limit < 1:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
         return self._result(search, limit)
@@ -270,7 +292,10 @@ class Prober:
 
     def _result(self, search: Search, limit: int) -> ProbeResult:
         measured = {trial.micro_batch_size: trial.peak_bytes for trial in self._trials}
-        peak = measured[limit] if limit in measured else search.predict(limit) or 0
+        if limit in measured:
+            peak = measured[limit]
+        else:
+            peak = search.predict(limit) or 0
         return ProbeResult(
             limit=limit,
             budget_bytes=search.task.budget,
@@ -303,7 +328,8 @@ class Prober:
             rounding = self._meter.rounding
             affordable = affordable_samples(step.traces, budget - alive, taken=peak - alive, rounding=rounding)
             affordable = self._training.smallest(min(max(0, affordable), 2 * high))
-            high = high if size > 1 else 1
+            if size == 1:
+                high = 1
             kernels_vary = self._meter.allocator is not None and not cautious
             return high, trace_sizes(high, affordable, size, kernels_vary=kernels_vary)
         raise self._does_not_fit(alive, budget, high, cautious=cautious)
@@ -340,7 +366,8 @@ class Prober:
         had_gradients = self._training.graded()
         self._steps += 1
         with nullcontext() if bounded else lifted_budget(self._meter.device):
-            budget = budget if bounded else alive + self._meter.room()
+            if not bounded:
+                budget = alive + self._meter.room()
             measured = self._meter.run(self._training, size, budget=budget, record=record)
         if measured.origins is not None:
             self._holders.record(measured.traces[-1], measured.origins)
@@ -355,7 +382,8 @@ class Prober:
 
     def _judge(self, size: int, measured: Measurement, budget: int) -> Trial:
         """Decide whether a step fits, on all ranks."""
-        ran, peak = measured.failure is None, measured.peak_bytes
+        ran = measured.failure is None
+        peak = measured.peak_bytes
         self._least = min(self._least, size if ran else inf)
         short = measured.strained or (measured.failure is not None and is_out_of_memory(measured.failure))
         if short:  # an allocator that ran out has handed out less than was needed
@@ -371,12 +399,18 @@ class Prober:
         return (self._least < size and is_ambiguous_out_of_memory(failure)) or (size == 1 and larger)
 
     def _does_not_fit(self, alive: int, budget: int, high: int, *, cautious: bool) -> UserError:
-        smallest = None if cautious else self._smallest_step(budget, high)
+        smallest = None
+        if not cautious:
+            smallest = self._smallest_step(budget, high)
         if smallest is None and not self._trials:
             return self._budget.shortage("The model and its optimizer alone take", alive, budget)
         refused = [trial for trial in self._trials if trial.peak_bytes > budget] or self._trials
-        trial = smallest[0] if smallest else min(refused, key=lambda trial: trial.micro_batch_size)
-        size, needed = trial.micro_batch_size, smallest[1] if smallest else trial.peak_bytes
+        if smallest:
+            trial = smallest[0]
+        else:
+            trial = min(refused, key=lambda trial: trial.micro_batch_size)
+        size = trial.micro_batch_size
+        needed = smallest[1] if smallest else trial.peak_bytes
         holders = self._holders.at(size, trial.peak_bytes)
         least = "" if smallest else " at least"
         what = f"A training step with micro_batch_size={size}, the smallest that runs, takes{least}"

@@ -19,7 +19,8 @@ from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: then no further trial, if sizes are not exact
 MANY_TRIALS = 5  # after so many, these shares are enough: of what may still fit, and of a size that failed
-NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
+NEARLY = 0.98
+NEARLY_OF_FAILED = 0.95
 BACKOFF_AFTER_FAILURE = 0.02  # of a size that failed: if a trial that much smaller fits, two in a hundred are left
 MOST_TRIALS = 12  # if sizes are not exact
 HOLE_RESERVE = 0.005  # share of the budget that a first trial near it leaves to holes, if there is no margin
@@ -27,7 +28,8 @@ WORTH_RECORDING = 0.03  # a step is recorded if sizes larger by this share might
 WORTH_A_STEP = 1.05  # times the largest step: if nothing can be predicted, a smaller growth ends the search
 # After a failure that the curve did not predict: how far to stay below it, as a share of the budget if sizes are exact,
 # else of the size. A step that fits corrects the curve by what the allocator reserved, so one should come soon.
-EXACT_SPARES, SPARES = (0.02, 0.04, 0.08), (0.08, 0.08)
+EXACT_SPARES = (0.02, 0.04, 0.08)
+SPARES = (0.08, 0.08)
 
 
 class Search:
@@ -52,7 +54,8 @@ class Search:
 
     def propose(self, layout: tuple[Segment, ...] = ()) -> int:
         """Return the next size to try, below ``ceiling``, which will find these segments; ``limit`` at the end."""
-        self._curve = None if self._curve is None else self._curve.begun_at(layout)
+        if self._curve is not None:
+            self._curve = self._curve.begun_at(layout)
         if self.limit + 1 >= self.ceiling:
             return self.limit
         size = self._traces.next(self.limit, self.ceiling)
@@ -70,9 +73,13 @@ class Search:
 
     def _guess(self) -> int:
         """Guess the limit from the predicted curve and from the trials that contradict it."""
-        low, high, budget = self.limit, self.ceiling - 1, self.task.budget
+        low = self.limit
+        high = self.ceiling - 1
+        budget = self.task.budget
         if self._curve is None:
-            return _between(low, self.ceiling) if self._misses else min(2 * low, high)
+            if self._misses:
+                return _between(low, self.ceiling)
+            return min(2 * low, high)
         is_exact = self.task.rounding == 1
         large = low > max(self._traces.sizes)  # a large step is in the curve: it is nearly right
         guess = largest_fitting(self._needs, low + 1, self.task.high, budget)
@@ -90,11 +97,14 @@ class Search:
         if guess < self.ceiling:
             return guess
         guess = self._spared(self._curve)
-        return guess if low < guess < self.ceiling else _between(low, self.ceiling)
+        if low < guess < self.ceiling:
+            return guess
+        return _between(low, self.ceiling)
 
     def _spared(self, curve: Curve) -> int:
         """Return a size below one that failed although the curve said that it fits: memory may be fragmented."""
-        high, is_exact = self.ceiling - 1, self.task.rounding == 1
+        high = self.ceiling - 1
+        is_exact = self.task.rounding == 1
         spares = EXACT_SPARES if is_exact else SPARES
         if self._misses > len(spares) or (curve.replay is None and len(curve.lines) == 1):
             return 0
@@ -110,7 +120,8 @@ class Search:
         """
         if self._replay is None or self._misled:
             return None
-        low, high = self._replay.first.samples, self._replay.second.samples
+        low = self._replay.first.samples
+        high = self._replay.second.samples
         return (low + high) // 2 if high - low > 1 else None
 
     def _approach(self, closest: float) -> int:
@@ -124,11 +135,15 @@ class Search:
         # What grows at all grows at most as the square of the samples: attention and similarity matrices do.
         growth = min(2.0, sqrt(max(0, int(closest * self.task.budget) - fixed) / max(1, growing)))
         further = min(int(growth * self.limit), self.task.high)
-        return further if further > WORTH_A_STEP * self.limit or further == self.task.high else self.limit
+        if further > WORTH_A_STEP * self.limit or further == self.task.high:
+            return further
+        return self.limit
 
     def _parts(self) -> tuple[int, int]:
         """Return the bytes of the largest step that stay as they are when the samples grow, and those that may grow."""
-        trial, traces, rounding = self._fitting[-1].trial, self._fitting[-1].traces, self.task.rounding
+        trial = self._fitting[-1].trial
+        traces = self._fitting[-1].traces
+        rounding = self.task.rounding
         recorded = [step.traces for step in self._fitting if step.traces]
         kept = [max(trace.kept_bytes(rounding) for trace in traces) for traces in recorded]
         if not traces or len(kept) < 2 or kept[-1] != kept[-2]:
@@ -143,10 +158,13 @@ class Search:
 
     def record(self, step: Step) -> None:
         """Process the outcome of one step."""
-        trial, size = step.trial, step.samples
+        trial = step.trial
+        size = step.samples
         if self._curve is not None:
             needs_more = self._needs(size) > self.task.budget
-            foreseen = self._curve.confirms(trial, step.traces) if trial.fits else needs_more
+            foreseen = needs_more
+            if trial.fits:
+                foreseen = self._curve.confirms(trial, step.traces)
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
         self._failed_last = not trial.fits
@@ -157,7 +175,10 @@ class Search:
             if not self._fitting:
                 self._traces.fall_back(size, self.ceiling)
             return
-        self._stride = 2 * self._stride if size == self.limit + self._stride else 1
+        if size == self.limit + self._stride:
+            self._stride = 2 * self._stride
+        else:
+            self._stride = 1
         self.limit = max(self.limit, size)
         self._fitting = sorted([*self._fitting, step], key=lambda step: step.samples)
         if step.traces or self._replay is None or self._curve is None:
@@ -204,7 +225,9 @@ class Search:
             return "below" if self._replay is None else "prediction"
         if self._is_proven():
             return "replay"
-        return "phases" if self._curve is not None and len(self._curve.lines) > 1 else "bracket"
+        if self._curve is not None and len(self._curve.lines) > 1:
+            return "phases"
+        return "bracket"
 
     def curve(self, limit: int) -> tuple[tuple[int, int], ...]:
         """Return bytes that a budget must leave at sizes from one to somewhat above the limit; none without a curve.
@@ -231,9 +254,13 @@ class Search:
         assert self._curve is not None
         needed = self._curve.needs(samples)
         margin = int(MARGIN * self.task.budget)
-        return max(needed - margin, self._curve(samples)) if self.task.has_margin else needed
+        if self.task.has_margin:
+            return max(needed - margin, self._curve(samples))
+        return needed
 
 
 def _between(low: int, ceiling: int) -> int:
     """Return a size strictly between: the geometric mean of bounds that are far apart, else the middle."""
-    return isqrt(low * ceiling) if ceiling > 4 * low > 0 else (low + ceiling) // 2
+    if ceiling > 4 * low > 0:
+        return isqrt(low * ceiling)
+    return (low + ceiling) // 2

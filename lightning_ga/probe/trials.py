@@ -31,7 +31,7 @@ from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory, may_be_out_of_memory
-from lightning_ga.plan.accumulation import whole_multiples
+from lightning_ga.plan.accumulation import ceil_div, whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Recomputed, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
@@ -61,6 +61,7 @@ class TrainingSetup:
     kept: Callable[[], Iterable[Tensor]]  # what is on the device for a retry, besides the model
     chunks: ChunkSize | None = None  # of submodules that run over whole windows: then their size is tried
     multiple: int = 1  # of which micro-batches are multiples
+    alone: bool = False  # whether each rank finds a limit of its own, so that they do not vote
     sizes: SampleSizes | None = None  # of samples, if windows are cut by these
     begins: bool = True  # whether training begins: then the module's start hooks have not run
 
@@ -100,7 +101,8 @@ def probe(
     Beside it is the description of the step that it is remembered for; ``None`` without a cache. ``chosen`` says
     which submodules are computed again already.
     """
-    trainer, batches = setup.trainer, setup.batches
+    trainer = setup.trainer
+    batches = setup.batches
     started = time.perf_counter()
     if batches.empty:
         return None
@@ -117,7 +119,7 @@ def probe(
         predict_only = True if ranks.is_sharded(trainer) else None
         known = remembered(kind) if kind and chosen is None else None
         names = known.recomputed.names if known is not None and known.recomputed is not None else ()
-        if len({*ranks.of_all_ranks(trainer, names)}) > 1:
+        if not setup.alone and len({*ranks.of_all_ranks(trainer, names)}) > 1:
             known = None
         else:
             training.recompute(names)
@@ -130,8 +132,9 @@ def probe(
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:
-            longest, limit = setup.sizes.longest, found.limit
-            shorter, training.batches = setup.sizes.shorter_trials(-(-limit * longest // high), batches.cutter)
+            longest = setup.sizes.longest
+            limit = found.limit
+            shorter, training.batches = setup.sizes.shorter_trials(ceil_div(limit * longest, high), batches.cutter)
             confirm = partial(prober.confirm, predict_only=predict_only)
             limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
             found = replace(found, sizes=limits, steps=steps or found.steps)
@@ -146,7 +149,7 @@ def _prober(training: "ProbedTrainer", options: Options) -> Prober:
     training.reset()
     device = numbered(training.trainer.strategy.root_device)
     budget = Budget(options.budget, total_memory(device))
-    if not options.checkpoint:
+    if options.checkpoint != "auto":
         budget.advice = f'give checkpoint="auto", which computes activations again; or {budget.advice}'
     if options.whole:
         budget.advice = f"give a smaller effective_batch_size, as whole= makes a window one pass; or {budget.advice}"
@@ -156,7 +159,7 @@ def _prober(training: "ProbedTrainer", options: Options) -> Prober:
 def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
     """Choose the submodules that are computed again so that the fewest samples fit, which do not plainly.
 
-    Ranks choose from what the first of them has seen.
+    Ranks choose from what the first of them has seen, unless each probes alone.
     """
     trainer = setup.trainer
     with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
@@ -165,7 +168,8 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
         seen = attempt(training.survey)
         if not training.agree(seen.failure is None):  # not even a forward pass fits
             raise plain
-        size, root = ranks.of_all_ranks(trainer, seen.result)[0]
+        found = [seen.result] if setup.alone else ranks.of_all_ranks(trainer, seen.result)
+        size, root = found[0]
         training.reset()
         chosen = prober.choose(root, size, training.recompute)
     freed = sum(each.frees for each in root.all() if each.name in chosen.names)
@@ -203,8 +207,11 @@ class ProbedTrainer(ProbedTraining):
         self, setup: TrainingSetup, restore: Callable[[], None], announce: Callable[[str], object] = len
     ) -> None:
         super().__init__()
-        self.trainer, self.batches = setup.trainer, setup.batches
-        self._setup, self._restore, self._write = setup, restore, announce
+        self.trainer = setup.trainer
+        self.batches = setup.batches
+        self._setup = setup
+        self._restore = restore
+        self._write = announce
         self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
@@ -234,7 +241,7 @@ class ProbedTrainer(ProbedTraining):
             for p in having if samples else ():
                 if p.grad is not None and p.grad.is_sparse:
                     rows = p.grad.coalesce().indices().shape[1]
-                    self._gradients[p] = min(len(p), -(-rows * self._setup.rank_samples // samples))
+                    self._gradients[p] = min(len(p), ceil_div(rows * self._setup.rank_samples, samples))
 
     def _runs(self, samples: int) -> bool:
         """Run the first pass of a window on a few samples; return whether memory was enough."""
@@ -245,7 +252,8 @@ class ProbedTrainer(ProbedTraining):
         """Run the first pass of a window on a few samples, in one chunk."""
         samples = min(samples, self.batches.most)
         if self._setup.chunks is not None:
-            self._setup.chunks.window, self._setup.chunks.samples = samples, None
+            self._setup.chunks.window = samples
+            self._setup.chunks.samples = None
         batch, _whole = self.batch(samples)
         run_pass(self.trainer, batch, FIRST_OF_WINDOW)
 
@@ -271,9 +279,12 @@ class ProbedTrainer(ProbedTraining):
     def step(self, samples: int, meter: OriginMeter) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
         self._write(f"Looking for the largest micro-batch: step {next(self._steps)}, {samples} samples …")
-        chunks, window = self._setup.chunks, self._setup.rank_samples
+        chunks = self._setup.chunks
+        window = self._setup.rank_samples
         if chunks is not None:  # a phase ends with the loss, which may need more memory than a chunk
-            chunks.window, chunks.samples, chunks.on_recompute = window, samples, meter.mark
+            chunks.window = window
+            chunks.samples = samples
+            chunks.on_recompute = meter.mark
         try:
             batch, whole = self.batch(samples if chunks is None else window)
             meter.note_batch(tensors_in((whole, batch)))
@@ -311,12 +322,13 @@ class ProbedTrainer(ProbedTraining):
         if samples <= limit:
             return samples
         window = self._setup.rank_samples
-        chunks = min(-(-window // samples), -(-window // limit) - 1 if limit else window)
-        return -(-window // max(1, chunks))
+        most = ceil_div(window, limit) - 1 if limit else window
+        chunks = min(ceil_div(window, samples), most)
+        return ceil_div(window, max(1, chunks))
 
     def agree(self, value: bool) -> bool:
         """Return whether ``value`` is true on every rank."""
-        return ranks.sum_over_ranks(self.trainer, float(not value)) == 0
+        return value if self._setup.alone else ranks.sum_over_ranks(self.trainer, float(not value)) == 0
 
     def warm_up(self) -> bool:
         """Make what the first training step would, by a step on gradients of zeros: of all that is trained, if unseen.

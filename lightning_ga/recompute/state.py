@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_ga.batch.pytree import is_constant, same_values
+from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.copies import checksums, is_writable, refill
 from lightning_ga.snapshot.isolation import contained
@@ -66,6 +66,7 @@ class ForwardEffects:
         self._module = module
         self._name = name
         self._calls = 0
+        self._attributes: list[dict[str, Any]] = []  # of its parts
         self._flags: list[bool] = []  # of training
         self._looks = False  # whether the running call is a look at all
         self._changing: list[Any] = []  # what is copied before every call
@@ -78,11 +79,10 @@ class ForwardEffects:
     def before_call(self, given: Iterable[Any] = ()) -> StateBefore:
         """Return the state as a call begins, and that of generators among its arguments."""
         self._calls += 1
-        flags = [part.training for part in self._module.modules()]
+        flags = [own["training"] for own in self._attributes]
         is_due = not self._calls & (self._calls - 1) or flags != self._flags
         self._looks = is_due or any(own.get(name) is not value for own, name, value in self._values)
         if self._looks:
-            self._flags = flags
             self._look(is_due)
         return StateBefore([*self._changing, *given], self._quiet)
 
@@ -91,17 +91,18 @@ class ForwardEffects:
         self._changing = [*global_generators()]
         self._quiet = []
         self._values = []
+        self._attributes = [*map(vars, self._module.modules())]
+        self._flags = [own["training"] for own in self._attributes]
         seen: set[int] = set()
-        for part in self._module.modules():
-            own = vars(part)
+        for own in self._attributes:
             self._changing.append(own)
             for name in own.keys() - _LEFT:
                 value = own[name]
-                if not is_constant(value) or isinstance(value, Tensor):
+                content = vars(value) if _is_object(value) else value
+                found = [each for each in contained(content, seen) if _is_restorable(each)]
+                self._changing += found
+                if found and name != "_buffers":
                     self._values.append((own, name, value))
-                if _is_object(value):
-                    value = vars(value)
-                self._changing += [each for each in contained(value, seen) if _is_restorable(each)]
         if not is_due:
             self._watched = {}
             return
@@ -123,7 +124,7 @@ class ForwardEffects:
                 self._quiet = [each for each in self._quiet if each[0]._version == each[2]]
             return
         self._require_unchanged()
-        always = {id(each) for each in (*torch_generators(), *map(vars, self._module.modules()))}
+        always = {id(each) for each in (*torch_generators(), *self._attributes)}
         self._changing = []
         for thing, kept in before.copies:
             if id(thing) in always or id(thing) in self._known or not _is_same(thing, kept):

@@ -162,7 +162,8 @@ def with_own_containers(batch: Any, inside: tuple[int, ...] = ()) -> Any:
     """Copy the containers of a batch but not its tensors, because a step may pop labels from the batch."""
     if id(batch) in inside:  # an object may contain itself
         return batch
-    children, inside = open_container(batch), (*inside, id(batch))
+    children = open_container(batch)
+    inside = (*inside, id(batch))
     if children is not None:
         return rebuild(batch, [with_own_containers(child, inside) for _, child in children])
     if not hasattr(batch, "__dict__") or isinstance(batch, Tensor) or is_constant(batch):

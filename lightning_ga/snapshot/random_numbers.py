@@ -75,7 +75,8 @@ class RandomState:
     def __init__(self, others: Iterable[Any] = ()) -> None:
         generators = (*others, *torch_generators())
         self._states = [(generator, generator_state(generator)) for generator in generators]
-        self._numpy, self._python = np.random.get_state(legacy=False), random.getstate()
+        self._numpy = np.random.get_state(legacy=False)
+        self._python = random.getstate()
 
     def is_current(self) -> bool:
         """Return whether no random number was drawn since."""

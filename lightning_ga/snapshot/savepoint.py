@@ -46,7 +46,8 @@ class Savepoint:
     """
 
     def __init__(self, module: LightningModule, results: Callable[[], dict[str, Any]]) -> None:
-        self._module, self._results = module, results
+        self._module = module
+        self._results = results
         self._places = [(part._buffers, name) for part in module.modules() for name in part._buffers]
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._look()

@@ -1,12 +1,13 @@
 """Mistakes as they are typed: one sentence each, told before anything is trained."""
 
 import errno
+from inspect import signature
 
 import pytest
 import torch
 
-from lightning_ga import UserError
-from lightning_ga.app.errors import explain, of_values
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.app.errors import ARGUMENTS, explain, of_values
 
 COMPOSED = [  # what the configuration alone tells
     (["model=nope"], ["model=nope does not exist", "mlp, net, own, resnet34d, simclr, timm"]),
@@ -43,6 +44,7 @@ COMPOSED = [  # what the configuration alone tells
     (["trainer.max_epochs==3"], ["write trainer.max_epochs=3."]),
     (["accumulate.effective_batch_size=linear(1,2,steps=3)"], ["{_target_:linear,ARGUMENT:VALUE}"]),
     (["model=mlp,timm"], ["add -m to run each of them", "'model=[mlp,timm]'"]),
+    (["gradient_checkpointing=true"], ["write accumulate.checkpoint=auto."]),
     (["optimiser.lr=0.1"], ["did you mean optimizer.lr?"]),
     (["model=mlp", "model.optimizer.lr=0.5"], ["write optimizer.lr=0.5."]),
     (["model=mlp", "model.name=resnet50"], ["write model=timm model.name=resnet50."]),
@@ -93,7 +95,9 @@ BUILT = [  # what the classes say
     (["model=mlp", "accumulate.normalize=TargetTokens"], ["'accumulate.normalize={_target_:TargetTokens,key:1}'"]),
     (["model=gpt", "data=definitions", "model.heads=3"], ["model.heads=3 does not divide model.width=128"]),
     (["model=mlp", "accumulate.whole=[encoder]"], ["accumulate.whole= names 'encoder'"]),
-    (["model=mlp", "accumulate.memory_budget=1KiB"], ["accumulate.memory_budget='1KiB'", "activation checkpointing"]),
+    (["model=mlp", "accumulate.micro_batch_multiple=0"], ["accumulate.micro_batch_multiple=0 must be at least 1"]),
+    (["model=mlp", "checkpoint_every=fast"], ["checkpoint_every='fast' is neither", "write 20, '30s' or '5min'"]),
+    (["model=mlp", "accumulate.memory_budget=1KiB"], ["accumulate.memory_budget='1KiB'", "accumulate.checkpoint="]),
     (["model=mlp", "optimized_metric=val/accuracy"], ["write optimized_metric=val/acc,"]),
 ]
 RELATED = [  # of the same kinds as rows above
@@ -143,6 +147,11 @@ def test_sentences_of_the_callback_name_the_keys_of_the_line():
         UserError('give normalize= a function, such as lightning_ga.weights.Samples(), or whole=("a", "b").')
     )
     assert told == 'give accumulate.normalize= a function, such as Samples, or accumulate.whole=["a", "b"].'
+
+
+def test_every_argument_of_the_callback_is_a_key_of_the_line():
+    """But for ``accumulate=``, also a group of the line, which is told apart by its value, and one that was removed."""
+    assert {*ARGUMENTS} == {*signature(AutoAccumulate).parameters} - {"accumulate", "scale_beta2"}
 
 
 def test_traceback_shows_an_error_in_full(command):

@@ -27,6 +27,7 @@ LINES = [
     ("--print_config", "--cfg job."),
     ("/data/imagenet --model-ema --amp", "data.root=/data/imagenet callbacks=[default,ema] precision=bf16-mixed."),
     ("classify train model=mlp", "write task=fit."),
+    ("--grad-checkpointing --save-steps 500", "write accumulate.checkpoint=auto checkpoint_every=500."),
     ("--hlep", "did you mean --help?"),
     ("--none-of-any 3", "keys are set as KEY=VALUE, without dashes; --help lists them."),
     ("trainer.max_epochs = 3", "without blanks around the =."),

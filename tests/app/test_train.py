@@ -153,6 +153,8 @@ def test_two_ranks_share_an_effective_batch(tmp_path):
     run = forked(as_module, *arguments, environment=environment, folder=tmp_path)
     assert run.code == 0, run.output
     assert run.output.count("Plan") == 1
+    assert run.output.count("GLOBAL_RANK: 0") == 1
+    assert "[HYDRA]" not in run.output, "the other rank tells nothing"
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]
     assert (plan["effective_batch_size"], plan["world_size"], plan["factor"]) == (32, 2, 2)
     steps = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]

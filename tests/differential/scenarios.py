@@ -663,7 +663,10 @@ SCENARIOS: dict[str, Row] = {
     # Stock Lightning reads the data from the start again, so a training that was not interrupted is the oracle.
     **{
         f"resumed_{place}_of_{who}_by_us": Row(
-            train=partial(resumed, *when), with_callback=by, oracle=f"not_interrupted_for_{place}"
+            train=partial(resumed, *when),
+            with_callback=by,
+            oracle=f"not_interrupted_for_{place}",
+            trainer={"accumulate_grad_batches": when[1]},
         )
         for place, when in PLACES.items()
         for who, by in (("stock", (1,)), ("us", (0, 1)))

@@ -1,5 +1,6 @@
 """``checkpoint=``: where not one sample fits, submodules are computed again. The oracle has memory enough."""
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,9 @@ def test_without_it_the_error_names_it_first() -> None:
 
 
 def test_if_no_set_fits_the_error_says_what_all_take() -> None:
-    with pytest.raises(UserError, match="all submodules computed again that can be, a step takes at least 512,0"):
+    with pytest.raises(UserError, match="all submodules computed again that can be, a step takes at least 512,0") as error:
         train("500KiB", checkpoint="auto")
+    assert "more memory is needed; train in a lower precision, use a smaller model, or shard" in str(error.value)
 
 
 def test_names_are_always_computed_again(oracle: list[Tensor]) -> None:
@@ -287,6 +289,63 @@ def test_one_rank_alone_computes_again(tmp_path: Path) -> None:
     (plain, _, gradients, one), (*_, other) = on_ranks(of_one_rank, tmp_path)
     assert worst_error(gradients, plain) <= 1e-12
     assert min(one, other) == 0 < max(one, other)
+
+
+def of_small_rank() -> list[Any]:
+    """One sample does not fit on the second rank alone."""
+    found: list[Any] = []
+    for budgets in ((PLENTY, PLENTY), ("2MiB", "700KiB")):
+        callback = AutoAccumulate(effective_batch_size=8, verify=False, cache=False, checkpoint="auto", shares="memory")
+        module = Deep()
+        with limit_memory(budgets[int(os.environ["RANK"])]):
+            fit(DataLoader(Samples(24), batch_size=4), callback, module=module, max_epochs=1, **ddp())
+        found += [module.all_gradients, callback.probe]
+    return found
+
+
+@pytest.mark.distributed
+def test_a_rank_of_little_memory_computes_again_for_a_share_of_its_own(tmp_path: Path) -> None:
+    (plain, _, gradients, one), (*_, other) = on_ranks(of_small_rank, tmp_path)
+    assert worst_error(gradients, plain) <= 1e-12
+    assert one.recomputed is None
+    assert other.recomputed is not None
+    assert one.limit >= other.limit
+
+
+class Without(Lengths):
+    """Trains on all but giants, of which each micro-batch counts none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        is_kept = batch[2] < 100
+        if not is_kept.any():
+            return 0.0 * sum(parameter.sum() for parameter in self.parameters())
+        return super().training_step([each[is_kept] for each in batch], batch_idx)
+
+
+def kept(batch: Any) -> int:
+    return int((batch[2] < 100).sum())
+
+
+def leaving_out() -> list[Any]:
+    found = []
+    for budget, module, given in (("1GiB", Without(), {"normalize": kept}), ("800KiB", Lengths(), {"on_oom": "skip"})):
+        callback = AutoAccumulate(verify=False, cache=False, micro_batch_size=2, **given)
+        with limit_memory(budget):
+            loader = DataLoader(Giants(64, 64), batch_size=2, collate_fn=padded, shuffle=False)
+            fit(loader, callback, module=module, max_epochs=1, default_root_dir="left_out", **ddp())
+        found += [module.all_gradients, callback.oom_events]
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_stay_in_step_when_one_leaves_out_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks = on_ranks(leaving_out, tmp_path)
+    for plain, _, gradients, _ in ranks:
+        assert worst_error(gradients, plain) <= 1e-12
+    assert sorted(events > 0 for *_, events in ranks) == [False, True]
+    (row,) = (tmp_path / "left_out" / "skipped.csv").read_text().splitlines()[1:]
+    assert row.split(",")[3] == "5"
 
 
 def of_rank() -> list[Any]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
+from lightning_ga.elastic import CheckpointEvery, newest_checkpoint
 
 pytestmark = pytest.mark.distributed
 
@@ -94,6 +95,27 @@ def test_memory_running_out_ends_in_one_sentence(rank: str, tmp_path: Path) -> N
     assert "max_micro_batch_size" in done.output
     assert "CUDA out of memory" in done.output  # the cause is told too
     assert not list(tmp_path.glob("rank*.pt"))
+
+
+def continued(checkpoints: Path, max_steps: int) -> list[torch.Tensor]:
+    """The gradients of the steps up to this one, from the newest checkpoint on; each step leaves one."""
+    module = Sharded()
+    ranks = int(os.environ["WORLD_SIZE"])
+    strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend="gloo")
+    callbacks = (AutoAccumulate(effective_batch_size=16, micro_batch_size=3), CheckpointEvery(checkpoints, 1))
+    settings = {"strategy": strategy, "devices": ranks, "max_steps": max_steps}
+    loader = DataLoader(Samples(53), 8, shuffle=True)
+    fit(loader, *callbacks, module=module, ckpt_path=newest_checkpoint(checkpoints), **settings)
+    return module.gradients
+
+
+def test_sharded_checkpoints_continue_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """In mid-epoch, on two ranks, then three; the last two are kept, whole."""
+    windows = [w for epoch in range(2) for w in cut(permutation(53, 7, epoch), 16)]
+    gradients = on_ranks(continued, tmp_path / "two", tmp_path / "checkpoints", 3)[0]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-2.ckpt", "step-3.ckpt"]
+    gradients += on_ranks(continued, tmp_path / "three", tmp_path / "checkpoints", 8, ranks=3)[0]
+    assert worst_error(gradients, plain_loop(Samples(53), windows)) <= 1e-12
 
 
 class Replicated(Sharded):

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation, plan_in_step, split_evenly
+from lightning_ga.plan.accumulation import (
+    LEAST_GAIN,
+    AccumulationPlan,
+    plan_accumulation,
+    plan_in_step,
+    plan_unequal_shares,
+    ratio_of_speeds,
+    split_evenly,
+    split_in_proportion,
+)
 
 WORLD_SIZES = st.integers(1, 9)
 LIMITS = st.integers(1, 70)
@@ -83,3 +92,47 @@ def test_a_plan_reads_as_a_sentence_and_cannot_be_changed() -> None:
     assert str(plan_accumulation(9, micro_batch=2)) == "effective batch 9 in 5 micro-batches of at most 2, factor 5"
     with pytest.raises(AttributeError):
         AccumulationPlan(1, 1, 1, 1, ((1,),)).factor = 2  # type: ignore[misc]
+
+
+SPEEDS = st.lists(st.floats(1e-3, 1e6), min_size=2, max_size=6)
+
+
+@given(SPEEDS, st.data())
+def test_shares_follow_speeds_if_a_window_is_shorter(speeds: list[float], data: st.DataObject) -> None:
+    """No window lasts longer than with the shares before, or than the best by more than what is worth no change."""
+    before = tuple(data.draw(st.lists(st.integers(1, 9), min_size=len(speeds), max_size=len(speeds))))
+    ratio = ratio_of_speeds(speeds, before=before)
+    assert ratio_of_speeds(speeds, before=ratio) == ratio, "a second time changes nothing"
+
+    def seconds(parts: tuple[int, ...]) -> float:
+        return max(part / sum(parts) / speed for part, speed in zip(parts, speeds))
+
+    best = 1 / sum(speeds)
+    if ratio == before:
+        assert seconds(before) <= best * (1 + LEAST_GAIN) * (1 + 1e-9)
+    elif min(speeds) * 10_000 > sum(speeds):
+        assert seconds(ratio) < seconds(before)
+
+
+def test_an_unknown_speed_leaves_the_ratio() -> None:
+    assert ratio_of_speeds((0.0, 8.0), before=(2, 1)) == (2, 1)
+
+
+@given(st.integers(0, 500), st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 4))
+def test_a_split_in_proportion_is_near_it(total: int, ratio: list[int], multiple: int) -> None:
+    """Off by a multiple at most; if the ratio is that of limits which hold all, within these."""
+    sizes = split_in_proportion(total, tuple(ratio), multiple)
+    assert sum(sizes) == total
+    assert all(abs(size - total * part / sum(ratio)) < 2 * multiple for size, part in zip(sizes, ratio))
+    if multiple == 1 and total <= sum(ratio):
+        assert all(size <= part for size, part in zip(sizes, ratio))
+
+
+@given(st.integers(4, 300), st.lists(st.integers(1, 40), min_size=2, max_size=4), st.data())
+def test_a_rank_cuts_its_share_within_its_own_limit(effective: int, limits: list[int], data: st.DataObject) -> None:
+    ratio = tuple(data.draw(st.lists(st.integers(1, 99), min_size=len(limits), max_size=len(limits))))
+    rank = data.draw(st.integers(0, len(limits) - 1))
+    plan = plan_unequal_shares(effective, limits=tuple(limits), ratio=ratio, rank=rank, multiple=1)
+    assert [sum(chunks) for chunks in plan.chunks] == [*split_in_proportion(effective, ratio)]
+    assert all(max(chunks) <= limit for chunks, limit in zip(plan.chunks, limits))
+    assert (plan.micro_batch_size, plan.factor) == (plan.chunks[rank][0], len(plan.chunks[rank]))

@@ -104,3 +104,23 @@ def test_micro_batches_are_multiples_if_the_window_allows(total, size, micro_bat
             odd = [each for each in sizes if each % multiple]
             assert len(odd) == (windows[0].samples % multiple > 0)
             assert max(sizes) - min(sizes) < 3 * multiple
+
+
+@given(TOTALS, SIZES, st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 3))
+def test_unequal_shares_are_in_proportion(total, size, limits, multiple):
+    """Each sample is in one micro-batch within its rank's limit; a share is off by less than two multiples."""
+    limits = tuple(limits)
+    ranks = range(len(limits))
+    plans = [
+        EpochPlan(RegularWindows(total, size), limits[rank], len(limits), multiple, limits, rank) for rank in ranks
+    ]
+    for number in range(plans[0].count):
+        windows = [plan.window(number, rank) for rank, plan in enumerate(plans)]
+        places = []
+        for plan, window, limit in zip(plans, windows, limits):
+            assert max(window.sizes) <= limit
+            assert len(window.sizes) == plan.factor_of(number)
+            ideal = window.samples * limit / sum(limits)
+            assert abs(sum(window.sizes) - ideal) < 2 * multiple
+            places += [place for at, some in enumerate(window.sizes) if some for place in plan.places(window, at)]
+        assert places == list(range(windows[0].start, windows[0].end))

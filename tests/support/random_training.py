@@ -711,6 +711,11 @@ def accumulate(recipe: Recipe, course: Course) -> AutoAccumulate:
     return AutoAccumulate(**arguments, **recipe.windows.arguments, verify=recipe.verify)
 
 
+def cause_of(ours: AutoAccumulate) -> str | None:
+    """What has been measured of a fit."""
+    return ours.exactness.cause if ours.exactness else None
+
+
 def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) -> Outcome:
     """One life of the recipe in a Trainer, from the checkpoint at the path or up to it."""
     module, ours = (Moving if recipe.transfers else Program)(recipe), accumulate(recipe, course)
@@ -722,6 +727,7 @@ def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) ->
         settings |= ddp()
     pl.seed_everything(99 if resumes else SEED, verbose=False)
     Machine.in_use = machine
+    first_cause = None
     try:
         with (
             warnings.catch_warnings(record=True) as caught,
@@ -733,6 +739,7 @@ def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) ->
             data = loader(recipe)
             trainer.fit(module, data, ckpt_path=path if resumes else None)
             if recipe.first_fit:
+                first_cause = cause_of(ours)
                 trainer.fit_loop.max_epochs = recipe.epochs
                 trainer.fit(module, data)
     finally:
@@ -746,7 +753,7 @@ def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) ->
         logged=machine.logged,
         seen=int(module.seen),
         largest=max(machine.sizes, default=0),
-        cause=ours.exactness.cause if ours.exactness else None,
+        cause=cause_of(ours) or first_cause,  # a fit that cuts nothing measures nothing
         told=tuple(text for text, is_told in texts if is_told and "The effective batch of" not in text),
         ran_out=tuple(text for text, _ in texts if "Memory ran out in training" in text),
     )
