@@ -198,6 +198,8 @@ def copied_if_possible(batch: Any) -> Any:
 
 
 def _is_cloned(tensor: Tensor) -> bool:
+    """Return whether a tensor is copied by an operation, which meters of memory see, as they do not see deep copies."""
     if tensor.is_nested or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return tensor.is_nested
-    return tensor._is_view() or tensor.untyped_storage().nbytes() > tensor.nbytes
+    is_plain = not tensor.requires_grad and not vars(tensor)
+    return is_plain or tensor._is_view() or tensor.untyped_storage().nbytes() > tensor.nbytes

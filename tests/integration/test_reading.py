@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import Regression, Samples, fit, worst_error
+from reference import Regression, Samples, SizedStreamOf, fit, worst_error
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_ga import AutoAccumulate
@@ -231,3 +231,15 @@ def test_a_worker_of_a_loader_that_is_set_up_again_goes_on(limit: dict[str, int]
     ours = train(AutoAccumulate(cache=False, **limit))
     assert sum((each for _, each in ours.micro_batches), []) == sum((each for _, each in stock.micro_batches), [])
     assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+
+
+def test_the_first_batch_of_training_takes_as_much_in_a_trial_as_one_that_is_made() -> None:
+    """The batch counts, whether it is collated for the trial or copied from the one that training reads."""
+    peaks = []
+    for data in (Samples(48), SizedStreamOf(Samples(48))):
+        accumulate = AutoAccumulate(cache=False, memory_budget="1MiB")
+        fit(DataLoader(data, 8), accumulate, max_epochs=1)
+        assert accumulate.probe is not None
+        assert accumulate.probe.limit == 8
+        peaks.append(accumulate.probe.peak_bytes)
+    assert peaks[0] == peaks[1]
