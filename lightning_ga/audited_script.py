@@ -16,7 +16,7 @@ from unittest import mock
 
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules import module as hooks
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.audit import Audit
@@ -39,8 +39,10 @@ def audit_script(path: Path, arguments: Sequence[str], *, most: int) -> Audit:
             with suppress(ImportError):  # the older name may not be installed
                 trainer = import_module(library).Trainer
                 stack.enter_context(mock.patch.object(trainer, "fit", partialmethod(short_fit, trainer.fit, calls)))
-        stack.callback(register_module_forward_pre_hook(calls.before_forward).remove)
-        stack.callback(register_module_forward_hook(calls.after_forward, with_kwargs=True).remove)
+        # The handle of torch 2.15 leaves its number there, and ``torch.compile`` then warns of a hook that is gone.
+        stack.enter_context(mock.patch.dict(hooks._global_forward_hooks_with_kwargs))
+        stack.callback(hooks.register_module_forward_pre_hook(calls.before_forward).remove)
+        stack.callback(hooks.register_module_forward_hook(calls.after_forward, with_kwargs=True).remove)
         with suppress(EnoughError):
             runpy.run_path(str(path), run_name="__main__")
         return calls.audit()

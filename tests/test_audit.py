@@ -517,3 +517,11 @@ def test_a_script_without_a_training_that_can_be_seen_is_refused(tmp_path: Path)
     )
     with pytest.raises(UserError, match="automatic_optimization=False"):
         main([str(tmp_path / "script.py"), "8"])
+
+
+def test_a_script_leaves_no_hooks_behind(tmp_path: Path) -> None:
+    """``torch.compile`` warns of global hooks, and warnings are errors here."""
+    (tmp_path / "script.py").write_text(PLAIN)
+    assert main([str(tmp_path / "script.py"), "3"]) == 0
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    assert compiled(torch.ones(3, 2)).shape == (3, 2)

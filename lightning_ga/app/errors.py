@@ -20,7 +20,7 @@ LONGEST = 600  # signs of a library's message: names of weights may be many
 ARGUMENTS = (  # of AutoAccumulate, as its messages name them
     *("effective_batch_size", "micro_batch_size", "max_micro_batch_size", "micro_batch_multiple", "objective"),
     *("memory_budget", "normalize", "micro_batching", "on_oom", "batch_norm", "whole", "size_of", "checkpoint"),
-    *("scale_lr", "verify", "cache"),
+    *("scale_lr", "verify", "cache", "shares"),
 )
 REMEDIES = {  # what libraries say without a way out
     r"No supported \w+ backend found": "use trainer.accelerator=auto, which takes what there is, or trainer=cpu.",
