@@ -7,7 +7,6 @@ import io
 import os
 import re
 import zipfile
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,11 +130,18 @@ def resumable_steps(path: Path) -> int | None:
         content = read_safely(record)
         return int(content["global_step"]) if "loops" in content else None
     except UserError:
-        with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(record) as archive:
-            return 0 if archive.testzip() is None else None
-    except (LookupError, TypeError):
-        pass
-    return None
+        return 0 if is_whole_archive(record) else None
+    except (LookupError, TypeError):  # a file of other things than a training's state
+        return None
+
+
+def is_whole_archive(path: Path) -> bool:
+    """Return whether a file is an archive, as ``torch.save`` writes one, with all of its bytes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):  # cut off, or no archive
+        return False
 
 
 def read_safely(path: Path) -> Any:

@@ -161,6 +161,9 @@ def test_what_a_killed_process_has_half_written_is_removed_by_the_next_checkpoin
     )
 
 
-def test_other_processes_get_no_thread():
+def test_other_processes_get_no_thread(tmp_path):
+    """A copy has a thread of its own, and writes whole checkpoints."""
     writer = pickle.loads(pickle.dumps(BackgroundWriter()))
+    writer.save_checkpoint({"weight": torch.ones(2)}, tmp_path / "step-1.ckpt.part")
     writer.wait()
+    assert torch.load(tmp_path / "step-1.ckpt")["weight"].equal(torch.ones(2))
