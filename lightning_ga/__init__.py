@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_ga import audit as audit
     from lightning_ga import callbacks as callbacks
+    from lightning_ga import counters as counters
     from lightning_ga import data as data
     from lightning_ga import elastic as elastic
     from lightning_ga import models as models
@@ -34,13 +35,24 @@ if TYPE_CHECKING:
     from lightning_ga.plan.exactness import Exactness as Exactness
     from lightning_ga.plan.records import ProbeResult as ProbeResult
     from lightning_ga.plan.records import Trial as Trial
-    from lightning_ga.probe.finder import find_micro_batch as find_micro_batch
+    from lightning_ga.probe.probed_loop import find_micro_batch as find_micro_batch
     from lightning_ga.recompute.wrapper import recomputed as recomputed
 
 __version__ = version("lightning_ga")
 
 _MODULES = (
-    *("audit", "callbacks", "data", "elastic", "models", "report", "schedule", "split", "testing", "train", "weights"),
+    "audit",
+    "callbacks",
+    "counters",
+    "data",
+    "elastic",
+    "models",
+    "report",
+    "schedule",
+    "split",
+    "testing",
+    "train",
+    "weights",
 )
 _HOMES = {
     "AccumulationPlan": "plan.accumulation",
@@ -51,7 +63,7 @@ _HOMES = {
     "ProbeResult": "plan.records",
     "Trial": "plan.records",
     "UserError": "errors",
-    "find_micro_batch": "probe.finder",
+    "find_micro_batch": "probe.probed_loop",
     "in_chunks": "chunks",
     "is_out_of_memory": "memory.oom",
     "measure_batch_size": "batch_size",

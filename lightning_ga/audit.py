@@ -13,8 +13,8 @@ import torch
 
 from lightning_ga.audited_script import audit_script
 from lightning_ga.errors import UserError, printable
-from lightning_ga.plan.audit import Audit, AuditStep
-from lightning_ga.plan.weights import Samples
+from lightning_ga.plan.audit_verdicts import Audit, AuditStep
+from lightning_ga.plan.window_weights import Samples
 from lightning_ga.step_weights import Promotion, Reads, Recorder, in_double, measured
 
 __all__ = ["Audit", "AuditStep", "audit"]

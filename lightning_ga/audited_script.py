@@ -19,8 +19,8 @@ from torch.nn import Module
 from torch.nn.modules import module as hooks
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.audit import Audit
-from lightning_ga.plan.weights import Samples, TargetTokens
+from lightning_ga.plan.audit_verdicts import Audit
+from lightning_ga.plan.window_weights import Samples, TargetTokens
 from lightning_ga.step_weights import LOWER, Promotion, Reads, Recorder, in_double, measured
 
 

@@ -15,11 +15,11 @@ from lightning_ga.fit import messages
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.fit import Fit
 from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.batch_schedule import ScheduleLike
 from lightning_ga.plan.config import ScaleLr, read_arguments
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import Fits, ProbeResult
-from lightning_ga.plan.schedule import ScheduleLike
-from lightning_ga.plan.state import RunState
+from lightning_ga.plan.run_state import RunState
 
 
 class AutoAccumulate(Callback):
@@ -50,7 +50,7 @@ class AutoAccumulate(Callback):
         memory_budget: The memory that training may use: ``None`` for what the device has free, a
             fraction of its memory, bytes, or text such as ``"10GiB"``.
         normalize: ``"samples"`` weights each micro-batch by its samples. A callable that counts the
-            items of a batch, such as ``lightning_ga.weights.TargetTokens()``, makes it exact for a
+            items of a batch, such as ``lightning_ga.counters.TargetTokens()``, makes it exact for a
             loss that is a mean over these. ``None`` leaves Lightning's division by the factor.
         micro_batching: Where batches are cut: ``"loader"`` lets a map-style DataLoader yield micro-batches, each of
             them a batch for callbacks and counters; batches of other data are cut in the step. ``"step"`` cuts all

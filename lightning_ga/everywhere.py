@@ -66,6 +66,6 @@ def read(variable: str, given: str) -> dict[str, Any]:
         try:
             arguments[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            counters = import_module("lightning_ga.weights")
+            counters = import_module("lightning_ga.counters")
             arguments[name] = getattr(counters, value)() if value in counters.__all__ else value
     return arguments

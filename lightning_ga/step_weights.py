@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.audit import Audit, AuditStep, judge
+from lightning_ga.plan.audit_verdicts import Audit, AuditStep, judge
 
 EXPLAINED = 1e-6  # largest relative residual of weights that explain a gradient
 NO_WEIGHT = 1e-5  # relative to the largest weight

@@ -22,8 +22,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightning_ga.app.errors import explain
 from lightning_ga.app.folders import FOLDER, done_before, report_sweep
+from lightning_ga.app.mistakes import explain
 from lightning_ga.app.other_tools import check_words, config_folder
 from lightning_ga.app.own_process import run_apart
 from lightning_ga.app.settings import check_typed, read_settings, shown, unread_groups

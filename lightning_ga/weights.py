@@ -1,8 +1,8 @@
-"""Callables for ``normalize=``: the public path of ``plan.weights``.
+"""The first name of ``lightning_ga.counters``, which recipes of before still use.
 
-Tested in tests/plan/test_weights.py.
+Tested in tests/test_public.py.
 """
 
-from lightning_ga.plan.weights import AttentionMaskTokens, Samples, TargetTokens, count_items
+from lightning_ga.counters import AttentionMaskTokens, Samples, TargetTokens, count_items
 
 __all__ = ["AttentionMaskTokens", "Samples", "TargetTokens", "count_items"]

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError, everywhere
-from lightning_ga.weights import TargetTokens
+from lightning_ga.counters import TargetTokens
 
 GROUPS = {
     "lightning.pytorch.callbacks_factory": "lightning.fabric.utilities.registry",

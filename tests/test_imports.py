@@ -33,7 +33,7 @@ MOST_ROOMS, MOST_ARROWS = 13, 31
 """Of folders and the callback. ``errors.py`` is a vocabulary for all of them, and not counted."""
 BESIDE = ("models", "data", "app", "train", "report")
 """Of the command line; they know nothing of the callback, which Hydra binds them to."""
-PUBLIC = ("__init__", "schedule", "split", "testing", "weights")
+PUBLIC = ("__init__", "counters", "schedule", "split", "testing", "weights")
 """Paths that code outside uses."""
 HEAVY = {"hydra", "omegaconf", "timm", "matplotlib", "sklearn", "rich"}
 

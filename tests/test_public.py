@@ -18,7 +18,7 @@ from lightning_ga import AutoAccumulate, UserError
 def test_every_public_name_is_there() -> None:
     for name in lightning_ga.__all__:
         assert getattr(lightning_ga, name).__name__ == name
-    for name in ("audit", "data", "models", "report", "schedule", "split", "testing", "train", "weights"):
+    for name in ("audit", "counters", "data", "models", "report", "schedule", "split", "testing", "train", "weights"):
         assert lightning_ga.__getattr__(name).__name__ == f"lightning_ga.{name}"
         assert name in dir(lightning_ga)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

@@ -15,13 +15,13 @@ import torch
 
 import lightning_ga
 from lightning_ga import AccumulationPlan, AutoAccumulate, ProbeResult, Trial, UserError, find_micro_batch
+from lightning_ga.counters import TargetTokens
 from lightning_ga.testing import limit_memory
-from lightning_ga.weights import TargetTokens
 
 
 def test_public_names_have_types() -> None:
     """Public modules need no import of their own; numbers, mappings and callables go where signatures say so."""
-    assert_type(lightning_ga.weights.TargetTokens(), TargetTokens)
+    assert_type(lightning_ga.counters.TargetTokens(), TargetTokens)
     plan = lightning_ga.plan_accumulation(256, micro_batch=48, world_size=2)
     assert_type(plan, AccumulationPlan)
     assert_type(plan.chunks, tuple[tuple[int, ...], ...])

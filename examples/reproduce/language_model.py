@@ -15,9 +15,9 @@ from examples.reproduce.gradients import GradientWatch, relative_error
 from examples.reproduce.pictures import moving_mean
 from examples.reproduce.recipe import Column, Measured, Result, Setup, Task
 from lightning_ga import AutoAccumulate
+from lightning_ga.counters import TargetTokens
 from lightning_ga.data.sets import pad
 from lightning_ga.models import GPT
-from lightning_ga.weights import TargetTokens
 
 NAME = "language_model"
 TITLE = "Definitions, a small GPT: token weights"
@@ -30,7 +30,7 @@ COLUMNS = {
 }
 WINDOW, COMPARED, LEFT = 32, 4, 12  # texts of a window; windows whose gradients are compared; texts of the last one
 WHOLE, BY_TOKENS, BY_LENGTH, NAIVE = "32 whole", "token weights", "by length", "mean of means"
-COUNTED = "{_target_: lightning_ga.weights.TargetTokens}"
+COUNTED = "{_target_: lightning_ga.counters.TargetTokens}"
 NORMALIZE = {BY_TOKENS: COUNTED, BY_LENGTH: COUNTED, NAIVE: "null"}
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from lightning_ga.app.errors import one_line
+from lightning_ga.app.mistakes import one_line
 from lightning_ga.errors import UserError
 
 LIBRARIES = ("lightning", "pytorch_lightning", "torch", "lightning_ga")  # their annotations are true

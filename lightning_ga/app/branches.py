@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from lightning_ga.app import build
-from lightning_ga.app.progress import quiet_lightning
+from lightning_ga.app.progress_lines import quiet_lightning
 from lightning_ga.app.run_files import CONFIG, PLAN, read_json
 from lightning_ga.app.terminal import interruptions_reported
 from lightning_ga.errors import UserError

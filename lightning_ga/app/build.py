@@ -20,17 +20,17 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.app.arguments import check_arguments
-from lightning_ga.app.errors import chain, is_named
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
+from lightning_ga.app.mistakes import chain, is_named
 from lightning_ga.app.pictures import Pictures
 from lightning_ga.app.plan_report import PlanReport, schedule_text
-from lightning_ga.app.progress import EpochLine, quiet_lightning
+from lightning_ga.app.progress_lines import EpochLine, quiet_lightning
 from lightning_ga.app.settings import Progress, Settings, Task
 from lightning_ga.checkpoints import AtomicCheckpointIO
 from lightning_ga.elastic import CheckpointEvery
 from lightning_ga.errors import UserError
-from lightning_ga.plan.schedule import PiecewiseSchedule, as_schedule
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule, as_schedule
 
 GET = "hydra.utils.get_method"
 NO_VALUES = ("Schedule", "ScheduleLike", "as_schedule", "count_items")  # of the public names of schedules and weights

@@ -15,7 +15,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.errors import explain, one_line
+from lightning_ga.app.mistakes import explain, one_line
 from lightning_ga.app.run_files import PLAN, RESULT, read_config, read_json
 from lightning_ga.app.settings import Config
 from lightning_ga.app.terminal import columns, is_first_rank, number, report_error

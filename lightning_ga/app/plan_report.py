@@ -7,14 +7,14 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_ga.app.errors import on_the_line
+from lightning_ga.app.mistakes import on_the_line
 from lightning_ga.app.plots import probe_figure
 from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import columns, log
 from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import Fits, ProbeResult
-from lightning_ga.plan.schedule import PiecewiseSchedule
 from lightning_ga.plan.units import counted, format_bytes
 
 MOST_CHANGES = 5  # of a schedule that are shown

@@ -21,13 +21,13 @@ from sklearn.metrics import classification_report
 
 from lightning_ga.app import ckpt_path
 from lightning_ga.app.build import Fit, build
-from lightning_ga.app.errors import one_line
 from lightning_ga.app.export import save_weights
 from lightning_ga.app.folders import continues, roots_of_runs
+from lightning_ga.app.mistakes import one_line
 from lightning_ga.app.page import measures, write_page
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import curves_figure
-from lightning_ga.app.progress import quiet_lightning
+from lightning_ga.app.progress_lines import quiet_lightning
 from lightning_ga.app.run_files import (
     CONFIG,
     CONFUSION,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from lightning_ga.app.errors import chain
+from lightning_ga.app.mistakes import chain
 from lightning_ga.errors import RankError, printable
 
 log = logging.getLogger("lightning_ga.app")

@@ -167,7 +167,7 @@ class Definitions(Loaded):
 
     They are the 21,844 English definitions of nouns, 6 to 431 characters long, that timm ships.
     A batch is a mapping: ``tokens`` ``(batch, length)``, and ``labels``, the token after each, -100 for padding.
-    ``lightning_ga.weights.TargetTokens()`` counts the tokens that the loss is a mean over.
+    ``lightning_ga.counters.TargetTokens()`` counts the tokens that the loss is a mean over.
 
     Args:
         max_length: Most tokens of a text, the end included; the rest of a longer text is left out.

@@ -16,9 +16,9 @@ from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import IN_A_PIECE
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
-from lightning_ga.fit.windows import FitParts
+from lightning_ga.fit.window_protocol import FitParts
 from lightning_ga.memory.oom import is_out_of_memory
-from lightning_ga.plan.pieces import piece_sizes
+from lightning_ga.plan.piece_sizes import piece_sizes
 
 
 class WholePasses:

@@ -11,10 +11,10 @@ from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
 from lightning_ga.fit.retry import go_back
 from lightning_ga.loading.samples import Samples
-from lightning_ga.loading.trials import BatchCutter
+from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.pieces import halved, piece_sizes
+from lightning_ga.plan.piece_sizes import halved, piece_sizes
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
 from lightning_ga.snapshot.savepoint import Savepoint
 

@@ -16,26 +16,26 @@ from lightning_ga.compat import loaders, ranks
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.replicas import AnyExchange, exchange_of
 from lightning_ga.compat.step_values import StepValues
-from lightning_ga.fit.data import TrainingData
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.left_out import MOST_OF_EPOCH, LeftOut
+from lightning_ga.fit.limit import NO_LIMIT, Limit
 from lightning_ga.fit.messages import OomReporter, check_automatic, check_shares, check_trainer, check_unequal_passes
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.rewind import Rewinder
+from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.verdict import Verdict
-from lightning_ga.fit.windows import Windows, require_possible
+from lightning_ga.fit.window_protocol import Windows, require_possible
 from lightning_ga.memory.device import enforced_budget, is_emulated, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import INEXACT
-from lightning_ga.plan.state import RunState
+from lightning_ga.plan.run_state import RunState
 from lightning_ga.plan.units import format_bytes, parse_budget
-from lightning_ga.probe.limit import NO_LIMIT, Limit
+from lightning_ga.probe.probed_trainer import TrainingSetup
 from lightning_ga.probe.prober import older_objects_frozen
-from lightning_ga.probe.trials import TrainingSetup
 
 
 class Fit:

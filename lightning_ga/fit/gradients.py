@@ -15,7 +15,7 @@ from lightning_ga.compat import gradient_dtype, ranks
 from lightning_ga.compat.step_values import Counted
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.plan.config import Normalize
-from lightning_ga.plan.weights import KnownWindow, LateWindow, WindowWeights, count_items
+from lightning_ga.plan.window_weights import KnownWindow, LateWindow, WindowWeights, count_items
 from lightning_ga.plan.windows import Window
 from lightning_ga.snapshot.copies import coalesce_gradients, scale_gradients, sparse_parameters
 

@@ -16,14 +16,14 @@ from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_passes import WholePasses
-from lightning_ga.fit.windows import FitParts
-from lightning_ga.loading.sized import SampleSizes
+from lightning_ga.fit.window_protocol import FitParts
+from lightning_ga.loading.sample_sizes import SampleSizes
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.loading.trials import TrialBatches
+from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation
+from lightning_ga.plan.batch_schedule import Growth
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
-from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import NO_WINDOW
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.plan.recipe import RecipeEpoch
-from lightning_ga.plan.state import Position, RunState
+from lightning_ga.plan.run_state import Position, RunState
 
 
 class Progress:

@@ -20,13 +20,13 @@ from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
+from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.retry import go_back
-from lightning_ga.fit.windows import Windows
+from lightning_ga.fit.window_protocol import Windows
 from lightning_ga.memory.allocator import RepeatedRetries
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, may_be_out_of_memory, release
-from lightning_ga.plan.pieces import halved
-from lightning_ga.probe.limit import Limit
+from lightning_ga.plan.piece_sizes import halved
 from lightning_ga.snapshot.kept_batch import undo
 from lightning_ga.snapshot.savepoint import Savepoint
 

@@ -13,10 +13,10 @@ from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_passes import BatchPasses
-from lightning_ga.fit.windows import FitParts
+from lightning_ga.fit.window_protocol import FitParts
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.loading.trials import TrialBatches
+from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of, plan_in_step
 from lightning_ga.plan.recipe import Recipe, RecipeEpoch, WindowSpan
 from lightning_ga.snapshot.kept_batch import KeptBatch

@@ -14,7 +14,7 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.exactness.measure import Moments, measure, measure_at_start
-from lightning_ga.loading.trials import BatchCutter, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import Exactness, combined, is_inexact, warning

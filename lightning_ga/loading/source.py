@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_ga.errors import UserError
 from lightning_ga.loading.orders import FromSampler, Order, Sequential
 from lightning_ga.loading.rebatch import SourceSettings, read_order, rebatch, why_in_step
+from lightning_ga.loading.sample_sizes import SampleSizes, SizeOf
 from lightning_ga.loading.sampler import WindowBatchSampler, listed
 from lightning_ga.loading.samples import Samples
-from lightning_ga.loading.sized import SampleSizes, SizeOf
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.plan.accumulation import (
     AccumulationPlan,
@@ -22,8 +22,8 @@ from lightning_ga.plan.accumulation import (
     plan_unequal_shares,
     require_effective_batch,
 )
+from lightning_ga.plan.batch_schedule import Growth
 from lightning_ga.plan.recipe import Recipe, RecipeEpoch
-from lightning_ga.plan.schedule import Growth
 from lightning_ga.plan.windows import EpochPlan, GrowingWindows, RegularWindows, Window, Windows
 
 

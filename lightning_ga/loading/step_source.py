@@ -11,7 +11,7 @@ from lightning_ga.batch.layout import LayoutError, length_of_first
 from lightning_ga.errors import UserError
 from lightning_ga.loading.rebatch import SourceSettings, collates, length_of
 from lightning_ga.loading.samples import Samples
-from lightning_ga.loading.trials import BatchCutter
+from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt
 
 

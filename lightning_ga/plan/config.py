@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import ceil_div, require_count, whole_multiples
-from lightning_ga.plan.schedule import Growth, PiecewiseSchedule, Schedule, as_schedule, require_arguments
+from lightning_ga.plan.batch_schedule import Growth, PiecewiseSchedule, Schedule, as_schedule, require_arguments
 from lightning_ga.plan.units import LEAST_BYTES, parse_budget
 
 Budget = int | float | str | None

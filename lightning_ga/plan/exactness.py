@@ -24,7 +24,7 @@ _MEANING: dict[Cause, str] = {
     "in-batch negatives), or depends on which of them are together (statistics or padding of the batch); let it treat "
     "samples by themselves, name the submodules below it in whole=, or train in whole batches",
     "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give normalize= a "
-    "function that counts that in a batch, such as lightning_ga.weights.TargetTokens()",
+    "function that counts that in a batch, such as lightning_ga.counters.TargetTokens()",
     "stateful": "a pass changes {tensors}, and the gradient of the next micro-batch depends on it, but one pass over "
     "the batch would not: change it after the optimizer's step (in optimizer_step, after super().optimizer_step(…))",
     "random": "{reason}",

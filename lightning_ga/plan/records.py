@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning_ga.plan.lengths import SizeLimits
+from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.plan.units import counted, format_bytes
 
 PARAMETERS = "parameters"

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.plan.records import Attribution
-from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.meters import StepMeter
+from lightning_ga.probe.probed_loop import numbered
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.testing import limit_memory
 

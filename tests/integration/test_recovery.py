@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.memory import device as memory
 from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.probe.trials import ProbedTrainer
+from lightning_ga.probe.probed_trainer import ProbedTrainer
 from lightning_ga.testing import limit_memory
 
 MOST = 21

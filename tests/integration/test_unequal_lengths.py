@@ -17,8 +17,8 @@ from texts import LONGEST, Reader, Reading, Texts, pad, plain_gradients
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga import AutoAccumulate, UserError, optimizer_steps
+from lightning_ga.counters import TargetTokens
 from lightning_ga.testing import limit_memory
-from lightning_ga.weights import TargetTokens
 
 SIZE, EFFECTIVE, SEED = 150, 64, 7  # three windows an epoch, the last of 22
 DATA = Texts(SIZE)

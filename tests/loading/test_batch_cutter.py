@@ -13,7 +13,7 @@ from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.source import read_source
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.loading.trials import BatchCutter
+from lightning_ga.loading.trial_batches import BatchCutter
 
 SIZE = 24
 ROWS: Any = [(torch.full((3,), float(index)), index) for index in range(SIZE)]

@@ -16,8 +16,8 @@ from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import LoaderSource, read_source
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.plan.accumulation import plan_accumulation
-from lightning_ga.plan.lengths import SizeLimits
-from lightning_ga.plan.schedule import Growth
+from lightning_ga.plan.batch_schedule import Growth
+from lightning_ga.plan.size_cuts import SizeLimits
 
 SEED = 11
 TOTALS = st.integers(1, 80)

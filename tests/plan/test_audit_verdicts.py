@@ -1,8 +1,8 @@
-"""Names of weights, without a model: ``plan/audit.py``. (The tests of ``audit.py`` have the other name.)"""
+"""Names of weights, without a model: ``plan/audit_verdicts.py``. (The tests of ``audit.py`` have the other name.)"""
 
 import pytest
 
-from lightning_ga.plan.audit import Audit, AuditStep, judge
+from lightning_ga.plan.audit_verdicts import Audit, AuditStep, judge
 
 
 def step(*weights: float, sizes: tuple[float, ...] = (), norm: float = 1.0, detail: str = "") -> AuditStep:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ga.plan.pieces import ceil_div, halved, piece_sizes
+from lightning_ga.plan.piece_sizes import ceil_div, halved, piece_sizes
 
 COUNTS = st.integers(1, 10**6)
 

@@ -28,8 +28,8 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from lightning_ga import AutoAccumulate, ExactnessWarning, optimizer_steps
+from lightning_ga.counters import TargetTokens
 from lightning_ga.schedule import by_samples, by_step, geometric, linear
-from lightning_ga.weights import TargetTokens
 
 SEED, OWN_SEED, WHOLE, OF_VALIDATION = 7, 3, 1000, 11
 COUPLINGS = ("variance", "sum", "largest", "contrast", "words")

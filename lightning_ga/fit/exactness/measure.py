@@ -17,11 +17,11 @@ from lightning_ga.compat.patching import replaced
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.differences import Differences, Gradient, compare, distance, norm
 from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics, passes_of, rounding
-from lightning_ga.loading.trials import CutBatch, Move, TrialBatches
+from lightning_ga.loading.trial_batches import CutBatch, Move, TrialBatches
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.exactness import Cause, Exactness
-from lightning_ga.plan.weights import count_items
+from lightning_ga.plan.window_weights import count_items
 from lightning_ga.snapshot.isolation import refuse_lazy
 from lightning_ga.snapshot.random_numbers import reseed
 

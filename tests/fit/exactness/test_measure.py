@@ -17,7 +17,7 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.chunks import ChunkedModules
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.measure import SAMPLES, Moments, measure, measure_at_start
-from lightning_ga.loading.trials import CutBatch
+from lightning_ga.loading.trial_batches import CutBatch
 from lightning_ga.plan.exactness import Exactness
 
 SIZES = (4, 3)

@@ -16,12 +16,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lightning_ga import optimizer_steps
-from lightning_ga.app.errors import on_the_line
+from lightning_ga import optimizer_steps  # imports both namespaces, which sets their loggers' levels
+from lightning_ga.app.mistakes import on_the_line
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.terminal import columns, log, number
-from lightning_ga.compat import patching  # noqa: F401  # imports both namespaces, which sets their loggers' levels
-from lightning_ga.plan.schedule import PiecewiseSchedule
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule
 
 INFORMATION = ("lightning", "pytorch_lightning", "lightning_utilities")  # loggers
 NOISE = (  # warnings about choices that this application makes on purpose

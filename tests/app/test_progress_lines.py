@@ -5,7 +5,7 @@ import pytest
 from command_lines import TINY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_ga.app import progress
+from lightning_ga.app import progress_lines
 from lightning_ga.app.terminal import number
 
 OFF = (*(word for word in TINY if not word.startswith("accumulate.")), "accumulate=off")
@@ -13,7 +13,7 @@ OFF = (*(word for word in TINY if not word.startswith("accumulate.")), "accumula
 
 @pytest.fixture
 def a_line_each_batch(monkeypatch):
-    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    monkeypatch.setattr(progress_lines, "LINE_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("a_line_each_batch")
@@ -38,7 +38,7 @@ def test_without_the_callback_optimizer_steps_are_counted(command, monkeypatch):
     def unknown(trainer):
         raise MisconfigurationException("Estimated stepping batches cannot be computed")
 
-    monkeypatch.setattr(progress, "optimizer_steps", unknown)
+    monkeypatch.setattr(progress_lines, "optimizer_steps", unknown)
     run = command(*OFF)
     assert run.code == 0, run.err
     assert re.search(r"^Epoch 1/1, step 1, [\d,.]+ steps/s$", run.out, re.MULTILINE)
@@ -59,9 +59,9 @@ def test_an_evaluation_and_a_bar_print_no_such_lines(command):
 def test_samples_are_those_of_the_whole_epoch(monkeypatch):
     """Their number over the seconds of training: validation is left out, and what was done before the epoch."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(progress, "done", lambda trainer: (trainer.samples, "samples"))
-    line, trainer = progress.EpochLine(), SimpleNamespace(samples=1000)
+    monkeypatch.setattr(progress_lines.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(progress_lines, "done", lambda trainer: (trainer.samples, "samples"))
+    line, trainer = progress_lines.EpochLine(), SimpleNamespace(samples=1000)
     line.on_train_epoch_start(trainer, None)
     clock.now, trainer.samples = 2.0, 3000
     assert line._rate(trainer) == "1,000 samples/s"

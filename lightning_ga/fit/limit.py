@@ -11,25 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import ranks
 from lightning_ga.errors import UserError
-from lightning_ga.loading.sized import SampleSizes
-from lightning_ga.loading.trials import TrialBatches
+from lightning_ga.loading.rebatch import evaluates_again
+from lightning_ga.loading.sample_sizes import SampleSizes
+from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.accumulation import ceil_div, ratio_of_speeds
 from lightning_ga.plan.config import Options, Request
-from lightning_ga.plan.lengths import SizeLimits
 from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
-from lightning_ga.plan.state import RunState
+from lightning_ga.plan.run_state import RunState
+from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.probe.cache import forget, hardware
+from lightning_ga.probe.probed_trainer import TrainingSetup, choose_recomputed, probe, recomputable, window_fits
 from lightning_ga.probe.prober import DoesNotFitError
 from lightning_ga.probe.speed import Speed
-from lightning_ga.probe.trials import TrainingSetup, choose_recomputed, probe, recomputable, window_fits
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
 NO_LIMIT = 2**31
@@ -361,8 +361,3 @@ def _require_cut_on_all_ranks(trainer: Any, batches: TrialBatches) -> None:
         why = str(error)  # the error itself would keep batches alive
     if not ranks.smallest_over_ranks(trainer, int(not why)):
         raise LayoutError(why or "The batches of another rank cannot be cut into samples.")
-
-
-def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step of the optimizer evaluates its closure more than once, as LBFGS and SAM do."""
-    return isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step")

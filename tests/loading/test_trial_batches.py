@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import LoaderSource, read_source
-from lightning_ga.loading.trials import BatchCutter, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 
 SIZE = 40
 

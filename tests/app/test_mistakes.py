@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.app.errors import ARGUMENTS, explain, of_values
+from lightning_ga.app.mistakes import ARGUMENTS, explain, of_values
 
 COMPOSED = [  # what the configuration alone tells
     (["model=nope"], ["model=nope does not exist", "mlp, net, own, resnet34d, simclr, timm"]),
@@ -144,7 +144,7 @@ def test_a_device_that_is_not_there_has_a_way_out():
 
 def test_sentences_of_the_callback_name_the_keys_of_the_line():
     told = explain(
-        UserError('give normalize= a function, such as lightning_ga.weights.Samples(), or whole=("a", "b").')
+        UserError('give normalize= a function, such as lightning_ga.counters.Samples(), or whole=("a", "b").')
     )
     assert told == 'give accumulate.normalize= a function, such as Samples, or accumulate.whole=["a", "b"].'
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ga.plan.lengths import SizeLimits
-from lightning_ga.probe.unequal import limits_by_size
+from lightning_ga.plan.size_cuts import SizeLimits
+from lightning_ga.probe.size_limits import limits_by_size
 
 WEIGHTS = st.integers(0, 50)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.plan.records import Method, ProbeResult, Trial
-from lightning_ga.plan.state import Position, RunState
+from lightning_ga.plan.run_state import Position, RunState
 
 NUMBERS, COUNTS = st.integers(0, 2**62), st.integers(1, 2**62)
 TRIALS = st.builds(Trial, NUMBERS, NUMBERS, st.booleans(), st.floats(0, 1e6))

@@ -14,16 +14,16 @@ from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.errors import UserError
 from lightning_ga.fit.gradients import Gradients
+from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.loader_windows import LoaderWindows
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.step_windows import StepWindows
-from lightning_ga.fit.windows import FitParts, Windows
-from lightning_ga.loading.rebatch import SourceSettings
+from lightning_ga.fit.window_protocol import FitParts, Windows
+from lightning_ga.loading.rebatch import SourceSettings, evaluates_again
 from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.source import LoaderSource, read_source
-from lightning_ga.loading.trials import BatchCutter
+from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.plan.config import Options, Request
-from lightning_ga.probe.limit import Limit, evaluates_again
 
 
 class TrainingData:

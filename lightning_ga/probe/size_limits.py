@@ -10,7 +10,7 @@ limits: size + offset. Pure: trials come in as a function.
 from collections.abc import Callable, Sequence
 
 from lightning_ga.plan.accumulation import ceil_div
-from lightning_ga.plan.lengths import SizeLimits
+from lightning_ga.plan.size_cuts import SizeLimits
 
 _SHARES = (1.0, 0.75, 0.5)  # of the samples that the budget allows at the shorter size, tried in turn
 

@@ -15,14 +15,14 @@ from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
+from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.progress import Progress
-from lightning_ga.loading.sized import SampleSizes
+from lightning_ga.loading.sample_sizes import SampleSizes
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.loading.trials import BatchCutter, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan, require_effective_batch, require_few_chunks
 from lightning_ga.plan.config import Request
-from lightning_ga.probe.limit import Limit
 from lightning_ga.snapshot.kept_batch import KeptBatch
 
 

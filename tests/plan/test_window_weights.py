@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.weights import (
+from lightning_ga.plan.window_weights import (
     AttentionMaskTokens,
     KnownWindow,
     LateWindow,

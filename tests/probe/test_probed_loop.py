@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.probe.finder import find_micro_batch
+from lightning_ga.probe.probed_loop import find_micro_batch
 from lightning_ga.probe.search import MOST_TRIALS
 from lightning_ga.testing import limit_memory
 

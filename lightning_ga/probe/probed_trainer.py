@@ -27,8 +27,8 @@ from lightning_ga.compat.gradient_dtype import dtype_of_sum, narrow
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, PassPlace, isolated, run_pass
 from lightning_ga.errors import UserError
-from lightning_ga.loading.sized import SampleSizes
-from lightning_ga.loading.trials import TrialBatches
+from lightning_ga.loading.sample_sizes import SampleSizes
+from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
@@ -37,12 +37,12 @@ from lightning_ga.plan.accumulation import ceil_div, whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Recomputed, Timing
 from lightning_ga.probe.cache import describe_step, remember, remembered
-from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.meters import StepMeter
+from lightning_ga.probe.probed_loop import numbered
 from lightning_ga.probe.prober import Budget, DoesNotFitError, Prober
+from lightning_ga.probe.size_limits import limits_by_size
 from lightning_ga.probe.throughput import fastest, time_windows
 from lightning_ga.probe.training import ProbedTraining
-from lightning_ga.probe.unequal import limits_by_size
 from lightning_ga.recompute.choice import PARTS, Candidate
 from lightning_ga.recompute.survey import survey
 from lightning_ga.recompute.wrapper import recomputed

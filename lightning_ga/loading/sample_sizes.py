@@ -1,4 +1,4 @@
-"""Read how large the samples of a map-style dataset are, and cut its windows by that (``plan/lengths.py``).
+"""Read how large the samples of a map-style dataset are, and cut its windows by that (``plan/size_cuts.py``).
 
 Tested in tests/integration/test_unequal_lengths.py.
 """
@@ -18,9 +18,9 @@ from lightning_ga.loading.largest import SAMPLES_KEPT
 from lightning_ga.loading.orders import Order
 from lightning_ga.loading.sampler import listed
 from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
-from lightning_ga.loading.trials import BatchCutter, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.lengths import SizeLimits, plan_by_size
+from lightning_ga.plan.size_cuts import SizeLimits, plan_by_size
 from lightning_ga.plan.windows import EpochPlan
 from lightning_ga.snapshot.untouched import untouched
 

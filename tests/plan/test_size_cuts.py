@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.plan.accumulation import plan_accumulation
-from lightning_ga.plan.lengths import SizedEpoch, SizedPlan, SizeLimits, cut_by_size, plan_by_size
+from lightning_ga.plan.size_cuts import SizedEpoch, SizedPlan, SizeLimits, cut_by_size, plan_by_size
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 
 SIZES = st.lists(st.integers(0, 60), min_size=1, max_size=80)

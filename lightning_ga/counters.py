@@ -1,0 +1,8 @@
+"""Count what a batch weighs, for ``normalize=``: the public path of the counters in ``plan.window_weights``.
+
+Tested in tests/plan/test_window_weights.py.
+"""
+
+from lightning_ga.plan.window_weights import AttentionMaskTokens, Samples, TargetTokens, count_items
+
+__all__ = ["AttentionMaskTokens", "Samples", "TargetTokens", "count_items"]
