@@ -156,7 +156,8 @@ class Options:
 
 def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
     """Check the arguments of ``AutoAccumulate``, by name, and turn them into records."""
-    _refuse_removed(given)
+    if given.get("scale_beta2"):
+        raise UserError("scale_beta2= was removed: set the optimizer's betas for the effective batch yourself.")
     for name, choices in CHOICES.items():
         require_choice(name, given[name], choices)
     normalize = given["normalize"]
@@ -237,20 +238,6 @@ def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Refuse a value that is not among the choices."""
     if getattr(value, "ndim", 0) or value not in choices:  # arrays have no answer
         raise UserError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
-
-
-def _refuse_removed(given: Mapping[str, Any]) -> None:
-    """Refuse what earlier versions had, and name what to use instead."""
-    effective = given["effective_batch_size"]
-    if isinstance(effective, str):
-        raise UserError(
-            f"effective_batch_size={effective!r} is no number of samples: for windows by tokens, give the DataLoader a "
-            "batch sampler that makes batches of so many tokens."
-        )
-    if isinstance(given["whole"], str) and given["whole"] == "auto":
-        raise UserError('whole="auto" was removed: name the submodules that run in chunks, as in whole=("encoder",).')
-    if given.get("scale_beta2"):
-        raise UserError("scale_beta2= was removed: set the optimizer's betas for the effective batch yourself.")
 
 
 def _read_names(argument: str, given: Any) -> tuple[str, ...]:
