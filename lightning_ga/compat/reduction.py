@@ -210,7 +210,8 @@ class _Noting(ProcessGroup):
     def begin(self, *, again: bool = False) -> None:
         """Begin an exchange, in which what is kept is not sent ``again``."""
         self._sent = []
-        self._kept = self._kept if again else {}
+        if not again:
+            self._kept = {}
         self.count = 0
 
     def keep(self) -> None:

@@ -162,7 +162,9 @@ def muted(trainer: Any) -> Iterator[None]:
             return None
         return hooks(other, *arguments, **settings)
 
-    silent = {"warn": lambda *_, **__: None}  # what warns once will still warn in training
-    with shadowed(call, "_call_callback_hooks", unless_muted), replaced(caches, **silent), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with (
+        shadowed(call, "_call_callback_hooks", unless_muted),
+        replaced(caches, warn=lambda *_, **__: None),  # what warns once will still warn in training
+        warnings.catch_warnings(action="ignore"),
+    ):
         yield

@@ -144,8 +144,8 @@ def judge(
     """
     if factor is None:  # the most common length, if possible of windows that are right
         right = [each for each in steps if _same(each.weights, each.wanted)]
-        lengths = sorted(len(each.weights) for each in right or steps)
-        factor = mode(reversed(lengths))  # of several, the longest
+        windows = sorted((each.weights for each in right or steps), key=len, reverse=True)
+        factor = mode(map(len, windows))  # of several lengths that are as frequent, the largest
     named = [replace(each, verdict=_name(each, factor, ranks)) for each in steps]
     return Audit(tuple(_with_clipping(named)), factor, tuple(dropped))
 
