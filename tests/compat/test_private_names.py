@@ -12,7 +12,18 @@ import pytorch_lightning
 import torch
 from torchmetrics import MaxMetric, MeanMetric
 
-from lightning_ga.compat import advance, closures, compiled, intervals, loaders, patching, place, step_values, steps
+from lightning_ga.compat import (
+    advance,
+    closures,
+    loaders,
+    patching,
+    place,
+    schedulers,
+    step_log,
+    step_values,
+    steps,
+    validation,
+)
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -60,11 +71,9 @@ NAMES = {
         *("lightning_module._on_before_batch_transfer", "_active_loop", "precision_plugin.convert_input"),
         *("fit_loop.epoch_loop.val_loop._combined_loader", "fit_loop.epoch_loop.val_loop.batch_progress.current.ready"),
     ],
-    intervals: [
-        *("val_check_batch", "val_check_interval", "check_val_every_n_epoch"),
-        *("lr_scheduler_configs", "fit_loop.epoch_loop.update_lr_schedulers"),
-        "_logger_connector.should_update_logs",
-    ],
+    validation: ["val_check_batch", "val_check_interval", "check_val_every_n_epoch"],
+    schedulers: ["lr_scheduler_configs", "fit_loop.epoch_loop.update_lr_schedulers"],
+    step_log: ["_logger_connector.should_update_logs"],
     step_values: [
         *("_results.log", "_results.update_metrics", "_logger_connector.on_batch_end"),
     ],
@@ -169,12 +178,3 @@ def test_a_metric_enables_gradients_where_forward_computes_the_value_of_a_batch(
     assert metric(torch.tensor(2.0)) == metric._forward_cache == 2
     assert seen.count(True) == 1
     assert metric.update_called
-
-
-@pytest.mark.parametrize(("settings", "dynamic"), [({}, None), ({"dynamic": False}, False), ({"dynamic": True}, True)])
-def test_a_compiled_module_keeps_its_settings(settings: dict[str, Any], dynamic: bool | None) -> None:
-    module, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    other.compile(mode="reduce-overhead", **settings)
-    contexts = compiled._contexts(torch.nn.ModuleList([torch.compile(module, **settings), other]))
-    assert [each._dynamic for each in contexts] == [dynamic, dynamic]
-    assert other._compiled_call_impl.get_compiler_config()["triton.cudagraphs"]
