@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.replicas import AnyExchange
@@ -56,6 +57,7 @@ class BatchPasses(WholePasses):
         self._trainer = parts.progress.trainer
         self._gradients = parts.gradients
         self._values = parts.values
+        self._compiled = parts.compiled
         self._limit = parts.limit
         self._multiple = parts.request.multiple
         self._cutter = parts.cutter
@@ -116,6 +118,7 @@ class BatchPasses(WholePasses):
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
         is_first = True
         for piece, size, is_last in cut_in_pieces(self._cutter(), batch, self.sizes):
+            self._compiled.mark(tensors_in(piece), size)
             closure = of_piece(piece)
             if not is_first:
                 closure._zero_grad_fn = None

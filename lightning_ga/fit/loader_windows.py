@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures, loaders, place, schedulers, validation
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import ExactnessWarning, UserError
@@ -335,6 +336,8 @@ class LoaderWindows:
         """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""
         if not self._window.sizes:
             return
+        if len(self._window.sizes) > 1:
+            self._parts.compiled.mark(tensors_in(batch), self._window.sizes[position])
         may_drop = self._source.may_drop_samples or self._parts.leaves_out
         samples = None
         if self._source.may_drop_samples and self._parts.gradients.normalize == "samples":

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning_ga.compat import advance, loaders, ranks
+from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.errors import UserError
@@ -48,6 +49,7 @@ class TrainingData:
             progress,
             gradients,
             values,
+            CompiledModules(trainer),
             self.cutter_of_training,
             partial(advance.first_batch, trainer),
             leaves_out=options.on_oom == "skip",

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
@@ -34,6 +35,7 @@ class FitParts:
     progress: Progress
     gradients: Gradients
     values: StepValues
+    compiled: CompiledModules
     cutter: Callable[[], BatchCutter]  # of the batches that the step gets
     first_batch: Callable[[], Any]  # the next batch of the loop, on the host, which the loop still gets
     leaves_out: bool  # whether samples that do not fit may be left out

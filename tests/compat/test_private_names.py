@@ -15,6 +15,7 @@ from torchmetrics import MaxMetric, MeanMetric
 from lightning_ga.compat import (
     advance,
     closures,
+    compiled,
     loaders,
     patching,
     place,
@@ -178,3 +179,12 @@ def test_a_metric_enables_gradients_where_forward_computes_the_value_of_a_batch(
     assert metric(torch.tensor(2.0)) == metric._forward_cache == 2
     assert seen.count(True) == 1
     assert metric.update_called
+
+
+@pytest.mark.parametrize(("settings", "dynamic"), [({}, None), ({"dynamic": False}, False), ({"dynamic": True}, True)])
+def test_a_compiled_module_keeps_its_settings(settings: dict[str, Any], dynamic: bool | None) -> None:
+    module, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    other.compile(mode="reduce-overhead", **settings)
+    contexts = compiled._contexts(torch.nn.ModuleList([torch.compile(module, **settings), other]))
+    assert [each._dynamic for each in contexts] == [dynamic, dynamic]
+    assert other._compiled_call_impl.get_compiler_config()["triton.cudagraphs"]
