@@ -126,8 +126,7 @@ class Exchange:
             return
         if self._noting.forgets:
             self._module.reducer._reset_state()
-        has_sent = self._noting.count > 0 or not self._is_noted
-        self._stage = Stage.DONE if has_sent else Stage.PASSES
+        self._stage = Stage.DONE if self._noting.count or not self._is_noted else Stage.PASSES
 
     def failed(self) -> str | None:
         """Prepare a failed window to run again; return why that is not possible, ``None`` if it is.

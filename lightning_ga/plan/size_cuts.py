@@ -82,8 +82,7 @@ class SizedEpoch(EpochPlan):
 def _ranks(plan: SizedEpoch, window: int) -> tuple[RankChunks, ...]:
     start, samples = plan.windows.span(window)
     sizes = plan.sizes[start : start + samples]
-    factor = plan.factor_of(window)
-    return cut_by_size(sizes, plan.limits, factor=factor, world_size=plan.world_size)
+    return cut_by_size(sizes, plan.limits, factor=plan.factor_of(window), world_size=plan.world_size)
 
 
 def _shares(sizes: Sequence[int], world_size: int) -> list[list[int]]:
