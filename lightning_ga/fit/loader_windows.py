@@ -21,7 +21,7 @@ from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation
-from lightning_ga.plan.batch_schedule import Growth
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule, constant
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.plan.windows import NO_WINDOW
 
@@ -32,7 +32,7 @@ class PlannedEpoch:
 
     number: int
     recipe: RecipeEpoch
-    batch: Growth
+    batch: PiecewiseSchedule
     samples_done: int  # before its first window
     windows_done: int
 
@@ -173,10 +173,10 @@ class LoaderWindows:
         asked = self._parts.request.effective_batch(epoch, self.micro_batch, self._world_size)
         return self._source.within_epoch(asked or self.recipe_effective, epoch)
 
-    def _batch_of(self, epoch: int, *, steps: int, samples: int) -> Growth:
+    def _batch_of(self, epoch: int, *, steps: int, samples: int) -> PiecewiseSchedule:
         """Return the effective batches of an epoch that begins after so many steps and samples."""
         growth = self._parts.request.growth(self.micro_batch, self._world_size, steps, samples)
-        return growth or Growth.constant(self.effective(epoch))
+        return growth or constant(self.effective(epoch))
 
     def useful_limit(self, epochs: range) -> int:
         """Return the largest micro-batch that these epochs can use."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isclose
+from operator import attrgetter
 from statistics import mode
 from typing import Literal
 
@@ -184,7 +185,7 @@ def _with_clipping(steps: list[AuditStep]) -> list[AuditStep]:
     """
     norms = [step.norm for step in steps if step.verdict == "scaled"]
     has_others = len(norms) > 1 or any(step.is_right for step in steps)
-    largest = max((step.norm for step in steps), default=0.0)
+    largest = max(map(attrgetter("norm"), steps), default=0.0)
     if not norms or not has_others or not isclose(min(norms), largest, rel_tol=SAME_NORM):
         return steps
     named = []
