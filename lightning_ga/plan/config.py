@@ -117,7 +117,9 @@ class Request:
         """
         factor = max(self.factor(epoch) or 0 for epoch in epochs)
         if factor:
-            share = recipe if total is None else max(1, total // (factor * world_size))
+            share = recipe
+            if total is not None:
+                share = max(1, total // (factor * world_size))
             return self.capped(whole_multiples(share, self.multiple))
         largest = max(self.effective(epoch) or recipe for epoch in epochs)
         if total is not None:
