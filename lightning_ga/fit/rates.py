@@ -6,7 +6,8 @@ Tested in tests/integration/test_schedules.py.
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning_ga.compat import intervals
+from lightning_ga.compat.schedulers import before_schedulers
+from lightning_ga.compat.step_log import log_step
 from lightning_ga.errors import UserError
 from lightning_ga.plan.config import ScaleLr, rate_ratio
 
@@ -29,7 +30,7 @@ class WindowRates:
         if any(group.get("lr") is None for group in self._groups):
             kind = type(self._trainer.optimizers[0]).__name__
             raise UserError(f"scale_lr={self._scale_lr!r} scales 'lr', and {kind} has none: leave it out.")
-        return intervals.before_schedulers(self._trainer, self.give_back)
+        return before_schedulers(self._trainer, self.give_back)
 
     def begin_window(self, batch: int, recipe: int) -> None:
         """Scale the rate of every parameter group for an effective batch, and log both."""
@@ -45,7 +46,7 @@ class WindowRates:
         }
         for number, group in enumerate(self._groups):
             values[f"learning_rate/{number}" if number else "learning_rate"] = group.get("lr")
-        intervals.log_step(self._trainer, values)
+        log_step(self._trainer, values)
 
     def give_back(self) -> None:
         """Restore the rates that schedulers had set."""

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.compat import advance, closures, loaders, ranks
-from lightning_ga.compat.intervals import RecipeIntervals
+from lightning_ga.compat import advance, closures, loaders, ranks, schedulers
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_passes import BatchPasses
@@ -140,12 +139,10 @@ class StepWindows:
     def _batches_of_window(self, epoch: int, *, step: int, samples: int) -> int:
         """Return how many of the loader's batches make a window that begins after so many steps and samples."""
         request = self._parts.request
-        effective = request.effective_at(epoch, step=step, samples=samples)
-        factor = request.factor_at(epoch, step=step, samples=samples)
-        if effective:
-            batches = self._source.factor_for(effective)
-        else:
-            batches = factor or self._source.recipe_factor
+        asked = request.count_at(epoch, step=step, samples=samples)
+        batches = asked or self._source.recipe_factor
+        if asked and not request.is_factor:
+            batches = self._source.factor_for(asked)
         whole = self._parts.limit.chunked_names
         if whole and batches > 1:
             raise UserError(
@@ -199,8 +196,7 @@ class StepWindows:
         self._place.set_factor(factor)
         if factor != self._source.recipe_factor and not self._uses_intervals:
             self._uses_intervals = True
-            intervals = RecipeIntervals(self._trainer, self._span)
-            self._held.enter_context(intervals.of_schedules())
+            self._held.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
 
     def _span(self) -> WindowSpan:
         """Return the batches before and after the window that ends; the loop counts the recipe's by itself."""
