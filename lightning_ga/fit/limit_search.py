@@ -134,7 +134,7 @@ class LimitSearch:
         return (
             options.budget is not None
             or options.objective == "throughput"
-            or self._parts.request.factor(0) is not None
+            or self._parts.request.is_factor
             or self._parts.shares.differ
             or bool(options.whole)
             or options.size_of is not None

@@ -24,7 +24,7 @@ class PlannedEpoch:
 
 
 class LoaderEpochs:
-    """Plans epochs by what was asked for and what fits: ``epoch`` is the last one, and ``plan`` cuts its full windows."""
+    """Plans epochs by what was asked for and what fits: ``epoch`` is the last, and ``plan`` cuts its full windows."""
 
     epoch: PlannedEpoch
     plan: AccumulationPlan

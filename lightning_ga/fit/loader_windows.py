@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.compat import advance, closures, loaders, place
+from lightning_ga.compat import advance, closures, loaders, place, schedulers, validation
 from lightning_ga.compat.compiled import CompiledModules
-from lightning_ga.compat.intervals import RecipeIntervals
 from lightning_ga.compat.patching import replaced
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import WholePasses
@@ -180,9 +179,8 @@ class LoaderWindows:
         if self._uses_intervals:
             return
         self._uses_intervals = True
-        intervals = RecipeIntervals(self._trainer, self._span_done)
-        self._held.enter_context(intervals.of_schedules())
-        self._held.enter_context(intervals.of_validation())
+        self._held.enter_context(schedulers.due_by_recipe(self._trainer, self._span_done))
+        self._held.enter_context(validation.due_by_recipe(self._trainer, self._span_done))
 
     def _span_done(self) -> WindowSpan:
         """Return the batches of the running window; none before its first micro-batch, when a restored loop asks."""

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning_ga.compat import intervals
+from lightning_ga.compat.schedulers import before_schedulers
+from lightning_ga.compat.step_log import log_step
 from lightning_ga.errors import UserError
 from lightning_ga.plan.config import ScaleLr, rate_ratio
 
@@ -32,7 +33,7 @@ class WindowRates:
             if group.get("lr") is None:
                 kind = type(self._trainer.optimizers[0]).__name__
                 raise UserError(f"scale_lr={self._scale_lr!r} scales 'lr', and {kind} has none: leave it out.")
-        return intervals.before_schedulers(self._trainer, self.give_back)
+        return before_schedulers(self._trainer, self.give_back)
 
     def begin_window(self, batch: int, recipe: int) -> None:
         """Scale the rate of every parameter group for an effective batch, and log both."""
@@ -50,7 +51,7 @@ class WindowRates:
                 group["lr"] = group["lr"] * rate_ratio(self._scale_lr, batch, recipe)
             values[name] = group.get("lr")
             name = f"learning_rate/{number}"
-        intervals.log_step(self._trainer, values)
+        log_step(self._trainer, values)
 
     def give_back(self) -> None:
         """Restore the rates that schedulers had set."""

@@ -113,11 +113,10 @@ class StepEpochs:
     def _batches_of_window(self, epoch: int, *, step: int, samples: int) -> int:
         """Return how many of the loader's batches make a window that begins after so many steps and samples."""
         request = self._parts.request
-        effective = request.effective_at(epoch, step=step, samples=samples)
-        if effective:
-            batches = self.source.factor_for(effective)
-        else:
-            batches = request.factor_at(epoch, step=step, samples=samples) or self.source.recipe_factor
+        asked = request.count_at(epoch, step=step, samples=samples)
+        batches = asked or self.source.recipe_factor
+        if asked and not request.is_factor:
+            batches = self.source.factor_for(asked)
         whole = self._parts.limit.chunked_names
         if whole and batches > 1:
             raise UserError(

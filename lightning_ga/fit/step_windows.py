@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from lightning_ga.compat import advance, closures, loaders, ranks
-from lightning_ga.compat.intervals import RecipeIntervals
+from lightning_ga.compat import advance, closures, loaders, ranks, schedulers
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import BatchPasses
 from lightning_ga.fit.parts import FitParts
@@ -115,8 +114,7 @@ class StepWindows:
         self._place.set_factor(factor)
         if factor != self._source.recipe_factor and not self._uses_intervals:
             self._uses_intervals = True
-            intervals = RecipeIntervals(self._trainer, self._span)
-            self._held.enter_context(intervals.of_schedules())
+            self._held.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
 
     def _span(self) -> WindowSpan:
         """Return the batches before and after the window that ends; the loop counts the recipe's by itself."""

@@ -7,8 +7,10 @@ samples seen so far (``by_samples``), both from the start of training on.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from inspect import signature
+from math import ceil, floor
 from operator import index
 from typing import Any, Literal
 
@@ -50,6 +52,9 @@ class PiecewiseSchedule:
         """Return the count of the window that begins after so many steps and samples."""
         place = step if self.unit == "step" else samples
         return self.counts[bisect_right(self.starts, place) - 1]
+
+
+NOT_GIVEN = PiecewiseSchedule("None", "epoch", (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +121,13 @@ def linear(start: int, end: int, *, steps: int) -> PiecewiseSchedule:
         [10, 20, 30, 30]
     """
     start, end, steps = _ramp("linear", start=start, end=end, steps=steps)
-    rise = abs(end - start)
-    places: Iterable[int] = range(steps + 1)
-    if rise < steps:  # it changes at these steps, or right after
-        changes = [steps * (2 * level + 1) // (2 * rise) for level in range(rise)]
-        places = sorted({0, *changes, *(step + 1 for step in changes)})
-    counts = {step: start + (2 * (end - start) * step + steps) // (2 * steps) for step in places}
+    counts = {0: start}
+    for level in range(1, abs(end - start) + 1):
+        halfway = Fraction(steps * (2 * level - 1), 2 * abs(end - start))  # between this count and the one before
+        if end > start:
+            counts[ceil(halfway)] = start + level
+        else:
+            counts[floor(halfway) + 1] = start - level
     return _piecewise(f"linear({start}, {end}, {steps=})", "step", counts)
 
 
@@ -184,7 +190,7 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
         [32, 32, 64, 64]
     """
     if value is None:
-        return PiecewiseSchedule(name, "epoch", (), ())
+        return NOT_GIVEN
     if isinstance(value, PiecewiseSchedule):
         return value
     if isinstance(value, Mapping):

@@ -100,6 +100,9 @@ class CriticalBatch:
                 return point
         return None
 
+    def _may_be_either(self, point: BatchPoint) -> bool:
+        return abs(point.loss - self.bound) < 2 * point.error
+
     def sentence(self) -> str:
         """Say what the largest batch is, and what accumulating more costs."""
         best = self.lowest
@@ -108,9 +111,9 @@ class CriticalBatch:
         if beyond is not None:
             error = sqrt(beyond.error**2 + best.error**2)
             text += f"; {beyond.batch} costs {beyond.loss - best.loss:.3g} ± {error:.2g} of loss on the same samples"
-        open_ = [str(one.batch) for one in self.points if one != best and abs(one.loss - self.bound) < 2 * one.error]
-        if open_:
-            text += f". Seeds leave open on which side of it {' and '.join(open_)} lies"
+        unsure = [str(point.batch) for point in self.points if point != best and self._may_be_either(point)]
+        if unsure:
+            text += f". Seeds leave open on which side of it {' and '.join(unsure)} lies"
         return f"{text}."
 
 

@@ -169,7 +169,7 @@ class ProbeResult:
         source: Where it comes from: a probe of this run, the cache of earlier ones (verified by one step), or the
             checkpoint that the run resumed.
         holders: What holds the memory at the peak; ``None`` if no step was recorded.
-        sizes: With ``size_of``, the limits of shorter samples; ``limit`` is that of the longest.
+        sizes: With ``size_of``, the limits of smaller samples; ``limit`` is that of the largest.
         recomputed: With ``checkpoint="auto"``, the submodules under which the limit holds; ``None`` if plain.
     """
 

@@ -74,8 +74,7 @@ class RunState:
     def from_dict(cls, state: Mapping[str, Any]) -> "RunState":
         """Return the record that ``to_dict`` was called on; without a probe's record of another version's making."""
         try:
-            place = {name: value for name, value in state["position"].items() if name != "windows_before"}  # version 2
-            position = Position(**place)
+            position = Position(**state["position"])
             limit = state.get("limit")
             events = state.get("oom_events", 0)
             counted = asdict(position)

@@ -137,10 +137,10 @@ def scenario(*faults: tuple[int, Any], accumulate: Any = LOADER, **settings: Any
 
 def trained(scenarios: dict[str, Scenario]) -> dict[str, dict[str, Any]]:
     """What this rank records of one fit after the other."""
-    return {name: train(each, int(os.environ["RANK"])) for name, each in scenarios.items()}
+    return {name: train_scenario(each, int(os.environ["RANK"])) for name, each in scenarios.items()}
 
 
-def train(each: Scenario, rank: int) -> dict[str, Any]:
+def train_scenario(each: Scenario, rank: int) -> dict[str, Any]:
     faults, most = [fault for on, fault in each.faults if on == rank], each.most[rank]
     module = Task(*each.parts, dtype=each.dtype, faults=faults, most=most)
     normalize = {"normalize": lambda batch: float(len(batch[0]))} if each.counts else {}
