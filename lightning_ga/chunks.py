@@ -31,6 +31,12 @@ class ChunkSize:
     window: int | None = None  # samples of the step's batch, if known; a module may get several views of each
     on_recompute: Callable[[], object] | None = None  # called once, when the first chunk is recomputed
 
+    def use(self, samples: int | None, *, window: int, on_recompute: Callable[[], object] | None = None) -> None:
+        """Run the next batches, of ``window`` samples each, in chunks of at most so many samples; whole if ``None``."""
+        self.samples = samples
+        self.window = window
+        self.on_recompute = on_recompute
+
     def notify(self) -> None:
         """Note that a chunk is recomputed."""
         notify = self.on_recompute

@@ -254,8 +254,7 @@ class ProbedTrainer(ProbedTraining):
         """Run the first pass of a window on a few samples, in one chunk."""
         samples = min(samples, self.batches.most)
         if self._setup.chunks is not None:
-            self._setup.chunks.window = samples
-            self._setup.chunks.samples = None
+            self._setup.chunks.use(None, window=samples)
         batch, _whole = self.batch(samples)
         run_pass(self.trainer, batch, FIRST_OF_WINDOW)
 
@@ -284,9 +283,7 @@ class ProbedTrainer(ProbedTraining):
         chunks = self._setup.chunks
         window = self._setup.rank_samples
         if chunks is not None:  # a phase ends with the loss, which may need more memory than a chunk
-            chunks.window = window
-            chunks.samples = samples
-            chunks.on_recompute = meter.mark
+            chunks.use(samples, window=window, on_recompute=meter.mark)
         try:
             batch, whole = self.batch(samples if chunks is None else window)
             meter.note_batch(tensors_in((whole, batch)))
@@ -295,7 +292,7 @@ class ProbedTrainer(ProbedTraining):
                 run_pass(self.trainer, batch, place, after_backward=meter.mark)
         finally:
             if chunks is not None:
-                chunks.on_recompute = None
+                chunks.use(samples, window=window)
 
     def owned(self) -> dict[str, list[Tensor]]:
         """Return the tensors that lie on the device before a step, by what they are."""
