@@ -176,8 +176,6 @@ def _has_only_numbers(value: Any) -> bool:
 
 def length_of_first(batch: Any) -> int:
     """Return the length of a batch's first tensor, for the sizes that ``split_batch`` is called with."""
-    if isinstance(getattr(batch, "num_graphs", None), int):
-        return int(batch.num_graphs)
     for _, length in walk(batch, _length):
         return int(length)
     if isinstance(batch, (list, tuple)):

@@ -73,7 +73,7 @@ def read_hook_layout(hook: Any, samples: Comparison) -> HookLayout:
 
 
 def _roles_of(samples: Comparison, loader: int) -> dict[str, Role]:
-    """Return the roles that parts show as 3 samples of a loader become 4, and 9, so that rounding cannot hide growth."""
+    """Return the roles as 3 samples of a loader become 4; and 9, so that rounding cannot hide growth."""
     roles: dict[str, Role] = {}
     every = range(samples.kinds)
     few = [BASE] * samples.loaders

@@ -1,4 +1,4 @@
-"""Take neighbouring samples out of one value of any type: a tensor of any layout, an array, a list, a registered type."""
+"""Take neighbouring samples out of one value: a tensor of any layout, an array, a list, a registered type."""
 
 from typing import Any
 from weakref import WeakValueDictionary

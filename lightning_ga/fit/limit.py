@@ -335,7 +335,7 @@ class Limit:
             most = self._request.most or NO_LIMIT
             found = self.probe
             if found is None or found.sizes is None:
-                sizes.limits = self.samples, SizeLimits(self.samples * sizes.longest, most)
+                sizes.limits = self.samples, SizeLimits(self.samples * sizes.largest, most)
             else:
                 sizes.limits = found.limit, replace(found.sizes, samples=min(most, found.sizes.samples))
 

@@ -19,8 +19,8 @@ from lightning_ga.fit.loader_windows import LoaderWindows
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.step_windows import StepWindows
 from lightning_ga.fit.window_protocol import FitParts, Windows
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.rebatch import SourceSettings, evaluates_again
-from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.source import LoaderSource, read_source
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.plan.config import Options, Request
@@ -116,7 +116,7 @@ class TrainingData:
         """Return the cutter of the batches that the training step gets."""
         if self._cutter is None:
             found, combine = loaders.loaders_of(self._trainer)
-            samples = [self._source.samples] if found == [self._source.loader] else list(map(Samples, found))
+            samples = [self._source.samples] if found == [self._source.loader] else list(map(KnownSamples, found))
             self._cutter = BatchCutter(samples, combine, BatchTransfer(self._trainer))
         return self._cutter
 

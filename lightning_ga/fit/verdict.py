@@ -15,7 +15,6 @@ from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.exactness.measure import Moments, measure, measure_at_start
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
-from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import Exactness, combined, is_inexact, warning
 
@@ -66,11 +65,9 @@ class Verdict:
         samples = 0
         try:
             samples = cutter.count(batch)
-            most = whole_multiples(min(samples, limit), self._multiple)
-            part = batch if samples == most else cutter.cut(batch, 0, most)
-            if most < 2:
+            halves = cutter.halves(batch, limit, self._multiple)
+            if halves is None:
                 raise LayoutError("a micro-batch of one sample has no parts")
-            halves = cutter.halves(part, self._multiple)
             normalize = self._options.normalize
             found = measure(self._trainer, halves, normalize=normalize, begins=False, in_step=in_step)
         except LayoutError as error:
