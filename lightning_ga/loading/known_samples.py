@@ -8,8 +8,8 @@ import pickle
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from io import IOBase
 from itertools import chain, cycle, islice
@@ -51,6 +51,7 @@ class KnownSamples:
         self.loader = loader
         self._given = indices
         self._trusted = trusted
+        self.seconds_each = 0.0  # that reading one of the first samples has taken
         self._shown: Path | None = None  # file to which the first batch, maybe that of a worker, writes its samples
 
     def showing(self) -> Any:
@@ -88,38 +89,37 @@ class KnownSamples:
 
     @cached_property
     def first(self) -> list[Any]:
-        """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace."""
-        found = list(self._repeated)
-        if found:
-            rest = islice(self.order(), 1, SAMPLES_AT_ONCE)
-            started = 0.0
-            for samples in self._read(zip(rest)):
-                started = started or time.monotonic()  # a worker may take long to begin
+        """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace.
+
+        The very first is read three times: it must be the same again.
+        """
+        if not self._are_by_index:
+            return []
+        index, *rest = islice(self.order(), SAMPLES_AT_ONCE)
+        with closing(self._read(zip([index, index, index, *rest]))) as reads:
+            thrice = list(islice(reads, 3))  # the first time it may draw other random numbers
+            if len(thrice) < 3 or not (self._trusted or same_values(thrice[1], thrice[2])):
+                return []
+            found = [*thrice[1]]
+            started = time.monotonic()
+            for samples in reads:
                 found += samples
-                if time.monotonic() - started > FIRST_SECONDS:
+                elapsed = time.monotonic() - started
+                self.seconds_each = elapsed / (len(found) - 1)
+                if elapsed > FIRST_SECONDS:
                     break
         return found
 
     @property
     def are_handed_out(self) -> bool:
         """Whether the dataset seems to hand out one sample after the other in this process, whatever the index is."""
-        if self._trusted or self.loader.num_workers or self._repeated or not self._are_by_index:
+        if self._trusted or self.loader.num_workers or self.first or not self._are_by_index:
             return False
         used_up = self._used_up()
         if used_up:  # who reads files may seek in them
             return not all(isinstance(each, IOBase) for each in used_up)
         one, *others = (list(self._read([[index]])) for index in islice(self.order(), 2))
         return bool(one) and bool(others) and same_values(one, others[0])
-
-    @cached_property
-    def _repeated(self) -> Sequence[Any]:
-        """The first sample, if it is the same when it is read again."""
-        if not self._are_by_index:
-            return ()
-        index = list(islice(self.order(), 1))
-        reads = list(self._read([index] * 3))  # the first may draw other random numbers
-        is_same = len(reads) == 3 and (self._trusted or same_values(reads[1], reads[2]))
-        return reads[1] if is_same else ()
 
     @property
     def _are_by_index(self) -> bool:
@@ -130,7 +130,7 @@ class KnownSamples:
         held = values_held_by(self.loader.dataset)
         return [each for each in held if isinstance(each, Iterator) or _QUEUES.issubset(dir(type(each)))]
 
-    def _read(self, lists: Iterable[Sequence[Any]]) -> Iterator[Any]:
+    def _read(self, lists: Iterable[Sequence[Any]]) -> Generator[Any, None, None]:
         """Yield the samples of each list, unless reading them would leave a trace, or they are no list of samples."""
         if self._used_up():
             return

@@ -20,6 +20,7 @@ from lightning_ga.memory.live_tensors import uncounted
 
 SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
 LOOK_SECONDS = 5.0  # of a look at further samples
+LEAST_LOOK = 256  # samples that a look must be able to read in this time
 _FIELDS = 32  # more fields are data, not structure: a dictionary keyed by name
 _Seen = tuple[int, int, Any]  # elements, number (the higher, the earlier) and sample
 
@@ -37,11 +38,11 @@ class Largest:
         self.complete = self._kept.uniform or self.seen == self.total  # whether the scan was not cut short
 
     def look_further(self) -> None:
-        """Scan the other samples, too, as far as there is time, unless the first have one size."""
-        if self.complete:
+        """Scan the other samples, too, as far as there is time, unless the first have one size or reading is slow."""
+        samples = self._samples
+        if self.complete or samples.seconds_each * LEAST_LOOK > LOOK_SECONDS:
             return
         started = time.monotonic()
-        samples = self._samples
         rest = BatchSampler(islice(samples.order(), self.seen, None), SAMPLES_AT_ONCE, drop_last=False)
         scan = partial(_scan, _Kept(text=self._kept.text))
         with uncounted(), samples.fetched(rest, scan, workers=samples.loader.num_workers) as reports:
