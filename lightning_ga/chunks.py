@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_ga.batch.pytree import open_container, rebuild, same_values, take, tensors_in
+from lightning_ga.batch.pytree import open_container, rebuild, same_values, tensors_in
+from lightning_ga.batch.take import take
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count

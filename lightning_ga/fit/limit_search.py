@@ -265,7 +265,7 @@ class LimitSearch:
             sizes.set_limits(self.probe.limit, replace(by_probe, samples=min(most, by_probe.samples)))
         else:
             samples = self._parts.limit.samples
-            sizes.set_limits(samples, SizeLimits(samples * sizes.longest, most))
+            sizes.set_limits(samples, SizeLimits(samples * sizes.largest, most))
 
 
 def _require_cut_on_all_ranks(trainer: Any, batches: TrialBatches) -> None:

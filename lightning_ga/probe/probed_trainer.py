@@ -85,11 +85,13 @@ def window_fits(setup: TrainingSetup, samples: int) -> Fits | None:
 
 def _look_further(batches: TrialBatches) -> None:
     """Look for the heaviest samples; warn if there was no time to read all, and they vary in size."""
-    batches.look_further()
-    if batches.unread is not None:
-        seen, total = batches.unread
+    largest = batches.largest
+    if largest is None:
+        return
+    largest.look_further()
+    if not largest.complete:
         rank_zero_warn(
-            f"Samples vary in size, and there was time to read {seen:,} of {total:,}: a batch of "
+            f"Samples vary in size, and there was time to read {largest.seen:,} of {largest.total:,}: a batch of "
             "heavier ones may not fit at the limit found. Sort the dataset by size (its first and its last sample are "
             "always read), or give max_micro_batch_size=…"
         )
@@ -134,9 +136,9 @@ def probe(
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:
-            longest = setup.sizes.longest
+            longest = setup.sizes.largest
             limit = found.limit
-            shorter, training.batches = setup.sizes.shorter_trials(ceil_div(limit * longest, high), batches.cutter)
+            shorter, training.batches = setup.sizes.trials_of_smaller(ceil_div(limit * longest, high), batches.cutter)
             confirm = partial(prober.confirm, predict_only=predict_only)
             limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
             found = replace(found, sizes=limits, steps=steps or found.steps)
