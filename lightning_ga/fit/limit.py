@@ -27,7 +27,7 @@ from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
 from lightning_ga.plan.run_state import RunState
 from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.probe.cache import forget, hardware
-from lightning_ga.probe.probed_trainer import TrainingSetup, choose_recomputed, probe, recomputable, window_fits
+from lightning_ga.probe.probed_trainer import Found, TrainingSetup, choose_recomputed, probe, recomputable
 from lightning_ga.probe.prober import DoesNotFitError
 from lightning_ga.probe.speed import Speed
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
@@ -193,10 +193,12 @@ class Limit:
         try:
             if trainer.world_size > 1:
                 _require_cut_on_all_ranks(trainer, setup.batches)
-            self.fits = None if self.is_asked_at_once else window_fits(setup, high)
+            found = self._probe(setup, high, whole_first=not self.is_asked_at_once)
+            self.fits = found.fits
             if self.fits is not None:
                 return high
-            self.probe, self._kind = self._probe(setup, high) or (None, None)
+            self.probe = found.probe
+            self._kind = found.kind
         except LayoutError:
             # Batches that cannot be cut run as they are, unless they are to be smaller.
             if self._options.budget is not None or self._request.most is not None:
@@ -215,10 +217,10 @@ class Limit:
             return recipe
         return high if self.probe is None else self.probe.fastest or self.probe.limit
 
-    def _probe(self, setup: TrainingSetup, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
+    def _probe(self, setup: TrainingSetup, high: int, *, whole_first: bool) -> Found:
         """Probe; if not one sample fits, and that is asked for, with submodules computed again."""
         try:
-            return probe(setup, self._options, high=high, chosen=self.recomputed)
+            return probe(setup, self._options, high=high, chosen=self.recomputed, whole_first=whole_first)
         except DoesNotFitError as error:
             if self._options.checkpoint != "auto" or self.parts.names:
                 raise
@@ -276,14 +278,15 @@ class Limit:
         """Look for the limit after a pass of so many samples has run out of memory; ``None`` if none below is found."""
         self.fits = None
 
-        def search() -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
+        def search() -> Found:
             return probe(setup, self._options, high=failed, chosen=self.recomputed)
 
         found = attempt(search, lambda error: isinstance(error, Exception)).result
-        if found is None:
+        if found is None or found.probe is None:
             return None
-        self.probe, self._kind = found
-        return found[0].limit if found[0].limit < failed else None
+        self.probe = found.probe
+        self._kind = found.kind
+        return found.probe.limit if found.probe.limit < failed else None
 
     @property
     def differs_by_rank(self) -> bool:

@@ -5,7 +5,7 @@ Tested in tests/integration/test_probe.py.
 
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,6 +26,7 @@ from lightning_ga.probe.training import ProbedTraining
 
 # Share of a CPU's available memory that a step may use: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8
+TrialStep = Callable[[int, OriginMeter], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +81,18 @@ class StepMeter:
         """Return the segments that the next step finds, with the tensors that were counted last."""
         return () if self.allocator is None else self.allocator.layout(self._residents)
 
-    def run(self, training: ProbedTraining, samples: int, *, budget: int, record: bool) -> Measurement:
+    def run(self, step: TrialStep, samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step; ``record`` matters only if there is an allocator."""
         allocator = self.allocator
         if allocator is None:
             self.tensors.start(record=True, budget=budget)
-            failure, seconds = self._run(training, samples, self.tensors)
+            failure, seconds = self._run(step, samples, self.tensors)
             peak = max(self.tensors.peak_bytes, self.tensors.wanted_bytes)
             origins = self.tensors.origins(complete=failure is None)
             return Measurement(peak, seconds, failure, traces=(self.tensors.trace(samples),), origins=origins)
         self.tensors.start(record=record)
         allocator.start(record=record, residents=self._residents)
-        failure, seconds = self._run(training, samples, self.tensors if record else nullcontext())
+        failure, seconds = self._run(step, samples, self.tensors if record else nullcontext())
         peak, undisturbed = allocator.finish()
         found = Measurement(peak, seconds, failure, not undisturbed, reserved_bytes=allocator.reserved_peak())
         if not record:
@@ -103,7 +104,7 @@ class StepMeter:
         return replace(found, traces=traces, origins=origins)
 
     def _run(
-        self, training: ProbedTraining, samples: int, mode: AbstractContextManager[Any]
+        self, step: TrialStep, samples: int, mode: AbstractContextManager[Any]
     ) -> tuple[Exception | None, float]:
         """Run a step without the cycle collector, so that every run releases memory at the same places."""
         started = time.perf_counter()
@@ -112,7 +113,7 @@ class StepMeter:
         failure = None
         try:
             with mode:
-                training.step(samples, self.tensors)
+                step(samples, self.tensors)
         except Exception as error:
             failure = error
         finally:
