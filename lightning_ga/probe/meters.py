@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.device import WITH_STATISTICS, available_memory, is_emulated
-from lightning_ga.memory.holders import OriginMeter, StepOrigins, attribute
+from lightning_ga.memory.holders import StepOrigins, attribute
 from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.segments import ROUNDING
+from lightning_ga.memory.step_recorder import StepRecorder
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Attribution
 from lightning_ga.probe.prediction import extrapolate
@@ -26,7 +27,7 @@ from lightning_ga.probe.training import ProbedTraining
 
 # Share of a CPU's available memory that a step may use: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8
-TrialStep = Callable[[int, OriginMeter], object]
+TrialStep = Callable[[int, StepRecorder], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class StepMeter:
         self.deadly = device.type == "cpu" and not is_emulated(device)
         self.allocator = AllocatorMeter(device) if device.type in WITH_STATISTICS else None
         self.rounding = 1 if self.allocator is None else ROUNDING
-        self.tensors = OriginMeter(training.owned, self.allocator, device=device, rounding=self.rounding)
+        self.tensors = StepRecorder(training.owned, self.allocator, device=device, rounding=self.rounding)
         self._residents: dict[int, int] = {}  # by address: which of the tensors that are alive before a step
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
@@ -85,11 +86,11 @@ class StepMeter:
         """Run a step; ``record`` matters only if there is an allocator."""
         allocator = self.allocator
         if allocator is None:
-            self.tensors.start(record=True, budget=budget)
+            self.tensors.start(budget=budget)
             failure, seconds = self._run(step, samples, self.tensors)
             peak = max(self.tensors.peak_bytes, self.tensors.wanted_bytes)
-            origins = self.tensors.origins(complete=failure is None)
-            return Measurement(peak, seconds, failure, traces=(self.tensors.trace(samples),), origins=origins)
+            trace, origins = self.tensors.recorded(samples, complete=failure is None)
+            return Measurement(peak, seconds, failure, traces=(trace,), origins=origins)
         self.tensors.start(record=record)
         allocator.start(record=record, residents=self._residents)
         failure, seconds = self._run(step, samples, self.tensors if record else nullcontext())
@@ -97,15 +98,12 @@ class StepMeter:
         found = Measurement(peak, seconds, failure, not undisturbed, reserved_bytes=allocator.reserved_peak())
         if not record:
             return found
-        origins = self.tensors.origins(complete=failure is None)
         of_blocks = allocator.trace(samples)
-        of_tensors = self.tensors.trace(samples)
-        traces = (of_tensors,) if of_blocks is None else (of_blocks, of_tensors)
+        trace, origins = self.tensors.recorded(samples, complete=failure is None)
+        traces = (trace,) if of_blocks is None else (of_blocks, trace)
         return replace(found, traces=traces, origins=origins)
 
-    def _run(
-        self, step: TrialStep, samples: int, mode: AbstractContextManager[Any]
-    ) -> tuple[Exception | None, float]:
+    def _run(self, step: TrialStep, samples: int, mode: AbstractContextManager[Any]) -> tuple[Exception | None, float]:
         """Run a step without the cycle collector, so that every run releases memory at the same places."""
         started = time.perf_counter()
         collecting = gc.isenabled()

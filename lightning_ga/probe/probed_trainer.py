@@ -30,9 +30,9 @@ from lightning_ga.errors import UserError
 from lightning_ga.loading.sample_sizes import SampleSizes
 from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.device import synchronize, total_memory
-from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory, may_be_out_of_memory
+from lightning_ga.memory.step_recorder import StepRecorder, state_of
 from lightning_ga.plan.accumulation import ceil_div, whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Recomputed, Timing
@@ -254,7 +254,7 @@ class ProbedTrainer(ProbedTraining):
         with uncounted(), compiled_run_eagerly():
             return attempt(self.first_pass, is_out_of_memory, samples).failure is None
 
-    def first_pass(self, samples: int, meter: OriginMeter | None = None) -> None:
+    def first_pass(self, samples: int, meter: StepRecorder | None = None) -> None:
         """Run the first pass of a window on a few samples, in one chunk, without the optimizer's step."""
         samples = min(samples, self.batches.most)
         if self._setup.chunks is not None:
@@ -263,7 +263,7 @@ class ProbedTrainer(ProbedTraining):
         batch, _whole = self.batch(samples)
         run_pass(self.trainer, batch, FIRST_OF_WINDOW, after_backward=partial(self._after_backward, meter))
 
-    def _after_backward(self, meter: OriginMeter | None) -> None:
+    def _after_backward(self, meter: StepRecorder | None) -> None:
         """Note that a phase of the step ends, and which parameters have gradients if that is not known yet."""
         if meter is not None:
             meter.mark()
@@ -296,7 +296,7 @@ class ProbedTrainer(ProbedTraining):
         step = partial(self.first_pass, samples)
         return survey(self.trainer.lightning_module, step, step)
 
-    def step(self, samples: int, meter: OriginMeter) -> None:
+    def step(self, samples: int, meter: StepRecorder) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
         self._write(f"Looking for the largest micro-batch: step {next(self._steps)}, {samples} samples …")
         chunks = self._setup.chunks

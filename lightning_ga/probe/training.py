@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ga.memory.holders import OriginMeter, state_of
+from lightning_ga.memory.step_recorder import StepRecorder, state_of
 
 _BOUND = 1 << 62
 
@@ -26,11 +26,11 @@ class ProbedTraining:
         self._stepping: WeakSet[Optimizer] = WeakSet()
         self._warm: list[tuple[Optimizer, dict[Any, Any]]] = []
 
-    def step(self, samples: int, meter: OriginMeter) -> object:
+    def step(self, samples: int, meter: StepRecorder) -> object:
         """Run one whole training step on so many samples; ``meter.note_batch`` names the tensors of the batch."""
         raise NotImplementedError
 
-    def first_pass(self, samples: int, meter: OriginMeter) -> object:
+    def first_pass(self, samples: int, meter: StepRecorder) -> object:
         """Run forward and backward of the first pass of a window, without the optimizer's step."""
         raise NotImplementedError
 
