@@ -85,11 +85,13 @@ def window_fits(setup: TrainingSetup, samples: int) -> Fits | None:
 
 def _look_further(batches: TrialBatches) -> None:
     """Look for the heaviest samples; warn if there was no time to read all, and they vary in size."""
-    batches.look_further()
-    if batches.unread is not None:
-        seen, total = batches.unread
+    largest = batches.largest
+    if largest is None:
+        return
+    largest.look_further()
+    if not largest.complete:
         rank_zero_warn(
-            f"Samples vary in size, and there was time to read {seen:,} of {total:,}: a batch of "
+            f"Samples vary in size, and there was time to read {largest.seen:,} of {largest.total:,}: a batch of "
             "heavier ones may not fit at the limit found. Sort the dataset by size (its first and its last sample are "
             "always read), or give max_micro_batch_size=…"
         )
@@ -134,9 +136,9 @@ def probe(
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:
-            longest = setup.sizes.longest
+            longest = setup.sizes.largest
             limit = found.limit
-            shorter, training.batches = setup.sizes.shorter_trials(ceil_div(limit * longest, high), batches.cutter)
+            shorter, training.batches = setup.sizes.trials_of_smaller(ceil_div(limit * longest, high), batches.cutter)
             confirm = partial(prober.confirm, predict_only=predict_only)
             limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
             found = replace(found, sizes=limits, steps=steps or found.steps)
@@ -254,8 +256,7 @@ class ProbedTrainer(ProbedTraining):
         """Run the first pass of a window on a few samples, in one chunk."""
         samples = min(samples, self.batches.most)
         if self._setup.chunks is not None:
-            self._setup.chunks.window = samples
-            self._setup.chunks.samples = None
+            self._setup.chunks.use(None, window=samples)
         batch, _whole = self.batch(samples)
         run_pass(self.trainer, batch, FIRST_OF_WINDOW)
 
@@ -284,9 +285,7 @@ class ProbedTrainer(ProbedTraining):
         chunks = self._setup.chunks
         window = self._setup.rank_samples
         if chunks is not None:  # a phase ends with the loss, which may need more memory than a chunk
-            chunks.window = window
-            chunks.samples = samples
-            chunks.on_recompute = meter.mark
+            chunks.use(samples, window=window, on_recompute=meter.mark)
         try:
             batch, whole = self.batch(samples if chunks is None else window)
             meter.note_batch(tensors_in((whole, batch)))
@@ -295,7 +294,7 @@ class ProbedTrainer(ProbedTraining):
                 run_pass(self.trainer, batch, place, after_backward=meter.mark)
         finally:
             if chunks is not None:
-                chunks.on_recompute = None
+                chunks.use(samples, window=window)
 
     def owned(self) -> dict[str, list[Tensor]]:
         """Return the tensors that lie on the device before a step, by what they are."""
