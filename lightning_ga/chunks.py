@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_ga.batch.pytree import open_container, rebuild, same_values, take, tensors_in
+from lightning_ga.batch.pytree import open_container, rebuild, same_values, tensors_in
+from lightning_ga.batch.take import take
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
@@ -30,6 +31,12 @@ class ChunkSize:
     keep: int = 0  # the last chunks of each call keep their activations
     window: int | None = None  # samples of the step's batch, if known; a module may get several views of each
     on_recompute: Callable[[], object] | None = None  # called once, when the first chunk is recomputed
+
+    def use(self, samples: int | None, *, window: int, on_recompute: Callable[[], object] | None = None) -> None:
+        """Run the next batches, of ``window`` samples each, in chunks of at most so many samples; whole if ``None``."""
+        self.samples = samples
+        self.window = window
+        self.on_recompute = on_recompute
 
     def notify(self) -> None:
         """Note that a chunk is recomputed."""

@@ -9,8 +9,8 @@ from lightning_ga.compat import loaders, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
-from lightning_ga.fit.retry import go_back
-from lightning_ga.loading.samples import Samples
+from lightning_ga.fit.retry import undo_passes
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
 from lightning_ga.plan.config import Options
@@ -52,13 +52,13 @@ class Evaluation:
         run = partial(known.run, lambda part: step(part, *others), batch, kept.batch, exchanged)
         while (outcome := attempt(run, _is_survived)).failure is not None:
             failed = known.failed_samples(kept.batch, outcome.failure)
-            back = partial(undo, savepoint, [kept])
             fits = halved(failed)
-            event = go_back(
-                trainer, stage, outcome.failure, failed=failed, fits=fits, why_not_alone=exchanged, undo=back
-            )
-            known.lower(event.fits)
-            self._reporter.report(event, _RESULT)
+            if fits is None:
+                messages.give_up(trainer, stage, outcome.failure)
+            back = partial(undo, savepoint, [kept])
+            undo_passes(trainer, stage, outcome.failure, why_not_alone=exchanged, undo=back)
+            known.lower(fits)
+            self._reporter.report(self._reporter.event(stage, failed, fits), _RESULT)
         return outcome.result
 
     def _taken_savepoint(self) -> Savepoint:
@@ -79,7 +79,7 @@ class _LoaderPieces:
     def __init__(self, trainer: Any, stage: str, loader: int) -> None:
         self._trainer, self._stage = trainer, stage
         found, combine = loaders.loaders_of(trainer, loader)
-        self._cutter = BatchCutter(list(map(Samples, found)), combine, loaders.BatchTransfer(trainer, loader))
+        self._cutter = BatchCutter(list(map(KnownSamples, found)), combine, loaders.BatchTransfer(trainer, loader))
         self._limit: int | None = None  # most samples of a pass; ``None`` before an error
         self._running = 0  # samples of the pass that runs; 0 if none does, or if they were not counted
 

@@ -39,6 +39,11 @@ class WindowWeights:
         self.any_reached = True
         return self
 
+    def leave_out(self) -> None:
+        """Let the micro-batch weigh nothing, and the window be the mean over the others."""
+        self.weight = 0.0
+        self.pending = 0.0
+
     def close(self, factor: int) -> float:
         """Return the scale of the window's gradients; ranks call it together."""
         return 1.0
