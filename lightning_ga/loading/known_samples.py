@@ -26,7 +26,7 @@ from lightning_ga.loading.rebatch import collates, collates_by_index, copy_loade
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.copies import copied
-from lightning_ga.snapshot.random_numbers import GENERATORS, reseed
+from lightning_ga.snapshot.random_numbers import generators_in, reseed
 from lightning_ga.snapshot.untouched import untouched, values_held_by
 
 SAMPLES_AT_ONCE = 64
@@ -245,8 +245,7 @@ def _finishes_batches(loader: "DataLoader[Any]") -> bool:
 
 def _then_reseeded(dataset: Any, samples: Any) -> Any:
     """Return what was read, and let the next read draw the same random numbers as any but the first."""
-    held = values_held_by(dataset)
-    reseed(0, [value for value in held if isinstance(value, GENERATORS)])
+    reseed(0, generators_in(values_held_by(dataset)))
     return samples
 
 
