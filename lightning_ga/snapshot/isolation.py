@@ -25,11 +25,10 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, retry_once
-from lightning_ga.snapshot.copies import is_writable, refill
+from lightning_ga.snapshot.copies import copy_of, is_writable, refill
 from lightning_ga.snapshot.random_numbers import (
     GENERATORS,
     RandomState,
-    generator_state,
     generators_of,
     restore_generator,
 )
@@ -126,25 +125,23 @@ class SteppingState:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
-        self._contents: list[tuple[Any, Any]] = []
-        self._generators: list[tuple[Any, Any]] = []
         tensors: list[Tensor] = []
+        self._others: list[tuple[Any, Any]] = []
         for value in chain.from_iterable(contained(owner, seen) for owner in objects):
             if isinstance(value, Tensor):
                 tensors.append(value)
-            elif isinstance(value, GENERATORS):
-                self._generators.append((value, generator_state(value)))
             else:
-                self._contents.append((value, copy.copy(value)))
+                self._others.append((value, copy_of(value)))
         self._tensors = TensorValues(tensors)
 
     def restore(self) -> None:
         """Put everything back."""
-        for container, content in self._contents:
-            refill(container, content)
         self._tensors.restore()
-        for generator, state in self._generators:
-            restore_generator(generator, state)
+        for thing, kept in self._others:
+            if isinstance(thing, GENERATORS):
+                restore_generator(thing, kept)
+            else:
+                refill(thing, kept)
 
 
 def contained(value: Any, seen: set[int]) -> Iterator[Any]:
