@@ -11,8 +11,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ga.callback import AutoAccumulate
-from lightning_ga.compat import intervals, ranks
+from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import Callback
+from lightning_ga.compat.step_log import log_step
 from lightning_ga.errors import UserError
 from lightning_ga.plan.critical_batch import NoiseScale as Estimate
 from lightning_ga.plan.critical_batch import noise_scale, window_moments
@@ -108,7 +109,7 @@ class NoiseScale(Callback):
                 self._moments.append(moments)
         estimate = self.estimate
         if estimate is not None:
-            intervals.log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
+            log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Remove the hooks."""

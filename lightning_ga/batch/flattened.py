@@ -11,8 +11,8 @@ from lightning_ga.batch.pytree import register_splitter
 class FlattenedBatch(dict[str, Any]):
     """A batch of one row, in which sequences lie one after another: it is cut between them, and counts them.
 
-    A sequence begins wherever ``position_ids`` is 0. Every tensor with an entry for each place of the row is cut with
-    it; ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` become those of the part.
+    A sequence begins wherever ``position_ids`` is 0. Every tensor with an entry for each place of the row is cut, too;
+    ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` become those of the part.
 
     Examples:
         Ready-made rows, of which each is a batch, and a loss that is a mean over the targets::

@@ -9,7 +9,7 @@ from lightning_ga.compat import loaders, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
-from lightning_ga.fit.retry import go_back
+from lightning_ga.fit.retry import undo_passes
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
@@ -52,13 +52,13 @@ class Evaluation:
         run = partial(known.run, lambda part: step(part, *others), batch, kept.batch, exchanged)
         while (outcome := attempt(run, _is_survived)).failure is not None:
             failed = known.failed_samples(kept.batch, outcome.failure)
-            back = partial(undo, savepoint, [kept])
             fits = halved(failed)
-            event = go_back(
-                trainer, stage, outcome.failure, failed=failed, fits=fits, why_not_alone=exchanged, undo=back
-            )
-            known.lower(event.fits)
-            self._reporter.report(event, _RESULT)
+            if fits is None:
+                messages.give_up(trainer, stage, outcome.failure)
+            back = partial(undo, savepoint, [kept])
+            undo_passes(trainer, stage, outcome.failure, why_not_alone=exchanged, undo=back)
+            known.lower(fits)
+            self._reporter.report(self._reporter.event(stage, failed, fits), _RESULT)
         return outcome.result
 
     def _taken_savepoint(self) -> Savepoint:

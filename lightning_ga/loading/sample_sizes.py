@@ -41,6 +41,14 @@ class SampleSizes:
         self._seed = seed
         self.limits: tuple[int, SizeLimits] | None = None  # how many of the largest fit, and the limits then
 
+    def set_limits(self, samples: int, limits: SizeLimits) -> None:
+        """Cut by these limits from here on; so many of the longest samples fit."""
+        self.limits = samples, limits
+
+    def follow(self, earlier: "SampleSizes") -> None:
+        """Cut by the limits of data that were loaded before."""
+        self.limits = earlier.limits
+
     @cached_property
     def _sizes(self) -> dict[Any, int]:
         pool = self._order.pool(0, self._seed)

@@ -22,7 +22,7 @@ from lightning_ga.plan.accumulation import (
     plan_unequal_shares,
     require_effective_batch,
 )
-from lightning_ga.plan.batch_schedule import Growth
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule
 from lightning_ga.plan.recipe import Recipe, RecipeEpoch
 from lightning_ga.plan.windows import EpochPlan, GrowingWindows, RegularWindows, Window, Windows
 
@@ -137,7 +137,7 @@ class LoaderSource:
     def arrange(
         self,
         epoch: int,
-        batch: Growth,
+        batch: PiecewiseSchedule,
         micro_batch: int,
         *,
         multiple: int = 1,
@@ -172,7 +172,7 @@ class LoaderSource:
         object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
         return plan
 
-    def steps_of(self, epoch: int, batch: Growth) -> tuple[int, int]:
+    def steps_of(self, epoch: int, batch: PiecewiseSchedule) -> tuple[int, int]:
         """Return optimizer steps and samples, over all ranks, of a whole epoch."""
         total = self.epoch(epoch).samples
         return self._windows(total, batch).count, total
@@ -199,7 +199,7 @@ class LoaderSource:
         finally:
             self._sampler.length = None
 
-    def _windows(self, total: int, batch: Growth, samples_done: int = 0, windows_done: int = 0) -> Windows:
+    def _windows(self, total: int, batch: PiecewiseSchedule, samples_done: int = 0, windows_done: int = 0) -> Windows:
         world_size = self.recipe.world_size
         if batch.is_constant:
             size = require_effective_batch(batch.largest, world_size)

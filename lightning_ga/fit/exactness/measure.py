@@ -60,23 +60,32 @@ class Moments:
         self._next = 1
         self._made = 0
 
-    def due(self, steps: int, passes: int) -> bool:
-        """Return whether a measurement is due after so many steps and passes; a due measurement is counted.
+    def is_due(self, steps: int, passes: int) -> bool:
+        """Return whether a measurement is due after so many steps and passes.
 
         Beyond the first twenty, measurements take at most 0.2 % of training's passes.
+        """
+        is_affordable = self._made < _ALWAYS_ALLOWED or (self._made + 1) * _COST <= _SHARE * passes
+        return steps >= self._next and is_affordable
+
+    def note(self, steps: int) -> None:
+        """Note a measurement after so many steps.
 
         Examples:
             >>> moments = Moments()
-            >>> [steps for steps in range(20) if moments.due(steps, passes=steps)]
-            [1, 2, 4, 8, 16]
+            >>> for steps in range(20):
+            ...     if moments.is_due(steps, passes=steps):
+            ...         moments.note(steps)
+            ...         print(steps)
+            1
+            2
+            4
+            8
+            16
         """
-        if steps < self._next:
-            return False
+        self._made += 1
         while self._next <= steps:
             self._next *= 2
-        is_due = self._made < _ALWAYS_ALLOWED or (self._made + 1) * _COST <= _SHARE * passes
-        self._made += is_due
-        return is_due
 
 
 def measure(trainer: Any, batch: CutBatch, *, normalize: Any, begins: bool, in_step: bool = False) -> Exactness:
