@@ -17,7 +17,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.memory.oom import attempt
 from lightning_ga.recompute.state import ForwardEffects
 from lightning_ga.recompute.wrapper import RunTwice, own_containers
-from lightning_ga.snapshot.random_numbers import GENERATORS
+from lightning_ga.snapshot.random_numbers import generators_in
 
 
 def difference(part: Module, name: str, forward: Callable[..., Any], arguments: Any, named: Any) -> str:
@@ -25,8 +25,7 @@ def difference(part: Module, name: str, forward: Callable[..., Any], arguments: 
 
     Plainly and computed again, it starts from the state of now, and leaves it.
     """
-    given = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, GENERATORS)]
-    now = ForwardEffects(part, name).before_call(given)
+    now = ForwardEffects(part, name).before_call(generators_in(tree_leaves((arguments, named))))
 
     def gradients() -> list[list[Tensor]]:
         found = []

@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.copies import checksums, copy_of, is_writable, refill
+from lightning_ga.snapshot.copies import checksums, copies_of, is_writable, refill
 from lightning_ga.snapshot.isolation import contained
 from lightning_ga.snapshot.random_numbers import (
     GENERATORS,
@@ -44,7 +44,7 @@ class StateBefore:
     """The state before a forward pass: a context in which the pass runs again, and which leaves the state of now."""
 
     def __init__(self, things: Iterable[Any], quiet: Sequence[Quiet] = ()) -> None:
-        self.copies = [(thing, copy_of(thing)) for thing in things]
+        self.copies = copies_of(things)
         self._quiet = quiet
         self._now: list[tuple[Any, Any]] = []
 
@@ -53,7 +53,7 @@ class StateBefore:
         for tensor, values, version in self._quiet:
             if tensor._version != version:
                 before.append((tensor, values))
-        self._now = [(thing, copy_of(thing)) for thing, _ in before]
+        self._now = copies_of(thing for thing, _ in before)
         _put_back(before)
 
     def __exit__(self, *_: object) -> None:
@@ -123,8 +123,12 @@ class ForwardEffects:
         """
         if not self._looks:
             quiet = self._quiet
-            self._quiet = [each for each in quiet if each[0]._version == each[2]]
-            self._changing += [each[0] for each in quiet if each[0]._version != each[2]]
+            self._quiet = []
+            for tensor, values, version in quiet:
+                if tensor._version == version:
+                    self._quiet.append((tensor, values, version))
+                else:
+                    self._changing.append(tensor)
             return
         self._require_unchanged()
         self._changing = []

@@ -22,7 +22,7 @@ from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.recompute.state import ForwardEffects
 from lightning_ga.snapshot.copies import versions, with_own_containers
-from lightning_ga.snapshot.random_numbers import GENERATORS
+from lightning_ga.snapshot.random_numbers import GENERATORS, generators_in
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def submodules(module: Module, names: Iterable[str], argument: str = "recomputed
             if inner is not part and inner in found:
                 inside = found[inner]
                 raise UserError(f"{argument} names {name!r} and {inside!r}, which lies inside it: name one of the two.")
-    return {name: part for part, name in found.items()}
+    return dict(zip(found.values(), found))
 
 
 class RunTwice:
@@ -137,9 +137,8 @@ class RunTwice:
                 arguments, named = tree_unflatten(map(partial(_given, tensors), leaves), structure)
             return self._forward(*arguments, **named)
 
-        generators = [leaf for leaf in leaves if isinstance(leaf, GENERATORS)]
         written = versions(tensors)
-        before = self._effects.before_call(generators)
+        before = self._effects.before_call(generators_in(leaves))
         output = checkpoint(
             run,
             *tensors,

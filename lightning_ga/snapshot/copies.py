@@ -99,8 +99,17 @@ def _sum_of_bits(values: Tensor) -> Tensor:
     return (columns * torch.arange(1, width + rest + 1, device=bits.device)).sum()
 
 
-def copy_of(thing: Any) -> Any:
-    """Return a tensor's values, the state of a generator, or a shallow copy of a container."""
+def by_id(things: Iterable[Any]) -> dict[int, Any]:
+    """Return things, each once, by their ids."""
+    return {id(thing): thing for thing in things}
+
+
+def copies_of(things: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return things, each with its copy: a tensor's values, the state of a generator, a shallow copy of a container."""
+    return [(thing, _copy_of(thing)) for thing in things]
+
+
+def _copy_of(thing: Any) -> Any:
     if isinstance(thing, Tensor):
         return thing.detach().clone()
     if isinstance(thing, GENERATORS):

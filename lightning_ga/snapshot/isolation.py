@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, retry_once
-from lightning_ga.snapshot.copies import copy_of, is_writable, refill
+from lightning_ga.snapshot.copies import by_id, copies_of, is_writable, refill
 from lightning_ga.snapshot.random_numbers import (
     GENERATORS,
     RandomState,
@@ -33,7 +33,7 @@ from lightning_ga.snapshot.random_numbers import (
     restore_generator,
 )
 
-_TABLES = {name for name in vars(Module()) if name != "training"}  # of tensors, children and hooks: no deep copies
+_TABLES = vars(Module()).keys() - {"training"}  # of tensors, children and hooks: no deep copies
 _CONTAINERS = (dict, list, set, deque)
 _LONGEST = 1000  # longer containers are data: their contents are not copied
 _FIXED = (
@@ -103,7 +103,7 @@ class TensorValues:
     """Tensors and their values, restored in place from copies on the host."""
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
-        kept = {id(tensor): tensor for tensor in tensors if tensor is not None}.values()
+        kept = by_id(tensor for tensor in tensors if tensor is not None).values()
         refuse_lazy(kept)
         self.kept = [(tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad) for tensor in kept]
 
@@ -125,14 +125,13 @@ class SteppingState:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
-        tensors: list[Tensor] = []
-        self._others: list[tuple[Any, Any]] = []
-        for value in chain.from_iterable(contained(owner, seen) for owner in objects):
-            if isinstance(value, Tensor):
-                tensors.append(value)
-            else:
-                self._others.append((value, copy_of(value)))
+        tensors: list[Tensor | None] = []
+        others: list[Any] = []
+        for owner in objects:
+            for value in contained(owner, seen):
+                (tensors if isinstance(value, Tensor) else others).append(value)
         self._tensors = TensorValues(tensors)
+        self._others = copies_of(others)
 
     def restore(self) -> None:
         """Put everything back."""
@@ -168,7 +167,7 @@ class SwappedAttributes:
     """
 
     def __init__(self, shared: Iterable[object]) -> None:
-        self._memo: dict[int, Any] = {id(thing): thing for thing in shared}
+        self._memo = by_id(shared)
         self._kept: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
         self._complete: set[int] = set()  # attributes from which ``restore`` removes new ones, by id
         self._tables: list[tuple[Any, Any]] = []  # with copies
@@ -177,8 +176,7 @@ class SwappedAttributes:
         """Keep all attributes of modules, and the contents of their tables of tensors, children and hooks."""
         for module in modules:
             own = vars(module)
-            for each in (module, *module._parameters.values(), *module._buffers.values()):
-                self._memo[id(each)] = each
+            self._memo |= by_id((module, *module._parameters.values(), *module._buffers.values()))
             # Compiled modules contain their graphs, and PyTorch's wrappers for ranks their process groups.
             is_wrapper = type(module).__module__.startswith(("torch._dynamo", "torch.nn.parallel", "torch.distributed"))
             self._keep(own, dict(own), () if is_wrapper else own.keys() - _TABLES)
@@ -190,7 +188,8 @@ class SwappedAttributes:
     def add(self, owner: object, *names: str, copied: bool = True) -> None:
         """Keep attributes of an object, ``copied`` for trials or as they are."""
         own = vars(owner)
-        self._keep(own, {name: own[name] for name in names}, names if copied else ())
+        before = {name: own[name] for name in names}
+        self._keep(own, before, before if copied else ())
 
     def _keep(self, own: dict[str, Any], before: dict[str, Any], names: Iterable[str]) -> None:
         self._kept.append((own, before, [name for name in names if not isinstance(own[name], _FIXED)]))
@@ -232,7 +231,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         memo[id(value)] = value
         return value
     clone = memo[id(value)] = copy.copy(value)
-    for place, inner in clone.items() if isinstance(clone, dict) else enumerate(clone):
+    entries: Any = clone.items() if isinstance(clone, dict) else enumerate(clone)
+    for place, inner in entries:
         clone[place] = _copied(inner, memo)
     return clone
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,14 @@ def restore_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
+def held_by(objects: Iterable[object]) -> list[Any]:
+    """Return the values of the attributes of objects."""
+    values: list[Any] = []
+    for each in objects:
+        values += getattr(each, "__dict__", {}).values()
+    return values
+
+
 def generators_in(values: Iterable[Any]) -> list[Any]:
     """Return those values that are generators."""
     # ``isinstance`` of ``torch.Generator`` is slow.
@@ -42,7 +51,7 @@ def generators_in(values: Iterable[Any]) -> list[Any]:
 
 def generators_of(module: torch.nn.Module) -> list[Any]:
     """Return the generators that a module or one of its parts has."""
-    return generators_in(chain.from_iterable(vars(part).values() for part in module.modules()))
+    return generators_in(held_by(module.modules()))
 
 
 def torch_generators() -> list[torch.Generator]:
@@ -53,7 +62,7 @@ def torch_generators() -> list[torch.Generator]:
 def global_generators() -> list[Any]:
     """Return the default generators of torch, on the host and on every device in use, of NumPy and of Python."""
     methods: Any = (np.random.get_state, random.getstate)  # of the generators that these modules keep
-    return [*torch_generators(), *(method.__self__ for method in methods)]
+    return [*torch_generators(), *map(attrgetter("__self__"), methods)]
 
 
 def seed_generator(generator: Any, seed: int) -> None:

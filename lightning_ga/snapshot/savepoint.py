@@ -25,6 +25,7 @@ from torchmetrics import Metric
 from lightning_ga.snapshot.copies import (
     SMALL,
     Copies,
+    by_id,
     is_writable,
     metric_state,
     refill,
@@ -50,7 +51,7 @@ class Savepoint:
         self._module = module
         self._results = results
         self._tables = [part._buffers for part in module.modules() if part._buffers]
-        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._metrics = list(filter(_is_metric, module.modules()))
         self._look()
         self._is_taken = False
 
@@ -77,8 +78,8 @@ class Savepoint:
         self._logged = results, dict(results)
         self._states = [(result, metric_state(result, copied=False)) for result in results.values()]
         logged = (vars(result).get("value") for result in results.values())
-        metrics = {id(metric): metric for metric in chain(self._metrics, logged) if isinstance(metric, Metric)}
-        self._states += zip(metrics.values(), map(metric_state, metrics.values()))
+        metrics = by_id(filter(_is_metric, chain(self._metrics, logged))).values()
+        self._states += zip(metrics, map(metric_state, metrics))
         self._attributes = _Attributes(self._module)
         self._is_taken = True
 
@@ -106,6 +107,10 @@ class Savepoint:
             if before != now:
                 return name
         return None
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, Metric)
 
 
 def _same_tensors(table: dict[str, Any], buffers: dict[str, Any]) -> bool:

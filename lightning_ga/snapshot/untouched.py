@@ -9,14 +9,13 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from lightning_ga.snapshot.copies import refill
-from lightning_ga.snapshot.random_numbers import RandomState, generators_in, reseed, seed_generator
+from lightning_ga.snapshot.copies import by_id, copies_of, refill
+from lightning_ga.snapshot.random_numbers import RandomState, generators_in, held_by, reseed, seed_generator
 
 _COPIED = 100_000  # entries of a container that is put back: longer ones are data
 _LISTED = 500  # entries of a list that may contain datasets
@@ -33,13 +32,12 @@ def datasets_in(data: Any) -> list[Any]:
         found[id(each)] = each
         for value in vars(each).values():
             is_list = isinstance(value, (list, tuple)) and len(value) < _LISTED
-            pending += [inner for inner in (value if is_list else [value]) if isinstance(inner, Dataset)]
+            pending += filter(_is_dataset, value if is_list else [value])
     return list(found.values())
 
 
-def values_held_by(data: Any) -> list[Any]:
-    """Return the attributes of a dataset, and of those that it contains."""
-    return list(chain.from_iterable(vars(each).values() for each in datasets_in(data)))
+def _is_dataset(value: Any) -> bool:
+    return isinstance(value, Dataset)
 
 
 @contextmanager
@@ -49,10 +47,11 @@ def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
     Attributes and small containers of the object, and of datasets that it contains, are put back at its end.
     """
     found = datasets_in(data)
-    before = [(own, copy.copy(own)) for own in map(vars, found)]
-    for value in values_held_by(data):
+    containers: list[Any] = list(map(vars, found))
+    for value in held_by(found):
         if type(value) in (dict, list, set, deque) and len(value) < _COPIED:
-            before.append((value, copy.copy(value)))
+            containers.append(value)
+    before = copies_of(containers)
     try:
         with seeded(seed, *found):
             yield
@@ -65,7 +64,7 @@ def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
 def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
     """Yield a deep copy that shares datasets and modules; if copying fails, ``thing``, restored afterwards."""
     own = getattr(thing, "__dict__", {})
-    memo = {id(each): each for each in shared}
+    memo = by_id(shared)
     for value in own.values():
         if isinstance(value, (Dataset, torch.nn.Module)) or hasattr(value, "trainer"):
             memo[id(value)] = value
@@ -88,7 +87,7 @@ def seeded(seed: int, *holders: object, epoch: int = 0) -> Iterator[None]:
 
     This includes generators that are attributes of ``holders``; torch's are seeded with their initial seed + epoch.
     """
-    own = generators_in(chain.from_iterable(getattr(holder, "__dict__", {}).values() for holder in holders))
+    own = generators_in(held_by(holders))
     before = RandomState(own)
     try:
         for generator in own:
