@@ -76,9 +76,7 @@ class Fit:
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before the data are set up."""
-        if not self.data.is_set_up:
-            return None
-        return self.windows.plan
+        return self.windows.plan if self.data.is_set_up else None
 
     # --- training ------------------------------------------------------------------------------
 
@@ -206,16 +204,13 @@ class Fit:
 
     def state(self) -> RunState:
         """Return what a checkpoint keeps."""
-        order = None
-        if self.data.is_set_up:
-            order = self.windows.kept_order()
         return RunState(
             self.parts.progress.position,
             self.search.hardware(),
             self.search.probe,
             self.parts.limit.after_errors,
             self._reporter.events,
-            order,
+            self.windows.kept_order() if self.data.is_set_up else None,
         )
 
     def save(self, checkpoint: dict[str, Any]) -> None:

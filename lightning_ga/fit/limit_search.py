@@ -63,9 +63,7 @@ class LimitSearch:
     @property
     def chosen(self) -> Recomputed | None:
         """What was chosen to be computed again, so that one sample fits; ``None`` if nothing was."""
-        if self.probe is None:
-            return None
-        return self.probe.recomputed
+        return None if self.probe is None else self.probe.recomputed
 
     def hardware(self) -> str:
         """Describe the hardware; a limit found on other hardware is not used."""

@@ -110,9 +110,7 @@ class Rewinder:
 
     def tensors_kept(self) -> list[Tensor]:
         """Return the tensors of the savepoint, which lie on the device while a window runs."""
-        if self._savepoint is None:
-            return []
-        return [*self._savepoint.tensors()]
+        return [] if self._savepoint is None else [*self._savepoint.tensors()]
 
     def _begin_window(self) -> None:
         self._is_updating = False
