@@ -4,7 +4,6 @@ Tested in tests/integration/test_fits.py and tests/integration/test_schedules.py
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -65,8 +64,7 @@ class Fit:
         self._left_out = LeftOut(self.parts, self.data)
         self._rates = WindowRates(trainer, options.scale_lr, varies=request.varies)
         self._rewinder: Rewinder | None = None  # none before training
-        self._held = ExitStack()
-        self._held.enter_context(self.data.intercepted(is_installed))
+        self.parts.held.enter_context(self.data.intercepted(is_installed))
 
     @property
     def windows(self) -> Windows:
@@ -88,10 +86,10 @@ class Fit:
         same_epoch = windows.begin_training()
         epoch = place.epoch
         self._hold_to_budget()
-        self._held.enter_context(parts.gradients.summed_in_float32())
+        parts.held.enter_context(parts.gradients.summed_in_float32())
         if parts.limit.chunked is not None:
-            self._held.enter_context(parts.limit.chunked.installed())
-        self._held.callback(self.search.recomputed.use, ())
+            parts.held.enter_context(parts.limit.chunked.installed())
+        parts.held.callback(self.search.recomputed.use, ())
         parts.shares.check()
         exchange = exchange_of(self.trainer, before_sending=parts.shares.note_sending)
         remedies = Remedies(parts, self._options, self.search, self._left_out)
@@ -108,20 +106,22 @@ class Fit:
         if exchange is not None:
             members.append(exchange.begin_window)
         members.append(parts.shares.begin_window)
-        self._held.callback(parts.values.close)
-        self._held.callback(self._rates.give_back)
-        self._held.enter_context(self._rates.unscaled_for_schedulers())
+        parts.held.callback(parts.values.close)
+        parts.held.callback(self._rates.give_back)
+        parts.held.enter_context(self._rates.unscaled_for_schedulers())
         if self._options.on_oom == "skip":
-            self._held.enter_context(self._left_out.installed())
-        self._held.enter_context(rewinder.guarding(members))
-        self._held.enter_context(windows.patches(exchange))
+            parts.held.enter_context(self._left_out.installed())
+        parts.held.enter_context(rewinder.guarding(members))
+        parts.held.enter_context(windows.patches(exchange))
         windows.begin_reading(same_epoch=same_epoch)
 
     def _hold_to_budget(self) -> None:
         """Bound what a CUDA device reserves by ``memory_budget`` until training ends."""
         device = self.trainer.strategy.root_device
         if device.type == "cuda":
-            self._held.enter_context(enforced_budget(device, parse_budget(self._options.budget, total_memory(device))))
+            self.parts.held.enter_context(
+                enforced_budget(device, parse_budget(self._options.budget, total_memory(device)))
+            )
 
     def _require_possible(self) -> None:
         """Refuse a schedule that would fail in a later epoch, before any work is lost."""
@@ -187,9 +187,7 @@ class Fit:
         """Restore what the fit changed. The factor stays until the next fit, as with Lightning's own scheduler."""
         progress = self.parts.progress
         progress.place.leave(self.data.recipe_factor, progress.position)
-        if self.data.is_set_up:
-            self.windows.close()
-        self._held.close()
+        self.parts.held.close()
         self._reporter.report_pending(self.verdict.exactness)
 
     def fail(self, error: BaseException) -> None:

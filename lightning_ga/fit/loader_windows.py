@@ -41,7 +41,6 @@ class LoaderWindows:
         self._trainer = parts.progress.trainer
         self._place = parts.progress.place
         self.epochs = LoaderEpochs(parts, source)
-        self._held = ExitStack()  # what the loop gets back in the end
         self._begun: tuple[LoaderSource, int] | None = None  # the epoch that the loop is set up for
         self._window = NO_WINDOW  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
@@ -53,7 +52,7 @@ class LoaderWindows:
         self._samples_left = SamplesLeft(cutter)
         self._prepare()
 
-    def use(self, source: LoaderSource) -> None:
+    def use(self, source: Any) -> None:
         """Cut a loader that is loaded again."""
         self.epochs.use(source)
         self._prepare()
@@ -179,8 +178,8 @@ class LoaderWindows:
         if self._uses_intervals:
             return
         self._uses_intervals = True
-        self._held.enter_context(schedulers.due_by_recipe(self._trainer, self._span_done))
-        self._held.enter_context(validation.due_by_recipe(self._trainer, self._span_done))
+        self._parts.held.enter_context(schedulers.due_by_recipe(self._trainer, self._span_done))
+        self._parts.held.enter_context(validation.due_by_recipe(self._trainer, self._span_done))
 
     def _span_done(self) -> WindowSpan:
         """Return the batches of the running window; none before its first micro-batch, when a restored loop asks."""
@@ -195,16 +194,13 @@ class LoaderWindows:
             stack.enter_context(self._place.before_reading(self._follow_length))
             if exchange is not None:
                 passes = WholePasses(self._place, exchange)
-                stack.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._index_in_window))
+                stack.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._place))
             yield
-
-    def _index_in_window(self) -> int:
-        return self._place.index_in_window
 
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin its first epoch, at the window that comes next."""
         if self._place.restarts:
-            self._held.enter_context(place.positions_are_kept())
+            self._parts.held.enter_context(place.positions_are_kept())
             self._place.begin_at(self._source.plan.done, same_epoch=same_epoch)
         self._reads = True
         self._first = None
@@ -301,7 +297,3 @@ class LoaderWindows:
         if self._uses_intervals and isinstance(every, int) and every % batches != 0:
             found.append(f"validation at the end of the window in which val_check_interval={every} batches are done")
         return "; ".join(found)
-
-    def close(self) -> None:
-        """Give the loop back what the user wrote."""
-        self._held.close()

@@ -32,13 +32,12 @@ class StepWindows:
         self._cutter = cutter
         self._trainer = parts.progress.trainer
         self._place = parts.progress.place
-        self._held = ExitStack()  # what the loop gets back in the end
         self._begun: tuple[StepSource, int] | None = None  # the epoch that the loop is set up for
         self._reads = False  # whether the loop has begun to read
         self._uses_intervals = False  # whether windows have been others than the recipe's
         self._passes = BatchPasses(parts, cutter, lambda: self.epochs.batch_size)
 
-    def use(self, source: StepSource) -> None:
+    def use(self, source: Any) -> None:
         """Use a loader that is loaded again."""
         self.epochs.use(source)
 
@@ -114,7 +113,7 @@ class StepWindows:
         self._place.set_factor(factor)
         if factor != self._source.recipe_factor and not self._uses_intervals:
             self._uses_intervals = True
-            self._held.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
+            self._parts.held.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
 
     def _span(self) -> WindowSpan:
         """Return the batches before and after the window that ends; the loop counts the recipe's by itself."""
@@ -125,14 +124,10 @@ class StepWindows:
         """Return a context in which the loop's batches run in pieces that fit."""
         self._passes.exchange_through(exchange)
         with ExitStack() as stack:
-            wrap = self._passes.closure
-            stack.enter_context(closures.intercepted_closures(self._trainer, wrap, self._index_in_window))
+            stack.enter_context(closures.intercepted_closures(self._trainer, self._passes.closure, self._place))
             if self._parts.request.is_by_window:
                 stack.enter_context(self._place.windows_begin_anywhere())
             yield
-
-    def _index_in_window(self) -> int:
-        return self._place.index_in_window
 
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin with the batch that comes next."""
@@ -207,7 +202,3 @@ class StepWindows:
     def how_cut(self) -> str:
         """Say why the step cuts."""
         return f"cut in the step: {self._source.why}"
-
-    def close(self) -> None:
-        """Give the loop back what the user wrote."""
-        self._held.close()
