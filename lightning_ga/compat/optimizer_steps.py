@@ -26,7 +26,8 @@ def optimizer_steps(trainer: Any) -> int | float:
     estimate: int | float = trainer.estimated_stepping_batches  # sets the training data up if need be
     for callback in trainer.callbacks:
         count = getattr(callback, "optimizer_steps", None)
-        steps = count() if callable(count) else None
-        if steps is not None:
-            return int(steps)
+        if callable(count):
+            steps = count()
+            if steps is not None:
+                return int(steps)
     return inf if estimate == -1 else estimate

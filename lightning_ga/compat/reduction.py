@@ -126,8 +126,7 @@ class Exchange:
             return
         if self._noting.forgets:
             self._module.reducer._reset_state()
-        has_sent = self._noting.count > 0 or not self._is_noted
-        self._stage = Stage.DONE if has_sent else Stage.PASSES
+        self._stage = Stage.DONE if self._noting.count or not self._is_noted else Stage.PASSES
 
     def failed(self) -> str | None:
         """Prepare a failed window to run again; return why that is not possible, ``None`` if it is.
@@ -143,8 +142,7 @@ class Exchange:
         if self._stage is not Stage.DONE:
             self._stage = Stage.PASSES
         self._repeats = True
-        self._noting.keep()
-        self._noting.forgets |= was_sending and self._is_ordered and self._noting.buckets_agreed
+        self._noting.keep(was_cut_off=was_sending and self._is_ordered)
         # A reset reducer waits for no gradient, has no order of buckets, and forgets what was used under ``no_sync``.
         if module.find_unused_parameters or (self._is_noted and (self._noting.forgets or not self._is_ordered)):
             module.reducer._reset_state()
@@ -210,11 +208,13 @@ class _Noting(ProcessGroup):
     def begin(self, *, again: bool = False) -> None:
         """Begin an exchange, in which what is kept is not sent ``again``."""
         self._sent = []
-        self._kept = self._kept if again else {}
+        if not again:
+            self._kept = {}
         self.count = 0
 
-    def keep(self) -> None:
-        """Wait for the averages of what was sent, and keep them."""
+    def keep(self, *, was_cut_off: bool) -> None:
+        """Wait for the averages of what was sent, and keep them, also if the exchange was cut off half-way."""
+        self.forgets |= was_cut_off and self.buckets_agreed
         for place, tensor, work in self._sent:
             work.wait()
             self._kept[place] = tensor.to("cpu", copy=True)

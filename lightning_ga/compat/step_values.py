@@ -172,8 +172,11 @@ class StepValues:
         return self._exchanged[self._next - 1]
 
     def _copy_of(self, metric: Metric) -> Metric | None:
-        """Return the copy of a metric that sees the running window; ``None`` outside of it, as in trial passes."""
-        if not self._is_cut or self._trainer._results is not self._results:
+        """Return the copy of a metric that sees the running window; ``None`` outside of it, as in trial passes.
+
+        ``forward`` computes a batch's value with gradients enabled, whichever of its two ways it takes.
+        """
+        if not self._is_cut or not metric._enable_grad or self._trainer._results is not self._results:
             return None
         if id(metric) not in self._copies:
             self._copies[id(metric)] = _empty_copy(metric)
@@ -181,15 +184,12 @@ class StepValues:
 
 
 def _copied_updates(metric: Metric, copy_of: Callable[[Metric], Metric | None]) -> AbstractContextManager[None]:
-    """Return a context in which a copy gets what ``forward`` gives a metric.
-
-    ``forward`` computes a batch's value with gradients enabled, whichever of its two ways it takes.
-    """
+    """Return a context in which a copy gets what ``forward`` gives a metric."""
     update = metric.update
 
     def update_both(*given: Any, **named: Any) -> None:
         update(*given, **named)
-        copy = copy_of(metric) if metric._enable_grad else None
+        copy = copy_of(metric)
         if copy is not None:
             copy.update(*given, **named)
 
@@ -218,10 +218,11 @@ def merged_entry(
 ) -> tuple[Any, Settings]:
     """Merge what was logged in all passes: add up sums, average means by weight or by a counted ``batch_size``."""
     settings = {**all_settings[0]}
-    sizes = [each.get("batch_size") for each in all_settings]
+    sizes: list[Any] = [each.get("batch_size") for each in all_settings]
     if None not in sizes and _are_counts(sizes, samples):
         settings["batch_size"] = sum(sizes)
-        weights = weights if sizes == [*samples] else [size or 0 for size in sizes]
+        if sizes != [*samples]:
+            weights = sizes
     if not all(isinstance(value, Tensor) for value in values):  # a metric has seen all passes
         return values[0], settings
     kind = settings.get("reduce_fx", "mean")

@@ -11,7 +11,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
 from lightning_ga.fit.retry import undo_passes
-from lightning_ga.loading.samples import Samples
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
 from lightning_ga.plan.config import Options
@@ -81,7 +81,7 @@ class _LoaderPieces:
         self._trainer = trainer
         self._stage = stage
         found, combine = loaders.loaders_of(trainer, loader)
-        self._cutter = BatchCutter(list(map(Samples, found)), combine, loaders.BatchTransfer(trainer, loader))
+        self._cutter = BatchCutter(list(map(KnownSamples, found)), combine, loaders.BatchTransfer(trainer, loader))
         self._limit: int | None = None  # most samples of a pass; ``None`` before an error
         self._running = 0  # samples of the pass that runs; 0 if none does, or if they were not counted
 

@@ -29,7 +29,7 @@ from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
 from lightning_ga.plan.run_state import RunState
 from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.probe.cache import forget, hardware
-from lightning_ga.probe.probed_trainer import TrainingSetup, choose_recomputed, probe, recomputable, window_fits
+from lightning_ga.probe.probed_trainer import Found, TrainingSetup, choose_recomputed, probe, recomputable
 from lightning_ga.probe.prober import DoesNotFitError
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
@@ -106,12 +106,11 @@ class LimitSearch:
             return None
         self.fits = None
         setup = self.setup(kept, begins=False)
-        found = attempt(
-            partial(self._probe, setup, failed, self.chosen), lambda error: isinstance(error, Exception)
-        ).result
-        if found is None or found.limit >= failed:
+        search = partial(self._probe, setup, failed, self.chosen)
+        found: Found | None = attempt(search, lambda error: isinstance(error, Exception)).result
+        if found is None or found.probe is None or found.probe.limit >= failed:
             return None
-        return int(found.limit)
+        return found.probe.limit
 
     def recomputable(self, kept: Kept) -> tuple[str, ...]:
         """Return all submodules that can be computed again."""
@@ -224,19 +223,16 @@ class LimitSearch:
         if self._trainer.world_size > 1:
             _require_cut_on_all_ranks(self._trainer, setup.batches)
         self.fits = None
-        if not self._is_wanted_at_once:
-            self.fits = window_fits(setup, high)
-        if self.fits is not None:
-            return high
         found = self._probe_or_recompute(setup, high)
-        if found is None:
+        self.fits = found.fits
+        if found.probe is None:
             return high
-        return found.fastest or found.limit
+        return found.probe.fastest or found.probe.limit
 
-    def _probe_or_recompute(self, setup: TrainingSetup, high: int) -> ProbeResult | None:
+    def _probe_or_recompute(self, setup: TrainingSetup, high: int) -> Found:
         """Probe; if not one sample fits, and that is asked for, with submodules computed again."""
         try:
-            return self._probe(setup, high, self.chosen)
+            return self._probe(setup, high, self.chosen, whole_first=not self._is_wanted_at_once)
         except DoesNotFitError as error:
             if self._options.checkpoint != "auto" or self.recomputed.names:
                 raise
@@ -245,10 +241,12 @@ class LimitSearch:
         self.recomputed.use(chosen.names)
         return self._probe(setup, high, chosen)
 
-    def _probe(self, setup: TrainingSetup, high: int, chosen: Recomputed | None) -> ProbeResult | None:
-        """Probe with the submodules computed again that were chosen; ``None`` if there is no sample."""
-        self.probe, self._kind = probe(setup, self._options, high=high, chosen=chosen) or (None, None)
-        return self.probe
+    def _probe(self, setup: TrainingSetup, high: int, chosen: Recomputed | None, *, whole_first: bool = False) -> Found:
+        """Probe with the submodules computed again that were chosen; first a whole window, if that may be enough."""
+        found = probe(setup, self._options, high=high, chosen=chosen, whole_first=whole_first)
+        self.probe = found.probe
+        self._kind = found.kind
+        return found
 
     def _use_found(self) -> None:
         """Compute again what was chosen, and cut by the sizes of samples within the limit."""
@@ -263,7 +261,7 @@ class LimitSearch:
             sizes.set_limits(self.probe.limit, replace(by_probe, samples=min(most, by_probe.samples)))
         else:
             samples = self._parts.limit.samples
-            sizes.set_limits(samples, SizeLimits(samples * sizes.longest, most))
+            sizes.set_limits(samples, SizeLimits(samples * sizes.largest, most))
 
 
 def _require_cut_on_all_ranks(trainer: Any, batches: TrialBatches) -> None:

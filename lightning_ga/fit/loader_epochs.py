@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation
-from lightning_ga.plan.batch_schedule import Growth
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule, constant
 from lightning_ga.plan.recipe import Recipe, RecipeEpoch
 
 
@@ -18,7 +18,7 @@ class PlannedEpoch:
 
     number: int
     recipe: RecipeEpoch
-    batch: Growth
+    batch: PiecewiseSchedule
     samples_done: int  # before its first window
     windows_done: int
 
@@ -88,10 +88,10 @@ class LoaderEpochs:
             samples += seen
         return steps
 
-    def _batch_of(self, epoch: int, *, steps: int, samples: int) -> Growth:
+    def _batch_of(self, epoch: int, *, steps: int, samples: int) -> PiecewiseSchedule:
         """Return the effective batches of an epoch that begins after so many steps and samples."""
         growth = self._parts.request.growth(self.micro_batch, self.recipe.world_size, steps, samples)
-        return growth or Growth.constant(self.effective(epoch))
+        return growth or constant(self.effective(epoch))
 
     def advice(self, epochs: range) -> str:
         """Say that an effective batch is larger than the data."""

@@ -16,8 +16,10 @@ from lightning_ga.plan.units import counted
 ONE_SAMPLE = (
     'with one sample alone ({memory}), so there is nothing left to split: give checkpoint="auto", train in '
     "a lower precision (precision='bf16-mixed'), or raise memory_budget and free the device of other "
-    "processes. If one row of the batch joins several samples, define split_batch(self, batch, sizes) on the "
-    "LightningModule, and give the loader's batches a first tensor with an entry for each sample."
+    "processes. A batch of one row may hold several samples: make it a lightning_ga.split.FlattenedBatch if "
+    "position_ids begin anew with each, or a type that lightning_ga.split.register_splitter knows; or define "
+    "split_batch(self, batch, sizes) on the LightningModule, and give the loader's batches a first tensor with an "
+    "entry for each sample."
 )
 ONE_CHUNK = (
     "with chunks of one sample ({memory}), so the rest of the step needs too much: the outputs for a whole "

@@ -13,8 +13,8 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit.loader_windows import LoaderWindows
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.step_windows import StepWindows
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.rebatch import SourceSettings, evaluates_again
-from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.source import LoaderSource, read_source
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter
@@ -114,7 +114,7 @@ class TrainingData:
         if self._cutter is None:
             assert self._source is not None, "batches are cut once the data are set up"
             found, combine = loaders.loaders_of(self._trainer)
-            samples = [*map(Samples, found)]
+            samples = [*map(KnownSamples, found)]
             if found == [self._source.loader]:
                 samples = [self._source.samples]
             self._cutter = BatchCutter(samples, combine, BatchTransfer(self._trainer))

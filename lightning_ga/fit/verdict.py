@@ -15,7 +15,6 @@ from lightning_ga.fit.exactness.measure import Moments, measure, measure_at_star
 from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
-from lightning_ga.plan.accumulation import whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import Exactness, combined, is_inexact, warning
 
@@ -78,14 +77,12 @@ class Verdict:
         try:
             samples = cutter.count(batch)
             most = min(samples, self._limit.samples)
-            if most < 2:
+            halves = cutter.halves(batch, most, self._multiple)
+            if halves is None:
                 raise LayoutError("a micro-batch of one sample has no parts")
-            measured = whole_multiples(most, self._multiple)
-            if measured < samples:
-                batch = cutter.cut(batch, 0, measured)
             found = measure(
                 self._trainer,
-                cutter.halves(batch, self._multiple),
+                halves,
                 normalize=self._options.normalize,
                 begins=False,
                 in_step=self._data.windows.in_step,

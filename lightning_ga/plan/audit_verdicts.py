@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isclose
+from operator import attrgetter
 from statistics import mode
 from typing import Literal
 
@@ -144,8 +145,8 @@ def judge(
     """
     if factor is None:  # the most common length, if possible of windows that are right
         right = [each for each in steps if _same(each.weights, each.wanted)]
-        lengths = sorted(len(each.weights) for each in right or steps)
-        factor = mode(reversed(lengths))  # of several, the longest
+        windows = sorted((each.weights for each in right or steps), key=len, reverse=True)
+        factor = mode(map(len, windows))  # of several lengths that are as frequent, the largest
     named = [replace(each, verdict=_name(each, factor, ranks)) for each in steps]
     return Audit(tuple(_with_clipping(named)), factor, tuple(dropped))
 
@@ -184,7 +185,7 @@ def _with_clipping(steps: list[AuditStep]) -> list[AuditStep]:
     """
     norms = [step.norm for step in steps if step.verdict == "scaled"]
     has_others = len(norms) > 1 or any(step.is_right for step in steps)
-    largest = max((step.norm for step in steps), default=0.0)
+    largest = max(map(attrgetter("norm"), steps), default=0.0)
     if not norms or not has_others or not isclose(min(norms), largest, rel_tol=SAME_NORM):
         return steps
     named = []

@@ -9,7 +9,6 @@ from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import ceil_div, require_count, whole_multiples
 from lightning_ga.plan.batch_schedule import (
     NOT_GIVEN,
-    Growth,
     PiecewiseSchedule,
     Schedule,
     as_schedule,
@@ -94,12 +93,12 @@ class Request:
             return True
         return self.is_by_window or self.schedule.starts not in ((), (0,))
 
-    def growth(self, micro_batch: int, world_size: int, steps: int, samples: int) -> Growth | None:
+    def growth(self, micro_batch: int, world_size: int, steps: int, samples: int) -> PiecewiseSchedule | None:
         """Return the effective batches of an epoch that begins after so many steps and samples of all ranks."""
         if self.by_window is None:
             return None
         times = micro_batch * world_size if self.is_factor else 1
-        return Growth(self.by_window, times, steps, samples)
+        return self.by_window.later(steps, samples, times=times)
 
     def capped(self, micro_batch: int) -> int:
         """Return the micro-batch that the user's arguments allow instead of this one."""
@@ -118,7 +117,9 @@ class Request:
         """
         factor = max(self.factor(epoch) or 0 for epoch in epochs)
         if factor:
-            share = recipe if total is None else max(1, total // (factor * world_size))
+            share = recipe
+            if total is not None:
+                share = max(1, total // (factor * world_size))
             return self.capped(whole_multiples(share, self.multiple))
         largest = max(self.effective(epoch) or recipe for epoch in epochs)
         if total is not None:

@@ -8,7 +8,7 @@ Tested in tests/test_batch_size.py.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
-from statistics import covariance, fmean, stdev, variance
+from statistics import covariance, fmean, harmonic_mean, stdev, variance
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ def window_moments(passes: Sequence[tuple[float, float]], whole: float) -> tuple
     ``passes`` are counts of samples and squared norms of mean gradients; ``whole`` is that of the window's mean. A mean
     over n samples has the expected squared norm |G|² + tr Σ / n (appendix A.1 there, for micro-batches of any sizes).
     """
-    each = fmean(1 / count for count, _ in passes)
-    total = 1 / sum(count for count, _ in passes)
-    spread = (fmean(norm for _, norm in passes) - whole) / (each - total)
+    counts, norms = zip(*passes)
+    total = 1 / sum(counts)
+    spread = (fmean(norms) - whole) / (1 / harmonic_mean(counts) - total)
     return spread, whole - spread * total
 
 

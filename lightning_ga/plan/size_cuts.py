@@ -31,6 +31,10 @@ class SizeLimits:
     samples: int
     offset: int = 0  # constant part of the memory of a sample, as a size
 
+    def costs(self, sizes: Sequence[int], places: Sequence[int]) -> list[int]:
+        """Return what each of some samples takes, as a size."""
+        return [sizes[place] + self.offset for place in places]
+
     def lowered(self, micro_batch: int, *, of: int) -> "SizeLimits":
         """Return the limits if only ``micro_batch`` of the largest samples fit, and not as many as ``of``."""
         fewer = min(micro_batch, of)
@@ -73,7 +77,7 @@ class SizedEpoch(EpochPlan):
         sizes = self.sizes[start : start + samples]
         most = 1
         for share in _shares(sizes, self.world_size):
-            costs = [sizes[place] + self.limits.offset for place in share]
+            costs = self.limits.costs(sizes, share)
             most = max(most, len(_greedy(costs, self.limits.budget, self.limits.samples)))
         return most
 
@@ -82,8 +86,7 @@ class SizedEpoch(EpochPlan):
 def _ranks(plan: SizedEpoch, window: int) -> tuple[RankChunks, ...]:
     start, samples = plan.windows.span(window)
     sizes = plan.sizes[start : start + samples]
-    factor = plan.factor_of(window)
-    return cut_by_size(sizes, plan.limits, factor=factor, world_size=plan.world_size)
+    return cut_by_size(sizes, plan.limits, factor=plan.factor_of(window), world_size=plan.world_size)
 
 
 def _shares(sizes: Sequence[int], world_size: int) -> list[list[int]]:
@@ -105,7 +108,7 @@ def cut_by_size(
     """
     ranks = []
     for share in _shares(sizes, world_size):
-        descending = [sizes[place] + limits.offset for place in share]
+        descending = limits.costs(sizes, share)
         spans = sorted(_spans(descending, limits, factor), key=lambda span: -_cost(descending, span))
         chunks = tuple(tuple(share[start:end]) for start, end in spans)
         ranks.append(chunks + ((),) * (factor - len(chunks)))
@@ -124,7 +127,9 @@ def _greedy(descending: Sequence[int], budget: int, most: int) -> list[int]:
 
 def _fitting(largest: int, budget: int, most: int) -> int:
     """Return the most samples of a micro-batch, one at least."""
-    return max(1, min(most, budget // largest if largest else most))
+    if not largest:
+        return most
+    return max(1, min(most, budget // largest))
 
 
 def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[tuple[int, int]]:

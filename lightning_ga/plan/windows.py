@@ -136,7 +136,9 @@ class EpochPlan:
         """Return the places, in the epoch's order, of one micro-batch; of a stand-in, that of the last sample."""
         start = window.start + window.before + sum(window.sizes[:position])
         size = window.sizes[position]
-        return range(start, start + size) if size else range(window.end - 1, window.end)
+        if not size:
+            return range(window.end - 1, window.end)
+        return range(start, start + size)
 
     @cached_property
     def length(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import isqrt
 
 from lightning_ga.memory.segments import SMALL, Peaks, SegmentRules, replay_segments
-from lightning_ga.memory.trace import MemoryTrace, Segment, replay
+from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting, paired
@@ -164,6 +164,7 @@ def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | No
     return None
 
 
+UPDATE = 8  # bytes of state and temporaries for a byte of gradients: Adam takes 2 to 5, Shampoo about 6
 FAR = 8  # times the traced size: a prediction beyond needs a third trace in between
 MARGIN = 0.01  # share of the budget that holes may use in addition, if a device keeps a margin for them
 
@@ -212,18 +213,15 @@ def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int =
 
 
 def most_bytes(trace: MemoryTrace, samples: int, *, peak: int, owned: int, gradients: int) -> int:
-    """Return the most bytes that a step of so many samples can need, as a first step of fewer bounds it.
+    """Return the most bytes that a step of so many samples can need, as a first pass of fewer bounds it.
 
-    What forward and backward passes (before the last mark) allocate grows at most as the square of the samples:
-    attention and similarity matrices do. So does what is kept besides the ``owned`` bytes, with which later steps
-    begin: parameters, gradients, the optimizer's state. The optimizer's temporaries do not grow. The recorded step had
-    a ``peak``; later ones make their ``gradients`` once more, to add them.
+    What the pass allocates grows at most as the square of the samples: attention and similarity matrices do. So does
+    what it keeps besides the ``owned`` bytes, parameters and gradients. The recorded pass had a ``peak``; later ones
+    make their ``gradients`` once more, to add them. Beside all that is what an optimizer may need for these gradients.
     """
-    passes = trace.events[: trace.marks[-1]] if trace.marks else trace.events
-    released = {~event for event in trace.events if event < 0}
-    temporary = [event for event in passes if event < 0 or event in released]
-    growing = replay(trace.sizes, temporary) + max(0, trace.kept_bytes() - owned)
-    return max(peak, owned + gradients + trace.transient_peak()) + ceil_div(growing * samples**2, trace.samples**2)
+    growing = trace.transient_peak() + max(0, trace.kept_bytes() - owned)
+    fixed = max(peak, owned + gradients + trace.transient_peak()) + UPDATE * gradients
+    return fixed + ceil_div(growing * samples**2, trace.samples**2)
 
 
 class TraceSizes:

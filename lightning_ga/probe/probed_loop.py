@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_ga.memory.device import WITH_STATISTICS, total_memory
-from lightning_ga.memory.holders import OriginMeter
+from lightning_ga.memory.step_recorder import StepRecorder
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.meters import StepMeter
@@ -79,7 +79,7 @@ class _Loop(ProbedTraining):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def step(self, samples: int, meter: OriginMeter) -> object:
+    def step(self, samples: int, meter: StepRecorder) -> object:
         """Run the user's step."""
         return self._step(samples)
 

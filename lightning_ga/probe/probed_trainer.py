@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -30,9 +30,9 @@ from lightning_ga.errors import UserError
 from lightning_ga.loading.sample_sizes import SampleSizes
 from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.device import synchronize, total_memory
-from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory, may_be_out_of_memory
+from lightning_ga.memory.step_recorder import StepRecorder, state_of
 from lightning_ga.plan.accumulation import ceil_div, whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Recomputed, Timing
@@ -68,56 +68,57 @@ class TrainingSetup:
     begins: bool = True  # whether training begins: then the module's start hooks have not run
 
 
-def window_fits(setup: TrainingSetup, samples: int) -> Fits | None:
-    """Return what a step of a window's whole share takes, if it is sure to fit, from one step; else ``None``."""
-    trainer = setup.trainer
-    if setup.batches.empty:
-        return None
-    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
-        training = ProbedTrainer(setup, restore, announce)
-        meter = StepMeter(numbered(trainer.strategy.root_device), training)
-        prober = Prober(training, meter, Budget(None, None))
-        # Ranks ask together: one that runs out of memory between two questions cannot go on alone.
-        catches = may_be_out_of_memory if trainer.world_size == 1 else lambda _: False
-        fits: Fits | None = attempt(prober.fits, catches, samples).result
-    return fits
+class Found(NamedTuple):
+    """What is known of a limit; nothing if there is no sample."""
+
+    fits: Fits | None = None  # a window that fits, so that no limit was looked for
+    probe: ProbeResult | None = None
+    kind: Mapping[str, Any] | None = None  # the step that the limit is remembered for; ``None`` without a cache
 
 
 def _look_further(batches: TrialBatches) -> None:
     """Look for the heaviest samples; warn if there was no time to read all, and they vary in size."""
-    batches.look_further()
-    if batches.unread is not None:
-        seen, total = batches.unread
+    largest = batches.largest
+    if largest is None:
+        return
+    largest.look_further()
+    if not largest.complete:
         rank_zero_warn(
-            f"Samples vary in size, and there was time to read {seen:,} of {total:,}: a batch of "
+            f"Samples vary in size, and there was time to read {largest.seen:,} of {largest.total:,}: a batch of "
             "heavier ones may not fit at the limit found. Sort the dataset by size (its first and its last sample are "
             "always read), or give max_micro_batch_size=…"
         )
 
 
 def probe(
-    setup: TrainingSetup, options: Options, *, high: int, chosen: Recomputed | None = None
-) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
-    """Find the largest micro-batch of a training step of a Trainer, or remember it; ``None`` if there is no sample.
+    setup: TrainingSetup, options: Options, *, high: int, chosen: Recomputed | None = None, whole_first: bool = False
+) -> Found:
+    """Find the largest micro-batch of a training step of a Trainer, or remember it.
 
-    Beside it is the description of the step that it is remembered for; ``None`` without a cache. ``chosen`` says
-    which submodules are computed again already.
+    ``chosen`` says which submodules are computed again already. With ``whole_first``, one step says whether ``high``
+    samples are sure to fit, so that nothing is looked for.
     """
     trainer = setup.trainer
     batches = setup.batches
     started = time.perf_counter()
     if batches.empty:
-        return None
+        return Found()
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
         raise UserError(
             "LBFGS keeps a history that grows over many steps, so that no trial of one step shows its memory: give "
             "micro_batch_size=… to do without a probe."
         )
     with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
-        _look_further(batches)
         training = ProbedTrainer(setup, restore, announce)
-        kind = training.describe(options) if options.cache else None
         prober = _prober(training, options)
+        if whole_first:
+            # Ranks ask together: one that runs out of memory between two questions cannot go on alone.
+            catches = may_be_out_of_memory if trainer.world_size == 1 else lambda _: False
+            fits: Fits | None = attempt(prober.fits, catches, high).result
+            if fits is not None:
+                return Found(fits)
+        _look_further(batches)
+        kind = training.describe(options) if options.cache else None
         predict_only = True if ranks.is_sharded(trainer) else None
         known = remembered(kind) if kind and chosen is None else None
         names = known.recomputed.names if known is not None and known.recomputed is not None else ()
@@ -134,21 +135,19 @@ def probe(
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:
-            longest = setup.sizes.longest
+            longest = setup.sizes.largest
             limit = found.limit
-            shorter, training.batches = setup.sizes.shorter_trials(ceil_div(limit * longest, high), batches.cutter)
+            shorter, training.batches = setup.sizes.trials_of_smaller(ceil_div(limit * longest, high), batches.cutter)
             confirm = partial(prober.confirm, predict_only=predict_only)
             limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
             found = replace(found, sizes=limits, steps=steps or found.steps)
         if is_new and kind:
             remember(kind, found)
-    return replace(found, seconds=time.perf_counter() - started), kind
+    return Found(probe=replace(found, seconds=time.perf_counter() - started), kind=kind)
 
 
 def _prober(training: "ProbedTrainer", options: Options) -> Prober:
     """Return what runs the steps of a training, within the budget that was asked for."""
-    training.see_gradients()
-    training.reset()
     device = numbered(training.trainer.strategy.root_device)
     budget = Budget(options.budget, total_memory(device))
     if options.checkpoint != "auto":
@@ -167,6 +166,7 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
     with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
         training = ProbedTrainer(setup, restore, announce)
         prober = _prober(training, options)
+        training.see_gradients()
         seen = attempt(training.survey)
         if not training.agree(seen.failure is None):  # not even a forward pass fits
             raise plain
@@ -215,6 +215,7 @@ class ProbedTrainer(ProbedTraining):
         self._restore = restore
         self._write = announce
         self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
+        self._sparse: list[Tensor] = []  # parameters with a sparse gradient whose rows are not counted yet
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
 
@@ -229,42 +230,66 @@ class ProbedTrainer(ProbedTraining):
         return describe_step(self.trainer, small, options, self._setup.rank_samples)
 
     def see_gradients(self) -> None:
-        """See in a small pass which parameters have gradients, and count the rows of sparse ones.
+        """See in a small pass which parameters have gradients, unless a step has shown it; count rows of sparse ones.
 
         Samples share rows, so a window has at most as many for each sample as one pass has.
         """
-        parameters = list(self.trainer.lightning_module.parameters())
-        runs = self._runs(2)  # if not, the prober will say that nothing fits
-        having = [p for p in parameters if (p.grad is not None if runs else p.requires_grad)]
-        self._gradients = dict.fromkeys(having)
-        if any(p.grad is not None and p.grad.is_sparse for p in having):
+        if self._gradients and not self._sparse:
+            return
+        if not self._gradients:
+            self._runs(2)
+        if not self._gradients and not self._sparse:  # the prober will say that nothing fits
+            self._gradients = dict.fromkeys(self._trained())
+        if self._sparse:
             samples = next((size for size in ROW_SAMPLES if self._runs(size)), 0)
             samples = min(samples, self.batches.most)
-            for p in having if samples else ():
-                if p.grad is not None and p.grad.is_sparse:
-                    rows = p.grad.coalesce().indices().shape[1]
-                    self._gradients[p] = min(len(p), ceil_div(rows * self._setup.rank_samples, samples))
+            for parameter in self._sparse if samples else ():
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    rows = parameter.grad.coalesce().indices().shape[1]
+                    most = ceil_div(rows * self._setup.rank_samples, samples)
+                    self._gradients[parameter] = min(len(parameter), most)
+            self._sparse = []
+        self.reset()
 
     def _runs(self, samples: int) -> bool:
         """Run the first pass of a window on a few samples; return whether memory was enough."""
         with uncounted(), compiled_run_eagerly():
-            return attempt(self._run_first, is_out_of_memory, samples).failure is None
+            return attempt(self.first_pass, is_out_of_memory, samples).failure is None
 
-    def _run_first(self, samples: int) -> None:
-        """Run the first pass of a window on a few samples, in one chunk."""
+    def first_pass(self, samples: int, meter: StepRecorder | None = None) -> None:
+        """Run the first pass of a window on a few samples, in one chunk, without the optimizer's step."""
         samples = min(samples, self.batches.most)
         if self._setup.chunks is not None:
             self._setup.chunks.use(None, window=samples)
         batch, _whole = self.batch(samples)
-        run_pass(self.trainer, batch, FIRST_OF_WINDOW)
+        run_pass(self.trainer, batch, FIRST_OF_WINDOW, after_backward=partial(self._after_backward, meter))
+
+    def _after_backward(self, meter: StepRecorder | None) -> None:
+        """Note that a phase of the step ends, and which parameters have gradients if that is not known yet."""
+        if meter is not None:
+            meter.mark()
+        if not self._gradients:
+            self._sparse = []
+            for parameter in self._trained():
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    self._sparse.append(parameter)
+                else:
+                    self._gradients[parameter] = None
+
+    def _trained(self) -> list[Tensor]:
+        return [each for each in self.trainer.lightning_module.parameters() if each.requires_grad]
 
     def recompute(self, names: tuple[str, ...]) -> None:
         """Let steps compute these submodules again."""
         self._recomputed = names
 
     def forget(self) -> None:
-        """Run plain steps."""
+        """Run plain steps, and see again which parameters have gradients."""
+        super().forget()
         self._recomputed = ()
+        self._gradients = {}
 
     def survey(self) -> tuple[int, Candidate]:
         """See what submodules would free, with the fewest samples that run: BatchNorm may refuse one."""
@@ -274,10 +299,10 @@ class ProbedTrainer(ProbedTraining):
         return (2, self._survey_of(2)) if found is None else (1, found)
 
     def _survey_of(self, samples: int) -> Candidate:
-        step = partial(self._run_first, samples)
+        step = partial(self.first_pass, samples)
         return survey(self.trainer.lightning_module, step, step)
 
-    def step(self, samples: int, meter: OriginMeter) -> None:
+    def step(self, samples: int, meter: StepRecorder) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
         self._write(f"Looking for the largest micro-batch: step {next(self._steps)}, {samples} samples …")
         chunks = self._setup.chunks
@@ -287,9 +312,9 @@ class ProbedTrainer(ProbedTraining):
         try:
             batch, whole = self.batch(samples if chunks is None else window)
             meter.note_batch(tensors_in((whole, batch)))
-            place = LAST_OF_WINDOW if chunks is None else WHOLE_WINDOW
+            place = LAST_OF_WINDOW if chunks is None and self._gradients else WHOLE_WINDOW
             with recomputed(self.trainer.lightning_module, self._recomputed):
-                run_pass(self.trainer, batch, place, after_backward=meter.mark)
+                run_pass(self.trainer, batch, place, after_backward=partial(self._after_backward, meter))
         finally:
             if chunks is not None:
                 chunks.use(samples, window=window)
@@ -337,7 +362,7 @@ class ProbedTrainer(ProbedTraining):
         if not self._gradients and sparse_parameters(self.trainer.lightning_module):
             self.see_gradients()
         elif not self._gradients:
-            self._gradients = dict.fromkeys(p for p in self.trainer.lightning_module.parameters() if p.requires_grad)
+            self._gradients = dict.fromkeys(self._trained())
         self.reset()
         narrow(self.trainer.lightning_module.parameters())
         for optimizer in self.trainer.optimizers:

@@ -169,6 +169,7 @@ class Prober:
                 peak = self._bound_from(tried, samples)
             budget = self._prepare()[1]
             if not self._training.agree(peak is not None and peak <= budget):
+                self._training.forget()
                 return None
             return Fits(samples, peak or 0, budget, tried, time.perf_counter() - self._started)
 
@@ -180,23 +181,27 @@ class Prober:
             return None
         self._least = 0  # after an ambiguous error a search follows, which judges it
         trial = self._try(samples, record=False).trial
+        if not trial.fits:
+            self._trials.append(trial)
         return trial.peak_bytes if trial.fits else None
 
     def _bound_from(self, tried: int, samples: int) -> int | None:
-        """Return a bound on the peak of so many samples, from a first step of some; ``None`` if that shows none.
+        """Return a bound on the peak of so many samples, from a first pass of some; ``None`` if that shows none.
 
-        Nothing is put back before what the step has made is counted.
+        Nothing is put back before what the pass has made is counted.
         """
-        measured = self._meter.run(self._training, tried, budget=self._prepare()[1], record=True)
+        measured = self._meter.run(self._training.first_pass, tried, budget=self._prepare()[1], record=True)
         trace = measured.traces[-1]
         if measured.failure is not None:  # a search follows, and meets it again
             release(measured.failure)
-        if measured.failure is not None or len(trace.marks) < 2:  # a backward pass, and an optimizer's step
-            return None
-        owned = self._training.owned()
-        gradients = bytes_of(owned[GRADIENTS])
-        owned_bytes = bytes_of(chain(*owned.values()))
-        return most_bytes(trace, samples, peak=measured.peak_bytes, owned=owned_bytes, gradients=gradients)
+        bound = None
+        if measured.failure is None and trace.marks:  # a backward pass
+            owned = self._training.owned()
+            gradients = bytes_of(owned[GRADIENTS])
+            owned_bytes = bytes_of(chain(*owned.values()))
+            bound = most_bytes(trace, samples, peak=measured.peak_bytes, owned=owned_bytes, gradients=gradients)
+        self._training.put_back()
+        return bound
 
     def confirm(self, sizes: Sequence[int], *, predict_only: bool | None = None) -> tuple[int, int]:
         """Return the first of these falling sizes whose step fits, or 0, and the steps run so far.
@@ -238,6 +243,7 @@ class Prober:
         limit = self._training.smallest(min(known.limit, high))
         if cautious and not self._training.agree(limit == known.limit):
             return None  # the prediction is for more samples, and none are tried
+        self._training.see_gradients()
         if self._training.warm_up():
             self._training.put_back()
         self._least = 0  # after an ambiguous error a search follows, which judges it
@@ -327,6 +333,7 @@ class Prober:
                     f"A step of {size} samples uses no memory on device {str(self._meter.device)!r}: give "
                     "find_micro_batch the device= that it runs on."
                 )
+            self._training.see_gradients()
             alive = self._prepare()[0]
             rounding = self._meter.rounding
             affordable = affordable_samples(step.traces, budget - alive, taken=peak - alive, rounding=rounding)
@@ -371,7 +378,7 @@ class Prober:
         with nullcontext() if bounded else lifted_budget(self._meter.device):
             if not bounded:
                 budget = alive + self._meter.room()
-            measured = self._meter.run(self._training, size, budget=budget, record=record)
+            measured = self._meter.run(self._training.step, size, budget=budget, record=record)
         if measured.origins is not None:
             self._holders.record(measured.traces[-1], measured.origins)
         failure = measured.failure

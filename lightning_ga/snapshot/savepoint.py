@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_ga.snapshot.copies import (
     SMALL,
-    JoinedCopies,
+    Copies,
     is_writable,
     metric_state,
     refill,
@@ -58,7 +58,7 @@ class Savepoint:
         self._buffers = [table[name] for table, name in self._places]
         found = {id(buffer): buffer for buffer in self._buffers if buffer is not None}
         copied = {key: buffer for key, buffer in found.items() if is_writable(buffer) and buffer.nbytes <= SMALL}
-        self._copies = JoinedCopies(copied.values())
+        self._copies = Copies(copied.values())
         large = {name: buffer for name, buffer in self._module.named_buffers() if id(buffer) not in copied}
         self._watched = {**large, **dict(self._module.named_parameters())}
 

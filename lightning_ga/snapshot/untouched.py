@@ -2,7 +2,7 @@
 
 Datasets, samplers and collate functions may hold anything; state that they keep elsewhere is not put back.
 
-Tested in tests/loading/test_samples.py.
+Tested in tests/loading/test_known_samples.py.
 """
 
 import copy
@@ -36,6 +36,11 @@ def datasets_in(data: Any) -> list[Any]:
     return list(found.values())
 
 
+def values_held_by(data: Any) -> list[Any]:
+    """Return the attributes of a dataset, and of those that it contains."""
+    return list(chain.from_iterable(vars(each).values() for each in datasets_in(data)))
+
+
 @contextmanager
 def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
     """Return a context in which samples may be read or collated, their random numbers drawn from a seed.
@@ -43,10 +48,10 @@ def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
     Attributes and small containers of the object, and of datasets that it contains, are put back at its end.
     """
     found = datasets_in(data)
-    owned = [vars(each) for each in found]
-    held = [value for own in owned for value in own.values()]
-    small = [value for value in held if type(value) in (dict, list, set, deque) and len(value) < _COPIED]
-    before = [(each, copy.copy(each)) for each in (*owned, *small)]
+    before = [(own, copy.copy(own)) for own in map(vars, found)]
+    for value in values_held_by(data):
+        if type(value) in (dict, list, set, deque) and len(value) < _COPIED:
+            before.append((value, copy.copy(value)))
     try:
         with seeded(seed, *found):
             yield

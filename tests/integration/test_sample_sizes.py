@@ -188,7 +188,7 @@ def test_samples_that_there_was_no_time_for_are_counted(monkeypatch: pytest.Monk
     """With what to do about them; a sorted data set is safe, as its first and last samples are always seen."""
     known = at("1 MB", "square", LONG, max_steps=1).limit
     monkeypatch.setattr("lightning_ga.loading.largest.LOOK_SECONDS", -1.0)
-    with pytest.warns(UserWarning, match=r"time to read 128 of 700: .*Sort the dataset.*max_micro_batch_size"):
+    with pytest.warns(UserWarning, match=r"time to read 64 of 700: .*Sort the dataset.*max_micro_batch_size"):
         at("1 MB", "square", LONG, max_steps=1)
     with pytest.warns(UserWarning, match="time to read"):
         assert at("1 MB", "square", IN_ORDER, max_steps=1).limit == known
