@@ -74,7 +74,7 @@ class Fit:
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before the data are set up."""
-        return self.windows.plan if self.data.is_set_up else None
+        return self.windows.epochs.plan if self.data.is_set_up else None
 
     # --- training ------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Fit:
 
     def _begin_rates(self) -> None:
         """Scale and log the rates of a window by its effective batch."""
-        plan = self.windows.plan
+        plan = self.plan
         if plan is not None and not self.parts.progress.place.skips_backward:
             self._rates.begin_window(plan.effective_batch_size, self.windows.epochs.recipe.effective)
 
@@ -234,7 +234,7 @@ class Fit:
 
     def summary(self) -> str:
         """Return plan and probe in one line, and a verdict that no warning shows."""
-        plan = str(self.windows.plan)
+        plan = str(self.plan)
         if self.parts.request.is_by_window:
             plan += f", the largest of {self.parts.request.by_window!r}"
         found = [plan]
@@ -262,12 +262,8 @@ class Fit:
 
 def _found_by(probe: ProbeResult) -> str:
     """Return in words what the limit is, and how it was found."""
-    of_longest = ""
-    if probe.sizes is not None:
-        of_longest = " of the longest"
-    how: str = probe.source
-    if probe.source == "probe":
-        how = probe.method
+    of_longest = "" if probe.sizes is None else " of the longest"
+    how = probe.method if probe.source == "probe" else probe.source
     budget = format_bytes(probe.budget_bytes)
     return (
         f"limit {probe.limit}{of_longest} within {budget}, found by {how} in {probe.steps} steps and "

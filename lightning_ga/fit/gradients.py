@@ -36,12 +36,8 @@ class Gradients:
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer = trainer
-        self.normalize: Normalize = None
-        if not options.whole:
-            self.normalize = options.normalize
-        self._counts: Callable[[Any], Any] | None = None
-        if callable(self.normalize):
-            self._counts = self.normalize
+        self.normalize: Normalize = None if options.whole else options.normalize
+        self._counts: Callable[[Any], Any] | None = self.normalize if callable(self.normalize) else None
         self._leaves_out = options.on_oom == "skip"
         self._world_size = ranks.data_ranks(trainer)[0]
         self.weights = WindowWeights()  # of the window so far
@@ -94,9 +90,7 @@ class Gradients:
         ``None`` if they could not be counted.
         """
         planned = window.sizes[position]
-        count = planned
-        if planned and samples is not None:
-            count = samples
+        count = planned if samples is None or not planned else samples
         items = float(count)
         if self._counts is not None:
             items = count_items(self._counts, batch) if planned else 0.0
@@ -185,9 +179,7 @@ class Gradients:
         gradient_dtype.narrow(self._half)
         if 0 < self._losses < self.passes and not self._has_warned:
             self._has_warned = True
-            meaning = AS_MEAN
-            if self.normalize is None:
-                meaning = AS_ZEROS
+            meaning = AS_ZEROS if self.normalize is None else AS_MEAN
             rank_zero_warn(LEFT_OUT.format(meaning=meaning), category=ExactnessWarning)
         self.passes = 0  # LBFGS and SAM evaluate the window again
         self._losses = 0

@@ -20,9 +20,7 @@ class Limit:
 
     def __init__(self, trainer: Any, whole: tuple[str, ...]) -> None:
         self._trainer = trainer
-        self.chunked: ChunkedModules | None = None  # the submodules of ``whole=``, whose chunks it bounds
-        if whole:
-            self.chunked = ChunkedModules(trainer, whole)
+        self.chunked = ChunkedModules(trainer, whole) if whole else None  # whose chunks it bounds
         self.samples = NO_LIMIT
         self.is_known = False  # whether it has been found or given
         self.of_first_passes = NO_LIMIT  # what bounded a pass as training began; ``accumulate=`` multiplies it

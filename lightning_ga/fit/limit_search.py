@@ -50,9 +50,7 @@ class LimitSearch:
         self._asked = 0  # samples that the last question was about
         self._kind: Mapping[str, Any] | None = None  # the cache's description of the step; ``None`` without a cache
         self.recomputed = RecomputedParts(self._trainer.lightning_module)
-        self._always: tuple[str, ...] = ()  # computed again, whatever fits
-        if options.checkpoint != "auto":
-            self._always = options.checkpoint
+        self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(self._trainer.lightning_module, self._always, "checkpoint=")
         if options.checkpoint and ranks.checkpoints_itself(self._trainer):
             raise UserError(
@@ -112,12 +110,12 @@ class LimitSearch:
             return None
         return found.probe.limit
 
-    def recomputable(self, kept: Kept) -> tuple[str, ...]:
+    def all_recomputable(self, kept: Kept) -> tuple[str, ...]:
         """Return all submodules that can be computed again."""
         self.recomputed.use(())  # what is computed again shows nothing
         return recomputable(self.setup(kept, begins=False))
 
-    def forget(self) -> None:
+    def forget_limit(self) -> None:
         """Let the next run probe again, because memory has run out in this one."""
         if self._kind is not None:
             forget(self._kind)
@@ -169,7 +167,7 @@ class LimitSearch:
             chunks=None if chunked is None else chunked.size,
             multiple=self._parts.request.multiple,
             alone=shares.differ,
-            sizes=windows.sizes,
+            sizes=windows.epochs.source.sizes,
             begins=begins,
         )
 
@@ -178,7 +176,7 @@ class LimitSearch:
         self._asked = high
         if self.probe is None:
             self.recomputed.use(self._always)
-        varies = self._data.windows.varies
+        varies = self._data.windows.epochs.source.varies
         if varies:  # first batches differ by rank
             high = ranks.smallest_over_ranks(self._trainer, high)
         found = self._recall_or_ask(high, known, setup)
@@ -189,9 +187,7 @@ class LimitSearch:
         return self._parts.request.capped(found)
 
     def _recall_or_ask(self, high: int, restored: RunState | None, setup: TrainingSetup) -> int:
-        known = None
-        if restored is not None:
-            known = restored.probe
+        known = None if restored is None else restored.probe
         if known is not None and known.recomputed is not None and self._options.checkpoint != "auto":
             known = None
         if known is not None and still_holds(known, known.budget_bytes, high):
@@ -252,7 +248,7 @@ class LimitSearch:
         """Compute again what was chosen, and cut by the sizes of samples within the limit."""
         if self.chosen is not None:
             self.recomputed.use(self.chosen.names)
-        sizes = self._data.windows.sizes
+        sizes = self._data.windows.epochs.source.sizes
         if sizes is None:
             return
         most = self._parts.request.most or NO_LIMIT

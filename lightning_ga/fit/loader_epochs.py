@@ -64,9 +64,7 @@ class LoaderEpochs:
 
     def useful_limit(self, epochs: range) -> int:
         """Return the largest micro-batch that these epochs can use, and can be tried."""
-        world_size = self.recipe.world_size
-        if self._parts.shares.differ:  # a rank may get nearly all
-            world_size = 1
+        world_size = 1 if self._parts.shares.differ else self.recipe.world_size  # a rank may get nearly all
         high = self._parts.request.useful_limit(
             epochs,
             recipe=self.recipe.effective,

@@ -18,11 +18,9 @@ from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.loader_epochs import LoaderEpochs
 from lightning_ga.fit.parts import FitParts
-from lightning_ga.loading.sample_sizes import SampleSizes
 from lightning_ga.loading.samples_left import SamplesLeft
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
-from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.recipe import WindowSpan
 from lightning_ga.plan.windows import NO_WINDOW
 
@@ -33,7 +31,6 @@ class LoaderWindows:
     in_step = False
     keeps = None  # the samples of a window are read again by their indices
     batches = ()
-    varies = False
 
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], source: LoaderSource) -> None:
         self._parts = parts
@@ -68,11 +65,6 @@ class LoaderWindows:
     @property
     def _source(self) -> LoaderSource:
         return self.epochs.source
-
-    @property
-    def plan(self) -> AccumulationPlan:
-        """How a full window is cut."""
-        return self.epochs.plan
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -112,9 +104,8 @@ class LoaderWindows:
         if self._begun is None:
             self.epochs.arrange(self._place.epoch)
             self._place.size_epoch(self._source.plan.length)
-        with replaced(
-            self._source.loader, seeds=self._source.loader.seeds
-        ):  # if it begins again, workers have the same
+        loader = self._source.loader
+        with replaced(loader, seeds=loader.seeds):  # workers have the same if it begins again
             self._iterate()
         self.epochs.note_first()
         self._first = advance.first_batch(self._trainer)
@@ -132,15 +123,10 @@ class LoaderWindows:
         return epoch.number, epoch.batch.largest, plan.done, plan.micro_batch, batches, *plan.ratio
 
     @property
-    def sizes(self) -> SampleSizes | None:
-        """The sizes of samples, if windows are cut by these."""
-        return self._source.sizes
-
-    @property
     def several_passes(self) -> bool:
         """Whether a window is several micro-batches, other than items that are batches and cannot be one."""
         is_stock = self._source.recipe.batch_size == 1 and self.epochs.keeps_batches
-        return self.plan.has_several_passes and not is_stock
+        return self.epochs.plan.has_several_passes and not is_stock
 
     # --- epochs --------------------------------------------------------------------------------
 
@@ -290,7 +276,7 @@ class LoaderWindows:
     def how_cut(self) -> str:
         """Say that validation waits for the end of a window, if it has to, and that batches are kept."""
         found = []
-        if self.epochs.keeps_batches and self.plan.factor > 1:
+        if self.epochs.keeps_batches and self.epochs.plan.factor > 1:
             found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
         every = getattr(self._trainer, "val_check_interval", None)
         batches = self.epochs.epoch.batch.largest / self._source.recipe.samples_of(1)

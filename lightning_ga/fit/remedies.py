@@ -78,7 +78,7 @@ class Remedies:
     def fall(self, samples: int) -> None:
         """Lower the limit, here and in later runs."""
         self._limit.fall(samples)
-        self._search.forget()
+        self._search.forget_limit()
 
     def _apply_last(self, kept: Kept) -> bool:
         """Let the running window compute again all that can be, or leave out the sample; return whether one helps."""
@@ -92,6 +92,6 @@ class Remedies:
         recomputed = self._search.recomputed
         before = recomputed.names
         if self._recomputable is None:
-            self._recomputable = self._search.recomputable(kept)
+            self._recomputable = self._search.all_recomputable(kept)
         recomputed.use(self._recomputable or before)
         return recomputed.names != before

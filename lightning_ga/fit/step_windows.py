@@ -14,7 +14,6 @@ from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.step_epochs import StepEpochs
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
-from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.snapshot.kept_batch import KeptBatch
 
@@ -23,7 +22,6 @@ class StepWindows:
     """Sets how many batches make a window, and keeps these until it is done."""
 
     in_step = True
-    sizes = None  # of samples: only the loader cuts by these
 
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], source: StepSource) -> None:
         self.epochs = StepEpochs(parts, source)
@@ -44,11 +42,6 @@ class StepWindows:
     @property
     def _source(self) -> StepSource:
         return self.epochs.source
-
-    @property
-    def plan(self) -> AccumulationPlan | None:
-        """How a full window is cut; ``None`` before an epoch is planned."""
-        return self.epochs.plan
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -80,21 +73,15 @@ class StepWindows:
         batch = None
         if self.batches:
             batch = self.batches[-1].batch
-        elif not self._reads and (self.varies or not samples.first):
+        elif not self._reads and (self._source.varies or not samples.first):
             batch = advance.first_batch(self._trainer)
         return TrialBatches(samples, self._cutter(), self.epochs.batch_size, batch=batch, in_step=True)
 
     @property
-    def varies(self) -> bool:
-        """Whether batches may be larger than the first."""
-        return self._source.varies
-
-    @property
     def several_passes(self) -> bool:
         """Whether a window runs in several passes, or its pass in several chunks."""
-        if self.plan is None:
-            return self._passes.in_pieces
-        return self._passes.in_pieces or self.plan.has_several_passes
+        plan = self.epochs.plan
+        return self._passes.in_pieces or (plan is not None and plan.has_several_passes)
 
     # --- epochs --------------------------------------------------------------------------------
 

@@ -27,45 +27,7 @@ if TYPE_CHECKING:
 SAMPLES = 7  # in parts of four and three: BatchNorm refuses one sample, and unequal parts show wrong weights
 _MORE = 4  # times as many samples if the gradient is zero: a loss over pairs may find no pair among a few
 _SMALL = 2**28  # bytes of parameters: a smaller model is measured without autocast, and above its limit
-_ALWAYS_ALLOWED = 20  # measurements of any training
-_SHARE = 2e-3  # of training's passes, for all later measurements
-_COST = 4  # passes of a measurement, approximately
 _SHARDED = "each rank holds a part of the model, and cannot run a step by itself"
-
-
-class Moments:
-    """The moments of training at which its exactness is measured again: after 1, 2, 4, 8, … optimizer steps."""
-
-    def __init__(self) -> None:
-        self._next = 1
-        self._made = 0
-
-    def is_due(self, steps: int, passes: int) -> bool:
-        """Return whether a measurement is due after so many steps and passes.
-
-        Beyond the first twenty, measurements take at most 0.2 % of training's passes.
-        """
-        is_affordable = self._made < _ALWAYS_ALLOWED or (self._made + 1) * _COST <= _SHARE * passes
-        return steps >= self._next and is_affordable
-
-    def note(self, steps: int) -> None:
-        """Note a measurement after so many steps.
-
-        Examples:
-            >>> moments = Moments()
-            >>> for steps in range(20):
-            ...     if moments.is_due(steps, passes=steps):
-            ...         moments.note(steps)
-            ...         print(steps)
-            1
-            2
-            4
-            8
-            16
-        """
-        self._made += 1
-        while self._next <= steps:
-            self._next *= 2
 
 
 def measure(trainer: Any, batch: CutBatch, *, normalize: Any, begins: bool, in_step: bool = False) -> Exactness:
