@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_ga.compat.place import LoopPlace
-from lightning_ga.compat.replicas import exchange_of
+from lightning_ga.compat.replicas import AnyExchange, exchange_of
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.checks import check_automatic, check_trainer
 from lightning_ga.fit.gradients import Gradients
@@ -59,7 +60,7 @@ class Fit:
         values = StepValues(trainer, place, lambda: gradients.counted, shares.waiting)
         self.parts = FitParts(request, limit, shares, progress, gradients, values)
         self.data = TrainingData(self.parts, options)
-        self.search = LimitSearch(self.parts, options, self.data)
+        self.search = LimitSearch(self.parts, options, self.data, self._tensors_kept)
         self.verdict = Verdict(self.parts, options, self.data)
         self._left_out = LeftOut(self.parts, self.data)
         self._rates = WindowRates(trainer, options.scale_lr, varies=request.varies)
@@ -94,9 +95,8 @@ class Fit:
         exchange = exchange_of(self.trainer, before_sending=parts.shares.note_sending)
         remedies = Remedies(parts, self._options, self.search, self._left_out)
         retries = self._options.on_oom != "raise"
-        rewinder = Rewinder(parts.progress, windows, remedies, self._reporter, exchange, retries=retries)
-        self._rewinder = rewinder
-        self.search.begin(rewinder.tensors_kept)
+        self._rewinder = Rewinder(parts.progress, windows, remedies, self._reporter, exchange, retries=retries)
+        self.search.begin()
         parts.shares.follow_limits(parts.limit.samples)
         self._require_possible()
         windows.begin_epoch(epoch)
@@ -106,14 +106,24 @@ class Fit:
         if exchange is not None:
             members.append(exchange.begin_window)
         members.append(parts.shares.begin_window)
-        parts.held.callback(parts.values.close)
-        parts.held.callback(self._rates.give_back)
-        parts.held.enter_context(self._rates.unscaled_for_schedulers())
-        if self._options.on_oom == "skip":
-            parts.held.enter_context(self._left_out.installed())
-        parts.held.enter_context(rewinder.guarding(members))
-        parts.held.enter_context(windows.patches(exchange))
+        self._install(members, exchange)
         windows.begin_reading(same_epoch=same_epoch)
+
+    def _install(self, members: list[Callable[[], None]], exchange: AnyExchange | None) -> None:
+        """Let the loop run windows from here on, each of which these ``members`` begin in their order."""
+        assert self._rewinder is not None, "windows can run again"
+        held = self.parts.held
+        held.callback(self.parts.values.close)
+        held.callback(self._rates.give_back)
+        held.enter_context(self._rates.unscaled_for_schedulers())
+        if self._options.on_oom == "skip":
+            held.enter_context(self._left_out.installed())
+        held.enter_context(self._rewinder.guarding(members))
+        held.enter_context(self.windows.patches(exchange))
+
+    def _tensors_kept(self) -> list[Tensor]:
+        """Return what lies on the device so that a window can run again."""
+        return [] if self._rewinder is None else self._rewinder.tensors_kept()
 
     def _hold_to_budget(self) -> None:
         """Bound what a CUDA device reserves by ``memory_budget`` until training ends."""
@@ -144,14 +154,13 @@ class Fit:
 
         If windows have grown, they are asked about as at the start.
         """
-        assert self._rewinder is not None, "epochs begin after training"
         parts = self.parts
         parts.shares.follow_limits(parts.limit.samples)
         parts.shares.follow_speeds()
         if not parts.shares.differ:
             parts.limit.agree()
         self.verdict.agree()
-        self.search.follow_windows(self._rewinder.tensors_kept)
+        self.search.follow_windows()
         self.windows.begin_epoch(parts.progress.place.epoch)
         self.verdict.warn()
 

@@ -33,18 +33,21 @@ from lightning_ga.probe.probed_trainer import Found, TrainingSetup, choose_recom
 from lightning_ga.probe.prober import DoesNotFitError
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
-Kept = Callable[[], Iterable[Tensor]]
-"""Returns what lies on the device so that a window can run again."""
-
 
 class LimitSearch:
-    """Asks what fits, and sets the limit and the submodules that are computed again."""
+    """Asks what fits, and sets the limit and the submodules that are computed again.
 
-    def __init__(self, parts: FitParts, options: Options, data: TrainingData) -> None:
+    ``kept`` returns what lies on the device so that a window can run again.
+    """
+
+    def __init__(
+        self, parts: FitParts, options: Options, data: TrainingData, kept: Callable[[], Iterable[Tensor]]
+    ) -> None:
         self._parts = parts
         self._trainer = parts.progress.trainer
         self._options = options
         self._data = data
+        self._kept = kept
         self.fits: Fits | None = None  # a whole window that fits, so that nothing was looked for
         self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
         self._asked = 0  # samples that the last question was about
@@ -69,13 +72,13 @@ class LimitSearch:
 
     # --- questions -----------------------------------------------------------------------------
 
-    def begin(self, kept: Kept) -> None:
+    def begin(self) -> None:
         """Find the limit as training begins; a restored run falls to what errors had left of it."""
         restored = self._parts.progress.restored
         if restored is not None and not self._is_valid_here(restored):
             restored = None
         if self._parts.request.micro_batch is None:
-            samples = self._find(self._most_useful(), restored, self.setup(kept, begins=True))
+            samples = self._find(self._most_useful(), restored, self._setup(begins=True))
         else:
             self.recomputed.use(self._always)
             samples = self._parts.request.capped(NO_LIMIT)
@@ -85,17 +88,17 @@ class LimitSearch:
             limit.fall(min(samples, restored.limit))
         self._use_found()
 
-    def follow_windows(self, kept: Kept) -> None:
+    def follow_windows(self) -> None:
         """Find the limit again if windows have grown so that nothing is known of them."""
         limit = self._parts.limit
         if limit.has_fallen or self._parts.request.micro_batch is not None or limit.samples < self._asked:
             return
         high = self._most_useful()
         if high > self._asked:
-            limit.use(self._find(high, None, self.setup(kept, begins=False)))
+            limit.use(self._find(high, None, self._setup(begins=False)))
             self._use_found()
 
-    def below(self, failed: int, kept: Kept) -> int | None:
+    def below(self, failed: int) -> int | None:
         """Look for the limit below a pass that ran out of memory, if none was looked for before.
 
         Ranks do not, because the others wait for one.
@@ -103,17 +106,17 @@ class LimitSearch:
         if self.fits is None or self._trainer.world_size > 1:
             return None
         self.fits = None
-        setup = self.setup(kept, begins=False)
+        setup = self._setup(begins=False)
         search = partial(self._probe, setup, failed, self.chosen)
         found: Found | None = attempt(search, lambda error: isinstance(error, Exception)).result
         if found is None or found.probe is None or found.probe.limit >= failed:
             return None
         return found.probe.limit
 
-    def all_recomputable(self, kept: Kept) -> tuple[str, ...]:
+    def all_recomputable(self) -> tuple[str, ...]:
         """Return all submodules that can be computed again."""
         self.recomputed.use(())  # what is computed again shows nothing
-        return recomputable(self.setup(kept, begins=False))
+        return recomputable(self._setup(begins=False))
 
     def forget_limit(self) -> None:
         """Let the next run probe again, because memory has run out in this one."""
@@ -150,7 +153,7 @@ class LimitSearch:
             epochs = epochs[:1]
         return self._data.windows.epochs.useful_limit(epochs)
 
-    def setup(self, kept: Kept, *, begins: bool) -> TrainingSetup:
+    def _setup(self, *, begins: bool) -> TrainingSetup:
         """Return the training as trial steps run it."""
         windows = self._data.windows
         epoch = self._parts.progress.place.epoch
@@ -163,7 +166,7 @@ class LimitSearch:
             self._trainer,
             windows.trial_batches(epoch),
             rank_samples=rank_samples,
-            kept=kept,
+            kept=self._kept,
             chunks=None if chunked is None else chunked.size,
             multiple=self._parts.request.multiple,
             alone=shares.differ,
