@@ -37,11 +37,14 @@ class Candidate:
 
         One that would free more than ``most`` bytes is split if its parts free half of that.
         """
-        parts = {name: part for each in self.inner for name, part in each.chosen(most).items()}
         is_split = self.frees > most and sum(part.frees for part in self.inner) > self.frees / 2
+        parts: dict[str, Candidate] = {}
         if not self.name or self.refused or is_split:
-            return parts
-        return {self.name: self} if self.frees > 0 else {}
+            for part in self.inner:
+                parts.update(part.chosen(most))
+        elif self.frees > 0:
+            parts[self.name] = self
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +105,11 @@ def choose(
         peak = ran[first(high)]
         middle = (low + high) // 2
         if has_fitted and peak is not None:
-            frees = [candidates[name].frees for name in ranked]
-            enough = (count for count in range(low + 1, high) if sum(frees[count:high]) <= budget - peak)
-            middle = next(enough, high - 1)
+            middle = high - 1
+            room = budget - peak - candidates[ranked[middle]].frees
+            while middle - 1 > low and room >= candidates[ranked[middle - 1]].frees:
+                middle -= 1
+                room -= candidates[ranked[middle]].frees
         has_fitted = fits(first(middle))
         if has_fitted:
             high = middle
@@ -129,7 +134,10 @@ def _ranked(candidates: Mapping[str, Candidate]) -> list[str]:
     """
     worth = {name: each.frees / max(each.seconds, 1e-9) for name, each in candidates.items()}
     ranked: list[str] = []
-    while len(ranked) < len(worth):
-        best = max(worth[name] for name in worth.keys() - ranked)
-        ranked += [name for name in worth if name not in ranked and worth[name] >= best / NEAR]
+    while worth:
+        least = max(worth.values()) / NEAR
+        near = [name for name in worth if worth[name] >= least]
+        ranked += near
+        for name in near:
+            del worth[name]
     return ranked
