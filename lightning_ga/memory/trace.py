@@ -57,11 +57,7 @@ class MemoryTrace:
             lost -= {number for _, number in blocks}
         if not now or any(self.sizes[number] > small for number in lost):
             return self
-        begin = []
-        for kind in {segment.small for segment in self.layout if not segment.blocks}:  # that grow
-            lowest = min(segment.address for segment in self.layout if segment.small == kind)
-            begin.append(Segment(kind, lowest, ()))
-        return replace(self, layout=(*begin, *now))
+        return replace(self, layout=tuple(now))
 
     def peak(self, rounding: int = 1) -> int:
         """Return the most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""

@@ -171,7 +171,7 @@ class Prober:
             step = self._trials.run(size, record=record)
             self._tried.append(step.trial)
             search.record(step)
-        if search.task.rules is not None:
+        if search.task.in_segments:
             self._training.put_back()
         limit = search.limit
         if cautious:
@@ -213,7 +213,7 @@ class Prober:
             high,
             budget,
             rounding,
-            rules=None if allocator is None else allocator.rules,
+            in_segments=allocator is not None and allocator.cuts_segments,
             has_margin=may_reserve(self._meter.device, budget + int(MARGIN * budget)),
             closest=closest,
         )
@@ -221,7 +221,7 @@ class Prober:
 
     def _next(self, search: Search) -> tuple[int, bool]:
         """Return the next size to try, at most the limit if there is none, and whether to record it."""
-        if search.task.rules is not None:
+        if search.task.in_segments:
             self._trials.prepare()
             search.begin_at(self._meter.layout())
         size, record = search.propose()

@@ -197,7 +197,7 @@ class Search:
                 self._sizes = after_first_failure(self._sizes, step.samples)
             return
         if step.traces or self._replay is None or self._curve is None:
-            self._curve = fit_curve(fitting, self.task.rounding, rules=self.task.rules)
+            self._curve = fit_curve(fitting, self.task.rounding, in_segments=self.task.in_segments)
         else:
             self._curve = self._curve.through(fitting[-1])
         if len(fitting) < len(self._sizes):

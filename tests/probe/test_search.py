@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, streams
 
-from lightning_ga.memory.segments import MIB, SegmentRules
+from lightning_ga.memory.segments import MIB
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.curve import Step, fit_curve
@@ -157,7 +157,7 @@ def test_a_step_that_took_hardly_less_than_foreseen_leaves_the_curve_as_it_is() 
     """Where a curve is nearly flat, a percent of the bytes would be many samples; one that took much less counts."""
     traces = [MemoryTrace(size, (0, 30 * MIB * size), (0, 1, ~1)) for size in (2, 4)]
     steps = [Step(Trial(trace.samples, trace.peak(512), True, 0.0), (trace,)) for trace in traces]
-    curve = fit_curve(steps, 512, rules=SegmentRules())
+    curve = fit_curve(steps, 512, in_segments=True)
     assert curve is not None
     assert curve.needs(10) == 300 * MIB
     for reserved, needed in ((300, 360), (297, 360), (240, 300), (360, 440)):
