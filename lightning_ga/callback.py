@@ -11,9 +11,9 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ga.compat.patching import Callback
-from lightning_ga.fit import messages
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.fit import Fit
+from lightning_ga.fit.messages import OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.batch_schedule import ScheduleLike
 from lightning_ga.plan.config import ScaleLr, read_arguments
@@ -115,10 +115,10 @@ class AutoAccumulate(Callback):
         super().__init__()
         self._given = given
         self._request, self._options = read_arguments(given)
-        self._fit: Fit | None = None
-        self._evaluation: Evaluation | None = None  # of an evaluation outside of a fit
+        self._fit: Fit | None = None  # the last one
         self._is_fitting = False
-        self._reporter: messages.OomReporter | None = None
+        self._reporter: OomReporter | None = None
+        self._evaluation: Evaluation | None = None  # while a stage runs
 
     def __repr__(self) -> str:
         defaults = signature(AutoAccumulate).parameters
@@ -128,42 +128,48 @@ class AutoAccumulate(Callback):
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before data are set up, and if other processes train (``ddp_spawn``)."""
-        return self._fit.plan if self._fit else None
+        return None if self._fit is None else self._fit.plan
 
     @property
     def fits(self) -> Fits | None:
         """What a whole window takes if it fits in one pass, so that no limit was looked for; else ``None``."""
-        return self._fit.limit.fits if self._fit else None
+        return None if self._fit is None else self._fit.search.fits
 
     @property
     def probe(self) -> ProbeResult | None:
         """What the probe found; ``None`` before training, if whole windows fit, and if there was none or it failed."""
-        return self._fit.limit.probe if self._fit else None
+        return None if self._fit is None else self._fit.search.probe
 
     @property
     def exactness(self) -> Exactness | None:
         """What was measured; ``None`` before training, while nothing is accumulated, and with ``verify=False``."""
-        return self._fit.verdict.exactness if self._fit else None
+        return None if self._fit is None else self._fit.verdict.exactness
 
     def optimizer_steps(self) -> int | None:
         """Optimizer steps of the whole training; see ``lightning_ga.optimizer_steps``."""
-        return self._fit.optimizer_steps() if self._fit else None
+        return None if self._fit is None else self._fit.optimizer_steps()
 
     @property
     def oom_events(self) -> int:
         """Out-of-memory errors that were survived since the last fit began, including those before a resume."""
-        return self._reporter.events if self._reporter else 0
+        return 0 if self._reporter is None else self._reporter.events
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Intercept the loader of a fit and the errors of evaluation; the rest follows as training starts."""
-        if stage != "fit":
-            self._reporter = messages.OomReporter(trainer, events=self.oom_events)
-            self._evaluation = Evaluation(trainer, self._reporter, self._options)
-            return
+        if stage == "fit":
+            self._begin_fit(trainer)
+        else:
+            self._reporter = OomReporter(trainer, events=self.oom_events)
+        assert self._reporter is not None
+        self._evaluation = Evaluation(trainer, self._reporter, self._options)
+
+    def _begin_fit(self, trainer: Any) -> None:
+        def is_installed() -> bool:
+            return self in trainer.callbacks
+
         self._is_fitting = True
         self._fit = None
-        self._reporter = messages.OomReporter(trainer)
-        is_installed = lambda: self in trainer.callbacks  # noqa: E731
+        self._reporter = OomReporter(trainer)
         self._fit = Fit(trainer, self._request, self._options, self._reporter, is_installed)
         # First, so that other callbacks see its gradients.
         trainer.callbacks = [self, *(other for other in trainer.callbacks if other is not self)]
@@ -194,11 +200,11 @@ class AutoAccumulate(Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Multiply the backward pass by the weight of the micro-batch."""
-        self._started_fit.gradients.apply_weight(loss)
+        self._started_fit.parts.gradients.apply_weight(loss)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Coalesce sparse gradients and widen half-precision ones between two backward passes."""
-        self._started_fit.gradients.settle()
+        self._started_fit.parts.gradients.settle()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Mark that the update begins, and scale the gradients if their window was not known in advance."""
@@ -214,39 +220,36 @@ class AutoAccumulate(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Remove the patches; if memory ran out, add what holds it to the error."""
-        if "multiple optimizers" in str(exception):  # Lightning proposes manual optimization, which is refused
-            exception.add_note(f"AutoAccumulate steers the automatic optimization of one optimizer: {messages.BY_HAND}")
         try:
-            if self._fit and self._is_fitting:
+            if self._fit is not None and self._is_fitting:
                 self._fit.fail(exception)
         finally:
             self._leave_trainer()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the patches. The factor stays until the next fit, as with Lightning's own scheduler."""
-        if stage == "fit" and self._fit:
+        if self._fit is not None and stage == "fit":
             self._fit.close()  # with max_epochs=0 Lightning calls no on_train_end
         self._leave_trainer()
 
     def _leave_trainer(self) -> None:
-        for evaluation in (self._evaluation, self._fit.evaluation if self._fit else None):
-            if evaluation is not None:
-                evaluation.stop()
+        if self._evaluation is not None:
+            self._evaluation.stop()
         self._evaluation = None
         self._is_fitting = False
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and position of the data and what the probe found, as plain values."""
-        return self._fit.state().to_dict() if self._fit else {}
+        return {} if self._fit is None else self._fit.state().to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the data's seed and position; called before the loader is cut."""
-        if self._fit and self._evaluation is None:
+        if self._fit is not None and self._is_fitting:
             self._fit.restore(RunState.from_dict(state_dict))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Write the rates that schedulers have set into a checkpoint."""
-        if self._fit and self._evaluation is None:
+        if self._fit is not None and self._is_fitting:
             self._fit.save(checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ga.callback import AutoAccumulate
-from lightning_ga.compat import intervals, ranks
+from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import Callback
+from lightning_ga.compat.step_log import log_step
 from lightning_ga.errors import UserError
 from lightning_ga.plan.critical_batch import NoiseScale as Estimate
 from lightning_ga.plan.critical_batch import noise_scale, window_moments
@@ -62,7 +63,7 @@ class NoiseScale(Callback):
         problem = self._problem(trainer, pl_module, fit)
         if problem is not None:
             raise UserError(f"NoiseScale cannot measure here: {problem}.")
-        self._gradients = fit.gradients
+        self._gradients = fit.parts.gradients
         self._handles = [each.register_hook(self._add) for each in self._norms]  # type: ignore[no-untyped-call]
 
     def _problem(self, trainer: Any, module: Any, fit: Any) -> str | None:
@@ -78,7 +79,7 @@ class NoiseScale(Callback):
         if not self._norms:
             return "the model has no LayerNorm, GroupNorm or RMSNorm that is trained"
         is_one = fit.plan is not None and fit.plan.factor * fit.plan.world_size < 2
-        if is_one and not fit.request.is_by_window:
+        if is_one and not fit.parts.request.is_by_window:
             return "a window is one micro-batch: set micro_batch_size=…"
         return None
 
@@ -108,7 +109,7 @@ class NoiseScale(Callback):
                 self._moments.append(moments)
         estimate = self.estimate
         if estimate is not None:
-            intervals.log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
+            log_step(trainer, {"noise_scale": estimate.value, "noise_scale_error": estimate.error})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Remove the hooks."""

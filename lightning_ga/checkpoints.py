@@ -22,7 +22,7 @@ from lightning_ga.errors import UserError
 
 PART = ".part"  # suffix of a file that is being written; a search for the last checkpoint ignores it
 RECORD = "meta.pt"  # of a sharded checkpoint: Lightning writes it after all shards (strategies/fsdp.py, 2.6.6)
-HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+HYPERPARAMETERS = {"hyper_parameters", "datamodule_hyper_parameters"}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
@@ -57,29 +57,33 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
             raise
 
     def _loadable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        given = {name: dict(checkpoint[name]) for name in HYPERPARAMETERS if name in checkpoint}
-        kept = {name: {key: one for key, one in values.items() if loads(one)} for name, values in given.items()}
-        left_out = {
-            str(key): value
-            for name, values in given.items()
-            for key, value in values.items()
-            if key not in kept[name] and key not in self._left_out and not isinstance(value, partial | type)
-        }
-        if left_out:
-            self._left_out |= left_out.keys()
-            names = sorted(left_out)
+        """Return a checkpoint without the hyperparameters that would not load, and name them once."""
+        loadable = checkpoint.copy()
+        left_out = set[str]()
+        for group in HYPERPARAMETERS & checkpoint.keys():
+            loadable[group] = {}
+            for name, value in dict(checkpoint[group]).items():
+                if loads(value):
+                    loadable[group][name] = value
+                elif not isinstance(value, partial | type):
+                    left_out.add(str(name))
+        names = sorted(left_out - self._left_out)
+        if names:
+            self._left_out |= left_out
             rank_zero_warn(
                 f"Checkpoints leave out the hyperparameters {', '.join(names)}, as they would not load with "
                 "weights_only=True. A run of the same configuration makes them again; your own code gives them to "
                 f"load_from_checkpoint(PATH, {', '.join(f'{name}=…' for name in names)})."
             )
-        return {**checkpoint, **kept}
+        return loadable
 
 
 def loads(value: Any) -> bool:
-    """Whether a value that is saved loads with ``weights_only=True``: plain ones do, others are tried."""
-    if type(value) in (dict, list, tuple):
-        return all(map(loads, [*value, *value.values()] if isinstance(value, dict) else value))
+    """Return whether a value that is saved loads with ``weights_only=True``: plain ones do, others are tried."""
+    if type(value) is dict:
+        return all(map(loads, (*value, *value.values())))
+    if type(value) in (list, tuple):
+        return all(map(loads, value))
     if value is None or type(value) in (bool, int, float, str):
         return True
     file = io.BytesIO()
@@ -130,22 +134,13 @@ def resumable_steps(path: Path) -> int | None:
         content = read_safely(record)
         return int(content["global_step"]) if "loops" in content else None
     except UserError:
-        return 0 if is_whole_archive(record) else None
+        return 0 if zipfile.is_zipfile(record) else None  # a file that is cut off is none
     except (LookupError, TypeError):  # a file of other things than a training's state
         return None
 
 
-def is_whole_archive(path: Path) -> bool:
-    """Return whether a file is an archive, as ``torch.save`` writes one, with all of its bytes."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):  # cut off, or no archive
-        return False
-
-
 def read_safely(path: Path) -> Any:
-    """The content of a file of ``torch.save``, if that is tensors and plain values only: nothing is built from it."""
+    """Return the content of a file of ``torch.save``, if that is tensors and plain values only: nothing is built."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # on bytes that are no pickle the unpickler fails in any way

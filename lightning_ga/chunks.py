@@ -8,14 +8,14 @@ once (the scheme of GradCache, arXiv 2101.06983). The memory is that of one chun
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_ga.batch.pytree import open_container, rebuild, same_values, take, tensors_in
+from lightning_ga.batch.pytree import open_container, rebuild, same_values, tensors_in
+from lightning_ga.batch.take import take
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
@@ -31,6 +31,12 @@ class ChunkSize:
     keep: int = 0  # the last chunks of each call keep their activations
     window: int | None = None  # samples of the step's batch, if known; a module may get several views of each
     on_recompute: Callable[[], object] | None = None  # called once, when the first chunk is recomputed
+
+    def use(self, samples: int | None, *, window: int, on_recompute: Callable[[], object] | None = None) -> None:
+        """Run the next batches, of ``window`` samples each, in chunks of at most so many samples; whole if ``None``."""
+        self.samples = samples
+        self.window = window
+        self.on_recompute = on_recompute
 
     def notify(self) -> None:
         """Note that a chunk is recomputed."""
@@ -106,37 +112,47 @@ class Chunks:
         self._dim = dim
         self._trainer = trainer
         self._run_twice = RunTwice(module, self._name, self._forward, size.notify)
-        self.is_called = self.draws = False  # whether it ran whole; whether it has drawn random numbers
+        self.is_called = False  # whether it ran whole
+        self.draws = False  # whether it has drawn random numbers
         self._constant: set[str] = set()  # places of arguments that were seen to belong to no sample
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run it."""
         size = self.size
-        given = (arguments, named)
-        samples = _length((arguments, named), self._dim)
         if self._trainer is not None and not self._trainer.training:  # evaluation runs whole batches
             return self._forward(*arguments, **named)
+        given = (arguments, named)
+        samples = _length(given, self._dim)
         if size.samples is None:
-            before = RandomState(generators_of(self.module))
-            _mapped(given, lambda place, each: self._constant.update([place] * (_length(each, self._dim) != samples)))
-            output = self._forward(*arguments, **named)
-            self.is_called = True
-            self.draws = self.draws or not before.is_current()
-            return output
+            return self._run_whole(given, samples)
         if samples is None:
             raise self._error(f"got no tensor with axis {self._dim}", "name a module that gets the batch")
         sizes = size.sizes(samples)
         if len(sizes) == 1 and size.samples >= (size.window or 0):  # a step may call a module several times
             return self._forward(*arguments, **named)
-        recomputed = 0
-        if torch.is_grad_enabled():
-            recomputed = len(sizes) - size.keep
+        recomputed = len(sizes) - size.keep if torch.is_grad_enabled() else 0
         outputs = []
-        for number, (start, of) in enumerate(zip(accumulate(sizes, initial=0), sizes)):
+        start = 0
+        for number, of in enumerate(sizes):
             chunk = self._cut(given, samples, start, start + of)
             run = self._run_twice if number < recomputed else self._forward
             outputs.append(run(*chunk[0], **chunk[1]))
+            start += of
         return self._joined(outputs, sizes)
+
+    def _run_whole(self, given: Any, samples: int | None) -> Any:
+        """Run without chunks, and note which arguments belong to no sample and whether random numbers are drawn."""
+
+        def note(place: str, node: Any) -> None:
+            if _length(node, self._dim) != samples:
+                self._constant.add(place)
+
+        before = RandomState(generators_of(self.module))
+        _mapped(given, note)
+        output = self._forward(*given[0], **given[1])
+        self.is_called = True
+        self.draws = self.draws or not before.is_current()
+        return output
 
     def _cut(self, given: Any, samples: int, start: int, stop: int) -> Any:
         """Return the arguments of the samples from ``start`` to ``stop``."""
@@ -164,10 +180,7 @@ class Chunks:
             return rebuild(first, [self._joined(field, sizes) for field in fields])
         if not isinstance(first, Tensor) and all(same_values(first, output) for output in outputs):
             return first
-        if isinstance(first, Tensor):
-            shown = f"a tensor of shape {tuple(first.shape)}"
-        else:
-            shown = repr(first)[:80]
+        shown = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else repr(first)[:80]
         why = f"returned {shown} for a chunk of {sizes[0]}, which has no entry for each sample along axis {self._dim}"
         raise self._error(why, "return a value for each sample, and average outside of it")
 

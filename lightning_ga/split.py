@@ -1,9 +1,10 @@
-"""Cut batches of own types: the public path of functions of ``lightning_ga.batch``.
+"""Cut batches of own types: the public path of what ``lightning_ga.batch`` has for that.
 
 Tested in tests/batch/test_split.py.
 """
 
+from lightning_ga.batch.flattened import FlattenedBatch
 from lightning_ga.batch.layout import split_batch
 from lightning_ga.batch.pytree import register_splitter
 
-__all__ = ["register_splitter", "split_batch"]
+__all__ = ["FlattenedBatch", "register_splitter", "split_batch"]

@@ -1,4 +1,4 @@
-"""The weight of each micro-batch in the gradient of each optimizer step: steps are recorded, then explained.
+"""Explain the gradient of each recorded step by the gradients of single micro-batches: what does each weigh in it?
 
 At an optimizer step the gradient is a linear combination of the gradients of single micro-batches at the same weights.
 Least squares give its coefficients, and the residual says whether any coefficients explain it.
@@ -7,28 +7,25 @@ Tested in tests/test_audit.py.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction
-from torch.nn import Module, RNNBase
+from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import vector_to_parameters
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
+from lightning_ga.double_precision import Promotion
 from lightning_ga.errors import UserError
 from lightning_ga.plan.audit_verdicts import Audit, AuditStep, judge
+from lightning_ga.recorded_steps import Recorder, Seen
 
 EXPLAINED = 1e-6  # largest relative residual of weights that explain a gradient
 NO_WEIGHT = 1e-5  # relative to the largest weight
 INDEPENDENT = 1e-8  # least sine of the angle between a gradient and the span of the others
-LOWER = (torch.float32, torch.float16, torch.bfloat16)
 NO_STEP = (
     "No optimizer of torch.optim stepped parameters of model= with gradients: it has to be the module that is trained, "
     "and optimizers that step within the backward pass cannot be audited."
@@ -54,121 +51,6 @@ class Reads:
 
     def __getitem__(self, place: int) -> Any:
         return self.batches[place % len(self.batches)]
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """One optimizer step."""
-
-    read: int  # micro-batches since the step before
-    weights: Tensor  # of the whole model, flat
-    modes: list[bool]  # whether each module is in training mode
-    gradients: dict[str, Tensor]  # by the name of the parameter
-    has_moved: bool  # whether weights changed since the step before
-
-
-class Recorder:
-    """Sees optimizer steps, and counts backward passes unless something else counts what was read."""
-
-    def __init__(self, model: Module, read: Callable[[], int] | None = None) -> None:
-        self.model = model
-        self.steps: list[Seen] = []
-        self.ranks = 1
-        self._read = read or self._passes
-        self._counts: Counter[int] = Counter()
-        self._total = 0
-        self._after = flat(model)
-        self._is_stepping = False
-
-    @contextmanager
-    def watching(self) -> Iterator["Recorder"]:
-        """See what happens within."""
-        with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(self._before).remove)
-            stack.callback(register_optimizer_step_post_hook(self._finish).remove)
-            for each in self.model.parameters():
-                if each.requires_grad:
-                    stack.callback(each.register_post_accumulate_grad_hook(self._count).remove)  # type: ignore[no-untyped-call]
-            yield self
-
-    def _count(self, parameter: Tensor) -> None:
-        self._counts[id(parameter)] += 1  # hashing a tensor takes longer
-
-    def _passes(self) -> int:
-        return max(self._counts.values(), default=0) * self.ranks
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Note a step: now, or once its closure has computed the gradient."""
-        if self._is_stepping:  # an optimizer that steps another one
-            return None
-        self._is_stepping = True
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self._note(optimizer)
-            return None
-        evaluations: list[Any] = []
-
-        def noted() -> Any:
-            evaluations.append(closure())
-            if len(evaluations) > 1:
-                raise UserError(f"{type(optimizer).__name__} evaluates its loss several times a step: no audit.")
-            self._note(optimizer)
-            return evaluations[0]
-
-        return (optimizer, noted), {}
-
-    def _finish(self, *_: Any) -> None:
-        self._is_stepping = False
-        with DisableTorchFunction():  # the mode that promotes takes time
-            self._after = flat(self.model)
-
-    def _note(self, optimizer: Optimizer) -> None:
-        """Keep the gradients that a step uses, and the weights they belong to."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        stepped = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        foreign = [each for each in stepped if id(each) not in names]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.ranks = torch.distributed.get_world_size()
-        total = self._read()
-        if len(foreign) == len(stepped) or not total:  # of another model, or before training
-            return
-        if foreign:
-            raise UserError(
-                f"The optimizer steps {len(foreign)} tensors that model= lacks: give one module that has all."
-            )
-        read = total - self._total
-        self._total = total
-        with DisableTorchFunction():
-            gradients = {names[id(each)]: _gradient_of(each) for each in stepped}
-            modes = [each.training for each in self.model.modules()]
-            self._append(Seen(read, flat(self.model), modes, gradients, has_moved=False))
-
-    def _append(self, seen: Seen) -> None:
-        """Keep a step, unless it belongs to the one before; that one is dropped if it was a trial."""
-        if self.steps:
-            last = self.steps[-1]
-            if not seen.read and not last.gradients.keys() & seen.gradients.keys():
-                last.gradients.update(seen.gradients)  # two optimizers share a backward pass
-                return
-            has_moved = not torch.equal(seen.weights, self._after)
-            is_put_back = torch.equal(seen.weights, last.weights)
-            if is_put_back and (has_moved or not any(each.any() for each in last.gradients.values())):
-                self.steps.pop()  # a trial
-            else:
-                seen = replace(seen, has_moved=has_moved)
-        self.steps.append(seen)
-
-
-def flat(model: Module) -> Tensor:
-    """Copy all parameters, one behind the other."""
-    return torch.cat([each.detach().flatten() for each in model.parameters()])
-
-
-def _gradient_of(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(parameter).flatten()
-    return gradient.detach().to_dense().flatten().clone()
 
 
 def measured(recorder: Recorder, reads: Reads, factor: int | None) -> Audit:
@@ -207,20 +89,13 @@ def _one_step(columns: "_Columns", previous: Tensor | None, start: int) -> tuple
         stop = used[-1] + 1
     read = [place for place in found.weights if place < stop]
     epoch = max(read, default=0) // many * many  # its first place
-    places = []
-    lost = []
-    sizes = []
-    own = []  # sizes of this epoch's
-    for place in read:
-        if place < epoch and not found.weights[place]:
-            lost.append(place)
-            continue
-        places.append(place)
-        sizes.append(float(reads.size(reads[place])))
-        own.append(sizes[-1] if place >= epoch else 0.0)
+    lost = [place for place in read if place < epoch and not found.weights[place]]
+    places = [place for place in read if place not in lost]
+    sizes = [float(reads.size(reads[place])) for place in places]
+    own = [size * (place >= epoch) for place, size in zip(places, sizes)]  # of this epoch's
     step = AuditStep(
         micro_batches=tuple(place % many + 1 for place in places),
-        weights=tuple(found.weights[place] for place in places),
+        weights=tuple(map(found.weights.__getitem__, places)),
         wanted=tuple(size / (sum(own) or 1.0) for size in own),
         sizes=tuple(sizes),
         residual=found.residual,
@@ -268,7 +143,8 @@ def _fitted(columns: "_Columns", previous: Tensor | None, places: range) -> _Fit
                 weights = more
                 residual = rest
     least = NO_WEIGHT * max(map(abs, weights), default=0.0)
-    return _Fitted({place: weight * (abs(weight) > least) for place, weight in zip(places, weights)}, residual, carried)
+    by_place = {place: weight if abs(weight) > least else 0.0 for place, weight in zip(places, weights)}
+    return _Fitted(by_place, residual, carried)
 
 
 def fit_weights(columns: Sequence[Tensor], gradient: Tensor) -> tuple[list[float], float]:
@@ -350,58 +226,3 @@ class _Columns:
         apart = [f"{name} (× {float(scale) / float(usual):.3g})" for name, scale in scales.items() if scale != usual]
         more = ", …" if len(apart) > 3 else ""
         return f"scaled apart: {', '.join(apart[:3])}{more}"
-
-
-@contextmanager
-def in_double(model: Module) -> Iterator[None]:
-    """Put a model into float64 and its dropout off, and put all of it back, also after an error."""
-    with ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(torch.float64)
-        for tensor in (*model.parameters(), *model.buffers()):
-            stack.callback(setattr, tensor, "data", tensor.data)
-            stack.callback(setattr, tensor, "grad", None)
-            tensor.grad = None
-            tensor.data = tensor.data.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-            if isinstance(module, RNNBase):  # it compares the types itself
-                stack.callback(module.register_forward_pre_hook(lambda _, args: _promoted(args)).remove)
-            for name, value in [*vars(module).items()]:
-                if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
-                    stack.callback(setattr, module, name, value)
-                    setattr(module, name, 0.0)
-        yield
-
-
-class Promotion(TorchFunctionMode):
-    """Functions that get float64 and a lower precision compute in float64; many layers and losses refuse both."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of PyTorch."""
-        for each in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(each, Tensor) and each.dtype in LOWER:
-                return _promoted_call(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-def _promoted_call(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with all in float64 if an argument, or the first of a list, is: unless it changes the first."""
-    name = getattr(func, "__name__", "")
-    changes_first = name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
-    has_double = any(map(_is_double, (*args, *kwargs.values())))
-    if changes_first or not has_double:
-        return func(*args, **kwargs)
-    return func(*map(_promoted, args), **{key: _promoted(each) for key, each in kwargs.items()})
-
-
-def _is_double(value: Any) -> bool:
-    if isinstance(value, (list, tuple)) and value:
-        value = value[0]
-    return isinstance(value, Tensor) and value.dtype == torch.float64
-
-
-def _promoted(value: Any) -> Any:
-    if type(value) in (list, tuple):  # states and weights of an LSTM
-        return type(value)(map(_promoted, value))
-    return value.double() if isinstance(value, Tensor) and value.dtype in LOWER else value

@@ -9,7 +9,7 @@ from lightning_ga.memory.oom import is_out_of_memory, release
 from lightning_ga.testing import limit_memory, out_of_memory_at
 
 
-def train(samples: int) -> None:
+def train_on(samples: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 5))
     optimizer = torch.optim.Adam(model.parameters())
@@ -21,7 +21,7 @@ def train(samples: int) -> None:
 
 def peak_of(samples: int) -> int:
     with limit_memory("1GiB") as memory:
-        train(samples)
+        train_on(samples)
     return memory.peak_bytes
 
 
@@ -30,10 +30,10 @@ def test_a_budget_equal_to_the_peak_passes_and_one_byte_less_raises(samples: int
     peak = peak_of(samples)
     assert peak == peak_of(samples)
     with limit_memory(peak) as memory:
-        train(samples)
+        train_on(samples)
     assert memory.peak_bytes == peak
     with limit_memory(peak - 1) as memory, pytest.raises(torch.OutOfMemoryError) as caught:
-        train(samples)
+        train_on(samples)
     assert memory.peak_bytes < peak
     assert is_out_of_memory(caught.value)
 
@@ -57,11 +57,11 @@ def test_after_a_released_error_the_live_bytes_are_back_to_the_byte() -> None:
 def test_out_of_memory_at_every_single_operation() -> None:
     """In forward, backward and optimizer: the operation before still ran, the error is an out-of-memory error."""
     with out_of_memory_at(0) as counter:
-        train(3)
+        train_on(3)
     assert counter.operations > 50
     for operation in range(1, counter.operations + 1, 10):
         with out_of_memory_at(operation) as failing, pytest.raises(torch.OutOfMemoryError):
-            train(3)
+            train_on(3)
         assert failing.operations >= operation
 
 

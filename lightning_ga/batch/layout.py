@@ -12,17 +12,9 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ga.batch.pytree import (
-    REMEDY,
-    extents,
-    is_constant,
-    is_plain_sequence,
-    open_container,
-    rebuild,
-    take,
-    walk,
-)
+from lightning_ga.batch.pytree import REMEDY, extents, is_constant, is_plain_sequence, open_container, rebuild, walk
 from lightning_ga.batch.pytree import LayoutError as LayoutError
+from lightning_ga.batch.take import take
 from lightning_ga.errors import UserError
 
 
@@ -59,14 +51,16 @@ class Layout:
 
     def sizes(self, batch: Any) -> dict[int, int]:
         """Return the samples of a batch from each loader that has any in it; refuse one whose parts disagree."""
-        found: dict[int, tuple[int, str]] = {}
-        for loader, here, path in self._counts("batch", batch):
-            there, first = found.setdefault(loader, (here, path))
-            if here != there:
-                raise uncuttable(f"{first} has {there} of them and {path} has {here}")
-        if not found:
+        sizes: dict[int, int] = {}
+        first: dict[int, str] = {}  # the first part with samples of each loader
+        for loader, samples, path in self._counts("batch", batch):
+            sizes.setdefault(loader, samples)
+            first.setdefault(loader, path)
+            if samples != sizes[loader]:
+                raise uncuttable(f"{first[loader]} has {sizes[loader]} of them and {path} has {samples}")
+        if not sizes:
             raise uncuttable("nothing in it grows with them")
-        return {loader: samples for loader, (samples, _) in found.items()}
+        return sizes
 
     def cut(self, batch: Any, start: int, stop: int) -> Any:
         """Return the samples ``start`` to ``stop - 1`` of a batch; refuse one that does not have the layout."""
@@ -75,8 +69,11 @@ class Layout:
         if samples == 1 < max(sizes.values()):
             given = " and ".join(map(str, sizes.values()))
             raise uncuttable(f"its loaders give {given} of them, and no smaller batch keeps that proportion")
-        each = {loader: size // max(1, samples) for loader, size in sizes.items()}
-        return _cut(self.roles, each, (start, stop), "batch", batch)
+        spans: dict[int, tuple[int, int]] = {}
+        for loader, size in sizes.items():
+            each = size // max(1, samples)
+            spans[loader] = (start * each, stop * each)
+        return self._cut(spans, "batch", batch)
 
     def _counts(self, path: str, node: Any) -> Iterator[tuple[int, int, str]]:
         """Yield loader, number of samples and path of each part with entries for each sample."""
@@ -99,6 +96,28 @@ class Layout:
         elif role is None or (role == "constant" and not is_constant(node)):
             raise _changed(path, node)
 
+    def _cut(self, spans: Mapping[int, tuple[int, int]], path: str, node: Any) -> Any:
+        """Return the part of a value that belongs to some samples of each loader."""
+        role = self.roles.get(path)
+        if node is None:
+            return None
+        if isinstance(role, SampleAxis):
+            return take(node, role.axis, *spans[role.loader])
+        if isinstance(role, SampleCount):
+            start, stop = spans[role.loader]
+            return _like(node, stop - start)
+        if role != "fields":
+            return node
+        children = open_container(node) or []
+        return rebuild(node, [self._cut(spans, path + name, child) for name, child in children])
+
+
+def _like(number: Any, value: int) -> Any:
+    """Return a number of the same type."""
+    if isinstance(number, torch.Tensor):
+        return number.new_tensor(value)
+    return type(number)(value)
+
 
 def uncuttable(why: str) -> LayoutError:
     """Return the error of a batch that cannot be cut, with the remedy."""
@@ -116,12 +135,10 @@ def unknown_type(path: str, node: Any) -> LayoutError:
 
 
 def _changed(path: str, node: Any) -> LayoutError:
-    shape = extents(node)
-    now = ""
-    if shape is not None and not is_plain_sequence(node):
-        now = f" and the shape {shape}"
-    kind = f"now {type(node).__name__}{now}"
-    return uncuttable(f"{path} is of another kind than in the batches that were read before ({kind})")
+    kind = type(node).__name__
+    if extents(node) is not None and not is_plain_sequence(node):
+        kind += f" and the shape {extents(node)}"
+    return uncuttable(f"{path} is of another kind than in the batches that were read before (now {kind})")
 
 
 def elements(sample: Any) -> int:
@@ -137,28 +154,28 @@ def leaves(sample: Any, *, text: bool = True) -> Iterator[tuple[str, tuple[int, 
 def _shape(value: Any, *, text: bool) -> tuple[int, ...] | None:
     """Return the shape of a leaf; ``None`` for a container."""
     if isinstance(value, torch.Tensor):
-        sparse = "sparse" in str(value.layout)
-        if sparse or value.is_nested:
-            return (value._nnz() if sparse else value.numel(),)
-        return tuple(value.shape)
+        if "sparse" in str(value.layout):
+            return (value._nnz(),)
+        return (value.numel(),) if value.is_nested else tuple(value.shape)
     if isinstance(value, (str, bytes)):
         return (len(value),) if text else ()
     for name in ("shape", "size"):  # of an array; of a picture
         found = getattr(value, name, None)
         if isinstance(found, tuple) and all(isinstance(extent, int) for extent in found):
             return found
-    numbers = isinstance(value, (list, tuple)) and value and all(isinstance(item, (int, float)) for item in value)
-    if numbers or isinstance(value, (set, frozenset)):
+    if isinstance(value, (set, frozenset)) or _has_only_numbers(value):
         return (len(value),)
     if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "__dict__"):
         return None
     return ()
 
 
+def _has_only_numbers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (int, float)) for item in value)
+
+
 def length_of_first(batch: Any) -> int:
     """Return the length of a batch's first tensor, for the sizes that ``split_batch`` is called with."""
-    if isinstance(getattr(batch, "num_graphs", None), int):
-        return int(batch.num_graphs)
     for _, length in walk(batch, _length):
         return int(length)
     if isinstance(batch, (list, tuple)):
@@ -171,8 +188,10 @@ def length_of_first(batch: Any) -> int:
 
 
 def _length(value: Any) -> int | None:
-    shape = None if is_plain_sequence(value) else extents(value)
-    return None if shape is None else shape[0]
+    shape = extents(value)
+    if shape is None or is_plain_sequence(value):
+        return None
+    return shape[0]
 
 
 def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator[Any]:
@@ -200,26 +219,8 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
     samples = layout.samples(batch)
     if sum(sizes) != samples:
         raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch has {samples} samples.")
-    return (layout.cut(batch, end - size, end) for size, end in zip(sizes, accumulate(sizes)))
-
-
-def _cut(roles: Mapping[str, Role], each: Mapping[int, int], span: tuple[int, int], path: str, node: Any) -> Any:
-    """Return the part of a batch that belongs to some samples, of which each loader gives ``each`` times as many."""
-    role = roles.get(path)
-    start, stop = span
-    if node is None:
-        return None
-    if isinstance(role, SampleAxis):
-        return take(node, role.axis, start * each[role.loader], stop * each[role.loader])
-    if isinstance(role, SampleCount):
-        count = (stop - start) * each[role.loader]
-        if isinstance(node, torch.Tensor):
-            return node.new_tensor(count)
-        return type(node)(count)
-    children = open_container(node) if role == "fields" else None
-    if children is None:
-        return node
-    return rebuild(node, [_cut(roles, each, span, path + name, child) for name, child in children])
+    ends = list(accumulate(sizes))
+    return map(partial(layout.cut, batch), [0, *ends], ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,15 +246,9 @@ class HookLayout:
                 f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
             )
         sizes = [size for size in (start, stop - start, self.samples(batch) - stop) if size]
-        found = hook(batch, list(sizes))
-        if isinstance(found, Iterable):
-            parts = list(found)
-        else:
-            parts = [found]
-        if len(parts) != len(sizes) or not isinstance(found, Iterable):
-            if isinstance(found, Iterable):
-                chunks = f"{len(parts)} chunks"
-            else:
-                chunks = repr(found)
-            raise UserError(f"split_batch returned {chunks} for {sizes=}: it must return one chunk for each size.")
-        return parts[1 if start else 0]
+        result = hook(batch, list(sizes))
+        chunks = list(result) if isinstance(result, Iterable) else []
+        if len(chunks) != len(sizes):
+            returned = f"{len(chunks)} chunks" if chunks else repr(result)
+            raise UserError(f"split_batch returned {returned} for {sizes=}: it must return one chunk for each size.")
+        return chunks[1 if start else 0]

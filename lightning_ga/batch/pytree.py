@@ -1,4 +1,9 @@
-"""The containers and values that batches are made of: open, rebuild and compare them, and take samples out of them."""
+"""The containers that batches are made of: open them, rebuild them, and compare what they contain.
+
+A container is opened by what Python or ``torch.utils._pytree`` knows of it: keys of mappings, entries of lists and
+tuples, fields of named tuples and dataclasses, registrations. The exceptions are types of a few libraries: batches of
+torch_geometric (``find_splitter``), ``BatchEncoding`` and tensorclasses (``_attribute_names``).
+"""
 
 import copy
 import dataclasses
@@ -10,7 +15,6 @@ from numbers import Number
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -42,7 +46,6 @@ class Splitter:
     take: Callable[[Any, int, int], Any]
 
 
-_PARTS = WeakValueDictionary[Any, torch.Tensor]()  # offsets of parts of jagged tensors, by ragged size and place
 _SPLITTERS: dict[type, Splitter] = {}
 _OF_GRAPHS = Splitter(
     count=lambda batch: int(batch.num_graphs),
@@ -75,12 +78,12 @@ def find_splitter(node: Any) -> Splitter | None:
 
     Batches of torch_geometric need no registration.
     """
+    kind = type(node)
     if _SPLITTERS:
-        for base in type(node).__mro__:
+        for base in kind.__mro__:
             if base in _SPLITTERS:
                 return _SPLITTERS[base]
-    methods = (getattr(type(node), name, None) for name in ("to_data_list", "from_data_list"))
-    if all(map(callable, methods)) and hasattr(node, "num_graphs"):
+    if hasattr(kind, "to_data_list") and hasattr(kind, "from_data_list") and hasattr(node, "num_graphs"):
         return _OF_GRAPHS
     return None
 
@@ -122,21 +125,20 @@ def is_plain_sequence(node: Any) -> bool:
 
 def extents(node: Any) -> tuple[int, ...] | None:
     """Return the extents of a value along the axes that may be the sample axis; ``None`` if it has none."""
-    if (splitter := find_splitter(node)) is not None:
+    splitter = find_splitter(node)
+    if splitter is not None:
         return (splitter.count(node),)
     if isinstance(node, PackedSequence):
-        return (int(node.batch_sizes[0]) if len(node.batch_sizes) else 0,)
+        return (max(node.batch_sizes.tolist(), default=0),)
     if isinstance(node, torch.Tensor):
         if node.is_nested:
             return (node.size(0),)
         return tuple(node.shape) or None
-    if is_plain_sequence(node):
+    if is_plain_sequence(node) or hasattr(node, "iloc"):  # a data frame has columns, but is cut by rows
         return (len(node),)
-    if not is_array(node):
-        return None
-    if hasattr(node, "iloc"):
-        return (len(node),)
-    return tuple(node.shape) or None
+    if is_array(node):
+        return tuple(node.shape) or None
+    return None
 
 
 def open_container(node: Any) -> list[tuple[str, Any]] | None:
@@ -145,17 +147,19 @@ def open_container(node: Any) -> list[tuple[str, Any]] | None:
     if names is not None:
         return [(f".{name}", getattr(node, name)) for name in names]
     registration = _registration(node)
+    entries: Iterable[tuple[Any, Any]]
     if registration is not None:
         children = registration.flatten_fn(node)[0]
-        keys = list(node.keys()) if isinstance(node, Mapping) else []
-        if len(keys) != len(children):
-            keys = list(range(len(children)))
-        return [(f"[{key!r}]", child) for key, child in zip(keys, children)]
-    if isinstance(node, Mapping):
-        return [(f"[{key!r}]", value) for key, value in node.items()]
-    if isinstance(node, (list, tuple)):
-        return [(f"[{index}]", value) for index, value in enumerate(node)]
-    return None
+        entries = enumerate(children)
+        if isinstance(node, Mapping) and len(node.keys()) == len(children):  # ``len`` of a TensorDict counts its rows
+            entries = zip(node.keys(), children)
+    elif isinstance(node, Mapping):
+        entries = node.items()
+    elif isinstance(node, (list, tuple)):
+        entries = enumerate(node)
+    else:
+        return None
+    return [(f"[{key!r}]", child) for key, child in entries]
 
 
 def contents_of(node: Any) -> dict[str, Any]:
@@ -173,9 +177,9 @@ def walk(
 
     Objects ``inside`` of which the value is are left out: an object may contain itself.
     """
-    found = leaf_of(node)
-    if found is not None:
-        yield path, found
+    leaf = leaf_of(node)
+    if leaf is not None:
+        yield path, leaf
     elif id(node) not in inside:
         children = open_container(node)
         if children is None:
@@ -186,7 +190,12 @@ def walk(
 
 def tensors_in(node: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value, at any depth."""
-    return (tensor for _, tensor in walk(node, lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None))
+    for _, tensor in walk(node, _as_tensor):
+        yield tensor
+
+
+def _as_tensor(node: Any) -> torch.Tensor | None:
+    return node if isinstance(node, torch.Tensor) else None
 
 
 def rebuild(node: Any, children: Iterable[Any]) -> Any:
@@ -194,8 +203,8 @@ def rebuild(node: Any, children: Iterable[Any]) -> Any:
     if isinstance(node, tuple):
         return getattr(type(node), "_make", type(node))(children)
     names = _attribute_names(node)
-    registration = _registration(node) if names is None else None
-    if registration is not None:
+    registration = _registration(node)
+    if registration is not None and names is None:
         return registration.unflatten_fn(list(children), registration.flatten_fn(node)[1])
     if names is None and not isinstance(node, (dict, list)):
         return type(node)(dict(zip(node.keys(), children)))  # a copy of another mapping may share its contents
@@ -213,19 +222,15 @@ def rebuild(node: Any, children: Iterable[Any]) -> Any:
 
 def _attribute_names(node: Any) -> list[str] | None:
     """Return the attributes by which a container is opened; ``None`` for others and mappings (``ModelOutput``)."""
-    if isinstance(node, tuple):
-        if hasattr(node, "_fields"):
-            return list(node._fields)
-        return None
-    if isinstance(node, (list, dict)):
-        return None
-    if dataclasses.is_dataclass(node) and not isinstance(node, type) and not _is_tensor_collection(node):
-        fields = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-        return list(dict.fromkeys([*fields, *getattr(node, "__dict__", {})]))
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(node._fields)
     # BatchEncoding keeps a list of encodings beside the mapping, one for each sample.
     if isinstance(node, (UserDict, SimpleNamespace)):
         return list(vars(node))
-    return None
+    if isinstance(node, (list, tuple, dict, type)) or not dataclasses.is_dataclass(node) or _is_tensor_collection(node):
+        return None
+    names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    return list(dict.fromkeys([*names, *getattr(node, "__dict__", {})]))
 
 
 def same_values(one: Any, other: Any) -> bool:
@@ -235,23 +240,32 @@ def same_values(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     try:
-        if isinstance(one, torch.Tensor):
-            return _same_tensors(one, other)
-        mine = open_container(one)
-        theirs = open_container(other)
-        if mine is not None and theirs is not None:
-            pairs = list(zip(mine, theirs))
-            return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
-        if is_array(one):
-            return bool(one.shape == other.shape) and _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
-        if isinstance(one, float):
-            return one == other or (one != one and other != other)
-        if isinstance(one, _CONSTANTS) or one == other:
-            return bool(one == other)
-        held = object.__getstate__(one)  # with what __slots__ name; many objects are equal only to themselves
-        return held is not None and same_values(held, object.__getstate__(other))
+        return _same_values_of_type(one, other)
     except Exception:  # arrays of objects; the == of a user's type may raise anything
         return hasattr(one, "tolist") and str(one.tolist()) == str(other.tolist())
+
+
+def _same_values_of_type(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return _same_tensors(one, other)
+    children = open_container(one)
+    others = open_container(other)
+    if children is not None and others is not None:
+        names, values = _columns(children)
+        other_names, other_values = _columns(others)
+        return names == other_names and all(map(same_values, values, other_values))
+    if is_array(one):
+        return _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
+    if one == other or (isinstance(one, float) and one != one and other != other):
+        return True
+    if isinstance(one, _CONSTANTS):
+        return False
+    state = object.__getstate__(one)  # with what __slots__ name; many objects are equal only to themselves
+    return state is not None and same_values(state, object.__getstate__(other))
+
+
+def _columns(children: list[tuple[str, Any]]) -> tuple[list[str], list[Any]]:
+    return [name for name, _ in children], [child for _, child in children]
 
 
 def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -259,87 +273,6 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.is_nested:
         return one.size(0) == other.size(0) and all(map(_same_tensors, one.unbind(), other.unbind()))
-    one, other = (each.detach().to_dense().as_subclass(torch.Tensor) for each in (one, other))
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def take(node: Any, axis: int, start: int, stop: int) -> Any:
-    """Return the entries ``start`` to ``stop - 1`` of a value; the axis is 0 for all but tensors and arrays.
-
-    Dense tensors and arrays come as views; packed, sparse and nested tensors copy at most what is taken.
-    """
-    if (splitter := find_splitter(node)) is not None:
-        return splitter.take(node, start, stop)
-    if isinstance(node, PackedSequence):
-        return _take_sequences(node, start, stop)
-    if isinstance(node, torch.Tensor):
-        return _take_tensor(node, axis, start, stop)
-    if is_plain_sequence(node):
-        return rebuild(node, node[start:stop])
-    rows = getattr(node, "iloc", node)  # data frames are indexed by label otherwise
-    return rows[(*(slice(None),) * axis, slice(start, stop))]
-
-
-def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torch.Tensor:
-    if tensor.layout is torch.jagged and tensor.lengths() is None:  # type: ignore[attr-defined]  # of nested tensors
-        return _take_jagged(tensor, start, stop)
-    if tensor.is_nested:
-        return torch.nested.as_nested_tensor(list(tensor.unbind()[start:stop]), layout=tensor.layout)
-    if tensor.layout != torch.strided:  # sparse tensors have no views along an axis
-        part = torch.narrow_copy(tensor.to_sparse(layout=torch.sparse_coo), axis, start, stop - start)
-        if tensor.layout == torch.sparse_coo:
-            return part
-        return part.to_sparse(layout=tensor.layout)
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return tensor.narrow(axis, start, stop - start)
-    part = tensor[(*(slice(None),) * axis, slice(start, stop))]  # by the class's own means
-    if type(part) is not type(tensor):
-        part = part.as_subclass(type(tensor))  # views of torchvision's tensors are plain tensors
-    for name, value in vars(tensor).items():
-        if name in vars(part):
-            continue
-        # An image size or a format is that of any samples; what else a slice lacks may be by sample.
-        if not is_constant(value) and not (isinstance(value, tuple) and all(map(is_constant, value))):
-            raise LayoutError(
-                f"Slices of a {type(tensor).__name__} lack its attribute {name!r}, so the batch cannot be cut: let its "
-                f"__getitem__ cut that, too, or {REMEDY}."
-            )
-        setattr(part, name, value)
-    return part
-
-
-def _take_jagged(tensor: Any, start: int, stop: int) -> torch.Tensor:
-    """Return samples of a jagged tensor as a view; parts of tensors that share their offsets share theirs, too.
-
-    Otherwise torch would refuse to compute with both. Tensors that were moved have offsets of their own, but the same
-    ragged size.
-    """
-    axis = tensor._ragged_idx
-    offsets = tensor.offsets()
-    place = (tensor.shape[axis], start, stop, offsets.device)
-    part = _PARTS.get(place)
-    if part is None:
-        part = offsets[start : stop + 1] - offsets[start]
-        _PARTS[place] = part
-    first, end = offsets[[start, stop]].tolist()
-    values = torch.narrow(tensor.values(), axis - 1, first, end - first)
-    return torch.nested.nested_tensor_from_jagged(values, offsets=part, jagged_dim=axis)
-
-
-def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequence:
-    """Take whole sequences of a packed batch, which contains one step after another, the longest sequences first."""
-    batch_sizes = packed.batch_sizes
-    unsorted = packed.unsorted_indices
-    if unsorted is None:
-        wanted = torch.arange(start, stop)
-    else:
-        wanted = unsorted[start:stop].cpu()
-    places, order = wanted.sort()  # longest first, as they are
-    there = places < batch_sizes[:, None]
-    rows = (batch_sizes.cumsum(0) - batch_sizes)[:, None] + places
-    sizes = there.sum(1)
-    data = packed.data[rows[there].to(packed.data.device)]
-    if unsorted is None:
-        return PackedSequence(data, sizes[sizes > 0])
-    indices = order.to(unsorted.device)
-    return PackedSequence(data, sizes[sizes > 0], indices, indices.argsort())
+    one = one.detach().to_dense().as_subclass(torch.Tensor)
+    other = other.detach().to_dense().as_subclass(torch.Tensor)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

@@ -8,7 +8,7 @@ Of ready-made batches, samples lie on the first axis of every part.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
@@ -29,8 +29,8 @@ from lightning_ga.batch.pytree import (
     is_plain_sequence,
     open_container,
     same_values,
-    take,
 )
+from lightning_ga.batch.take import take
 
 BASE = 3  # samples of the batches that are compared
 ONE_MORE = 4
@@ -54,43 +54,38 @@ def read_layout(samples: Comparison) -> Layout:
     """Read the layout of a loader's batches from small batches of its samples; refuse those that cannot be cut."""
     roles: dict[str, Role] = {}
     for loader in range(samples.loaders):
-        of_loader: dict[str, Role] = {}
-        for kind in range(samples.kinds):
-            _agree(of_loader, _compared(samples, loader, [kind]))
-        _agree(of_loader, _compared(samples, loader, range(samples.kinds), widely=True))
-        _join(roles, of_loader)
-    if {role.loader for role in roles.values() if isinstance(role, SampleAxis)} != set(range(samples.loaders)):
+        _join(roles, _roles_of(samples, loader))
+    growing = {role.loader for role in roles.values() if isinstance(role, SampleAxis)}
+    if len(growing) < samples.loaders:
         raise uncuttable("nothing in it grows with them")
     return Layout(roles)
 
 
 def read_hook_layout(hook: Any, samples: Comparison) -> HookLayout:
     """Read how many rows of a batch's first tensor each sample has; refuse a number that is not the same for all."""
-    lengths = [length_of_first(samples.batch([count], range(samples.kinds), 0)) for count in (BASE, ONE_MORE)]
-    rows = lengths[0] // BASE
-    if samples.loaders > 1 or rows == 0 or lengths != [BASE * rows, ONE_MORE * rows]:
-        raise uncuttable(f"its first tensor goes from {lengths[0]} to {lengths[1]} rows when 3 samples become 4")
+    every = range(samples.kinds)
+    small = length_of_first(samples.batch([BASE], every, 0))
+    large = length_of_first(samples.batch([ONE_MORE], every, 0))
+    rows = small // BASE
+    if samples.loaders > 1 or rows == 0 or (small, large) != (BASE * rows, ONE_MORE * rows):
+        raise uncuttable(f"its first tensor goes from {small} to {large} rows when 3 samples become 4")
     return HookLayout(hook, rows)
 
 
-def _compared(samples: Comparison, loader: int, kinds: Sequence[int], *, widely: bool = False) -> dict[str, Role]:
-    """Return the roles as 3 samples become 4; ``widely``: also 9, so that rounding cannot hide growth."""
+def _roles_of(samples: Comparison, loader: int) -> dict[str, Role]:
+    """Return the roles as 3 samples of a loader become 4; and 9, so that rounding cannot hide growth."""
     roles: dict[str, Role] = {}
+    every = range(samples.kinds)
     few = [BASE] * samples.loaders
-    once, twice = (samples.batch(few, kinds, seed) for seed in (0, 1))
-    for larger in (ONE_MORE, FAR_MORE) if widely else (ONE_MORE,):
-        many = [larger if position == loader else BASE for position in range(samples.loaders)]
-        reading = _Reading(loader, larger, checks=len(kinds) == 1)
-        reading.compare("batch", once, twice, samples.batch(many, kinds, 0))
-        _agree(roles, reading.roles)
+    for kinds in (*zip(every), every):  # equal samples, of each kind; different ones
+        once = samples.batch(few, kinds, 0)
+        twice = samples.batch(few, kinds, 1)
+        for larger in (ONE_MORE, FAR_MORE):
+            numbers = few.copy()
+            numbers[loader] = larger
+            reading = _Reading(loader, larger, roles, are_equal=len(kinds) == 1)
+            reading.compare("batch", once, twice, samples.batch(numbers, kinds, 0))
     return roles
-
-
-def _agree(known: dict[str, Role], further: Mapping[str, Role]) -> None:
-    """Add the roles that batches of other samples show; a part must have the same role in all."""
-    for path, role in further.items():
-        if known.setdefault(path, role) != role:
-            raise uncuttable(f"{path} has different numbers of entries for different samples")
 
 
 def _join(known: dict[str, Role], further: Mapping[str, Role]) -> None:
@@ -104,14 +99,14 @@ def _join(known: dict[str, Role], further: Mapping[str, Role]) -> None:
             known[path] = role
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Reading:
     """Compares a batch of 3 samples with a larger one, for which one loader gives more samples."""
 
     loader: int
     larger: int
-    checks: bool  # whether all samples are the same, so that values can be compared too
-    roles: dict[str, Role] = field(default_factory=dict)
+    roles: dict[str, Role]  # that batches of any samples have shown
+    are_equal: bool  # whether the samples are, so that values can be compared too
 
     def compare(self, path: str, few: Any, repeat: Any, many: Any) -> None:
         """Find the role of a part: that of 3 samples, of the same collated once more, and of the larger number."""
@@ -122,20 +117,25 @@ class _Reading:
         large = extents(many)
         if small is None or twice is None or large is None or type(few) is not type(many):
             if is_constant(few) and is_constant(many):
-                self.roles[path] = self._role_of_number(path, few, repeat, many)
+                self._add(path, self._role_of_number(path, few, repeat, many))
             else:
                 self._open(path, few, repeat, many)
         elif small != twice or len(small) != len(large):
             raise uncuttable(f"{path} changes its shape in a way of its own")
         elif small != large:
-            self.roles[path] = role = self._role_of_growing(path, small, large)
+            role = self._role_of_growing(path, small, large)
             self._check(path, few, repeat, many, role)
+            self._add(path, role)
         elif is_plain_sequence(few):
             self._open(path, few, repeat, many)
         elif same_values(few, repeat) and not same_values(few, many):
             raise uncuttable(f"{path} changes with the number of samples, though its shape does not")
         else:
-            self.roles[path] = "shared"
+            self._add(path, "shared")
+
+    def _add(self, path: str, role: Role) -> None:
+        if self.roles.setdefault(path, role) != role:
+            raise uncuttable(f"{path} has different numbers of entries for different samples")
 
     def _role_of_growing(self, path: str, small: tuple[int, ...], large: tuple[int, ...]) -> SampleAxis:
         axis, *others = [axis for axis, extent in enumerate(small) if extent != large[axis]]
@@ -145,7 +145,7 @@ class _Reading:
 
     def _check(self, path: str, few: Any, repeat: Any, many: Any, role: SampleAxis) -> None:
         """Check that any 3 of equal samples are the same; otherwise an entry depends on its position in the batch."""
-        if not self.checks or find_splitter(few) is not None or not same_values(few, repeat):
+        if not self.are_equal or find_splitter(few) is not None or not same_values(few, repeat):
             return  # a type may say how it is cut, and a collate function may draw random numbers
         for start in (0, self.larger - BASE):
             if not same_values(take(many, role.axis, start, start + BASE), few):
@@ -159,34 +159,42 @@ class _Reading:
         raise uncuttable(f"{path} goes from {few} to {many} when 3 samples become {self.larger}")
 
     def _open(self, path: str, few: Any, repeat: Any, many: Any) -> None:
-        children = [open_container(node) for node in (few, repeat, many)]
-        if type(few) is not type(many) or None in children:
+        small = open_container(few)
+        twice = open_container(repeat)
+        large = open_container(many)
+        if small is None or twice is None or large is None or type(few) is not type(many):
             if not same_values(few, many):
                 raise unknown_type(path, few)
-            self.roles[path] = "shared"
+            self._add(path, "shared")
             return
-        names = [[name for name, _ in opened or ()] for opened in children]
-        if not names[0] == names[1] == names[2]:
+        repeats = dict(twice)
+        others = dict(large)
+        if not [name for name, _ in small] == [*repeats] == [*others]:
             raise uncuttable(f"{path} has other fields when 3 samples become {self.larger}")
-        self.roles[path] = "fields"
-        for (name, one), (_, two), (_, three) in zip(*(opened or () for opened in children)):
-            self.compare(path + name, one, two, three)
+        self._add(path, "fields")
+        for name, child in small:
+            self.compare(path + name, child, repeats[name], others[name])
 
 
 def read_ready_made(batch: Any) -> Layout:
     """Read the layout of a batch that comes ready-made: samples lie on the first axis of all its parts."""
-    parts = list(_parts("batch", batch, top=True))
-    leaves = {path: node for path, node, role in parts if role is None}
-    first = {shape[0] for shape in map(extents, leaves.values()) if shape}
-    # A list of numbers may be an image size, as likely as one number for each sample.
-    numbers = (node for node in leaves.values() if is_plain_sequence(node))
-    if len(first) != 1 or any(isinstance(value, Number) for node in numbers for value in node):
-        shapes = ", ".join(f"{path} {extents(node)}" for path, node in list(leaves.items())[:4])
+    roles: dict[str, Role] = {}
+    shapes: dict[str, Any] = {}  # of parts that may contain samples
+    has_numbers = False
+    for path, node, role in _parts("batch", batch, top=True):
+        roles[path] = role or SampleAxis()
+        if role is None:
+            shapes[path] = extents(node)
+            # A list of numbers may be an image size, as likely as one number for each sample.
+            has_numbers |= is_plain_sequence(node) and any(isinstance(value, Number) for value in node)
+    lengths = {shape[0] for shape in shapes.values()}
+    if len(lengths) != 1 or has_numbers:
+        parts = ", ".join(f"{path} {shape}" for path, shape in [*shapes.items()][:4])
         raise uncuttable(
-            f"it comes ready-made and its parts ({shapes or 'none with a length'}) do not all have the same length "
+            f"it comes ready-made and its parts ({parts or 'none with a length'}) do not all have the same length "
             "along their first axis"
         )
-    return Layout({path: SampleAxis() if role is None else role for path, _, role in parts})
+    return Layout(roles)
 
 
 def _parts(path: str, node: Any, *, top: bool = False) -> Iterator[tuple[str, Any, Role | None]]:

@@ -29,7 +29,8 @@ def guarded_advance(
 
     def advance(fetcher: Any) -> None:
         nonlocal asked
-        if asks is not None and trainer.world_size > 1 and asked != (asked := trainer.global_step):
+        if asks is not None and trainer.world_size > 1 and asked != trainer.global_step:
+            asked = trainer.global_step
             asks(loop)
         run(lambda: stock(loop, fetcher if see is None else _Seen(fetcher, see)))
 
@@ -68,7 +69,8 @@ def first_batch(trainer: Any) -> Any:
     for part in loop._combined_loader.flattened:  # a loader of known length is not read ahead
         patching.sibling(trainer, "loops.fit_loop")._set_sampler_epoch(part, loop.epoch_progress.current.processed)
     before = RandomState()
-    if (fetched := next(fetcher, None)) is not None:
+    fetched = next(fetcher, None)
+    if fetched is not None:
         fetcher.iterator = _then(_as_if_read_now(fetched, before, RandomState()), fetcher.iterator)
     before.restore()
     fetcher.fetched = 0
@@ -86,9 +88,7 @@ def unread(trainer: Any, batches: Sequence[Any]) -> None:
     """Give batches back to the fetcher, which yields them first; it reads as far ahead as before."""
     fetcher = trainer.fit_loop._data_fetcher
     waiting = [*((batch, 0, 0) for batch in batches), *fetcher.batches]
-    ahead = 0
-    if fetcher.length is None:
-        ahead = fetcher.prefetch_batches
+    ahead = fetcher.prefetch_batches if fetcher.length is None else 0
     fetcher.batches = waiting[:ahead]
     fetcher.iterator = _then(waiting[ahead:], fetcher.iterator)
 

@@ -53,9 +53,7 @@ def end(parameters: Iterable[Tensor]) -> None:
         gradient = parameter.grad
         parameter.grad = None
         parameter.grad_dtype = parameter.dtype  # type: ignore[attr-defined, unused-ignore]
-        if gradient is None:
-            parameter.grad = None
-        else:
+        if gradient is not None:
             parameter.grad = gradient.to(parameter.dtype)
 
 

@@ -26,11 +26,9 @@ def intercepted_loaders(
     """
     loop = trainer.fit_loop
     source = loop._data_source
-    request = type(loop._data_source).dataloader
-    set_up = type(loop).setup_data
     with (
-        patching.shadowed(source, "dataloader", lambda: cut(request(source))),
-        patching.shadowed(loop, "setup_data", lambda: around(lambda: set_up(loop))),
+        patching.shadowed(source, "dataloader", lambda: cut(type(source).dataloader(source))),
+        patching.shadowed(loop, "setup_data", lambda: around(lambda: type(loop).setup_data(loop))),
     ):
         yield
 
@@ -63,10 +61,8 @@ def loaders_of(trainer: Any, number: int | None = None) -> tuple[list[Any], Call
 
     They are those of training, or of the running evaluation if a ``number`` among its loaders is given.
     """
-    if number is None:
-        combined = trainer.fit_loop._combined_loader
-    else:
-        combined = trainer._active_loop._combined_loader
+    loop = trainer.fit_loop if number is None else trainer._active_loop
+    combined = loop._combined_loader
     if number is not None and combined._mode == "sequential":
         return [combined.flattened[number]], lambda batches: batches[0]
     return combined.flattened, partial(tree_unflatten, treespec=combined._spec)

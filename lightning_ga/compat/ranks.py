@@ -26,16 +26,21 @@ def obstacle(trainer: Any) -> str | None:
     name = type(trainer.strategy).__name__
     if is_sharded(trainer):
         return f"{name} shards the model over ranks"
-    if trainer.world_size > 1 and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+    is_alone = trainer.world_size == 1
+    if not is_alone and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
         return "SyncBatchNorm layers let ranks wait for each other in forward passes"
-    timers = (type(each).__name__ == "Timer" or getattr(each, "_train_time_interval", 0) for each in trainer.callbacks)
-    if trainer.world_size > 1 and any(timers):
+    if not is_alone and any(map(_measures_time, trainer.callbacks)):
         return "max_time= or train_time_interval= lets ranks wait for each other after every batch"
-    is_ddp = isinstance(module, DistributedDataParallel)
-    is_usual = is_ddp and not (module.static_graph and module._comm_hooks)
-    if (is_usual or not (is_ddp or trainer.world_size > 1)) and not any(getattr(module, way, 0) for way in _OWN_WAYS):
+    is_usual = is_alone
+    if isinstance(module, DistributedDataParallel):
+        is_usual = not (module.static_graph and module._comm_hooks)
+    if is_usual and not any(getattr(module, way, 0) for way in _OWN_WAYS):
         return None
     return f"{name} exchanges gradients in a way of its own"
+
+
+def _measures_time(callback: Any) -> bool:
+    return type(callback).__name__ == "Timer" or bool(getattr(callback, "_train_time_interval", 0))
 
 
 def gradients_are_ours(trainer: Any) -> bool:

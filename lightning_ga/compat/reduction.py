@@ -9,6 +9,7 @@ them and sends the other buckets, for which the other ranks wait (``c10d/reducer
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,8 +35,13 @@ ONCE = "ranks were exchanging gradients by a communication hook of their own, or
 _IN_USE: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # groups of reducers, which do not own their Python part
 
 
-def _tell_nobody() -> None:
-    """Do nothing as gradients are sent."""
+class Stage(Enum):
+    """How far the exchange of a window's gradients is."""
+
+    PASSES = "passes run without it"
+    SENDING = "gradients may be on their way"
+    DUE = "``finish`` has to average them"
+    DONE = "ranks have the same gradients"
 
 
 class Exchange:
@@ -46,7 +52,7 @@ class Exchange:
         module: Any,
         refusal: str | None = None,
         plugin: Any = None,
-        before_sending: Callable[[], None] = _tell_nobody,
+        before_sending: Callable[[], object] = int,
     ) -> None:
         self.refusal = refusal
         self._module = module
@@ -56,34 +62,38 @@ class Exchange:
         is_wide = has_grad_dtype() and bool(half_parameters(module)) and not module._comm_hooks
         # Averaged after the window's last pass: sums in float32, and ``static_graph``, which forbids ``no_sync``.
         self.by_hand = refusal is None and (module.static_graph or is_wide)
-        self._is_noted = True  # what is sent, so that it can be kept
-        self._is_exchanging = False  # whether gradients may be on their way
-        self._is_due = self._is_done = False  # whether ``finish`` has to exchange them; whether the window's have been
+        self._stage = Stage.PASSES
         self._repeats = False  # whether the window runs again
         self._is_ordered = False  # whether an earlier window has shown in which order gradients come
-        tables = (part for part in module.modules() if isinstance(part, Embedding | EmbeddingBag) and part.sparse)
-        self._sparse = {table.weight for table in tables if table.weight.requires_grad}
+        self._sparse = set[Tensor]()  # weights of embeddings with sparse gradients
+        for part in module.modules():
+            if isinstance(part, Embedding | EmbeddingBag) and part.sparse and part.weight.requires_grad:
+                self._sparse.add(part.weight)
 
     @classmethod
-    def of(cls, trainer: Any, before_sending: Callable[[], None] = _tell_nobody) -> "Exchange | None":
+    def of(cls, trainer: Any, before_sending: Callable[[], object] = int) -> "Exchange | None":
         """Return the exchange of a Trainer; ``None`` without a ``DistributedDataParallel``."""
         module = trainer.strategy.model
-        is_ddp = isinstance(module, DistributedDataParallel)
-        plugin = trainer.precision_plugin
-        return cls(module, ranks.obstacle(trainer), plugin, before_sending) if is_ddp else None
+        if not isinstance(module, DistributedDataParallel):
+            return None
+        return cls(module, ranks.obstacle(trainer), trainer.precision_plugin, before_sending)
+
+    @property
+    def _is_noted(self) -> bool:
+        """Whether what is sent is noted, so that it can be kept."""
+        return not (self.by_hand or self.refusal or self._module._comm_hooks)
 
     def begin_window(self) -> None:
         """Share buffers before the savepoint is taken; a window that runs again has them already."""
         module = self._module
         if not self._repeats:
-            self._is_noted = not (self.by_hand or self.refusal or module._comm_hooks)
             if self.by_hand:  # static_graph would exchange in the first pass in spite of no_sync
                 module._static_graph_delay_allreduce_enqueued = True
             elif self.refusal is None:
                 module.reducer._update_process_group(self._noting)
                 _IN_USE[module] = self._noting
-            self._is_ordered = self._is_ordered or self._is_done
-            self._is_done = False
+            self._is_ordered = self._is_ordered or self._stage is Stage.DONE
+            self._stage = Stage.PASSES
             self._noting.begin()
             ranks.share_buffers_before_forward(module)
         module.require_forward_param_sync = False
@@ -91,29 +101,32 @@ class Exchange:
     @contextmanager
     def pass_(self, *, last: bool) -> Iterator[None]:
         """Return a context for a forward and backward pass; the window's ``last`` exchanges gradients."""
-        self._is_exchanging = last and not self.by_hand
-        self._is_due = last and self.by_hand
-        if self._is_exchanging:
+        sends = last and not self.by_hand
+        if sends:
+            self._stage = Stage.SENDING
             self._noting.begin(again=self._repeats)
+        elif last:
+            self._stage = Stage.DUE
         repeats = self._repeats
         begun = ranks.collectives_run()
         with ExitStack() as stack:
-            if not self._is_exchanging:
+            if not sends:
                 stack.enter_context(self._module.no_sync())
             elif not self._is_noted:
                 stack.enter_context(ranks.ours())
             for weight in self._sparse:  # DDP divides sparse gradients in place, which share memory with others
                 stack.callback(weight.register_hook(torch.clone).remove)  # type: ignore[no-untyped-call]
-            if self._is_due and self._plugin is not None:
+            if last and self.by_hand and self._plugin is not None:
                 run = partial(self._then_finish, self._plugin.backward)
                 stack.enter_context(patching.shadowed(self._plugin, "backward", run))
             yield
         if repeats and ranks.collectives_run() != begun:
             raise RankError(ASKS)
-        if self._is_exchanging and self._noting.forgets:
+        if not sends:
+            return
+        if self._noting.forgets:
             self._module.reducer._reset_state()
-        self._is_done |= self._is_exchanging and (self._noting.count > 0 or not self._is_noted)
-        self._is_exchanging = False
+        self._stage = Stage.DONE if self._noting.count or not self._is_noted else Stage.PASSES
 
     def failed(self) -> str | None:
         """Prepare a failed window to run again; return why that is not possible, ``None`` if it is.
@@ -121,15 +134,15 @@ class Exchange:
         The failed pass has been released. If gradients are on their way, this waits for other ranks.
         """
         module = self._module
-        was_exchanging = self._is_exchanging
-        self._is_exchanging = False
+        was_sending = self._stage is Stage.SENDING
         if self.refusal is not None:
             return self.refusal
-        if (was_exchanging or self._is_done) and not self._is_noted:
+        if (was_sending or self._stage is Stage.DONE) and not self._is_noted:
             return ONCE
+        if self._stage is not Stage.DONE:
+            self._stage = Stage.PASSES
         self._repeats = True
-        self._noting.keep()
-        self._noting.forgets |= was_exchanging and self._is_ordered and self._noting.buckets_agreed
+        self._noting.keep(was_cut_off=was_sending and self._is_ordered)
         # A reset reducer waits for no gradient, has no order of buckets, and forgets what was used under ``no_sync``.
         if module.find_unused_parameters or (self._is_noted and (self._noting.forgets or not self._is_ordered)):
             module.reducer._reset_state()
@@ -139,14 +152,12 @@ class Exchange:
     def finish(self) -> None:
         """End a window, after its last backward pass or without one; average its gradients if that is done by hand."""
         self._repeats = False
-        if self._is_due:
-            self._is_due = False
-            self._is_exchanging = True
+        if self._stage is Stage.DUE:
+            self._stage = Stage.SENDING
             self._before_sending()
             with ranks.ours():
                 self._average()
-            self._is_exchanging = False
-            self._is_done = True
+            self._stage = Stage.DONE
             self._module.require_forward_param_sync = True  # as after the reducer's own exchange
 
     def _then_finish(self, backward: Any, *arguments: Any, **settings: Any) -> None:
@@ -158,13 +169,10 @@ class Exchange:
         module = self._module
         group = module.process_group
         kinds = defaultdict(list)
-        for parameter in filter(lambda p: p.requires_grad, module._module_parameters):
+        for parameter in module._module_parameters:
             if parameter in self._sparse:
-                gradient = torch.zeros_like(parameter).to_sparse(1) if parameter.grad is None else parameter.grad
-                average = (gradient.to(dtype_of_sum(parameter)).coalesce() / group.size()).coalesce()
-                group.allreduce([average]).wait()
-                parameter.grad = average.coalesce() if average._nnz() else None
-            else:
+                _average_sparse(parameter, group)
+            elif parameter.requires_grad:
                 kinds[dtype_of_sum(parameter), parameter.device].append(parameter)
         for (dtype, device), members in kinds.items():
             there = torch.tensor([p.grad is not None for p in members], dtype=dtype, device=device)
@@ -175,10 +183,19 @@ class Exchange:
                 parameter.grad = average if is_there else None
 
 
+def _average_sparse(parameter: Tensor, group: Any) -> None:
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter).to_sparse(1)
+    average = (gradient.to(dtype_of_sum(parameter)).coalesce() / group.size()).coalesce()
+    group.allreduce([average]).wait()
+    parameter.grad = average.coalesce() if average._nnz() else None
+
+
 class _Noting(ProcessGroup):
     """The process group of a reducer: notes what is sent, and returns kept averages instead of sending again."""
 
-    def __init__(self, group: Any, before_sending: Callable[[], None]) -> None:
+    def __init__(self, group: Any, before_sending: Callable[[], object]) -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
         self._before_sending = before_sending
@@ -191,11 +208,13 @@ class _Noting(ProcessGroup):
     def begin(self, *, again: bool = False) -> None:
         """Begin an exchange, in which what is kept is not sent ``again``."""
         self._sent = []
-        self._kept = self._kept if again else {}
+        if not again:
+            self._kept = {}
         self.count = 0
 
-    def keep(self) -> None:
-        """Wait for the averages of what was sent, and keep them."""
+    def keep(self, *, was_cut_off: bool) -> None:
+        """Wait for the averages of what was sent, and keep them, also if the exchange was cut off half-way."""
+        self.forgets |= was_cut_off and self.buckets_agreed
         for place, tensor, work in self._sent:
             work.wait()
             self._kept[place] = tensor.to("cpu", copy=True)

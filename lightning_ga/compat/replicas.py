@@ -24,7 +24,9 @@ class ReplicaExchange:
         """Return the exchange of a Trainer; ``None`` without replicas of a sharded model."""
         found = [part for part in trainer.lightning_module.modules() if hasattr(part, "set_requires_all_reduce")]
         meshes = [getattr(parameter, "device_mesh", None) for part in found for parameter in part.parameters()]
-        return cls(found) if any(mesh is not None and mesh.ndim > 1 for mesh in meshes) else None
+        if not any(mesh is not None and mesh.ndim > 1 for mesh in meshes):
+            return None
+        return cls(found)
 
     def begin_window(self) -> None:
         """Begin a window, in which nothing is shared before its passes."""

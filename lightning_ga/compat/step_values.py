@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +35,13 @@ class Counted:
     items: float = 0.0  # what ``normalize=`` counts; else samples
 
 
-@dataclass(frozen=True, slots=True)
-class _Logged:
+class _Logged(NamedTuple):
     """What a micro-batch has logged by some name, the last time."""
 
     value: Tensor | Metric
     settings: Settings
-    counted: Counted
+    samples: int
+    items: float
 
 
 class StepValues:
@@ -75,27 +76,25 @@ class StepValues:
 
     def begin_window(self) -> None:
         """Forget what passes have logged; if the window has several, merge what they will log."""
-        self._is_cut = False
-        self._is_merged = False
         self._next = 0
-        if self._is_installed:
-            self._values = {}
-            for copy in filter(None, self._copies.values()):
+        self._values = {}
+        for copy in self._copies.values():
+            if copy is not None:
                 copy.reset()
-        if self._place.skips_backward:
-            return
-        if self._place.factor > 1:
-            self.merge()
-        elif self._trainer.world_size > 1:  # a rank that runs its only pass again exchanges no value twice
-            self._merge()
+        runs_backward = not self._place.skips_backward
+        self._is_cut = runs_backward and self._place.factor > 1
+        # A rank that runs its only pass again exchanges no value twice.
+        self._is_merged = self._is_cut or (runs_backward and self._trainer.world_size > 1)
+        if self._is_merged:
+            self._install()
 
     def merge(self) -> None:
         """Merge the values of the running window from here on, because it has several passes."""
         self._is_cut = True
-        self._merge()
-
-    def _merge(self) -> None:
         self._is_merged = True
+        self._install()
+
+    def _install(self) -> None:
         if self._is_installed:
             return
         self._is_installed = True
@@ -121,15 +120,18 @@ class StepValues:
         """Let Lightning take a value, and show the window's."""
         results = self._results
         result = results[key]
+        update = partial(type(results).update_metrics, results, key, value, batch_size)
         if not self._is_merged or not result.meta.on_step:
-            type(results).update_metrics(results, key, value, batch_size)
+            update()
             return
         shown = result._forward_cache
-        with _not_exchanged(result.meta.sync):
-            type(results).update_metrics(results, key, value, batch_size)
+        sync = result.meta.sync
+        with replaced(sync, should=False) if sync.should else nullcontext():
+            update()
         own = result._forward_cache.detach() if result.is_tensor else value
+        counted = self._counted()
         logged = self._values.setdefault(key, {})
-        logged[self._place.ready] = _Logged(own, self._settings, self._counted())
+        logged[self._place.ready] = _Logged(own, self._settings, counted.samples, counted.items)
         if self._place.window_is_over:
             self._show(key)
         elif shown is not None:
@@ -149,20 +151,14 @@ class StepValues:
         """Show the window's value of a name, over ranks if that was asked for."""
         result = self._results[key]
         if not result.is_tensor:
+            result._forward_cache = result.value._forward_cache
             copy = self._copies.get(id(result.value))
             if copy is not None and copy.update_called:
                 result._forward_cache = copy.compute()
-            else:
-                result._forward_cache = result.value._forward_cache
             return
-        logged = [*self._values[key].values()]
-        shown = [each for each in logged if each.counted.samples] or logged  # without stand-ins
-        value, _ = merged_entry(
-            [each.value for each in shown],
-            [each.settings for each in shown],
-            [each.counted.samples for each in shown],
-            [each.counted.items for each in shown],
-        )
+        logged = self._values[key].values()
+        shown = [each for each in logged if each.samples] or logged  # without stand-ins
+        value, _ = merged_entry(*zip(*shown))
         result._forward_cache = self._over_ranks(value, result.meta.sync)
 
     def _over_ranks(self, value: Tensor, sync: Any) -> Tensor:
@@ -176,29 +172,24 @@ class StepValues:
         return self._exchanged[self._next - 1]
 
     def _copy_of(self, metric: Metric) -> Metric | None:
-        """Return the copy of a metric that sees the running window; ``None`` outside of it, as in trial passes."""
-        if not self._is_cut or self._trainer._results is not self._results:
+        """Return the copy of a metric that sees the running window; ``None`` outside of it, as in trial passes.
+
+        ``forward`` computes a batch's value with gradients enabled, whichever of its two ways it takes.
+        """
+        if not self._is_cut or not metric._enable_grad or self._trainer._results is not self._results:
             return None
         if id(metric) not in self._copies:
             self._copies[id(metric)] = _empty_copy(metric)
         return self._copies[id(metric)]
 
 
-def _not_exchanged(sync: Any) -> AbstractContextManager[None]:
-    """Return a context in which a logged value is not exchanged between ranks."""
-    return replaced(sync, should=False) if sync.should else nullcontext()
-
-
 def _copied_updates(metric: Metric, copy_of: Callable[[Metric], Metric | None]) -> AbstractContextManager[None]:
-    """Return a context in which a copy gets what ``forward`` gives a metric.
-
-    ``forward`` computes a batch's value with gradients enabled, whichever of its two ways it takes.
-    """
+    """Return a context in which a copy gets what ``forward`` gives a metric."""
     update = metric.update
 
     def update_both(*given: Any, **named: Any) -> None:
         update(*given, **named)
-        copy = copy_of(metric) if metric._enable_grad else None
+        copy = copy_of(metric)
         if copy is not None:
             copy.update(*given, **named)
 
@@ -227,33 +218,38 @@ def merged_entry(
 ) -> tuple[Any, Settings]:
     """Merge what was logged in all passes: add up sums, average means by weight or by a counted ``batch_size``."""
     settings = {**all_settings[0]}
-    sizes = [each.get("batch_size") for each in all_settings]
+    sizes: list[Any] = [each.get("batch_size") for each in all_settings]
     if None not in sizes and _are_counts(sizes, samples):
         settings["batch_size"] = sum(sizes)
-        weights = weights if sizes == [*samples] else [size or 0 for size in sizes]
+        if sizes != [*samples]:
+            weights = sizes
     if not all(isinstance(value, Tensor) for value in values):  # a metric has seen all passes
         return values[0], settings
     kind = settings.get("reduce_fx", "mean")
-    reduce = _REDUCTIONS.get(kind.lower() if isinstance(kind, str) else kind.__name__)
-    return (mean(values, weights) if reduce is None else reduce(torch.stack([*values]))), settings
+    name = kind if isinstance(kind, str) else kind.__name__
+    reduce = _REDUCTIONS.get(name.lower())
+    if reduce is None:
+        return mean(values, weights), settings
+    return reduce(torch.stack([*values])), settings
 
 
 def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Average tensors of one element in at least single precision; leave out those of weight 0, means over nothing."""
-    dtype = values[0].dtype if values[0].is_floating_point() or values[0].is_complex() else torch.get_default_dtype()
-    wide = torch.promote_types(dtype, torch.float32)
+    dtype = torch.result_type(values[0], 1.0)
     pairs = [pair for pair in zip(values, weights) if pair[1]] or [(values[-1], 1.0)]
-    if len({weight for _, weight in pairs}) == 1:  # fewer operations
-        return torch.stack([value for value, _ in pairs]).to(wide).mean(0).to(dtype)
-    total = torch.stack([value.to(wide) * weight for value, weight in pairs]).sum(0)
-    return (total / sum(weight for _, weight in pairs)).to(dtype)
+    kept, shares = zip(*pairs)
+    wide = torch.stack(kept).to(torch.promote_types(dtype, torch.float32))
+    if len({*shares}) == 1:  # fewer operations
+        return wide.mean(0).to(dtype)
+    weighted = [value * weight for value, weight in zip(wide, shares)]
+    return (torch.stack(weighted).sum(0) / float(sum(shares))).to(dtype)
 
 
 def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
-    """Return whether each ``batch_size`` was counted in its pass, and is not a constant such as the loader's."""
-    if len(set(sizes)) > 1 or sizes == [*samples]:
+    """Return whether each ``batch_size`` was counted in its pass, and is not a constant such as the loader's.
+
+    Passes of as many samples each may have counted as many tokens each. A rank without a sample runs a stand-in.
+    """
+    if len(set(sizes)) > 1:
         return True
-    if len(set(samples)) > 1 or samples[0] == 0:  # a rank without a sample runs a stand-in
-        return False
-    size = int(sizes[0])
-    return size % samples[0] == 0 and size != sum(samples)  # tokens, as many in each pass
+    return len(set(samples)) == 1 and samples[0] != 0 and sizes[0] != sum(samples)

@@ -43,11 +43,10 @@ def isolated(trainer: Any, *, begins: bool = True, steps: bool = True) -> Iterat
 
     If training ``begins``, the module's start hooks run first. Unless it ``steps``, no pass may let the optimizer step.
     """
-    modules = [trainer.lightning_module, trainer.strategy.model]
     model = trainer.strategy.model
+    modules = [trainer.lightning_module, model]
     stepping = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
-    shared = [trainer, trainer.strategy, trainer.datamodule]
-    state = ModuleState(modules, stepping, shared=shared, steps=steps)
+    state = ModuleState(modules, stepping, shared=[trainer, trainer.strategy, trainer.datamodule], steps=steps)
     _add_trainer(state.attributes, trainer)
 
     def prepare() -> None:
@@ -109,8 +108,9 @@ def run_pass(
         trainer._logger_connector.on_batch_start(batch)
         if place.begins:
             hook(trainer, "on_train_batch_start", batch, batch_idx)
-        kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
-        outputs = optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        outputs = optimization.run(
+            trainer.optimizers[0], batch_idx, loop._build_kwargs(OrderedDict(), batch, batch_idx)
+        )
         if place.ends:
             hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
         trainer._logger_connector.on_batch_end()
@@ -162,7 +162,9 @@ def muted(trainer: Any) -> Iterator[None]:
             return None
         return hooks(other, *arguments, **settings)
 
-    silent = {"warn": lambda *_, **__: None}  # what warns once will still warn in training
-    with shadowed(call, "_call_callback_hooks", unless_muted), replaced(caches, **silent), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with (
+        shadowed(call, "_call_callback_hooks", unless_muted),
+        replaced(caches, warn=lambda *_, **__: None),  # what warns once will still warn in training
+        warnings.catch_warnings(action="ignore"),
+    ):
         yield

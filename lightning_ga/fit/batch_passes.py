@@ -11,12 +11,14 @@ from typing import Any
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures
+from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import IN_A_PIECE
+from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
-from lightning_ga.fit.window_protocol import FitParts
+from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.piece_sizes import piece_sizes
 
@@ -52,15 +54,12 @@ class WholePasses:
 class BatchPasses(WholePasses):
     """Makes the closures of automatic optimization, each of which runs a batch as a whole or in pieces."""
 
-    def __init__(self, parts: FitParts, batch_size: Callable[[], int]) -> None:
+    def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], batch_size: Callable[[], int]) -> None:
         super().__init__(parts.progress.place, None)
+        self._parts = parts
         self._trainer = parts.progress.trainer
-        self._gradients = parts.gradients
-        self._values = parts.values
-        self._compiled = parts.compiled
-        self._limit = parts.limit
-        self._multiple = parts.request.multiple
-        self._cutter = parts.cutter
+        self._compiled = CompiledModules(self._trainer)
+        self._cutter = cutter
         self._batch_size = batch_size  # of a batch whose samples cannot be counted
         self.samples = 0  # of the window's batches so far, on this rank
         self.sizes: tuple[int, ...] = ()  # of the pieces of the batch that runs
@@ -94,27 +93,28 @@ class BatchPasses(WholePasses):
 
     def _plan_pieces(self, batch: Any) -> int:
         """Plan the samples of each piece of a batch; return the batch's weight in samples."""
-        limit = self._limit.piece_samples
         cutter = self._cutter()
+        limit = self._parts.limit
         try:
             samples = cutter.count(batch)
             weight = cutter.weight(batch, samples)
         except LayoutError:  # a batch that cannot be cut runs whole if it fits
-            samples = weight = self._batch_size()
-            if limit is not None and limit < samples:
+            samples = self._batch_size()
+            weight = samples
+            if limit.of_pass < samples:
                 raise
-        self._limit.cut_evenly(samples)
-        self.sizes = piece_sizes(samples, limit, self._multiple)
+        limit.cut_evenly(samples)
+        self.sizes = piece_sizes(samples, limit.of_pass, self._parts.request.multiple)
         return weight
 
     def _run_whole(self, closure: Any, batch: Any, weight: int) -> Any:
-        self._gradients.weigh_piece(batch, batch, samples=weight, of=weight)
+        self._parts.gradients.weigh_piece(batch, batch, weight=weight, batch_weight=weight)
         return self.run(closure)
 
     def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, weight: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
-        self._values.merge()
-        each = weight // sum(self.sizes)  # the weight of a sample
+        self._parts.values.merge()
+        of_sample = weight // sum(self.sizes)
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
         is_first = True
         for piece, size, is_last in cut_in_pieces(self._cutter(), batch, self.sizes):
@@ -123,7 +123,7 @@ class BatchPasses(WholePasses):
             if not is_first:
                 closure._zero_grad_fn = None
             is_first = False
-            share = self._gradients.weigh_piece(piece, batch, samples=size * each, of=weight)
+            share = self._parts.gradients.weigh_piece(piece, batch, weight=size * of_sample, batch_weight=weight)
             with ExitStack() as stack:
                 stack.enter_context(self._pass(is_last=is_last))
                 if not is_last:
@@ -131,7 +131,7 @@ class BatchPasses(WholePasses):
                 stack.enter_context(pieces.piece(samples=size, weight=share, logs=is_last))
                 result = self._run_piece(closure)
             if not is_last:
-                self._gradients.settle()
+                self._parts.gradients.settle()
             pieces.add(result.asdict() if result.loss is not None else None)
         self._finish_window()
         output = pieces.finish() or {}

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.compat import gradient_dtype, ranks
 from lightning_ga.compat.step_values import Counted
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.plan.config import Normalize
+from lightning_ga.plan.config import Normalize, Options
 from lightning_ga.plan.window_weights import KnownWindow, LateWindow, WindowWeights, count_items
 from lightning_ga.plan.windows import Window
 from lightning_ga.snapshot.copies import coalesce_gradients, scale_gradients, sparse_parameters
@@ -34,10 +34,11 @@ class Gradients:
     ``None``, by Lightning's division by the factor (pieces of a batch by their samples).
     """
 
-    def __init__(self, trainer: Any, normalize: Normalize) -> None:
+    def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer = trainer
-        self.normalize = normalize
-        self._counts: Callable[[Any], Any] | None = normalize if callable(normalize) else None
+        self.normalize: Normalize = None if options.whole else options.normalize
+        self._counts: Callable[[Any], Any] | None = self.normalize if callable(self.normalize) else None
+        self._leaves_out = options.on_oom == "skip"
         self._world_size = ranks.data_ranks(trainer)[0]
         self.weights = WindowWeights()  # of the window so far
         self.counted = Counted()  # in the loop's running batch so far
@@ -48,16 +49,20 @@ class Gradients:
         self._sparse: list[torch.nn.Parameter] | None = None
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
         self._rounding_is_unreported = False  # whether a warning is due that torch rounds these sums
-        self._passes = self._losses = 0  # of the window, and those of them that returned a loss
-        self._warned = False
+        self.passes = 0  # of the window, that have begun
+        self._losses = 0  # of these passes, that have a loss
+        self._has_warned = False
 
     @contextmanager
     def summed_in_float32(self) -> Iterator[None]:
         """Return a context in which half-precision gradients are summed in float32, and rounded before each step."""
-        module = self._trainer.lightning_module
-        half = gradient_dtype.half_parameters(module) if ranks.gradients_are_ours(self._trainer) else []
-        self._rounding_is_unreported = bool(half) and not gradient_dtype.has_grad_dtype()
-        self._half = [] if self._rounding_is_unreported else half
+        half = []
+        if ranks.gradients_are_ours(self._trainer):
+            half = gradient_dtype.half_parameters(self._trainer.lightning_module)
+        if gradient_dtype.has_grad_dtype():
+            self._half = half
+        else:
+            self._rounding_is_unreported = bool(half)
         gradient_dtype.begin(self._half)
         try:
             yield
@@ -69,84 +74,74 @@ class Gradients:
     def begin_window(self) -> None:
         """Begin a window, or begin it again after an error."""
         self._stop_zeroing()
-        self._passes = self._losses = 0
+        self.passes = 0
+        self._losses = 0
+
+    @property
+    def _factor(self) -> int:
+        return int(self._trainer.accumulate_grad_batches)
 
     def weigh_micro_batch(
-        self, batch: Any, window: Window, position: int, *, samples: int | None = None, may_drop: bool = False
+        self, batch: Any, window: Window, position: int, *, samples: int | None, may_drop: bool
     ) -> None:
         """Weigh the next pass, a micro-batch of a window that is planned.
 
         ``samples`` is the micro-batch's number of samples if a collate function may have dropped some (``may_drop``);
         ``None`` if they could not be counted.
         """
-        factor = int(self._trainer.accumulate_grad_batches)
         planned = window.sizes[position]
         count = planned if samples is None or not planned else samples
-        self.counted = Counted(count, count)
-        if self.normalize is None:
-            return
+        items = float(count)
         if self._counts is not None:
-            items = count_items(self._counts, batch) if planned else 0
-            self.counted = Counted(count, items)
-            self._weigh_late(items, factor)
-            return
-        if self._known is None:
-            sums = self._sum if may_drop and self._world_size > 1 else None
-            self._known = KnownWindow(self._world_size, sum_over_ranks=sums)
-        self.weights = self._known.weigh(
-            count,
-            planned=planned,
-            window=window.samples,
-            factor=factor,
-            first=position == 0,
-        )
-        self._passes += 1
+            items = count_items(self._counts, batch) if planned else 0.0
+        self.counted = Counted(count, items)
+        if self._counts is not None:
+            self._weigh_late(items)
+        elif self.normalize is not None:
+            is_summed = self._world_size > 1 and (may_drop or self._leaves_out)
+            self._weigh_known(items, planned=planned, window=window.samples, is_summed=is_summed)
 
     def begin_batch(self) -> None:
         """Begin a batch that the step cuts."""
         self.counted = Counted()
 
-    def weigh_piece(self, piece: Any, batch: Any, *, samples: int, of: int) -> float:
-        """Weigh the next pass: a piece of ``samples`` samples, cut in the step from a batch of ``of``.
+    def weigh_piece(self, piece: Any, batch: Any, *, weight: int, batch_weight: int) -> float:
+        """Weigh the next pass, a piece that the step cuts from a batch; the weights are in samples.
 
         Return its weight in a mean over the batch.
         """
-        factor = int(self._trainer.accumulate_grad_batches)
-        is_first = self._passes == 0
-        count = float(samples)
-        total = float(of)
+        count = float(weight)
+        total = float(batch_weight)
         if self._counts is not None:
             count = count_items(self._counts, piece)
             total = count if piece is batch else count_items(self._counts, batch)
-        self.counted = Counted(self.counted.samples + samples, self.counted.items + count)
-        share = count / total if total else 0.0
+        self.counted = Counted(self.counted.samples + weight, self.counted.items + count)
+        is_window = self._factor * self._world_size == 1  # whether the batch is a window of its own
         if self.normalize is None:  # Lightning divides each batch by the factor
-            self.weights = self.weights.weigh_share(count, of=total, first=is_first)
-            self._passes += 1
-        elif factor * self._world_size == 1 and (total or self._counts is None):  # the batch is a window of its own
-            if not total:  # without samples, the loss is whatever the step says
-                count = total = 1.0
-            if self._known is None:
-                self._known = KnownWindow(1)
-            self.weights = self._known.weigh(count, planned=count, window=total, factor=1, first=is_first)
-            self._passes += 1
+            self.weights = self.weights.weigh_share(count, of=total, first=self.passes == 0)
+            self.passes += 1
+        elif is_window and total:
+            self._weigh_known(count, planned=count, window=total)
+        elif is_window and self._counts is None:  # without samples, the loss is whatever the step says
+            self._weigh_known(1.0, planned=1.0, window=1.0)
         else:
-            self._weigh_late(count, factor)
-        return share
+            self._weigh_late(count)
+        return count / total if total else 0.0
 
-    def _weigh_late(self, count: float, factor: int) -> None:
-        self.weights = self._late.weigh(count, factor=factor, first=self._passes == 0)
-        self._passes += 1
+    def _weigh_known(self, count: float, *, planned: float, window: float, is_summed: bool = False) -> None:
+        if self._known is None:
+            self._known = KnownWindow(self._world_size, sum_over_ranks=self._sum if is_summed else None)
+        first = self.passes == 0
+        self.weights = self._known.weigh(count, planned=planned, window=window, factor=self._factor, first=first)
+        self.passes += 1
 
-    @property
-    def passes(self) -> int:
-        """Passes of the window that have begun."""
-        return self._passes
+    def _weigh_late(self, count: float) -> None:
+        self.weights = self._late.weigh(count, factor=self._factor, first=self.passes == 0)
+        self.passes += 1
 
     def leave_out(self) -> None:
         """Let the pass that runs weigh nothing, and the window be the mean over the others."""
-        self.weights.weight = 0.0
-        self.weights.pending = 0.0
+        self.weights.leave_out()
 
     def apply_weight(self, loss: torch.Tensor) -> None:
         """Multiply the backward pass that begins by its weight; at weight 0, make its gradients zero."""
@@ -162,32 +157,32 @@ class Gradients:
 
     def settle(self) -> None:
         """After a backward pass, coalesce sparse gradients and widen half-precision ones."""
-        if self._zeroing:
-            self._stop_zeroing()
+        self._stop_zeroing()
         if self._sparse is None:
             self._sparse = sparse_parameters(self._trainer.lightning_module)
         if self._sparse:
             coalesce_gradients(self._sparse)
         if not self._half and not self._rounding_is_unreported:
             return
-        is_sum = self._trainer.accumulate_grad_batches > 1 or self._passes > 1 or self.weights.weight != 1.0
+        is_sum = self._factor > 1 or self.passes > 1 or self.weights.weight != 1.0
         if is_sum and self._half:
             gradient_dtype.widen(self._half)
-        if is_sum and self._rounding_is_unreported:
+        elif is_sum:
             self._rounding_is_unreported = False
             rank_zero_warn(gradient_dtype.SUMS_ARE_ROUNDED, category=ExactnessWarning)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients to the mean over the window, after the GradScaler's unscaling and before clipping."""
-        scale = self.weights.close(int(self._trainer.accumulate_grad_batches))
+        scale = self.weights.close(self._factor)
         if scale != 1.0:
             scale_gradients(optimizer, scale)
         gradient_dtype.narrow(self._half)
-        if 0 < self._losses < self._passes and not self._warned:
-            self._warned = True
+        if 0 < self._losses < self.passes and not self._has_warned:
+            self._has_warned = True
             meaning = AS_ZEROS if self.normalize is None else AS_MEAN
             rank_zero_warn(LEFT_OUT.format(meaning=meaning), category=ExactnessWarning)
-        self._passes = self._losses = 0  # LBFGS and SAM evaluate the window again
+        self.passes = 0  # LBFGS and SAM evaluate the window again
+        self._losses = 0
 
     def _stop_zeroing(self) -> None:
         while self._zeroing:

@@ -7,7 +7,7 @@ Tested in tests/integration/test_checkpoint.py.
 """
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,41 +19,25 @@ from torch import Tensor
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
-from lightning_ga.fit.gradients import Gradients
-from lightning_ga.fit.progress import Progress
+from lightning_ga.fit.parts import FitParts
+from lightning_ga.fit.training_data import TrainingData
 
-MOST_IN_A_ROW = 10
-MOST_OF_EPOCH = 100  # one sample in so many
-COLUMNS = ("epoch", "window", "place", "index", "size", "rank")
+FEW = 10  # samples that may be left out in any training
+RARE = 100  # beyond these, one sample in so many
 
 
 class LeftOut:
-    """Owns the samples of the running window that are left out, and the list of all.
+    """Owns the samples of the running window that are left out, and the list of all; none unless ``installed``."""
 
-    Args:
-        progress: Where training is.
-        gradients: Weighs passes.
-        index_of: Returns the index in the dataset of a place in the window; ``None`` if it is not known.
-        most: Returns the most samples of an epoch that may be left out; ``None`` if the epoch's length is not known.
-    """
-
-    def __init__(
-        self,
-        progress: Progress,
-        gradients: Gradients,
-        index_of: Callable[[int], Any],
-        most: Callable[[], int | None],
-    ) -> None:
-        self._trainer = progress.trainer
-        self._progress = progress
-        self._gradients = gradients
-        self._index_of = index_of
-        self._most = most
-        self._window = (-1, -1)  # epoch and number
+    def __init__(self, parts: FitParts, data: TrainingData) -> None:
+        self._trainer = parts.progress.trainer
+        self._progress = parts.progress
+        self._gradients = parts.gradients
+        self._data = data
+        self._window = (-1, -1)  # as ``Progress`` names it
         self._places: set[int] = set()  # of the window's passes
         self._running: tuple[int, str] | None = None  # place of the pass that runs, and shapes of its batch
-        self._in_row = 0  # left out since a window was whole
-        self._in_epoch = 0
+        self._count = 0  # of samples left out in this fit
         self._folder = Path()
 
     @contextmanager
@@ -76,12 +60,10 @@ class LeftOut:
             yield
 
     def begin_window(self) -> None:
-        """Begin a window, or begin it again."""
-        position = self._progress.position
-        if self._window != (position.epoch, position.windows_done):
-            self._in_row = self._in_row if self._places else 0
-            self._in_epoch = self._in_epoch if self._window[0] == position.epoch else 0
-            self._window = (position.epoch, position.windows_done)
+        """Begin a window; nothing happens if it begins again."""
+        window = self._progress.window
+        if window != self._window:
+            self._window = window
             self._places = set()
 
     def end_pass(self) -> None:
@@ -98,33 +80,39 @@ class LeftOut:
             return False
         place, sizes = self._running
         self._places.add(place)
-        self._in_row += 1
-        self._in_epoch += 1
-        values = (*self._window, place, self._index_of(place), sizes, self._trainer.global_rank)
-        self._write(values)
-        most = self._most()
-        if self._in_row > MOST_IN_A_ROW or (most is not None and self._in_epoch > most):
+        self._count += 1
+        epoch, window = self._window
+        row = {
+            "epoch": epoch,
+            "window": window,
+            "place": place,
+            "index": self._data.windows.index_of(place),
+            "size": sizes,
+            "rank": self._trainer.global_rank,
+        }
+        self._write(row)
+        seen = self._progress.position.samples_seen
+        if self._count > max(FEW, seen / RARE):
             raise UserError(
-                f"{self._in_row} samples in a row and {self._in_epoch} of this epoch did not fit and were left out, "
-                f"more than {MOST_IN_A_ROW}, or one in {MOST_OF_EPOCH}: raise memory_budget, or make samples smaller; "
-                "skipped.csv lists them."
+                f"{self._count} of {seen:,} samples did not fit and were left out, more than {FEW} and one in {RARE}: "
+                "raise memory_budget, or make samples smaller; skipped.csv lists them."
             )
-        said = ", ".join(f"{name} {value}" for name, value in zip(COLUMNS, values))
+        said = ", ".join(f"{name} {value}" for name, value in row.items())
         print(rank_prefixed_message(f"AutoAccumulate: a sample is left out: {said}.", self._trainer.global_rank))
         return True
 
-    def _write(self, values: tuple[Any, ...]) -> None:
+    def _write(self, row: dict[str, Any]) -> None:
         path = self._folder / "skipped.csv"
         self._folder.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         with path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
+            writer = csv.DictWriter(file, [*row])
             if is_new:
-                writer.writerow(COLUMNS)
-            writer.writerow(values)
+                writer.writeheader()
+            writer.writerow(row)
 
 
 def _nothing(module: torch.nn.Module) -> Tensor:
     """Return a loss of zero on which all that is trained depends, as reducers of ranks expect."""
-    first = [parameter.flatten()[:1].sum() for parameter in module.parameters() if parameter.requires_grad]
-    return torch.stack([each.float() for each in first]).sum() * 0.0
+    first = [parameter.flatten()[:1].float().sum() for parameter in module.parameters() if parameter.requires_grad]
+    return torch.stack(first).sum() * 0.0

@@ -34,6 +34,11 @@ class Progress:
             start = replace(start, samples_before=before.samples_before, batches_before=before.batches_before)
         self.position = start
 
+    @property
+    def window(self) -> tuple[int, int]:
+        """The epoch and the number in it of the window that runs, or comes next."""
+        return self.position.epoch, self.position.windows_done
+
     def restore(self, state: RunState) -> None:
         """Continue at the position of a checkpoint."""
         self.restored = state

@@ -8,25 +8,22 @@ Tested in tests/integration/test_survive.py and tests/integration/test_rewind_in
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_ga.compat import advance, ranks
-from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
-from lightning_ga.fit.limit import Limit
-from lightning_ga.fit.retry import go_back
-from lightning_ga.fit.window_protocol import Windows
+from lightning_ga.fit.progress import Progress
+from lightning_ga.fit.remedies import Remedies
+from lightning_ga.fit.retry import undo_passes
+from lightning_ga.fit.training_data import Windows
 from lightning_ga.memory.allocator import RepeatedRetries
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, may_be_out_of_memory, release
-from lightning_ga.plan.piece_sizes import halved
+from lightning_ga.memory.oom import is_out_of_memory, may_be_out_of_memory, release
 from lightning_ga.snapshot.kept_batch import undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -41,33 +38,31 @@ class Rewinder:
 
     def __init__(
         self,
-        trainer: Any,
-        place: LoopPlace,
+        progress: Progress,
         windows: Windows,
-        limit: Limit,
+        remedies: Remedies,
         reporter: messages.OomReporter,
+        exchange: AnyExchange | None,
         *,
         retries: bool,
-        exchange: AnyExchange | None,
-        search: Callable[[int], int | None],
-        last_resort: Callable[[], bool],
     ) -> None:
+        trainer = progress.trainer
         self._trainer = trainer
-        self._place = place
+        self._place = progress.place
         self._windows = windows
-        self._limit = limit
+        self._remedies = remedies
         self._reporter = reporter
         self._exchange = exchange
-        self._search = search  # looks for a limit below a pass that failed; ``None`` halves
-        self._last_resort = last_resort  # of a pass of one sample; returns whether there is one
-        self._refusal = ranks.obstacle(trainer) if retries else None
+        self._refusal: str | None = None  # why no window can run again on these ranks
         self._savepoint: Savepoint | None = None  # none if no window runs again
+        self._retried: RepeatedRetries | None = None
+        if retries:
+            self._refusal = ranks.obstacle(trainer)
         if retries and self._refusal is None:
             loop = trainer.fit_loop.epoch_loop
             self._savepoint = Savepoint(trainer.lightning_module, lambda: loop._results)
-        device = trainer.strategy.root_device
-        watches = self._savepoint is not None and device.type == "cuda"
-        self._retried = RepeatedRetries(device) if watches else None
+            if trainer.strategy.root_device.type == "cuda":
+                self._retried = RepeatedRetries(trainer.strategy.root_device)
         self._members: list[Callable[[], None]] = []
         self._is_updating = False  # whether the window's passes are done: what follows is the optimizer's update
         self._is_begun = False  # a resumed run may start within a window, which cannot run again
@@ -94,7 +89,11 @@ class Rewinder:
                 stock_advance()
                 return
             except Exception as error:
-                if not self._may_run_again(error, batches):
+                if isinstance(error, UserError) or not may_be_out_of_memory(error):
+                    raise
+                is_read = self._windows.can_read_again(batches)
+                if not self._can_go_back(is_read=is_read):
+                    self._explain(error, is_read=is_read)
                     raise
                 failure = error
             release(failure)
@@ -121,8 +120,7 @@ class Rewinder:
         for begin_window in self._members:
             begin_window()
         self._is_begun = True
-        if self._trainer.world_size > 1:
-            self._collectives = ranks.collectives_run()
+        self._collectives = ranks.collectives_run()
 
     def _lower_after_retries(self) -> bool:
         """Plan smaller micro-batches if the last two windows were short of memory; return whether that was done."""
@@ -136,52 +134,40 @@ class Rewinder:
             "The allocator had to free its cache in two windows running, so memory is fragmented: micro-batches have "
             f"at most {fits} samples from here on, instead of {most}, with the same result."
         )
-        self._limit.fall(fits)
+        self._remedies.fall(fits)
         self._windows.begin_again()
         return True
 
-    def _may_run_again(self, error: Exception, batches: int) -> bool:
-        """Return whether the window can run again, or raise why not; so many batches were kept before the error."""
-        if isinstance(error, UserError):
-            return False
-        if self._refusal is not None and is_out_of_memory(error):
-            raise self._error(messages.OTHERS_WAIT, self._refusal) from error
+    def _can_go_back(self, *, is_read: bool) -> bool:
+        """Return whether the window can begin again; ``is_read`` if its batches can be read again."""
         if self._savepoint is None or self._place.skips_backward:
             return False
-        if self._place.begins_window and not self._is_begun:  # the members of a window ran out of memory
-            return may_be_out_of_memory(error)
-        if not self._is_begun:
-            return False
-        is_read = self._windows.can_read_again(batches)
-        if self._is_updating or not is_read:
-            if is_out_of_memory(error):
-                sentence = messages.IN_THE_UPDATE if is_read else messages.IN_THE_LOADER
-                error.add_note(sentence.format(memory=describe_memory(self._trainer.strategy.root_device)))
-            return False
-        return may_be_out_of_memory(error)
+        if not self._is_begun:  # the error came as the window began, or before one has
+            return self._place.begins_window
+        return is_read and not self._is_updating
+
+    def _explain(self, error: Exception, *, is_read: bool) -> None:
+        """Add to an out-of-memory error why it ends the run; raise another if ranks wait for each other."""
+        if not is_out_of_memory(error):
+            return
+        if self._refusal is not None:
+            raise messages.out_of_memory(self._trainer, "training", messages.OTHERS_WAIT, self._refusal) from error
+        if self._savepoint is None or self._place.skips_backward or not self._is_begun:
+            return
+        memory = describe_memory(self._trainer.strategy.root_device)
+        if not is_read:
+            error.add_note(messages.IN_THE_LOADER.format(memory=memory))
+        elif self._is_updating:
+            error.add_note(messages.IN_THE_UPDATE.format(memory=memory))
 
     def _go_back(self, failure: Exception) -> None:
-        """Begin the window again in smaller micro-batches, or as a last resort says; else raise an error."""
+        """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
         failed = self._windows.largest_pass
-        fits = halved(failed)
-        if fits is None and not is_ambiguous_out_of_memory(failure) and self._last_resort():
-            fits = failed
-        event = go_back(
-            self._trainer,
-            "training",
-            failure,
-            failed=failed,
-            fits=fits,
-            why_not_alone=self._why_not_alone,
-            undo=self._undo,
-            unit=self._limit.unit,
-        )
-        found = self._search(failed) if event.fits < failed else None
-        if found is not None:
-            event = replace(event, fits=found)
-        self._limit.fall(event.fits)
+        fits = self._remedies.smaller(failed, failure)
+        undo_passes(self._trainer, "training", failure, why_not_alone=self._why_not_alone, undo=self._undo)
+        fits = self._remedies.lower(fits, failed)
         self._windows.begin_again()
-        self._reporter.pending.append(event)
+        self._reporter.add(self._reporter.event("training", failed, fits, self._remedies.unit))
 
     def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""
@@ -190,10 +176,10 @@ class Rewinder:
         return undo(self._savepoint, self._windows.batches)
 
     def _why_not_alone(self) -> str | None:
-        if self._is_begun and self._trainer.world_size > 1 and ranks.collectives_run() != self._collectives:
+        is_alone = self._trainer.world_size == 1 or not self._is_begun
+        if not is_alone and ranks.collectives_run() != self._collectives:
             what = "all_gather, all_reduce, a metric with dist_sync_on_step"
             return f"the step exchanges values with the other ranks ({what})"
-        return None if self._exchange is None else self._exchange.failed()
-
-    def _error(self, sentence: str, what: object = "") -> UserError:
-        return messages.out_of_memory(self._trainer, "training", sentence, what)
+        if self._exchange is None:
+            return None
+        return self._exchange.failed()

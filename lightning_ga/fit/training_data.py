@@ -4,59 +4,38 @@ Tested in tests/integration/test_features.py.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from lightning_ga.compat import advance, loaders, ranks
-from lightning_ga.compat.compiled import CompiledModules
+from lightning_ga.compat import loaders, ranks
 from lightning_ga.compat.loaders import BatchTransfer
-from lightning_ga.compat.step_values import StepValues
 from lightning_ga.errors import UserError
-from lightning_ga.fit.gradients import Gradients
-from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.loader_windows import LoaderWindows
-from lightning_ga.fit.progress import Progress
+from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.step_windows import StepWindows
-from lightning_ga.fit.window_protocol import FitParts, Windows
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.rebatch import SourceSettings, evaluates_again
-from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.source import LoaderSource, read_source
+from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter
-from lightning_ga.plan.config import Options, Request
+from lightning_ga.plan.config import Options
+
+Windows = LoaderWindows | StepWindows
+"""A window is all samples between two optimizer steps. Nothing but ``TrainingData`` asks where they are cut."""
 
 
 class TrainingData:
     """Gives the fit loop a loader of micro-batches, or the user's own loader if batches are cut in the step."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        request: Request,
-        options: Options,
-        limit: Limit,
-        progress: Progress,
-        gradients: Gradients,
-        values: StepValues,
-    ) -> None:
-        self.recipe_factor: int = trainer.accumulate_grad_batches
-        self._trainer = trainer
+    def __init__(self, parts: FitParts, options: Options) -> None:
+        self._parts = parts
         self._options = options
-        self._progress = progress
-        self._parts = FitParts(
-            request,
-            limit,
-            progress,
-            gradients,
-            values,
-            CompiledModules(trainer),
-            self.cutter_of_training,
-            partial(advance.first_batch, trainer),
-            leaves_out=options.on_oom == "skip",
-        )
+        self._trainer = parts.progress.trainer
+        self.recipe_factor: int = self._trainer.accumulate_grad_batches
         self._windows: Windows | None = None
-        self._read: Any = None  # the user's loader that the loop is being set up with
+        self._source: LoaderSource | StepSource | None = None  # of the loader that the loop reads
         self._setting_up = ExitStack()
+        self._read: Any = None  # the user's loader that the loop is being set up with
         self._cutter: BatchCutter | None = None  # of batches of training, once it has been asked for
 
     @property
@@ -70,10 +49,27 @@ class TrainingData:
         assert self._windows is not None, "the training data are not set up yet"
         return self._windows
 
-    def read_loader(self, loader: Any) -> Any:
+    def intercepted(self, is_installed: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Return a context in which the loop gets these data, while the callback is installed."""
+
+        def read(loader: Any) -> Any:
+            if not is_installed():
+                return loader
+            return self._read_loader(loader)
+
+        def around(set_up: Callable[[], None]) -> None:
+            self._read = None
+            with self._setting_up:
+                set_up()
+            if self._read is not None:
+                self.windows.data_are_set_up(self._read)
+
+        return loaders.intercepted_loaders(self._trainer, read, around)
+
+    def _read_loader(self, loader: Any) -> Any:
         """Decide where the user's loader is cut, once; return the loader that the loop reads."""
         trainer = self._trainer
-        position = self._progress.position
+        position = self._parts.progress.position
         world_size, rank = ranks.data_ranks(trainer)
         settings = SourceSettings(
             recipe_factor=self.recipe_factor,
@@ -84,10 +80,10 @@ class TrainingData:
             shard=loaders.shards(trainer),
             may_shuffle=not trainer.overfit_batches,
             must_shuffle=position.shuffles,
-            epoch=self._progress.place.epoch,
+            epoch=self._parts.progress.place.epoch,
         )
         source = read_source(loader, settings, in_step=self._why_in_step(), size_of=self._options.size_of)
-        if self._options.shares != "equal" and not isinstance(source, LoaderSource):
+        if self._parts.shares.differ and isinstance(source, StepSource):
             raise UserError(
                 f"shares={self._options.shares!r} needs windows that the loader cuts, and these data are cut in the "
                 f"step ({source.why}): leave it out."
@@ -95,28 +91,32 @@ class TrainingData:
         self._cutter = None
         self._source = source
         self._read = loader
-        if self._windows is not None:
-            self._windows.use(source)
-        elif isinstance(source, LoaderSource):
-            self._windows = LoaderWindows(self._parts, source)
-        else:
-            self._windows = StepWindows(self._parts, source)
+        self._windows = self._windows_of(source)
         self._setting_up.enter_context(self._windows.setting_up())
         return source.loader
 
-    def set_up(self, set_up: Callable[[], None]) -> None:
-        """Let the loop set its data up, with limits and intervals in batches of the recipe."""
-        self._read = None
-        with self._setting_up:
-            set_up()
-        if self._read is not None:
-            self.windows.data_are_set_up(self._read)
+    def _windows_of(self, source: LoaderSource | StepSource) -> Windows:
+        """Return the windows of a loader: new ones, or those of before if data are loaded again."""
+        if self._windows is None and isinstance(source, LoaderSource):
+            return LoaderWindows(self._parts, self.cutter, source)
+        if self._windows is None and isinstance(source, StepSource):
+            return StepWindows(self._parts, self.cutter, source)
+        windows = self.windows
+        if windows.in_step != isinstance(source, StepSource):
+            raise UserError(
+                "Data that are loaded again must be cut where they were, or always in the step: micro_batching='step'."
+            )
+        windows.use(source)
+        return windows
 
-    def cutter_of_training(self) -> BatchCutter:
+    def cutter(self) -> BatchCutter:
         """Return the cutter of the batches that the training step gets."""
         if self._cutter is None:
+            assert self._source is not None, "batches are cut once the data are set up"
             found, combine = loaders.loaders_of(self._trainer)
-            samples = [self._source.samples] if found == [self._source.loader] else list(map(Samples, found))
+            samples = [*map(KnownSamples, found)]
+            if found == [self._source.loader]:
+                samples = [self._source.samples]
             self._cutter = BatchCutter(samples, combine, BatchTransfer(self._trainer))
         return self._cutter
 
@@ -126,5 +126,7 @@ class TrainingData:
             return "whole="
         if self._options.micro_batching == "step":
             return 'micro_batching="step"'
-        repeating = [each for each in self._trainer.optimizers if evaluates_again(each)]
-        return f"{type(repeating[0]).__name__} evaluates each batch several times" if repeating else ""
+        for optimizer in self._trainer.optimizers:
+            if evaluates_again(optimizer):
+                return f"{type(optimizer).__name__} evaluates each batch several times"
+        return ""

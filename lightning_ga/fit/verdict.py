@@ -3,19 +3,18 @@
 Tested in tests/integration/test_true_programs.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
-from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import ranks
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.fit.exactness.measure import Moments, measure, measure_at_start
-from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
-from lightning_ga.plan.accumulation import whole_multiples
+from lightning_ga.fit.exactness.measure import measure, measure_at_start
+from lightning_ga.fit.limit import NO_LIMIT
+from lightning_ga.fit.parts import FitParts
+from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import Exactness, combined, is_inexact, warning
 
@@ -25,58 +24,76 @@ ENOUGH = 3  # samples that take an "unmeasured" back: two, each a part, may agre
 class Verdict:
     """Keeps the verdict, and warns once if micro-batches do not give the gradient of the whole batch."""
 
-    def __init__(self, trainer: Any, options: Options, multiple: int, several_passes: Callable[[], bool]) -> None:
-        self._trainer = trainer
+    def __init__(self, parts: FitParts, options: Options, data: TrainingData) -> None:
+        self._trainer = parts.progress.trainer
+        self._place = parts.progress.place
+        self._limit = parts.limit
+        self._multiple = parts.request.multiple  # of which micro-batches, and so the measured parts, are multiples
         self._options = options
-        self._multiple = multiple  # of which micro-batches, and so the measured parts, are multiples
-        self._several_passes = several_passes
+        self._data = data
         self.exactness: Exactness | None = None  # none without ``verify``, and while nothing is accumulated
-        self._moments = Moments()
-        self._warned = False
-        self._passes = 0
+        self._next_step = 1  # optimizer steps after which it is measured again: 1, 2, 4, 8, …
+        self._has_warned = False
 
-    def measure_at_start(
-        self, batches: TrialBatches, *, limit: int, in_step: bool, chunked: ChunkedModules | None
-    ) -> None:
-        """Measure before training, in passes of at most ``limit`` samples; all ranks call it."""
-        found = self._on_samples(batches, limit=limit, in_step=in_step, chunked=chunked)
-        self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
+    def measure_at_start(self) -> None:
+        """Measure before training, if windows of some rank are cut, or later ones may be; all ranks call it."""
+        windows = self._data.windows
+        may_be_cut = self._limit.chunked is not None or (
+            windows.epochs.source.varies and self._limit.of_pass < NO_LIMIT
+        )
+        is_cut = may_be_cut or windows.several_passes
+        if self._options.verify and ranks.sum_over_ranks(self._trainer, float(is_cut)) > 0:
+            found = self._measure_samples(begins=True)
+            self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
 
-    def measure_first(self, batches: TrialBatches, *, limit: int, in_step: bool) -> None:
-        """Measure as at the start, because nothing was accumulated then; a rank may be the only one that calls it."""
-        self.exactness = self._on_samples(batches, limit=limit, in_step=in_step, begins=False)
+    def begin_window(self, batch: Any, *, after_error: bool) -> None:
+        """Measure on the micro-batch that begins a window, if that is due; a rank may be the only one that does."""
+        if not self._options.verify or self._options.whole or is_inexact(self.exactness):
+            return
+        steps = int(self._trainer.global_step)
+        if self.exactness is None:  # nothing was accumulated so far: as at the start, on samples that differ
+            if after_error or self._data.windows.several_passes:
+                self.exactness = self._measure_samples(begins=False)
+        elif after_error or steps >= self._next_step:
+            while self._next_step <= steps:
+                self._next_step *= 2
+            self._measure_batch(batch)
 
-    def _on_samples(self, batches: TrialBatches, **settings: Any) -> Exactness:
-        move = BatchTransfer(self._trainer).to_device
-        normalize = self._options.normalize
-        return measure_at_start(self._trainer, batches, move, normalize, multiple=self._multiple, **settings)
+    def _measure_samples(self, *, begins: bool) -> Exactness:
+        windows = self._data.windows
+        return measure_at_start(
+            self._trainer,
+            windows.trial_batches(self._place.epoch),
+            BatchTransfer(self._trainer).to_device,
+            self._options.normalize,
+            limit=self._limit.samples,
+            in_step=windows.in_step,
+            chunked=self._limit.chunked,
+            begins=begins,
+            multiple=self._multiple,
+        )
 
-    def is_due(self, *, after_error: bool) -> bool:
-        """Return whether the micro-batch that begins a window is to be measured; called as each window begins."""
-        self._passes += int(self._trainer.accumulate_grad_batches)
-        wanted = self._options.verify and not self._options.whole
-        if not wanted or is_inexact(self.exactness):
-            return False
-        if self.exactness is None:  # nothing was accumulated so far
-            return after_error or self._several_passes()
-        return self._moments.due(int(self._trainer.global_step), self._passes) or after_error
-
-    def measure_in_training(self, batch: Any, cutter: BatchCutter, *, limit: int, in_step: bool) -> None:
+    def _measure_batch(self, batch: Any) -> None:
         """Measure on a batch of training, and warn if the gradient is inexact."""
-        samples = 0
+        cutter = self._data.cutter()
+        most = 0
         try:
             samples = cutter.count(batch)
-            most = whole_multiples(min(samples, limit), self._multiple)
-            part = batch if samples == most else cutter.cut(batch, 0, most)
-            if most < 2:
+            most = min(samples, self._limit.samples)
+            halves = cutter.halves(batch, most, self._multiple)
+            if halves is None:
                 raise LayoutError("a micro-batch of one sample has no parts")
-            halves = cutter.halves(part, self._multiple)
-            normalize = self._options.normalize
-            found = measure(self._trainer, halves, normalize=normalize, begins=False, in_step=in_step)
+            found = measure(
+                self._trainer,
+                halves,
+                normalize=self._options.normalize,
+                begins=False,
+                in_step=self._data.windows.in_step,
+            )
         except LayoutError as error:
             found = Exactness(None, 0.0, "unmeasured", reason=str(error))
         is_unknown = self.exactness is None or self.exactness.cause == "unmeasured"
-        if is_inexact(found) or (is_unknown and min(samples, limit) >= ENOUGH):
+        if is_inexact(found) or (is_unknown and most >= ENOUGH):
             self.exactness = found
             self.warn()
 
@@ -88,7 +105,9 @@ class Verdict:
 
     def warn(self) -> None:
         """Warn once that accumulation is not exact, or not known to be, if windows take several passes."""
-        accepted = self._options.batch_norm
-        if self._several_passes() and not self._warned and (sentence := warning(self.exactness, batch_norm=accepted)):
-            self._warned = True
+        if self._has_warned or not self._data.windows.several_passes:
+            return
+        sentence = warning(self.exactness, batch_norm=self._options.batch_norm)
+        if sentence is not None:
+            self._has_warned = True
             rank_zero_warn(sentence, category=ExactnessWarning)

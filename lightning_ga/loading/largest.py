@@ -5,20 +5,22 @@ A batch is largest with the largest samples of the data set or, if fields are pa
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
+from heapq import nlargest
 from itertools import islice
 from math import prod
 from typing import Any
 
-from torch.utils.data import default_collate
+from torch.utils.data import BatchSampler, default_collate
 
 from lightning_ga.batch.layout import elements, leaves
-from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
+from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
 from lightning_ga.memory.live_tensors import uncounted
 
 SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
 LOOK_SECONDS = 5.0  # of a look at further samples
+LEAST_LOOK = 256  # samples that a look must be able to read in this time
 _FIELDS = 32  # more fields are data, not structure: a dictionary keyed by name
 _Seen = tuple[int, int, Any]  # elements, number (the higher, the earlier) and sample
 
@@ -26,7 +28,7 @@ _Seen = tuple[int, int, Any]  # elements, number (the higher, the earlier) and s
 class Largest:
     """The samples with the most elements, and the largest of every field along every axis: among the first samples."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: KnownSamples) -> None:
         self._samples = samples
         self._kept = _Kept(text=samples.loader.collate_fn is not default_collate)  # that leaves text as it is
         with uncounted():  # samples lie on the host
@@ -36,36 +38,32 @@ class Largest:
         self.complete = self._kept.uniform or self.seen == self.total  # whether the scan was not cut short
 
     def look_further(self) -> None:
-        """Scan the other samples, too, as far as there is time, unless the first have one size."""
-        if self.complete:
+        """Scan the other samples, too, as far as there is time, unless the first have one size or reading is slow."""
+        samples = self._samples
+        if self.complete or samples.seconds_each * LEAST_LOOK > LOOK_SECONDS:
             return
         started = time.monotonic()
-        samples = self._samples
+        rest = BatchSampler(islice(samples.order(), self.seen, None), SAMPLES_AT_ONCE, drop_last=False)
         scan = partial(_scan, _Kept(text=self._kept.text))
-        with uncounted(), samples.fetched(self._rest(), scan, workers=samples.loader.num_workers) as reports:
+        with uncounted(), samples.fetched(rest, scan, workers=samples.loader.num_workers) as reports:
             for count, newcomers in reports:
                 self.seen += count
                 self._kept.see(newcomers)
-                self.complete = self.seen == self.total
                 if time.monotonic() - started > LOOK_SECONDS:
                     break
-
-    def _rest(self) -> Iterator[list[Any]]:
-        order = islice(self._samples.order(), len(self._samples.first), None)
-        while scan := list(islice(order, SAMPLES_AT_ONCE)):
-            yield scan
+        self.complete = self.seen == self.total
 
     def batch(self, count: int) -> Any:
         """Return a batch of ``count`` samples as the loader makes it, as large as these samples allow.
 
         A padded batch is largest with the longest of every field in it; a packed one, with the largest samples.
         """
-        chosen = self._kept.by_field()
-        other = self._kept.by_weight()
-        if set(map(id, chosen[:count])) != set(map(id, other[:count])):
+        collate = self._samples.collate
+        chosen, other = self._kept.orders()
+        if {*map(id, chosen[:count])} != {*map(id, other[:count])}:
             with uncounted():
-                chosen = max(chosen, other, key=lambda order: elements(self._samples.collate(order, count)))
-        return self._samples.collate(chosen, count)
+                chosen = max(chosen, other, key=lambda order: elements(collate(order, count)))
+        return collate(chosen, count)
 
 
 class _Kept:
@@ -81,7 +79,7 @@ class _Kept:
 
     def see(self, samples: Sequence[Any]) -> list[Any]:
         """Scan samples; return those that are kept for now."""
-        return [sample for sample in samples if self._see(sample)]
+        return list(filter(self._see, samples))
 
     def _see(self, sample: Any) -> bool:
         shapes = dict(leaves(sample, text=self.text))
@@ -89,35 +87,35 @@ class _Kept:
         self.uniform &= shapes == self._shapes
         self._count += 1
         seen = (sum(map(prod, shapes.values())), -self._count, sample)
-        self._most = sorted([*self._most, seen], key=_size, reverse=True)[:SAMPLES_KEPT]
+        self._most = nlargest(SAMPLES_KEPT, [*self._most, seen])
         is_kept = any(each is seen for each in self._most)
-        large = [path for path, shape in shapes.items() if prod(shape) > 1]  # neither numbers nor labels
-        places = [(path, axis) for path in large for axis in range(len(shapes[path]))]
-        for place in places:
-            path, axis = place
-            extent = shapes[path][axis]
-            known = self._largest.get(place, (-1, seen))
-            is_larger = (extent, *_size(seen)) > (known[0], *_size(known[1]))
-            if is_larger and (place in self._largest or len(self._largest) < _FIELDS):
-                self._largest[place] = extent, seen
-                is_kept = True
+        for path, shape in shapes.items():
+            if prod(shape) > 1:  # neither a number nor a label
+                for axis, extent in enumerate(shape):
+                    is_kept |= self._is_largest((path, axis), extent, seen)
         return is_kept
 
-    def by_weight(self) -> list[Any]:
-        """Return the samples kept, those with the most elements first."""
-        kept = {each[1]: each for each in (*self._most, *(seen for _, seen in self._largest.values()))}
-        return [sample for _, _, sample in sorted(kept.values(), key=_size, reverse=True)]
+    def _is_largest(self, place: tuple[str, int], extent: int, seen: _Seen) -> bool:
+        """Return whether a sample is the largest so far along an axis of a field, and then keep it."""
+        known = self._largest.get(place)
+        if known is None:
+            is_larger = len(self._largest) < _FIELDS
+        else:
+            is_larger = (extent, seen) > known
+        if is_larger:
+            self._largest[place] = (extent, seen)
+        return is_larger
 
-    def by_field(self) -> list[Any]:
-        """Return the samples kept; first those that are largest in the most fields."""
-        largest = {seen[1]: seen[2] for _, seen in self._largest.values()}
-        times = Counter(seen[1] for _, seen in self._largest.values()).most_common()
-        chosen = [largest[number] for number, _ in times]
-        return [*chosen, *(sample for sample in self.by_weight() if not any(sample is each for each in chosen))]
-
-
-def _size(seen: _Seen) -> tuple[int, int]:
-    return seen[:2]
+    def orders(self) -> tuple[list[Any], list[Any]]:
+        """Return the samples kept twice: first those that are largest in the most fields, or have most elements."""
+        times: Counter[int] = Counter()
+        kept = {seen[1]: seen for seen in self._most}
+        for _, seen in self._largest.values():
+            times[seen[1]] += 1
+            kept[seen[1]] = seen
+        by_weight = sorted(kept.values(), reverse=True)
+        by_field = sorted(by_weight, key=lambda seen: -times[seen[1]])
+        return [sample for *_, sample in by_field], [sample for *_, sample in by_weight]
 
 
 def _scan(kept: _Kept, samples: list[Any]) -> tuple[int, list[Any]]:

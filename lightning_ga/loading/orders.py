@@ -98,7 +98,7 @@ class FromSampler:
         self._drawn: list[Any] = []  # to plan an epoch
         self._begun_for: tuple[int, int] | None = None  # epoch and seed
         self._begun: list[Any] = []  # of the epoch that training has begun
-        self.goes_on = False  # whether the sampler yields another order each time that it is asked for one epoch
+        self._changes = False
 
     def size(self, epoch: int, seed: int) -> int:
         """Return the samples of an epoch: those that the sampler yields."""
@@ -113,7 +113,7 @@ class FromSampler:
             with borrowed(self._sampler, self._dataset) as sampler:
                 self._drawn = self._read(sampler, epoch, seed)
                 if sampler is not self._sampler:
-                    self.goes_on |= not same_values(self._drawn, self._read(sampler, epoch, seed))
+                    self._changes |= not same_values(self._drawn, self._read(sampler, epoch, seed))
             self._drawn_for = wanted
         return self._drawn
 
@@ -126,9 +126,14 @@ class FromSampler:
             self._drawn_for = None
         return self._begun
 
+    def changes(self, epoch: int, seed: int) -> bool:
+        """Return whether the sampler yields another order each time that it is asked for one epoch."""
+        self.draw(epoch, seed)
+        return self._changes
+
     def kept(self) -> str | None:
         """Return the running epoch's order for a checkpoint, if nothing else gives it again; ``None`` if too long."""
-        if not self.goes_on or len(self._begun) > MOST_KEPT:
+        if not self._changes or len(self._begun) > MOST_KEPT:
             return None
         try:
             return b64encode(zlib.compress(array("q", self._begun).tobytes())).decode()
@@ -141,15 +146,15 @@ class FromSampler:
         indices.frombytes(zlib.decompress(b64decode(kept)))
         self._begun = indices.tolist()
         self._begun_for = epoch, seed
-        self.goes_on = True
+        self._changes = True
 
     def pool(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the indices of the epoch."""
         return self.draw(epoch, seed)
 
     def _read(self, sampler: Any, epoch: int, seed: int) -> list[Any]:
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(epoch)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
         with seeded(seed + epoch, sampler, epoch=epoch):
             iterator = iter(sampler)
             found = list(islice(iterator, ceil_div(len(sampler), self._batch) * self._batch))

@@ -1,23 +1,25 @@
 """Read how large the samples of a map-style dataset are, and cut its windows by that (``plan/size_cuts.py``).
 
-Tested in tests/integration/test_unequal_lengths.py.
+Tested in tests/integration/test_sample_sizes.py.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
+from itertools import chain
 from operator import index
 from typing import Any
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from lightning_ga.batch.layout import leaves
 from lightning_ga.errors import UserError
+from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
 from lightning_ga.loading.largest import SAMPLES_KEPT
 from lightning_ga.loading.orders import Order
 from lightning_ga.loading.sampler import listed
-from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.size_cuts import SizeLimits, plan_by_size
@@ -25,6 +27,7 @@ from lightning_ga.plan.windows import EpochPlan
 from lightning_ga.snapshot.untouched import untouched
 
 SizeOf = Callable[[Any, Any], int] | str
+_Axis = tuple[str, int]  # field and axis
 _LARGEST = 2**31 - 1
 
 
@@ -36,7 +39,15 @@ class SampleSizes:
         self._size_of = size_of
         self._order = order
         self._seed = seed
-        self.limits: tuple[int, SizeLimits] | None = None  # how many of the longest fit, and the limits then
+        self.limits: tuple[int, SizeLimits] | None = None  # how many of the largest fit, and the limits then
+
+    def set_limits(self, samples: int, limits: SizeLimits) -> None:
+        """Cut by these limits from here on; so many of the longest samples fit."""
+        self.limits = samples, limits
+
+    def follow(self, earlier: "SampleSizes") -> None:
+        """Cut by the limits of data that were loaded before."""
+        self.limits = earlier.limits
 
     @cached_property
     def _sizes(self) -> dict[Any, int]:
@@ -44,21 +55,24 @@ class SampleSizes:
         return dict(zip(pool, self._read(pool)))
 
     @property
-    def longest(self) -> int:
+    def largest(self) -> int:
         """Size of the largest sample that is known, at least 1."""
-        return max(1, self._sizes[self.descending[0]] if self._sizes else 1)
+        return max(1, max(self._sizes.values(), default=1))
 
     @cached_property
-    def descending(self) -> list[Any]:
+    def by_size(self) -> list[Any]:
         """The indices of all samples, those of the largest first."""
         return sorted(self._sizes, key=self._sizes.__getitem__, reverse=True)
 
-    def shorter_trials(self, least: int, cutter: BatchCutter) -> tuple[int, TrialBatches]:
+    def trials_of_smaller(self, least: int, cutter: BatchCutter) -> tuple[int, TrialBatches]:
         """Return the smallest size ≥ ``least`` and ≥ the median, and batches of samples of that size."""
-        sizes = [self._sizes[each] for each in self.descending]
-        size = min(each for each in sizes[: len(sizes) // 2 + 1] if each >= min(least, sizes[0]))
-        same = [each for each, found in zip(self.descending, sizes) if found == size][:SAMPLES_KEPT]
-        return max(1, size), TrialBatches(Samples(self._loader, same, trusted=True), cutter, len(sizes))
+        indices = self.by_size
+        sizes = [*map(self._sizes.__getitem__, indices)]
+        larger = sizes[: len(sizes) // 2 + 1]
+        size = min(each for each in larger if each >= min(least, sizes[0]))
+        start = sizes.index(size)
+        same = indices[start : start + min(sizes.count(size), SAMPLES_KEPT)]
+        return max(1, size), TrialBatches(KnownSamples(self._loader, same, trusted=True), cutter, len(sizes))
 
     def cut(self, plan: AccumulationPlan, epoch: EpochPlan, drawn: Any) -> tuple[AccumulationPlan, EpochPlan]:
         """Cut an epoch by the sizes of its samples, which are given in order, once the limits are known."""
@@ -66,7 +80,8 @@ class SampleSizes:
             return plan, epoch
         indices = listed(drawn)
         of, limits = self.limits
-        if new := [each for each in indices if each not in self._sizes]:  # no earlier epoch had these
+        new = [each for each in indices if each not in self._sizes]  # no earlier epoch had these
+        if new:
             self._sizes.update(zip(new, self._read(new)))
         sizes = array("q", map(self._sizes.__getitem__, indices))
         return plan_by_size(plan, epoch, sizes, limits.lowered(epoch.micro_batch, of=of))
@@ -74,23 +89,19 @@ class SampleSizes:
     def _read(self, indices: Sequence[Any]) -> "array[int]":
         """Read the sizes of some samples."""
         dataset = self._loader.dataset
-        size_of = self._size_of
+        size_of = _column(dataset, self._size_of)
         if callable(size_of):
             with untouched(dataset):
-                return array("q", (_called(size_of, dataset, each) for each in indices))
-        if (column := _column(dataset, size_of)) is not None:
-            return array("q", (_size(column[each], f"names for {each!r}") for each in indices))
+                return array("q", map(partial(_called, size_of, dataset), indices))
         measure: Callable[[Iterable[Any]], list[int]] = partial(_by_name, name=size_of)
         if size_of == "auto":  # read from a few samples
             text = self._loader.collate_fn is not default_collate  # that leaves text as it is
-            seen = [_extents(sample, text=text) for sample in Samples(self._loader, indices, trusted=True).first]
-            places = {place for each in seen for place in each}
-            varying = {place for place in places if len({each.get(place) for each in seen}) > 1}
-            measure = partial(_by_shape, places=varying, text=text)
-        lists = ([*indices[at : at + SAMPLES_AT_ONCE]] for at in range(0, len(indices), SAMPLES_AT_ONCE))
+            few = KnownSamples(self._loader, indices, trusted=True).first
+            measure = partial(_by_shape, axes=_varying_axes(few, text), text=text)
+        lists = BatchSampler(indices, SAMPLES_AT_ONCE, drop_last=False)
         workers = max(1, self._loader.num_workers)
-        with Samples(self._loader).fetched(lists, measure, workers=workers) as reports:
-            return array("q", (size for some in reports for size in some))
+        with KnownSamples(self._loader).fetched(lists, measure, workers=workers) as reports:
+            return array("q", chain.from_iterable(reports))
 
 
 def _called(size_of: Callable[[Any, Any], int], dataset: Any, place: Any) -> int:
@@ -118,27 +129,45 @@ def _size(value: Any, source: str) -> int:
     return size
 
 
-def _column(dataset: Any, name: str) -> Any:
-    """Return the values of all samples, if the dataset has an attribute or a column of that name."""
-    of_hugging_face = name in (getattr(dataset, "column_names", None) or ())
-    column: Any = dataset[name] if of_hugging_face else getattr(dataset, name, None)
+def _column(dataset: Any, size_of: SizeOf) -> SizeOf:
+    """Return a function that reads the attribute or column of that name, if a dataset has one for all samples."""
+    if callable(size_of):
+        return size_of
+    of_hugging_face = size_of in (getattr(dataset, "column_names", None) or ())
+    column: Any = dataset[size_of] if of_hugging_face else getattr(dataset, size_of, None)
     if hasattr(column, "__getitem__") and len(column) == len(dataset):
-        return column
-    return None
+        return lambda _, place: column[place]
+    return size_of
 
 
 def _by_name(samples: Iterable[Any], *, name: str) -> list[int]:
-    values = [each.get(name) if isinstance(each, Mapping) else getattr(each, name, None) for each in samples]
-    if any(value is None for value in values):
-        raise UserError(f"size_of={name!r} is neither an attribute of the dataset nor of a sample, nor a key of one.")
-    return [_size(value, f"{name!r} names") for value in values]
+    sizes = []
+    for sample in samples:
+        value = sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
+        if value is None:
+            raise UserError(
+                f"size_of={name!r} is neither an attribute of the dataset nor of a sample, nor a key of one."
+            )
+        sizes.append(_size(value, f"{name!r} names"))
+    return sizes
 
 
-def _extents(sample: Any, *, text: bool) -> dict[tuple[str, int], int]:
+def _extents(sample: Any, *, text: bool) -> dict[_Axis, int]:
     return {(field, axis): extent for field, shape in leaves(sample, text=text) for axis, extent in enumerate(shape)}
 
 
-def _by_shape(samples: Iterable[Any], *, places: set[tuple[str, int]], text: bool) -> list[int]:
+def _varying_axes(samples: Sequence[Any], text: bool) -> set[_Axis]:
+    """Return the axes along which samples have different extents."""
+    times: Counter[tuple[_Axis, int]] = Counter()
+    for sample in samples:
+        times.update(_extents(sample, text=text).items())
+    return {axis for (axis, _), count in times.items() if count < len(samples)}
+
+
+def _by_shape(samples: Iterable[Any], *, axes: set[_Axis], text: bool) -> list[int]:
     """Return the largest of the extents that vary; 1 if none does."""
-    found = (_extents(sample, text=text) for sample in samples)
-    return [max((each[place] for place in places & each.keys()), default=1) for each in found]
+    sizes = []
+    for sample in samples:
+        extents = _extents(sample, text=text)
+        sizes.append(max(map(extents.__getitem__, axes & extents.keys()), default=1))
+    return sizes

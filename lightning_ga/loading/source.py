@@ -9,11 +9,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_ga.errors import UserError
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.orders import FromSampler, Order, Sequential
 from lightning_ga.loading.rebatch import SourceSettings, read_order, rebatch, why_in_step
 from lightning_ga.loading.sample_sizes import SampleSizes, SizeOf
 from lightning_ga.loading.sampler import WindowBatchSampler, listed
-from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.plan.accumulation import (
     AccumulationPlan,
@@ -22,7 +22,7 @@ from lightning_ga.plan.accumulation import (
     plan_unequal_shares,
     require_effective_batch,
 )
-from lightning_ga.plan.batch_schedule import Growth
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule
 from lightning_ga.plan.recipe import Recipe, RecipeEpoch
 from lightning_ga.plan.windows import EpochPlan, GrowingWindows, RegularWindows, Window, Windows
 
@@ -75,7 +75,7 @@ class LoaderSource:
         self.may_drop_samples = loader.collate_fn is not default_collate  # those of a micro-batch
         self._sampler = WindowBatchSampler(order, rank=settings.rank, seed=settings.seed)
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.seed)
-        self.samples = Samples(loader, self._indices, trusted=size_of is not None)
+        self.samples = KnownSamples(loader, self._indices, trusted=size_of is not None)
         # The fit loop reads this one.
         self.loader: Any = rebatch(self.samples.showing(), self._sampler, shuffle=settings.may_shuffle)
 
@@ -105,8 +105,9 @@ class LoaderSource:
 
     def capped(self, micro_batch: int) -> int:
         """Return a micro-batch of at most the recipe's batch, unless samples of several can be collated to one."""
-        batch_size = self.recipe.batch_size
-        return micro_batch if micro_batch <= batch_size or self.joins_batches else batch_size
+        if micro_batch > self.recipe.batch_size and not self.joins_batches:
+            return self.recipe.batch_size
+        return micro_batch
 
     def kept_order(self) -> str | None:
         """Return the order of the running epoch for a checkpoint, if its sampler would not give it again."""
@@ -119,9 +120,7 @@ class LoaderSource:
             return
         if kept is not None:
             order.restore(kept, epoch, self._seed)
-            return
-        order.draw(epoch, self._seed)
-        if order.goes_on:
+        elif order.changes(epoch, self._seed):
             rank_zero_warn(
                 "The sampler yields another order each time that it is asked for one epoch, and the checkpoint does "
                 "not contain the order of this one: some of its samples come twice, and others not before the next. "
@@ -131,12 +130,14 @@ class LoaderSource:
     def within_epoch(self, effective: int, epoch: int) -> int:
         """Return the effective batch, at most the samples of an epoch."""
         total = self.epoch(epoch).samples
-        return min(effective, max(total, self.recipe.world_size)) if total else effective
+        if total == 0:
+            return effective
+        return min(effective, max(total, self.recipe.world_size))
 
     def arrange(
         self,
         epoch: int,
-        batch: Growth,
+        batch: PiecewiseSchedule,
         micro_batch: int,
         *,
         multiple: int = 1,
@@ -157,20 +158,21 @@ class LoaderSource:
         total = self.epoch(epoch).samples
         windows = self._windows(total, batch, samples_done, windows_done)
         world_size = self.recipe.world_size
-        plan = plan_accumulation(
-            windows.largest or world_size, micro_batch=micro_batch, world_size=world_size, multiple=multiple
-        )
         if limits:
             plan = plan_unequal_shares(windows.largest, limits=limits, ratio=ratio, rank=self._rank, multiple=multiple)
+        else:
+            largest = windows.largest or world_size
+            plan = plan_accumulation(largest, micro_batch=micro_batch, world_size=world_size, multiple=multiple)
         epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple, ratio, self._rank if ratio else 0)
         if self.sizes is not None:
             plan, epoch_plan = self.sizes.cut(plan, epoch_plan, self._order.draw(epoch, self._seed)[:total])
-        start = epoch_plan.done if start is None else start
+        if start is None:
+            start = epoch_plan.done
         self._sampler.arrange(epoch, epoch_plan, start=start, enabled=enabled)
         object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
         return plan
 
-    def steps_of(self, epoch: int, batch: Growth) -> tuple[int, int]:
+    def steps_of(self, epoch: int, batch: PiecewiseSchedule) -> tuple[int, int]:
         """Return optimizer steps and samples, over all ranks, of a whole epoch."""
         total = self.epoch(epoch).samples
         return self._windows(total, batch).count, total
@@ -178,9 +180,11 @@ class LoaderSource:
     def _indices(self) -> Sequence[Any]:
         """Return the indices of samples that training may meet."""
         if self.sizes is not None:
-            return self.sizes.descending
-        met = self._order.pool(self._epoch, self._seed)
-        return met[: self.epoch(self._epoch).samples] if type(self._order) is Sequential else met
+            return self.sizes.by_size
+        indices = self._order.pool(self._epoch, self._seed)
+        if type(self._order) is Sequential:
+            return indices[: self.epoch(self._epoch).samples]
+        return indices
 
     def largest_micro_batch(self, epoch: int) -> int:
         """Return the most samples that a micro-batch of an epoch may have."""
@@ -195,7 +199,7 @@ class LoaderSource:
         finally:
             self._sampler.length = None
 
-    def _windows(self, total: int, batch: Growth, samples_done: int = 0, windows_done: int = 0) -> Windows:
+    def _windows(self, total: int, batch: PiecewiseSchedule, samples_done: int = 0, windows_done: int = 0) -> Windows:
         world_size = self.recipe.world_size
         if batch.is_constant:
             size = require_effective_batch(batch.largest, world_size)

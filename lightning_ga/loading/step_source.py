@@ -9,8 +9,8 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_ga.batch.layout import LayoutError, length_of_first
 from lightning_ga.errors import UserError
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.rebatch import SourceSettings, collates, length_of
-from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt
 
@@ -31,7 +31,7 @@ class StepSource:
         if collates(loader) and loader.batch_size is not None:
             self._asked_size = loader.batch_size
         self.varies = self.batch_size is None  # whether the first batch may be smaller than others
-        self.samples = Samples(loader)
+        self.samples = KnownSamples(loader)
         if collates(loader) and isinstance(loader.dataset, IterableDataset):
             self.loader = self.samples.showing()
 

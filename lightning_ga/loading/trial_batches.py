@@ -1,6 +1,6 @@
 """Count and cut the batches of training, and make batches for the probe and the measurement of the same kind."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -9,9 +9,9 @@ from typing import Any
 from lightning_ga.batch.layout import HookLayout, Layout, leaves
 from lightning_ga.batch.pytree import REMEDY, LayoutError, tensors_in
 from lightning_ga.batch.read_layout import Comparison, read_hook_layout, read_layout, read_ready_made
+from lightning_ga.loading.known_samples import KnownSamples, is_no_lack_of_memory
 from lightning_ga.loading.largest import Largest
-from lightning_ga.loading.samples import Samples
-from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.memory.oom import attempt
 from lightning_ga.plan.accumulation import ceil_div, split_evenly, whole_multiples
 from lightning_ga.snapshot.copies import copied_if_possible
 from lightning_ga.snapshot.random_numbers import RandomState
@@ -35,7 +35,7 @@ class BatchCutter:
     The layout is read once, from a few samples. If no samples are known, each batch is read by itself.
     """
 
-    def __init__(self, samples: Sequence[Samples], combine: Callable[[list[Any]], Any], transfer: Any) -> None:
+    def __init__(self, samples: Sequence[KnownSamples], combine: Callable[[list[Any]], Any], transfer: Any) -> None:
         self._samples = samples
         self._combine = combine
         self._transfer = transfer
@@ -69,11 +69,14 @@ class BatchCutter:
         """Return the samples ``start`` to ``stop - 1`` of a batch, as views of it if possible."""
         return self._layout(batch).cut(batch, start, stop)
 
-    def halves(self, batch: Any, multiple: int = 1) -> CutBatch:
-        """Cut a batch in two parts that are multiples, if there are two."""
-        samples = self.count(batch)
+    def halves(self, batch: Any, most: int, multiple: int = 1) -> CutBatch | None:
+        """Cut at most so many samples of a batch in two parts that are multiples; ``None`` if there is only one."""
+        count = self.count(batch)
+        samples = whole_multiples(min(count, most), multiple)
         if samples < 2:
-            raise LayoutError(f"A batch of {samples} samples cannot be cut in two.")
+            return None
+        if samples < count:
+            batch = self.cut(batch, 0, samples)
         middle = split_evenly(samples, 2, multiple)[0]
         parts = self.cut(batch, 0, middle), self.cut(batch, middle, samples)
         return CutBatch(batch, parts, (middle, samples - middle))
@@ -81,13 +84,11 @@ class BatchCutter:
     def _layout(self, batch: Any) -> Layout | HookLayout:
         hook = self._transfer.split_batch
         shown = self._shown
-        if hook is not None:
-            if shown is None or isinstance(shown, str):
-                return HookLayout(hook)
-            return shown
-        if isinstance(shown, str):
+        if isinstance(shown, str) and hook is None:
             raise LayoutError(shown)
-        return shown or read_ready_made(batch)
+        if isinstance(shown, (Layout, HookLayout)):
+            return shown
+        return read_ready_made(batch) if hook is None else HookLayout(hook)
 
     @cached_property
     def _shown(self) -> Layout | HookLayout | str | None:
@@ -99,15 +100,14 @@ class BatchCutter:
         comparison = Comparison(self._batch, len(kinds), max(map(len, kinds)))
         state = RandomState()  # hooks of the transfer may draw
         read = read_layout if hook is None else partial(read_hook_layout, hook)
-        outcome = attempt(read, lambda error: not is_out_of_memory(error), comparison)
+        outcome = attempt(read, is_no_lack_of_memory, comparison)
         state.restore()
-        failure = outcome.failure
-        if failure is not None and not _is_of_layout(failure):
-            return (
-                f"The batch cannot be cut into samples, as collating a few of them apart ended in "
-                f"{type(failure).__name__}: {failure}: {REMEDY}."
-            )
-        return outcome.result or str(failure)  # the error itself would keep batches alive
+        if outcome.failure is None or _is_of_layout(outcome.failure):
+            return outcome.result or str(outcome.failure)  # the error itself would keep batches alive
+        return (
+            f"The batch cannot be cut into samples, as collating a few of them apart ended in "
+            f"{type(outcome.failure).__name__}: {outcome.failure}: {REMEDY}."
+        )
 
     def _batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
         batches = []
@@ -124,85 +124,65 @@ def _is_of_layout(error: Exception) -> bool:
 class TrialBatches:
     """Batches for probe and measurement, which leave no trace in dataset, collate function or random numbers.
 
-    They are collated of samples that were read apart from training. If none were, they are cut out of a batch that
-    training will run, as the loader made it.
+    They are collated of samples that were read apart from training, or cut out of a batch that training will run, as
+    the loader made it. Those of data that are cut in the step are always cut, out of batches of ``most`` samples.
     """
 
     def __init__(
-        self, samples: Samples, cutter: BatchCutter, most: int, *, batch: Any = None, in_step: bool = False
+        self, samples: KnownSamples, cutter: BatchCutter, most: int, *, batch: Any = None, in_step: bool = False
     ) -> None:
         self.most = most  # samples of the largest micro-batch
         self.cutter = cutter
         self._samples = samples
         self._batch = batch
-        self._largest: Largest | None = None
+        self.largest: Largest | None = None  # the samples that batches are collated of
         if samples.first and batch is None:
-            self._largest = Largest(samples)
-        self._in_step = in_step  # whether micro-batches are cut out of batches of ``most``
+            self.largest = Largest(samples)
+        self._is_cut = in_step or self.largest is None
 
     @property
     def empty(self) -> bool:
         """Whether there is no sample to make a batch of."""
-        return self._largest is None and self._batch is None
-
-    @property
-    def unread(self) -> tuple[int, int] | None:
-        """How many samples were read of how many, if there was no time to find the heaviest of all."""
-        largest = self._largest
-        if largest is None or largest.complete:
-            return None
-        return (largest.seen, largest.total)
-
-    def look_further(self) -> None:
-        """Look for the heaviest among all samples, and not just a few."""
-        if self._largest is not None:
-            self._largest.look_further()
+        return self.largest is None and self._batch is None
 
     def make(self, samples: int, move: Move) -> tuple[Any, Any]:
         """Return a micro-batch of so many of the heaviest samples, moved, and the whole batch that it is cut from."""
-        if self._largest is not None and not self._in_step:
-            return move(self._largest.batch(samples)), None
-        if self._largest is None:
+        if self.largest is None:
             whole = move(copied_if_possible(self._batch))
+        elif self._is_cut:
+            whole = move(self.largest.batch(self.most))
         else:
-            whole = move(self._largest.batch(self.most))
-        is_whole = self._largest is None and samples >= self.most
-        if is_whole:
+            return move(self.largest.batch(samples)), None
+        if samples >= self.most and self.largest is None:
             return whole, whole
         return self.cutter.cut(whole, 0, samples), whole
 
     def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
         """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
-        collate = self._samples.collate
-        found = self._unlike(samples)
-        if self._largest is not None and len(found) < 2:
+        if self.largest is None:
+            return self.cutter.halves(move(copied_if_possible(self._batch)), samples, multiple)
+
+        def made(samples: Sequence[Any]) -> Any:
+            return move(self._samples.collate(samples, len(samples), seed=seed))
+
+        chosen = self._unlike(samples)
+        if len(chosen) < 2:
             return None
-        if self._largest is not None and not self._in_step:
-            middle = split_evenly(len(found), 2, multiple)[0]
-            parts = found, found[:middle], found[middle:]
-            whole, one, other = (move(collate(part, len(part), seed=seed)) for part in parts)
-            return CutBatch(whole, (one, other), (middle, len(found) - middle))
-        if found:
-            whole = move(collate(found, len(found), seed=seed))
-        else:
-            whole = move(copied_if_possible(self._batch))
-        number = self.cutter.count(whole)
-        if min(number, samples) < 2:
-            return None
-        samples = whole_multiples(min(number, samples), multiple)
-        if number != samples:
-            whole = self.cutter.cut(whole, 0, samples)
-        return self.cutter.halves(whole, multiple)
+        if self._is_cut:
+            return self.cutter.halves(made(chosen), samples, multiple)
+        middle = split_evenly(len(chosen), 2, multiple)[0]
+        whole = made(chosen)
+        parts = made(chosen[:middle]), made(chosen[middle:])
+        return CutBatch(whole, parts, (middle, len(chosen) - middle))
 
     def _unlike(self, number: int) -> list[Any]:
         """Return so many of the samples that were read and are not left out of batches; those differ."""
-        known = []
-        if self._largest is not None:
-            known = [sample for sample in self._samples.first if sample is not None]
-        found = unlike(known, number)
-        if all(map(self._samples.is_kept, found)):
-            return found
-        return unlike([sample for sample in known if self._samples.is_kept(sample)], number)
+        samples = self._samples
+        known = [sample for sample in samples.first if sample is not None]
+        chosen = unlike(known, number)
+        if all(map(samples.is_kept, chosen)):
+            return chosen
+        return unlike(list(filter(samples.is_kept, known)), number)
 
 
 def unlike(samples: Sequence[Any], number: int) -> list[Any]:
@@ -214,13 +194,14 @@ def unlike(samples: Sequence[Any], number: int) -> list[Any]:
     number = min(number, len(samples))
     if not number:
         return []
-    traits = sorted((_traits(sample), place) for place, sample in enumerate(samples))
-    shorter = sum(each[0] < traits[-1][0][0] for each, _ in traits)  # they come first
-    found = _spread_over(traits, number)
+    traits = sorted(zip(map(_traits, samples), range(len(samples))))
+    largest = traits[-1][0][0]
+    smaller = [each for each in traits if each[0][0] < largest]  # they come first
+    chosen = _spread_over(traits, number)
     half = (number + 1) // 2
-    if shorter and found[half - 1] >= traits[shorter]:
-        found[:half] = _spread_over(traits[: ceil_div(shorter, 2)], half)
-    return [samples[place] for _, place in found]
+    if smaller and chosen[half - 1] not in smaller:
+        chosen[:half] = _spread_over(smaller[: ceil_div(len(smaller), 2)], half)
+    return [samples[place] for _, place in chosen]
 
 
 def _spread_over(ordered: Sequence[Any], number: int) -> list[Any]:
@@ -230,14 +211,22 @@ def _spread_over(ordered: Sequence[Any], number: int) -> list[Any]:
 
 def _traits(sample: Any) -> tuple[float, ...]:
     """Return traits in which samples differ: number of elements, ignored numbers, and labels."""
-    tensors = [tensor for tensor in tensors_in(sample) if tensor.numel() <= _FEW_NUMBERS and not tensor.is_complex()]
-    plain = [tensor.to_dense() for tensor in tensors if not tensor.is_nested]
-    ignored = sum(int((each.isnan() if each.is_floating_point() else each < 0).sum()) for each in plain)
-    whole = [each.double().mean().item() for each in plain if each.numel() and not each.is_floating_point()]
-    fields: Iterable[Any] = ()
+    size = sum(prod(shape) for _, shape in leaves(sample, text=False))
+    ignored = 0
+    labels = 0.0
+    for tensor in tensors_in(sample):
+        if tensor.numel() > _FEW_NUMBERS or tensor.is_complex() or tensor.is_nested:
+            continue
+        values = tensor.to_dense()
+        if values.is_floating_point():
+            ignored += int(values.isnan().sum())
+        elif values.numel():
+            ignored += int((values < 0).sum())
+            labels += values.double().mean().item()
+    fields: Any = ()
     if isinstance(sample, Mapping):
         fields = sample.values()
     elif isinstance(sample, (list, tuple)):
         fields = sample
-    labels = [float(value) for value in fields if isinstance(value, int)]
-    return sum(prod(shape) for _, shape in leaves(sample, text=False)), float(ignored), sum((*whole, *labels))
+    labels += sum(value for value in fields if isinstance(value, int))
+    return size, ignored, labels

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_ga.memory.trace import MemoryTrace, canonical, rounded_up
+from lightning_ga.memory.trace import rounded_up
 
 _LEAVES: tuple[type, ...] = (Tensor, int, float, bool, type(None), torch.dtype, torch.device)
 # Operations whose output was made just now, although it is their own argument.
@@ -29,13 +29,13 @@ _ADDS = torch.ops.aten.add_.Tensor
 class HeldStorage(weakref.ref[torch.UntypedStorage]):
     """A known storage: its bytes, and whether they are counted."""
 
-    __slots__ = ("counts", "key", "number", "size", "step")
+    __slots__ = ("counts", "key", "number", "recording", "size")
 
     key: int  # address of the storage: unique as long as it lives
     size: int
     counts: bool
-    number: int  # in the recorded stream
-    step: int  # the number of the step in which it was allocated
+    recording: object  # of the step in which it was allocated; ``None`` without one
+    number: int  # in that recording
 
 
 _uncounted = ContextVar("uncounted", default=False)
@@ -76,17 +76,6 @@ def compiled_run_eagerly() -> Iterator[None]:
                 stance.__exit__(None, None, None)
 
 
-class Recording:
-    """The events of a step so far."""
-
-    def __init__(self, floor: int) -> None:
-        self.events: list[int] = []
-        self.sizes = [0]  # of storages, by number; the first is for all that outlive the step
-        self.initial: list[int] = []  # storages that were alive at the start and died since
-        self.marks: list[int] = []
-        self.floor = floor  # bytes alive since the start
-
-
 class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meters live tensor bytes; with a budget, it emulates a device that runs out of memory.
 
@@ -107,9 +96,12 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0  # now, and most at once within the budget since the start
         self.wanted_bytes = 0  # that would have been alive at the last operation that was refused
         self._held: dict[int, HeldStorage] = {}
-        self._step = 0  # the number of the step
-        self._recording: Recording | None = None  # of the step
         self._stances: list[AbstractContextManager[Any]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return that no guard against the compiler is needed around every operation: nothing is compiled inside."""
+        return False
 
     def __enter__(self) -> Self:
         """Count from here on; compiled functions run as they were written."""
@@ -147,36 +139,19 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._adopt(tensors)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def start(self, *, record: bool = False, budget: int | None = None) -> None:
-        """Begin a step: the peak starts at the live bytes. ``record`` keeps its events; a budget applies at once."""
+    def start(self, *, budget: int | None = None) -> None:
+        """Begin a step: the peak starts at the live bytes. A budget applies at once."""
         if budget is not None:
             self.budget = budget
         self.peak_bytes = self.live_bytes
         self.wanted_bytes = 0
-        self._step += 1
-        self._recording = Recording(self.live_bytes) if record else None
-
-    def mark(self) -> None:
-        """Note in the recording that a phase of the step ends here."""
-        if self._recording is not None:
-            self._recording.marks.append(len(self._recording.events))
-
-    def trace(self, samples: int) -> MemoryTrace:
-        """Return the recording since ``start(record=True)`` as a step of ``samples`` samples, and end it."""
-        found = self._recording
-        self._recording = None
-        if found is None:
-            raise RuntimeError("trace() needs start(record=True) before the step.")
-        marks = tuple(mark + 1 + len(found.initial) for mark in found.marks)
-        events = canonical([0, *found.initial, *found.events])
-        return MemoryTrace(samples, (found.floor, *found.sizes[1:]), events, marks)
 
     def _counts(self, tensor: Tensor) -> bool:
         device = tensor.device
-        if device.type == "meta":
-            return False
         wanted = self.device
-        return wanted is None or (device.type == wanted.type and wanted.index in (None, device.index))
+        if wanted is None:
+            return device.type != "meta"
+        return device == wanted or (wanted.index is None and device.type == wanted.type)
 
     def _touch(self, parameter: Tensor) -> None:
         """Count a parameter, and its gradient, at the first operation that uses it."""
@@ -211,12 +186,8 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             held = self._held.get(storage._cdata)
             if held is not None:
-                if held.counts and held.size != storage.nbytes():  # resized: the new block is there before the old dies
-                    self._hold(storage, counts=True)
-                    try:
-                        self._check(storage.nbytes())
-                    finally:
-                        self._released(held)
+                if held.counts and held.size != storage.nbytes():
+                    self._resize(storage, held)
                 continue
             if older is None:
                 older = set() if func in _CREATES else _taken(args, kwargs)
@@ -225,22 +196,24 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if counts:
                 self._check(storage.nbytes())
 
-    def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
+    def _resize(self, storage: torch.UntypedStorage, held: HeldStorage) -> None:
+        """Count a storage that was resized: the new block is there before the old one dies."""
+        self._hold(storage, counts=True)
+        try:
+            self._check(storage.nbytes())
+        finally:
+            self._released(held)
+
+    def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> HeldStorage:
         held = HeldStorage(storage, self._on_death)
         held.key = storage._cdata
         held.size = storage.nbytes()
         held.counts = counts
-        held.step = self._step
+        held.recording = None
         self._held[held.key] = held
         if counts:
             self.live_bytes += rounded_up(held.size, self.rounding)
-            if self._recording is not None:
-                self._number(self._recording, held)
-                self._recording.events.append(held.number)
-
-    def _number(self, recording: Recording, held: HeldStorage) -> None:
-        held.number = len(recording.sizes)
-        recording.sizes.append(held.size)
+        return held
 
     def _check(self, size: int) -> None:
         """Raise if the last ``size`` bytes were too many, else note the peak."""
@@ -259,25 +232,18 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._released(held)
 
     def _released(self, held: HeldStorage) -> None:
-        if not held.counts:
-            return
-        self.live_bytes -= rounded_up(held.size, self.rounding)
-        recording = self._recording
-        if recording is None:
-            return
-        if held.step != self._step:  # alive before the step: an allocation at its start
-            self._number(recording, held)
-            recording.initial.append(held.number)
-            recording.floor -= rounded_up(held.size, self.rounding)
-        recording.events.append(~held.number)
+        if held.counts:
+            self.live_bytes -= rounded_up(held.size, self.rounding)
 
 
 def _taken(args: Any, kwargs: Any) -> set[int]:
     """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
     found: set[int] = set()
     for value in (*args, *kwargs.values()) if kwargs else args:
-        items = value if isinstance(value, (list, tuple)) else (value,)
-        found.update(addresses(item for item in items if isinstance(item, Tensor)))
+        if isinstance(value, Tensor):
+            found.update(addresses((value,)))
+        elif isinstance(value, (list, tuple)):
+            found.update(addresses(item for item in value if isinstance(item, Tensor)))
     return found
 
 

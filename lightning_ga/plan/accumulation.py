@@ -7,11 +7,12 @@ most, so no pass peaks higher than needed and none is nearly empty.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from operator import index
+from itertools import accumulate, pairwise
+from operator import index, truediv
 from typing import SupportsIndex
 
 from lightning_ga.errors import UserError
+from lightning_ga.plan.units import counted
 
 LEAST_GAIN = 0.03  # part of a window's time that other shares must save
 MOST_CHUNKS = 10**7  # micro-batches of a window on a rank: their sizes are kept in memory
@@ -30,7 +31,7 @@ class AccumulationPlan:
         chunk_size: With ``whole=``, the most samples of a chunk of its submodules; else ``None``.
         whole: With ``whole=``, the names of these submodules.
         samples_at_most: With ``size_of``, the most samples of a chunk; else ``None``.
-        size_budget: With ``size_of``, the most that samples × longest may be in a chunk of several samples.
+        size_budget: With ``size_of``, the most that samples × largest size may be in a chunk of several.
     """
 
     effective_batch_size: int
@@ -51,24 +52,23 @@ class AccumulationPlan:
         return self.chunk_size < self.micro_batch_size
 
     def __str__(self) -> str:
-        if self.chunk_size is not None:
-            chunks = ceil_div(self.micro_batch_size, self.chunk_size)
-            each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
-            names = f"{' and '.join(self.whole)} in {chunks} chunk{'s' if chunks > 1 else ''} of {self.chunk_size}"
-            return f"effective batch {self.effective_batch_size:,} in one loss{each}, {names}"
-        shares = [sum(rank) for rank in self.chunks]
-        if len({len(rank) for rank in self.chunks}) > 1 or max(shares) - min(shares) > 1:
-            sizes = ", ".join(f"{share} in {len(rank)} × {rank[0]}" for share, rank in zip(shares, self.chunks))
-            return f"effective batch {self.effective_batch_size} in shares of {sizes} at most (rank by rank)"
         effective = self.effective_batch_size
         micro = self.micro_batch_size
         factor = self.factor
         ranks = self.world_size
-        if all(size == micro for rank in self.chunks for size in rank):
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        if self.chunk_size is not None:
+            chunks = counted(ceil_div(micro, self.chunk_size), "chunk")
+            names = " and ".join(self.whole)
+            return f"effective batch {effective:,} in one loss{each}, {names} in {chunks} of {self.chunk_size}"
+        shares = [*map(sum, self.chunks)]
+        if len({*map(len, self.chunks)}) > 1 or max(shares) - min(shares) > 1:
+            sizes = ", ".join(f"{sum(rank)} in {len(rank)} × {rank[0]}" for rank in self.chunks)
+            return f"effective batch {effective} in shares of {sizes} at most (rank by rank)"
+        if effective == micro * factor * ranks:
             return f"effective batch {effective} = {micro} × {factor} × {ranks} (micro-batch × factor × ranks)"
         if ranks == 1 and factor <= 4:
             return f"effective batch {effective} = {' + '.join(map(str, self.chunks[0]))}, factor {factor}"
-        each = f" on each of {ranks} ranks" if ranks > 1 else ""
         return f"effective batch {effective} in {factor} micro-batches of at most {micro}{each}, factor {factor}"
 
 
@@ -106,8 +106,10 @@ def split_in_proportion(total: int, ratio: tuple[int, ...], multiple: int = 1) -
     """
     units = ceil_div(total, multiple)
     whole = sum(ratio)
-    ends = [(2 * units * sum(ratio[: place + 1]) + whole) // (2 * whole) for place in range(len(ratio))]  # rounded
-    edges = [0, *(min(total, end * multiple) for end in ends)]
+    edges = [0]
+    for part in accumulate(ratio):
+        end = (2 * units * part + whole) // (2 * whole)  # rounded
+        edges.append(min(total, end * multiple))
     return tuple(end - start for start, end in pairwise(edges))
 
 
@@ -123,9 +125,9 @@ def ratio_of_speeds(speeds: Sequence[float], *, before: tuple[int, ...]) -> tupl
     if not all(speeds):
         return before
     total = sum(speeds)
-    longest = max(part / speed for part, speed in zip(before, speeds))
-    shortest = sum(before) / total
-    if longest <= shortest * (1 + LEAST_GAIN):
+    seconds = max(map(truediv, before, speeds))
+    least_seconds = sum(before) / total
+    if seconds <= least_seconds * (1 + LEAST_GAIN):
         return before
     return tuple(max(1, round(10_000 * speed / total)) for speed in speeds)
 
@@ -144,15 +146,17 @@ def plan_unequal_shares(
 
 def whole_multiples(most: int, multiple: int) -> int:
     """Return the largest multiple that is at most ``most``, or ``most`` itself if there is none."""
-    return most - most % multiple if most >= multiple else most
+    return most - most % usable_multiple(multiple, most)
 
 
 def chunk_sizes(share: int, most: int, multiple: int = 1) -> tuple[int, ...]:
     """Cut a share into the fewest near-equal chunks of at most ``most`` samples, multiples if that many fit."""
-    return split_evenly(share, max(1, ceil_div(share, whole_multiples(most, multiple))), _allowed(multiple, most))
+    parts = max(1, ceil_div(share, whole_multiples(most, multiple)))
+    return split_evenly(share, parts, usable_multiple(multiple, most))
 
 
-def _allowed(multiple: int, most: int) -> int:
+def usable_multiple(multiple: int, most: int) -> int:
+    """Return of what chunks of at most ``most`` samples are multiples: 1 if none of them could be."""
     return multiple if most >= multiple else 1
 
 
@@ -185,7 +189,7 @@ def plan_accumulation(
     world_size = require_count("world_size", world_size)
     effective_batch = require_effective_batch(effective_batch, world_size)
     require_few_chunks(effective_batch, micro_batch, world_size)
-    multiple = _allowed(require_count("multiple", multiple), micro_batch)
+    multiple = usable_multiple(require_count("multiple", multiple), micro_batch)
     shares = split_evenly(effective_batch, world_size, multiple)
     factor = len(chunk_sizes(shares[0], micro_batch, multiple))
     chunks = tuple(split_evenly(share, factor, multiple) for share in shares)
@@ -221,10 +225,12 @@ def require_few_chunks(effective_batch: int, micro_batch: int, world_size: int) 
 def require_count(name: str, value: SupportsIndex | float) -> int:
     """Return a whole number of at least 1, of any type, as an ``int``; refuse anything else."""
     try:
-        count = int(value) if isinstance(value, float) and value.is_integer() else index(value)  # type: ignore[arg-type]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        count = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
     except TypeError:
         count = None
-    if count is None or isinstance(value, bool):
+    if count is None:
         raise UserError(f"{name}={value!r} must be a whole number of at least 1.")
     if count < 1:
         raise UserError(f"{name}={value} must be at least 1.")

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isclose
+from operator import attrgetter
+from statistics import mode
 from typing import Literal
 
 Verdict = Literal[
@@ -93,23 +95,25 @@ class Audit:
     @property
     def is_right(self) -> bool:
         """Whether every micro-batch reached the optimizer with the wanted weight."""
-        return all(step.is_right for step in self.steps) and not self.dropped
+        return not self._wrong and not self.dropped
 
     @property
     def verdict(self) -> Verdict:
         """The verdict of most wrong steps, else of most steps."""
-        wrong: list[Verdict] = [step.verdict for step in self.steps if not step.is_right]
-        if not wrong and self.dropped:
+        if self.dropped and not self._wrong:
             return "dropped"
-        return Counter(wrong or [step.verdict for step in self.steps]).most_common(1)[0][0]
+        verdicts = Counter(step.verdict for step in self._wrong or self.steps)
+        return verdicts.most_common(1)[0][0]
+
+    @property
+    def _wrong(self) -> list[AuditStep]:
+        return [step for step in self.steps if not step.is_right]
 
     def __str__(self) -> str:
         rows = [("step", "micro-batches", "weight of each", "wanted", "verdict")]
         for number, step in enumerate(self.steps, start=1):
             sentence = _SENTENCES[step.verdict].format(factor=self.factor, scale=sum(step.weights), detail=step.detail)
-            weights = "–"
-            if step.verdict != "not a combination":
-                weights = _numbers(step.weights)
+            weights = "–" if step.verdict == "not a combination" else _numbers(step.weights)
             rows.append((str(number), _ranges(step.micro_batches), weights, _numbers(step.wanted), sentence))
         if self.dropped:
             rows.append(("–", _ranges(self.dropped), "0", "", "dropped: no step uses them"))
@@ -140,11 +144,11 @@ def judge(
         True
     """
     if factor is None:  # the most common length, if possible of windows that are right
-        lengths = Counter([len(each.weights) for each in steps if _same(each.weights, each.wanted)])
-        lengths = lengths or Counter(len(each.weights) for each in steps)
-        factor = max(lengths, key=lambda length: (lengths[length], length))
-    named = tuple(replace(each, verdict=_name(each, factor, ranks)) for each in steps)
-    return Audit(_with_clipping(named), factor, tuple(dropped))
+        right = [each for each in steps if _same(each.weights, each.wanted)]
+        windows = sorted((each.weights for each in right or steps), key=len, reverse=True)
+        factor = mode(map(len, windows))  # of several lengths that are as frequent, the largest
+    named = [replace(each, verdict=_name(each, factor, ranks)) for each in steps]
+    return Audit(tuple(_with_clipping(named)), factor, tuple(dropped))
 
 
 def _name(step: AuditStep, factor: int, ranks: int) -> Verdict:
@@ -164,46 +168,47 @@ def _name(step: AuditStep, factor: int, ranks: int) -> Verdict:
     if _same(weights, [1 / length] * length):
         return "mean over micro-batches"
     scale = sum(weights)
-    is_mean = _same([weight / scale for weight in weights], step.wanted)
+    is_mean = _same(weights, step.wanted, scale)
     is_full = isclose(scale * factor * max(step.sizes), sum(step.sizes), rel_tol=SAME_WEIGHT)  # ÷ samples of a window
     if _same(weights, [1 / factor] * length) or (is_mean and is_full):
-        if length < factor:
-            return "last window divided by the factor"
-        return "carried over"
-    if _same(weights, [1 / ranks] * length) or _same(weights, [size / ranks for size in step.sizes]):
+        return "last window divided by the factor" if length < factor else "carried over"
+    if _same(weights, [1 / ranks] * length) or _same(weights, step.sizes, 1 / ranks):
         return "sum"
     return "scaled" if is_mean else "other weights"
 
 
-def _with_clipping(steps: tuple[AuditStep, ...]) -> tuple[AuditStep, ...]:
+def _with_clipping(steps: list[AuditStep]) -> list[AuditStep]:
     """Tell a norm that was clipped from a wrong scale: scaled steps have one norm, and no step has a larger one.
 
     A gradient of this norm whose weights were scaled down is what clipping makes of the mean; one whose weights were
     scaled up was clipped, too, but was a sum.
     """
-    scaled = [step.norm for step in steps if step.verdict == "scaled"]
-    is_one = all(isclose(norm, scaled[0], rel_tol=SAME_NORM) for norm in scaled)
-    has_others = len(scaled) > 1 or any(step.is_right for step in steps)
-    if not scaled or not is_one or not has_others or any(step.norm > scaled[0] * (1 + SAME_NORM) for step in steps):
+    norms = [step.norm for step in steps if step.verdict == "scaled"]
+    has_others = len(norms) > 1 or any(step.is_right for step in steps)
+    largest = max(map(attrgetter("norm"), steps), default=0.0)
+    if not norms or not has_others or not isclose(min(norms), largest, rel_tol=SAME_NORM):
         return steps
     named = []
     for step in steps:
-        if step.verdict == "scaled":
-            step = replace(step, verdict="clipped" if sum(step.weights) < 1 else "sum")
-        named.append(step)
-    return tuple(named)
+        verdict = step.verdict
+        if verdict == "scaled":
+            verdict = "clipped" if sum(step.weights) < 1 else "sum"
+        named.append(replace(step, verdict=verdict))
+    return named
 
 
-def _same(weights: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether two rows of weights agree."""
+def _same(weights: Sequence[float], others: Sequence[float], scale: float = 1.0) -> bool:
+    """Return whether weights are others times a scale."""
     tolerance = SAME_WEIGHT * max(map(abs, others), default=0.0)
-    return all(abs(weight - other) <= tolerance for weight, other in zip(weights, others))
+    return all(abs(weight / scale - other) <= tolerance for weight, other in zip(weights, others))
 
 
 def _numbers(weights: Sequence[float]) -> str:
     """Return weights in a short text; many are shown by the first two and the last."""
     texts = [f"{weight:.2g}" for weight in weights]
-    return " ".join(texts if len(texts) < 6 else [*texts[:2], "…", texts[-1]])
+    if len(texts) > 5:
+        texts[2:-1] = ["…"]
+    return " ".join(texts)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -213,10 +218,10 @@ def _ranges(numbers: Sequence[int]) -> str:
         >>> _ranges([9, 10, 11, 1])
         '9-11, 1'
     """
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # first and last
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+            runs[-1][1:] = [number]
         else:
             runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ", ".join("-".join(map(str, run)) for run in runs)

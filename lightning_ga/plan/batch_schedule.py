@@ -7,8 +7,10 @@ samples seen so far (``by_samples``), both from the start of training on.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from inspect import signature
+from math import ceil, floor
 from operator import index
 from typing import Any, Literal
 
@@ -37,7 +39,7 @@ class PiecewiseSchedule:
     def __call__(self, epoch: int) -> int | None:
         """Return the count of an epoch."""
         if self.by_window:
-            return max(self.counts)
+            return self.largest
         level = bisect_right(self.starts, epoch)
         return self.counts[level - 1] if level else None
 
@@ -46,39 +48,36 @@ class PiecewiseSchedule:
         """Whether windows may change within an epoch."""
         return self.unit != "epoch"
 
-    def at(self, step: int, samples: int) -> int:
-        """Return the count of the window that begins after so many steps and samples."""
-        place = step if self.unit == "step" else samples
-        return self.counts[bisect_right(self.starts, place) - 1]
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """The effective batches of an epoch's windows, which a schedule by window gives; a constant is a schedule, too."""
-
-    schedule: PiecewiseSchedule
-    times: int = 1  # samples that a count stands for
-    steps_before: int = 0  # optimizer steps before the epoch
-    samples_before: int = 0  # over all ranks
-
-    def at(self, windows: int, samples: int) -> int:
-        """Return the effective batch after so many windows and samples of the epoch."""
-        return self.times * self.schedule.at(self.steps_before + windows, self.samples_before + samples)
-
-    @classmethod
-    def constant(cls, batch: int) -> "Growth":
-        """Return the growth of an epoch whose windows have one size."""
-        return cls(PiecewiseSchedule(str(batch), "step", (0,), (batch,)))
-
     @property
     def largest(self) -> int:
-        """The largest effective batch that there may be."""
-        return self.times * max(self.schedule.counts)
+        """The largest count that there may be."""
+        return max(self.counts)
 
     @property
     def is_constant(self) -> bool:
-        """Whether all windows have one size."""
-        return len(self.schedule.counts) == 1
+        """Whether there is one count."""
+        return len(self.counts) == 1
+
+    def at(self, step: int, samples: int) -> int:
+        """Return the count of the window that begins after so many steps and samples."""
+        return self.counts[bisect_right(self.starts, self._place(step, samples)) - 1]
+
+    def later(self, step: int, samples: int, *, times: int) -> "PiecewiseSchedule":
+        """Return this schedule as it goes on after so many steps and samples, each count so many times as large."""
+        before = self._place(step, samples)
+        starts = tuple(start - before for start in self.starts)
+        return PiecewiseSchedule(self.name, self.unit, starts, tuple(times * count for count in self.counts))
+
+    def _place(self, step: int, samples: int) -> int:
+        return step if self.unit == "step" else samples
+
+
+NOT_GIVEN = PiecewiseSchedule("None", "epoch", (), ())
+
+
+def constant(batch: int) -> PiecewiseSchedule:
+    """Return the schedule of windows of one size."""
+    return PiecewiseSchedule(str(batch), "step", (0,), (batch,))
 
 
 __all__ = ["Schedule", "ScheduleLike", "as_schedule", "by_samples", "by_step", "from_lr_decay", "geometric", "linear"]
@@ -116,12 +115,13 @@ def linear(start: int, end: int, *, steps: int) -> PiecewiseSchedule:
         [10, 20, 30, 30]
     """
     start, end, steps = _ramp("linear", start=start, end=end, steps=steps)
-    rise = abs(end - start)
-    places: Iterable[int] = range(steps + 1)
-    if rise < steps:  # it changes at these steps, or right after
-        changes = [steps * (2 * level + 1) // (2 * rise) for level in range(rise)]
-        places = sorted({0, *changes, *(step + 1 for step in changes)})
-    counts = {step: start + (2 * (end - start) * step + steps) // (2 * steps) for step in places}
+    counts = {0: start}
+    for level in range(1, abs(end - start) + 1):
+        halfway = Fraction(steps * (2 * level - 1), 2 * abs(end - start))  # between this count and the one before
+        if end > start:
+            counts[ceil(halfway)] = start + level
+        else:
+            counts[floor(halfway) + 1] = start - level
     return _piecewise(f"linear({start}, {end}, {steps=})", "step", counts)
 
 
@@ -145,7 +145,9 @@ def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> Piecewise
         else:
             counts.append(max(start // power, end))
     levels = max(1, len(counts) - 1)
-    by_start = {ceil_div(level * steps, levels): count for level, count in enumerate(counts)}  # of several, the last
+    by_start = {}
+    for level, count in enumerate(counts):
+        by_start[ceil_div(level * steps, levels)] = count  # of several, the last
     return _piecewise(f"geometric({start}, {end}, {steps=}, {factor=})", "step", by_start)
 
 
@@ -184,7 +186,7 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
         [32, 32, 64, 64]
     """
     if value is None:
-        return PiecewiseSchedule(name, "epoch", (), ())
+        return NOT_GIVEN
     if isinstance(value, PiecewiseSchedule):
         return value
     if isinstance(value, Mapping):

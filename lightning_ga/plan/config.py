@@ -7,7 +7,13 @@ from typing import Any, Literal, get_args
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import ceil_div, require_count, whole_multiples
-from lightning_ga.plan.batch_schedule import Growth, PiecewiseSchedule, Schedule, as_schedule, require_arguments
+from lightning_ga.plan.batch_schedule import (
+    NOT_GIVEN,
+    PiecewiseSchedule,
+    Schedule,
+    as_schedule,
+    require_arguments,
+)
 from lightning_ga.plan.units import LEAST_BYTES, parse_budget
 
 Budget = int | float | str | None
@@ -31,29 +37,38 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
 class Request:
     """The sizes that the user asked for, as functions of the epoch if they may change in training."""
 
-    effective: Schedule  # ``None`` keeps the recipe's
-    factor: Schedule  # ``None`` if the effective batch decides
+    schedule: Schedule  # of factors or effective batches; ``None`` in epochs for which it keeps the recipe's
+    is_factor: bool  # whether the schedule is ``accumulate=``
     micro_batch: int | None  # ``None`` to probe for it
     most: int | None  # upper bound of the micro-batch
     multiple: int = 1  # of which micro-batches are multiples
 
+    def effective(self, epoch: int) -> int | None:
+        """Return the effective batch that was asked for in an epoch; ``None`` if none was."""
+        return None if self.is_factor else self.schedule(epoch)
+
+    def factor(self, epoch: int) -> int | None:
+        """Return the factor that was asked for in an epoch; ``None`` if none was."""
+        return self.schedule(epoch) if self.is_factor else None
+
     def effective_batch(self, epoch: int, micro_batch: int, world_size: int) -> int | None:
         """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows."""
-        factor = self.factor(epoch)
-        if factor is None:
-            return self.effective(epoch)
-        return factor * micro_batch * world_size
+        count = self.schedule(epoch)
+        if self.is_factor and count is not None:
+            count *= micro_batch * world_size
+        return count
 
     @property
     def counts_samples(self) -> bool:
         """Whether the windows of some epoch depend on the number of samples of a batch."""
-        return self.is_by_samples or self.effective(0) is not None or self.effective(10**9) is not None
+        return self.is_by_samples or not (self.is_factor or self.schedule == NOT_GIVEN)
 
     @property
     def by_window(self) -> PiecewiseSchedule | None:
-        """The schedule that may change the windows of an epoch; ``None`` if all are as its epoch says."""
-        schedules = (each for each in (self.effective, self.factor) if isinstance(each, PiecewiseSchedule))
-        return next((each for each in schedules if each.by_window), None)
+        """The schedule if it may change the windows of an epoch; ``None`` if all are as its epoch says."""
+        if isinstance(self.schedule, PiecewiseSchedule) and self.schedule.by_window:
+            return self.schedule
+        return None
 
     @property
     def is_by_window(self) -> bool:
@@ -65,35 +80,30 @@ class Request:
         """Whether windows change with the samples that training has seen."""
         return self.by_window is not None and self.by_window.unit == "samples"
 
-    def effective_at(self, epoch: int, *, step: int, samples: int) -> int | None:
-        """Return the effective batch of a window that begins after so many steps and samples; ``None`` if not given."""
-        schedule = self.by_window
-        return schedule.at(step, samples) if schedule is self.effective else self.effective(epoch)
-
-    def factor_at(self, epoch: int, *, step: int, samples: int) -> int | None:
-        """Return the factor of a window that begins after so many steps and samples; ``None`` if not given."""
-        schedule = self.by_window
-        return schedule.at(step, samples) if schedule is self.factor else self.factor(epoch)
+    def count_at(self, epoch: int, *, step: int, samples: int) -> int | None:
+        """Return the count of the schedule for a window that begins after so many steps and samples."""
+        if self.by_window is None:
+            return self.schedule(epoch)
+        return self.by_window.at(step, samples)
 
     @property
     def varies(self) -> bool:
         """Whether windows may change in training."""
-        schedules = (self.effective, self.factor)
-        starts = [each.starts if isinstance(each, PiecewiseSchedule) else None for each in schedules]
-        return self.is_by_window or any(each not in ((), (0,)) for each in starts)
+        if not isinstance(self.schedule, PiecewiseSchedule):
+            return True
+        return self.is_by_window or self.schedule.starts not in ((), (0,))
 
-    def growth(self, micro_batch: int, world_size: int, steps: int, samples: int) -> Growth | None:
+    def growth(self, micro_batch: int, world_size: int, steps: int, samples: int) -> PiecewiseSchedule | None:
         """Return the effective batches of an epoch that begins after so many steps and samples of all ranks."""
-        schedule = self.by_window
-        if schedule is None:
+        if self.by_window is None:
             return None
-        times = micro_batch * world_size if schedule is self.factor else 1
-        return Growth(schedule, times, steps, samples)
+        times = micro_batch * world_size if self.is_factor else 1
+        return self.by_window.later(steps, samples, times=times)
 
     def capped(self, micro_batch: int) -> int:
         """Return the micro-batch that the user's arguments allow instead of this one."""
-        wanted = micro_batch if self.micro_batch is None else self.micro_batch
-        return wanted if self.most is None else min(wanted, self.most)
+        wanted = self.micro_batch or micro_batch
+        return min(wanted, self.most or wanted)
 
     def in_multiples(self, micro_batch: int) -> int:
         """Return the largest micro-batch that the user's arguments allow, of at most so many samples."""
@@ -106,14 +116,15 @@ class Request:
         largest effective batch.
         """
         factor = max(self.factor(epoch) or 0 for epoch in epochs)
-        largest = max(self.effective(epoch) or recipe for epoch in epochs)
-        share = ceil_div(largest, world_size)
         if factor:
-            share = recipe if total is None else max(1, total // (factor * world_size))
-            share = whole_multiples(share, self.multiple)
-        elif total is not None:
-            share = min(share, max(1, ceil_div(total, world_size)))
-        return self.capped(share)
+            share = recipe
+            if total is not None:
+                share = max(1, total // (factor * world_size))
+            return self.capped(whole_multiples(share, self.multiple))
+        largest = max(self.effective(epoch) or recipe for epoch in epochs)
+        if total is not None:
+            largest = min(largest, max(1, total))
+        return self.capped(ceil_div(largest, world_size))
 
 
 def rate_ratio(scale_lr: ScaleLr, batch: int, recipe: int) -> float:
@@ -146,29 +157,32 @@ class Options:
 
 def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
     """Check the arguments of ``AutoAccumulate``, by name, and turn them into records."""
+    if given.get("scale_beta2"):
+        raise UserError("scale_beta2= was removed: set the optimizer's betas for the effective batch yourself.")
+    for name, choices in CHOICES.items():
+        require_choice(name, given[name], choices)
     normalize = given["normalize"]
-    budget = given["memory_budget"]
-    _refuse_removed(given)
-    require_choice(**{name: (given[name], choices) for name, choices in CHOICES.items()})
     if callable(normalize):
         require_arguments("normalize", normalize, "batch", "len(batch)")
     elif normalize is not None and not (isinstance(normalize, str) and normalize == "samples"):
         raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
-    parse_budget(budget, 1 << 40, least=LEAST_BYTES)  # refused here if no device can have it
+    parse_budget(given["memory_budget"], 1 << 40, least=LEAST_BYTES)  # refused here if no device can have it
     request = read_request(given)
     whole = _read_names("whole", given["whole"])
     size_of = given["size_of"]
-    checkpoint = given["checkpoint"]
-    if checkpoint != "auto":
-        checkpoint = _read_names("checkpoint", () if checkpoint is None else checkpoint)
     if callable(size_of):
         require_arguments("size_of", size_of, "dataset, index", "len(dataset[index])")
     elif size_of is not None and (not isinstance(size_of, str) or not size_of):
         raise UserError(f'{size_of=} must be a callable (dataset, index) -> int, the name of a column, or "auto".')
+    checkpoint = given["checkpoint"]
+    if checkpoint != "auto":
+        checkpoint = _read_names("checkpoint", checkpoint or ())
+    if whole and normalize == "samples":
+        normalize = None  # all ranks have the same loss
     options = Options(
         **{name: given[name] for name in CHOICES},
-        budget=budget,
-        normalize=None if whole and normalize == "samples" else normalize,  # all ranks have the same loss
+        budget=given["memory_budget"],
+        normalize=normalize,
         whole=whole,
         size_of=size_of,
         checkpoint=checkpoint,
@@ -190,10 +204,12 @@ def read_request(given: Mapping[str, Any]) -> Request:
             f"{effective_batch_size=} and {accumulate=} exclude each other: the first lets the factor follow, the "
             "second fixes it. Give one."
         )
-    # Factors are 1 before the first epoch of a mapping, as in Lightning's scheduler.
-    factors = accumulate
     if isinstance(accumulate, Mapping) and accumulate:
-        factors = {0: 1, **accumulate}
+        accumulate = {0: 1, **accumulate}  # before the first epoch of a mapping, as in Lightning's scheduler
+    if accumulate is not None:
+        schedule = as_schedule(accumulate, name="accumulate")
+    else:
+        schedule = as_schedule(effective_batch_size, name="effective_batch_size")
     micro_batch = None
     if not isinstance(micro_batch_size, str):
         micro_batch = require_count("micro_batch_size", micro_batch_size)
@@ -211,46 +227,32 @@ def read_request(given: Mapping[str, Any]) -> Request:
             f"multiple: give at least {multiple}."
         )
     return Request(
-        effective=as_schedule(effective_batch_size, name="effective_batch_size"),
-        factor=as_schedule(factors, name="accumulate"),
+        schedule=schedule,
+        is_factor=accumulate is not None,
         micro_batch=micro_batch,
         most=most,
         multiple=multiple,
     )
 
 
-def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:
+def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Refuse a value that is not among the choices."""
-    for name, (value, choices) in given.items():
-        if getattr(value, "ndim", 0) or value not in choices:  # arrays have no answer
-            raise UserError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
-
-
-def _refuse_removed(given: Mapping[str, Any]) -> None:
-    """Refuse what earlier versions had, and name what to use instead."""
-    effective = given["effective_batch_size"]
-    if isinstance(effective, str):
-        raise UserError(
-            f"effective_batch_size={effective!r} is no number of samples: for windows by tokens, give the DataLoader a "
-            "batch sampler that makes batches of so many tokens."
-        )
-    if isinstance(given["whole"], str) and given["whole"] == "auto":
-        raise UserError('whole="auto" was removed: name the submodules that run in chunks, as in whole=("encoder",).')
-    if given.get("scale_beta2"):
-        raise UserError("scale_beta2= was removed: set the optimizer's betas for the effective batch yourself.")
+    if getattr(value, "ndim", 0) or value not in choices:  # arrays have no answer
+        raise UserError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
 def _read_names(argument: str, given: Any) -> tuple[str, ...]:
     """Check the names of submodules; a string is one name."""
-    names = (given,) if isinstance(given, str) and given else given
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
+    if isinstance(given, str) and given:
+        return (given,)
+    if not isinstance(given, Sequence) or not all(isinstance(name, str) and name for name in given):
         raise UserError(f'{argument}={given!r} must be a tuple of names of submodules, such as ("encoder",).')
-    return tuple(names)
+    return tuple(given)
 
 
 def _refuse_together(options: Options, request: Request) -> None:
     """Refuse arguments that do not go together."""
-    if options.whole and request.factor(0) is not None:
+    if options.whole and request.is_factor:
         raise UserError(
             f"whole={options.whole!r} makes a window one batch, so its factor is 1, and accumulate="
             f"{request.factor(0)} asks for another: give effective_batch_size=… instead."
@@ -261,22 +263,22 @@ def _refuse_together(options: Options, request: Request) -> None:
             f"on_oom='skip' leaves samples out of a mean over samples, and {what} makes no such mean: leave one of "
             "them out."
         )
-    others = {
+    size_of = "size_of="
+    shares = f"shares={options.shares!r}"
+    whole = f"whole={options.whole!r}"
+    multiple = f"micro_batch_multiple={request.multiple}"
+    is_given = {
         "objective='throughput'": options.objective == "throughput",
-        "accumulate=": request.factor(0) is not None,
+        "accumulate=": request.is_factor,
         "micro_batching='step'": options.micro_batching == "step",
-        f"whole={options.whole!r}": options.whole,
-        f"micro_batch_multiple={request.multiple}": request.multiple > 1,
+        whole: options.whole != (),
+        multiple: request.multiple > 1,
         f"effective_batch_size={request.by_window!r}": request.is_by_window,
+        size_of: options.size_of is not None,
+        shares: options.shares != "equal",
     }
-    others["size_of="] = options.size_of is not None
-    pairs = [("size_of=", name) for name in others if name != "size_of=" and options.size_of is not None]
-    if options.whole:
-        chunked = f"whole={options.whole!r}"
-        pairs += [(chunked, "objective='throughput'"), (chunked, f"micro_batch_multiple={request.multiple}")]
-    if options.shares != "equal":
-        apart = f"micro_batch_multiple={request.multiple}"
-        pairs += [(f"shares={options.shares!r}", name) for name in others if name != apart]
-    for first, second in pairs:
-        if others[second]:
-            raise UserError(f"{first} and {second} do not go together: leave one of them out.")
+    together = {size_of: {shares}, whole: is_given.keys() - {"objective='throughput'", multiple}, shares: {multiple}}
+    for first, fitting in together.items():
+        for second in is_given:
+            if second not in (first, *fitting) and is_given[first] and is_given[second]:
+                raise UserError(f"{first} and {second} do not go together: leave one of them out.")

@@ -8,7 +8,7 @@ Tested in tests/test_batch_size.py.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
-from statistics import covariance, fmean, stdev, variance
+from statistics import covariance, fmean, harmonic_mean, stdev, variance
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ def window_moments(passes: Sequence[tuple[float, float]], whole: float) -> tuple
     ``passes`` are counts of samples and squared norms of mean gradients; ``whole`` is that of the window's mean. A mean
     over n samples has the expected squared norm |G|² + tr Σ / n (appendix A.1 there, for micro-batches of any sizes).
     """
-    each = fmean(1 / count for count, _ in passes)
-    total = 1 / sum(count for count, _ in passes)
-    spread = (fmean(norm for _, norm in passes) - whole) / (each - total)
+    counts, norms = zip(*passes)
+    total = 1 / sum(counts)
+    spread = (fmean(norms) - whole) / (1 / harmonic_mean(counts) - total)
     return spread, whole - spread * total
 
 
@@ -100,6 +100,9 @@ class CriticalBatch:
                 return point
         return None
 
+    def _may_be_either(self, point: BatchPoint) -> bool:
+        return abs(point.loss - self.bound) < 2 * point.error
+
     def sentence(self) -> str:
         """Say what the largest batch is, and what accumulating more costs."""
         best = self.lowest
@@ -108,9 +111,9 @@ class CriticalBatch:
         if beyond is not None:
             error = sqrt(beyond.error**2 + best.error**2)
             text += f"; {beyond.batch} costs {beyond.loss - best.loss:.3g} ± {error:.2g} of loss on the same samples"
-        open_ = [str(one.batch) for one in self.points if one != best and abs(one.loss - self.bound) < 2 * one.error]
-        if open_:
-            text += f". Seeds leave open on which side of it {' and '.join(open_)} lies"
+        unsure = [str(point.batch) for point in self.points if point != best and self._may_be_either(point)]
+        if unsure:
+            text += f". Seeds leave open on which side of it {' and '.join(unsure)} lies"
         return f"{text}."
 
 

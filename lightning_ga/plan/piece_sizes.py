@@ -17,7 +17,9 @@ def piece_sizes(samples: int, limit: int | None, multiple: int = 1) -> tuple[int
         >>> piece_sizes(14, 7, multiple=2)
         (6, 4, 4)
     """
-    return (samples,) if limit is None else chunk_sizes(samples, limit, multiple)
+    if limit is None:
+        return (samples,)
+    return chunk_sizes(samples, limit, multiple)
 
 
 def halved(failed: int) -> int | None:

@@ -137,11 +137,10 @@ class Recomputed:
     budget_bytes: int
 
     def __str__(self) -> str:
-        few = len(self.names) < 3
-        names = (
-            " and ".join(self.names) if few else f"{self.names[0]} to {self.names[-1]} ({len(self.names)} submodules)"
-        )
-        take = f"{counted(self.samples, 'sample')} take" + "s" * (self.samples == 1)
+        names = " and ".join(self.names)
+        if len(self.names) > 2:
+            names = f"{self.names[0]} to {self.names[-1]} ({len(self.names)} submodules)"
+        take = "1 sample takes" if self.samples == 1 else f"{self.samples} samples take"
         return (
             f"{names}, {self.share:.0%} of the forward pass; without, {take} about {format_bytes(self.plain_bytes)} "
             f"of {format_bytes(self.budget_bytes)}"
@@ -169,7 +168,7 @@ class ProbeResult:
         source: Where it comes from: a probe of this run, the cache of earlier ones (verified by one step), or the
             checkpoint that the run resumed.
         holders: What holds the memory at the peak; ``None`` if no step was recorded.
-        sizes: With ``size_of``, the limits of shorter samples; ``limit`` is that of the longest.
+        sizes: With ``size_of``, the limits of smaller samples; ``limit`` is that of the largest.
         recomputed: With ``checkpoint="auto"``, the submodules under which the limit holds; ``None`` if plain.
     """
 
@@ -258,16 +257,9 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
     if recomputed is not None:
         fields["recomputed"] = Recomputed(**{**recomputed, "names": tuple(recomputed["names"])})
     result = ProbeResult(**fields)
-    require_counts(result.limit, result.budget_bytes, result.limit if result.fastest is None else result.fastest)
-    require_counts(result.peak_bytes, least=0)
-    for value, known in ((result.method, get_args(Method)), (result.source, get_args(Source))):
-        if value not in known:
-            raise ValueError(f"{value!r} is none of {', '.join(known)}")
+    for value in (result.limit, result.budget_bytes, result.fastest or 1, result.peak_bytes + 1):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{value!r} is not a whole number of at least 1")
+    if result.method not in get_args(Method) or result.source not in get_args(Source):
+        raise ValueError(f"{result.method!r} by {result.source!r} is of another version")
     return result
-
-
-def require_counts(*values: Any, least: int = 1) -> None:
-    """Raise unless all are whole numbers of at least ``least``."""
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{value!r} is not a whole number of at least {least}")

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.records import ProbeResult, probe_or_none, require_counts
+from lightning_ga.plan.records import ProbeResult, probe_or_none
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,13 @@ class RunState:
     def from_dict(cls, state: Mapping[str, Any]) -> "RunState":
         """Return the record that ``to_dict`` was called on; without a probe's record of another version's making."""
         try:
-            place = {name: value for name, value in state["position"].items() if name != "windows_before"}  # version 2
-            position = Position(**place)
-            limit = state.get("limit")
-            events = state.get("oom_events", 0)
-            counted = asdict(position)
-            del counted["seed"], counted["shuffles"]
-            require_counts(*counted.values(), events, least=0)
-            require_counts(1 if limit is None else limit, abs(position.seed) + 1)
-            order = state.get("order")
-            return cls(position, str(state["hardware"]), probe_or_none(state["probe"]), limit, events, order)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return cls(
+                position=Position(**state["position"]),
+                hardware=state["hardware"],
+                probe=probe_or_none(state["probe"]),
+                limit=state.get("limit"),
+                oom_events=state.get("oom_events", 0),
+                order=state.get("order"),
+            )
+        except (AttributeError, KeyError, TypeError) as error:
             raise UserError(f"The checkpoint's state of AutoAccumulate cannot be read: {error!r}.") from error

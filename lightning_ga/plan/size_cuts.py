@@ -1,16 +1,16 @@
 """Cut a window whose samples differ in size so that little of its batches is padding: pure arithmetic.
 
 The gradient of a window does not depend on the order of its samples. So they are sorted by size, the largest first, and
-cut so that no micro-batch exceeds a budget of *samples × longest*, its size once it is padded. All windows of an epoch
-have the same number of micro-batches: that of the window that needs most, and more while one more saves more padding
-than a pass costs.
+cut so that no micro-batch exceeds a budget of *samples × largest size*, its size once it is padded. All windows of an
+epoch have the same number of micro-batches: that of the window that needs most, and more while one more saves more
+padding than a pass costs.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div
 from lightning_ga.plan.units import counted
@@ -27,12 +27,16 @@ RankChunks = tuple[tuple[int, ...], ...]  # the micro-batches of a rank, each as
 class SizeLimits:
     """Limits of a micro-batch; one sample is always allowed."""
 
-    budget: int  # samples × (longest + offset)
+    budget: int  # samples × (largest size + offset)
     samples: int
     offset: int = 0  # constant part of the memory of a sample, as a size
 
+    def costs(self, sizes: Sequence[int], places: Sequence[int]) -> list[int]:
+        """Return what each of some samples takes, as a size."""
+        return [sizes[place] + self.offset for place in places]
+
     def lowered(self, micro_batch: int, *, of: int) -> "SizeLimits":
-        """Return the limits if only ``micro_batch`` of the longest samples fit, and not as many as ``of``."""
+        """Return the limits if only ``micro_batch`` of the largest samples fit, and not as many as ``of``."""
         fewer = min(micro_batch, of)
         return replace(self, budget=max(1, self.budget * fewer // of), samples=max(1, self.samples * fewer // of))
 
@@ -57,21 +61,23 @@ class SizedEpoch(EpochPlan):
 
     def window(self, index: int, rank: int = 0) -> Window:
         """Return one window as one rank runs it."""
-        sizes = [tuple(map(len, chunks)) for chunks in _ranks(self, index)]
-        return Window(index, *self.windows.span(index), sizes[rank], sum(map(sum, sizes[:rank])))
+        start, samples = self.windows.span(index)
+        ranks = _ranks(self, index)
+        before = sum(map(len, chain.from_iterable(ranks[:rank])))
+        return Window(index, start, samples, tuple(map(len, ranks[rank])), before)
 
     def places(self, window: Window, position: int) -> Sequence[int]:
         """Return the places, in the epoch's order, of one micro-batch of a window."""
-        order = [place for chunks in _ranks(self, window.index) for chunk in chunks for place in chunk]
-        found = super().places(window, position)
-        return [window.start + order[place - window.start] for place in found]
+        chunks = chain.from_iterable(_ranks(self, window.index))
+        order = [*chain.from_iterable(chunks)]
+        return [window.start + order[place - window.start] for place in super().places(window, position)]
 
     def _needed(self, window: int) -> int:
         start, samples = self.windows.span(window)
         sizes = self.sizes[start : start + samples]
         most = 1
         for share in _shares(sizes, self.world_size):
-            costs = [sizes[place] + self.limits.offset for place in share]
+            costs = self.limits.costs(sizes, share)
             most = max(most, len(_greedy(costs, self.limits.budget, self.limits.samples)))
         return most
 
@@ -80,8 +86,7 @@ class SizedEpoch(EpochPlan):
 def _ranks(plan: SizedEpoch, window: int) -> tuple[RankChunks, ...]:
     start, samples = plan.windows.span(window)
     sizes = plan.sizes[start : start + samples]
-    factor = plan.factor_of(window)
-    return cut_by_size(sizes, plan.limits, factor=factor, world_size=plan.world_size)
+    return cut_by_size(sizes, plan.limits, factor=plan.factor_of(window), world_size=plan.world_size)
 
 
 def _shares(sizes: Sequence[int], world_size: int) -> list[list[int]]:
@@ -103,7 +108,7 @@ def cut_by_size(
     """
     ranks = []
     for share in _shares(sizes, world_size):
-        descending = [sizes[place] + limits.offset for place in share]
+        descending = limits.costs(sizes, share)
         spans = sorted(_spans(descending, limits, factor), key=lambda span: -_cost(descending, span))
         chunks = tuple(tuple(share[start:end]) for start, end in spans)
         ranks.append(chunks + ((),) * (factor - len(chunks)))
@@ -120,11 +125,11 @@ def _greedy(descending: Sequence[int], budget: int, most: int) -> list[int]:
     return starts
 
 
-def _fitting(longest: int, budget: int, most: int) -> int:
+def _fitting(largest: int, budget: int, most: int) -> int:
     """Return the most samples of a micro-batch, one at least."""
-    if not longest:
+    if not largest:
         return most
-    return max(1, min(most, budget // longest))
+    return max(1, min(most, budget // largest))
 
 
 def _spans(descending: Sequence[int], limits: SizeLimits, number: int) -> list[tuple[int, int]]:
@@ -162,8 +167,8 @@ class SizedPlan(AccumulationPlan):
     """The cut of an epoch by sizes; ``chunks`` are those of its first window, ``micro_batch_size`` the most samples."""
 
     fewest_samples: int = 0  # of a micro-batch
-    most_padded: int = 0  # samples × longest of a micro-batch
-    padding: float = 0.0  # share of the batches that is padding, if each is padded to its longest sample
+    most_padded: int = 0  # samples × largest size of a micro-batch
+    padding: float = 0.0  # share of the batches that is padding, if each is padded to its largest sample
     padding_as_drawn: float = 0.0  # the same if windows were cut in the order of the samples
 
     def __str__(self) -> str:
@@ -182,7 +187,7 @@ class SizedPlan(AccumulationPlan):
 def plan_by_size(
     plan: AccumulationPlan, epoch: EpochPlan, sizes: Sequence[int], limits: SizeLimits
 ) -> tuple[SizedPlan, SizedEpoch]:
-    """Cut an epoch by ``sizes`` that was planned without, for as many samples at once as the longest allow."""
+    """Cut an epoch by ``sizes`` that was planned without, for as many samples at once as the largest allow."""
     windows = range(epoch.done, epoch.count)
     some = windows[:: len(windows) // _WINDOWS_COMPARED + 1]
     of_pass = limits.budget // SHARE_OF_PASS
@@ -198,10 +203,7 @@ def plan_by_size(
         finer = replace(sized, more=sized.more + 1)
     counts, padded = _padded(sized, sizes, windows)
     _, drawn = _padded(epoch, sizes, windows)
-    held = 0
-    for index in windows:
-        start, samples = epoch.windows.span(index)
-        held += sum(sizes[start : start + samples])
+    held = sum(sizes[epoch.windows.samples_done : epoch.windows.total])
     found = SizedPlan(
         plan.effective_batch_size,
         plan.world_size,
@@ -224,7 +226,7 @@ def _padding(held: int, padded: Sequence[int]) -> float:
 
 
 def _padded(plan: EpochPlan, sizes: Sequence[int], windows: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the samples of each micro-batch of some windows on all ranks, and these × their longest."""
+    """Return the samples of each micro-batch of some windows on all ranks, and these × their largest size."""
     counts = []
     padded = []
     for index, rank in product(windows, range(plan.world_size)):

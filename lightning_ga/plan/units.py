@@ -43,8 +43,10 @@ def _read_amount(value: object, total: int | None) -> int | None:
     if isinstance(value, Integral):  # numpy's are too
         return int(value)
     if isinstance(value, Real):
-        return int(float(value) * total) if total is not None and 0 < float(value) <= 1 else None
-    found = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
+        if total is None or not 0 < float(value) <= 1:
+            return None
+        return int(float(value) * total)
+    found = _AMOUNT.fullmatch(str(value))
     if found is None:
         return None
     number, unit, percent = found.groups()

@@ -28,10 +28,7 @@ class WindowWeights:
 
     def weigh_share(self, count: float, *, of: float, first: bool) -> Self:
         """Weigh a piece by its share in its batch, and leave it there whatever the other passes of the window do."""
-        if first:
-            self._begin()
-        self.count = count
-        self.pending = count
+        self._begin(count, first=first)
         self.weight = count / of if of else 1.0
         return self
 
@@ -42,13 +39,22 @@ class WindowWeights:
         self.any_reached = True
         return self
 
+    def leave_out(self) -> None:
+        """Let the micro-batch weigh nothing, and the window be the mean over the others."""
+        self.weight = 0.0
+        self.pending = 0.0
+
     def close(self, factor: int) -> float:
         """Return the scale of the window's gradients; ranks call it together."""
         return 1.0
 
-    def _begin(self) -> None:
-        self.reached = 0.0
-        self.any_reached = False
+    def _begin(self, count: float, *, first: bool) -> None:
+        """Begin a micro-batch, and with the first one a window."""
+        self.count = count
+        self.pending = count
+        if first:
+            self.reached = 0.0
+            self.any_reached = False
 
 
 @dataclass(slots=True)
@@ -65,18 +71,14 @@ class KnownWindow(WindowWeights):
         ``window`` are the samples that were planned for the window over all ranks, and ``planned`` those of the
         micro-batch, if a collate_fn has dropped some.
         """
-        if first:
-            self._begin()
-            self.seen = 0.0
+        self._begin(count, first=first)
         if planned is None:
             planned = count
         if count and planned == window and self.world_size == 1:  # one micro-batch is its own mean, to the bit
             window = planned = count
         self.weight = factor * self.world_size * count / window
-        self.count = count
-        self.pending = count
         self.window = window
-        self.seen += planned
+        self.seen = planned if first else self.seen + planned
         return self
 
     def close(self, factor: int) -> float:
@@ -109,22 +111,18 @@ class LateWindow(WindowWeights):
 
     sum_over_ranks: Callable[[float], float] = float
     reference: float | None = None
-    largest_mean: float = 0.0  # count of a window ÷ ranks, so far
     may_be_empty: bool = False  # whether a window may have no samples
 
     def weigh(self, count: float, *, factor: int, first: bool) -> Self:
         """Weigh the next micro-batch by its count."""
         if not 0 <= count < float("inf"):
             raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
-        if first:
-            self._begin()
-        self.reference = self._reference_for(count, factor=factor, first=first)
-        self.count = count
-        self.pending = count
-        if self.reference is None:
-            self.weight = 0.0
-        else:
-            self.weight = factor * count / self.reference
+        self._begin(count, first=first)
+        if factor == self.world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
+            self.reference = count
+        elif self.reference is None:  # ranks may differ in A
+            self.reference = 2.0 * self.sum_over_ranks(factor * count) / self.world_size or None
+        self.weight = factor * count / self.reference if self.reference else 0.0
         return self
 
     def close(self, factor: int) -> float:
@@ -141,18 +139,9 @@ class LateWindow(WindowWeights):
             )
         assert self.reference is not None
         mean = total / self.world_size
-        self.largest_mean = max(self.largest_mean, mean)
-        return self.reference / mean
-
-    def _reference_for(self, count: float, *, factor: int, first: bool) -> float | None:
-        """Return the divisor of the next count; ``None`` while nothing was counted."""
-        if factor == self.world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
-            return count
-        if self.reference is None:
-            return 2.0 * self.sum_over_ranks(factor * count) / self.world_size or None  # ranks may differ in A
-        if first:
-            return max(self.reference, 2.0 * self.largest_mean)
-        return self.reference
+        scale = self.reference / mean
+        self.reference = max(self.reference, 2.0 * mean)
+        return scale
 
 
 def count_items(normalize: Callable[[Any], Any], batch: Any) -> float:
@@ -180,7 +169,7 @@ class Samples:
 
     def __call__(self, batch: Any) -> int:
         """Return the samples of a batch."""
-        first = next(tensors_in(batch), None)
+        first = next(arrays_in(batch), None)
         if first is None:
             raise UserError(
                 f"normalize=Samples() finds no tensor in a {type(batch).__name__}: give a callable that counts."
@@ -246,12 +235,12 @@ def _pick(batch: Any, key: str | int) -> Any:
     raise UserError(f"normalize looks for {key!r} in a {type(batch).__name__}{keys}: give the right key=…") from None
 
 
-def tensors_in(batch: Any) -> Iterator[Any]:
-    """Yield the tensors of mappings and sequences that are no plain numbers."""
+def arrays_in(batch: Any) -> Iterator[Any]:
+    """Yield the arrays in mappings and sequences, of any library, that have an axis."""
     if hasattr(batch, "shape") and len(batch.shape):
         yield batch
     elif isinstance(batch, Mapping):
-        yield from tensors_in([*batch.values()])
+        yield from arrays_in([*batch.values()])
     elif isinstance(batch, (list, tuple)):
         for value in batch:
-            yield from tensors_in(value)
+            yield from arrays_in(value)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from lightning_ga.plan.accumulation import ceil_div, chunk_sizes, split_evenly, split_in_proportion
+from lightning_ga.plan.accumulation import ceil_div, chunk_sizes, split_evenly, split_in_proportion, usable_multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,9 @@ class EpochPlan:
         """Return the places, in the epoch's order, of one micro-batch; of a stand-in, that of the last sample."""
         start = window.start + window.before + sum(window.sizes[:position])
         size = window.sizes[position]
-        return range(start, start + size) if size else range(window.end - 1, window.end)
+        if not size:
+            return range(window.end - 1, window.end)
+        return range(start, start + size)
 
     @cached_property
     def length(self) -> int:
@@ -158,7 +160,7 @@ class EpochPlan:
 
     @property
     def _multiple(self) -> int:
-        return self.multiple if self.micro_batch >= self.multiple else 1
+        return usable_multiple(self.multiple, self.micro_batch)
 
 
 @lru_cache(maxsize=8)  # windows: the sampler asks for each, and so does the loop when it gets there

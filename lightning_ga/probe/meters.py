@@ -5,7 +5,7 @@ Tested in tests/integration/test_probe.py.
 
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.device import WITH_STATISTICS, available_memory, is_emulated
-from lightning_ga.memory.holders import OriginMeter, StepOrigins, attribute
+from lightning_ga.memory.holders import StepOrigins, attribute
 from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.segments import ROUNDING
+from lightning_ga.memory.step_recorder import StepRecorder
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Attribution
 from lightning_ga.probe.prediction import extrapolate
@@ -26,6 +27,7 @@ from lightning_ga.probe.training import ProbedTraining
 
 # Share of a CPU's available memory that a step may use: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8
+TrialStep = Callable[[int, StepRecorder], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class StepMeter:
         self.deadly = device.type == "cpu" and not is_emulated(device)
         self.allocator = AllocatorMeter(device) if device.type in WITH_STATISTICS else None
         self.rounding = 1 if self.allocator is None else ROUNDING
-        self.tensors = OriginMeter(training.owned, self.allocator, device=device, rounding=self.rounding)
+        self.tensors = StepRecorder(training.owned, self.allocator, device=device, rounding=self.rounding)
         self._residents: dict[int, int] = {}  # by address: which of the tensors that are alive before a step
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
@@ -80,31 +82,28 @@ class StepMeter:
         """Return the segments that the next step finds, with the tensors that were counted last."""
         return () if self.allocator is None else self.allocator.layout(self._residents)
 
-    def run(self, training: ProbedTraining, samples: int, *, budget: int, record: bool) -> Measurement:
+    def run(self, step: TrialStep, samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step; ``record`` matters only if there is an allocator."""
         allocator = self.allocator
         if allocator is None:
-            self.tensors.start(record=True, budget=budget)
-            failure, seconds = self._run(training, samples, self.tensors)
+            self.tensors.start(budget=budget)
+            failure, seconds = self._run(step, samples, self.tensors)
             peak = max(self.tensors.peak_bytes, self.tensors.wanted_bytes)
-            origins = self.tensors.origins(complete=failure is None)
-            return Measurement(peak, seconds, failure, traces=(self.tensors.trace(samples),), origins=origins)
+            trace, origins = self.tensors.recorded(samples, complete=failure is None)
+            return Measurement(peak, seconds, failure, traces=(trace,), origins=origins)
         self.tensors.start(record=record)
         allocator.start(record=record, residents=self._residents)
-        failure, seconds = self._run(training, samples, self.tensors if record else nullcontext())
+        failure, seconds = self._run(step, samples, self.tensors if record else nullcontext())
         peak, undisturbed = allocator.finish()
         found = Measurement(peak, seconds, failure, not undisturbed, reserved_bytes=allocator.reserved_peak())
         if not record:
             return found
-        origins = self.tensors.origins(complete=failure is None)
         of_blocks = allocator.trace(samples)
-        of_tensors = self.tensors.trace(samples)
-        traces = (of_tensors,) if of_blocks is None else (of_blocks, of_tensors)
+        trace, origins = self.tensors.recorded(samples, complete=failure is None)
+        traces = (trace,) if of_blocks is None else (of_blocks, trace)
         return replace(found, traces=traces, origins=origins)
 
-    def _run(
-        self, training: ProbedTraining, samples: int, mode: AbstractContextManager[Any]
-    ) -> tuple[Exception | None, float]:
+    def _run(self, step: TrialStep, samples: int, mode: AbstractContextManager[Any]) -> tuple[Exception | None, float]:
         """Run a step without the cycle collector, so that every run releases memory at the same places."""
         started = time.perf_counter()
         collecting = gc.isenabled()
@@ -112,7 +111,7 @@ class StepMeter:
         failure = None
         try:
             with mode:
-                training.step(samples, self.tensors)
+                step(samples, self.tensors)
         except Exception as error:
             failure = error
         finally:

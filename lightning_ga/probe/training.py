@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ga.memory.holders import OriginMeter, state_of
+from lightning_ga.memory.step_recorder import StepRecorder, state_of
 
 _BOUND = 1 << 62
 
@@ -26,9 +26,16 @@ class ProbedTraining:
         self._stepping: WeakSet[Optimizer] = WeakSet()
         self._warm: list[tuple[Optimizer, dict[Any, Any]]] = []
 
-    def step(self, samples: int, meter: OriginMeter) -> object:
+    def step(self, samples: int, meter: StepRecorder) -> object:
         """Run one whole training step on so many samples; ``meter.note_batch`` names the tensors of the batch."""
         raise NotImplementedError
+
+    def first_pass(self, samples: int, meter: StepRecorder) -> object:
+        """Run forward and backward of the first pass of a window, without the optimizer's step."""
+        raise NotImplementedError
+
+    def see_gradients(self) -> None:
+        """See which parameters have gradients in later steps, as far as the first step has not shown it."""
 
     def first_sizes(self, high: int) -> Sequence[int]:
         """Return the sizes to try for the first step: two samples, because BatchNorm refuses one, else one."""
@@ -59,7 +66,8 @@ class ProbedTraining:
         return False
 
     def forget(self) -> None:
-        """Forget what else is known of a limit that does not hold any more, before a search."""
+        """Forget the state that optimizers made, and what else is known of a limit that does not hold any more."""
+        self._warm = []
 
     def note(self, optimizer: Optimizer) -> None:
         """Remember an optimizer that steps."""

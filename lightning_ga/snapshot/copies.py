@@ -13,19 +13,21 @@ from torchmetrics import Metric
 
 from lightning_ga.batch.pytree import contents_of, is_constant, open_container, rebuild, tensors_in
 from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state
 
 SMALL = 2**20  # bytes of a tensor that is copied at the start of every window
+_WIDTH = 1021  # of the rows in which bits are summed; a prime, so that samples that change places change the sum
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
-def versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return how often each tensor was written to; those of inference mode do not know."""
     with torch._C.DisableTorchFunction():  # lazy parameters refuse most
-        found = [*tensors]
-        try:
-            return tuple([tensor._version for tensor in found])  # the usual case, in a third less time
-        except RuntimeError:
-            return tuple(0 if tensor.is_inference() else tensor._version for tensor in found)
+        return list(map(_version, tensors))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_writable(tensor: Tensor) -> bool:
@@ -34,64 +36,85 @@ def is_writable(tensor: Tensor) -> bool:
     return dense and not tensor.is_conj() and not tensor.is_neg() and 0 not in tensor.stride()
 
 
-class JoinedCopies:
-    """Copies of writable tensors, made in few calls: numbers and vectors of a kind are joined."""
+class Copies:
+    """Copies of writable tensors, made in one call for each type and device."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        kinds: dict[Any, list[Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault((min(tensor.dim(), 2), tensor.dtype, tensor.device), []).append(tensor)
+        self._kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         with torch.inference_mode(False):  # copies made in evaluation are written to in training
-            self._apart = [(of, [*map(torch.empty_like, of)]) for (axes, *_), of in kinds.items() if axes == 2]
-            joined = [(torch.cat if axes else torch.stack, of) for (axes, *_), of in kinds.items() if axes < 2]
-            self._joined = [(join, of, join([each.detach() for each in of])) for join, of in joined]
+            for tensor in tensors:
+                originals, copies = self._kinds.setdefault((tensor.dtype, tensor.device), ([], []))
+                originals.append(tensor)
+                copies.append(torch.empty_like(tensor))
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the copies."""
-        yield from (copy for _, copies in self._apart for copy in copies)
-        yield from (copy for *_, copy in self._joined)
+        for _, copies in self._kinds.values():
+            yield from copies
 
+    @torch.no_grad()
     def take(self) -> None:
         """Copy the values."""
-        if not self._joined and not self._apart:
-            return
-        with torch.no_grad():
-            for join, tensors, copy in self._joined:
-                join(tensors, out=copy)
-            for tensors, copies in self._apart:
-                torch._foreach_copy_(copies, tensors)
+        for originals, copies in self._kinds.values():
+            torch._foreach_copy_(copies, originals)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write the values back."""
-        for _, tensors, copy in self._joined:
-            parts = torch.split_with_sizes(copy, [tensor.numel() for tensor in tensors])
-            torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors)])
-        for tensors, copies in self._apart:
-            torch._foreach_copy_(tensors, copies)
+        for originals, copies in self._kinds.values():
+            torch._foreach_copy_(originals, copies)
 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return the sum of each tensor's bits as integers; ``None`` for one whose memory cannot be read that way.
+    """Return a sum of each tensor's bits; ``None`` for one whose memory cannot be read that way.
 
-    Fused kernels, and code that writes to ``tensor.data``, raise no version; the sums show such a change, too.
+    Fused kernels, and code that writes to ``tensor.data``, raise no version; the sums show such a change, too, and
+    values that change places.
     """
     sums: list[int | None] = [None] * len(tensors)
-    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         for number, tensor in enumerate(tensors):
-            is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor.is_meta
-            if is_plain and is_writable(tensor):
-                values = tensor.detach()
-                if values.is_complex():
-                    values = torch.view_as_real(values)
-                bits = values.contiguous().view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
-                by_device.setdefault(bits.device, []).append((number, bits))
+            if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta:
+                continue
+            if (
+                is_writable(tensor) and tensor.numel() and tensor.untyped_storage().nbytes()
+            ):  # sharded ones may be freed
+                by_device.setdefault(tensor.device, {})[number] = _sum_of_bits(tensor.detach())
         for found in by_device.values():  # one transfer for each device
-            for (number, _), value in zip(found, torch.stack([bits for _, bits in found]).tolist()):
+            for number, value in zip(found, torch.stack([*found.values()]).tolist()):
                 sums[number] = value
     return sums
+
+
+def _sum_of_bits(values: Tensor) -> Tensor:
+    """Return the sum of the bits as integers; integer i weighs as much as its place modulo a prime."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
+    width = min(bits.numel(), _WIDTH)
+    rest = bits.numel() % width  # rows overlap by the rest, so that there is no shorter one
+    columns = bits.unfold(0, width + rest, width).sum(0, dtype=torch.int64)
+    return (columns * torch.arange(1, width + rest + 1, device=bits.device)).sum()
+
+
+def by_id(things: Iterable[Any]) -> dict[int, Any]:
+    """Return things, each once, by their ids."""
+    return {id(thing): thing for thing in things}
+
+
+def copies_of(things: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return things, each with its copy: a tensor's values, the state of a generator, a shallow copy of a container."""
+    return [(thing, _copy_of(thing)) for thing in things]
+
+
+def _copy_of(thing: Any) -> Any:
+    if isinstance(thing, Tensor):
+        return thing.detach().clone()
+    if isinstance(thing, GENERATORS):
+        return generator_state(thing)
+    return shallow_copy(thing)
 
 
 def refill(container: Any, content: Any) -> None:
@@ -120,33 +143,42 @@ _COUNTERS = (
 def metric_state(metric: Metric, *, copied: bool = True) -> dict[str, Any]:
     """Return what an update of a metric may change; logged values are replaced and need no copies."""
     own = vars(metric)
-    states = {name: own[name] for name in metric._defaults}
-    counters = {name: own[name] for name in _COUNTERS if name in own}
-    if copied:
-        states = {name: _copy(state) for name, state in states.items()}
-    return {**states, **counters}
+    state = {name: own[name] for name in (*metric._defaults, *_COUNTERS) if name in own}
+    return _with_copies(metric, state) if copied else state
 
 
 def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
     """Give a metric copies of what ``metric_state`` returned: updates change states in place."""
-    vars(metric).update({**state, **{name: _copy(state[name]) for name in metric._defaults}})
+    vars(metric).update(_with_copies(metric, state))
 
 
-def _copy(state: Any) -> Any:
-    return list(state) if isinstance(state, list) else state.clone()
+def _with_copies(metric: Metric, state: dict[str, Any]) -> dict[str, Any]:
+    copies = dict(state)
+    for name in metric._defaults:
+        value = state[name]
+        copies[name] = list(value) if isinstance(value, list) else value.clone()
+    return copies
 
 
 def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return weights of embeddings that ask for sparse gradients, and every parameter that has one now."""
-    asked = [getattr(part, "weight", None) for part in module.modules() if getattr(part, "sparse", False)]
-    having = [parameter for parameter in module.parameters() if parameter.grad is not None and parameter.grad.is_sparse]
-    return list({id(p): p for p in (*asked, *having) if isinstance(p, torch.nn.Parameter)}.values())
+    found: dict[int, torch.nn.Parameter] = {}
+    for part in module.modules():
+        asks = getattr(part, "sparse", False)
+        for name, parameter in part._parameters.items():
+            if parameter is not None and ((asks and name == "weight") or _is_sparse(parameter.grad)):
+                found[id(parameter)] = parameter
+    return list(found.values())
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.is_sparse
 
 
 def coalesce_gradients(parameters: Iterable[Tensor]) -> None:
     """Keep one entry a row in sparse gradients: backward passes append theirs."""
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
+        if parameter.grad is not None and _is_sparse(parameter.grad):
             parameter.grad = parameter.grad.coalesce()
 
 
@@ -156,11 +188,8 @@ def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
     kinds = dict[type, list[Tensor]]()  # one call cannot take plain tensors and DTensors
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is not None:
-                values = gradient
-                if gradient.is_sparse:
-                    values = gradient._values()
+            if parameter.grad is not None:
+                values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
                 kinds.setdefault(type(values), []).append(values)
     for found in kinds.values():
         torch._foreach_mul_(found, scale)
@@ -170,16 +199,16 @@ def with_own_containers(batch: Any, inside: tuple[int, ...] = ()) -> Any:
     """Copy the containers of a batch but not its tensors, because a step may pop labels from the batch."""
     if id(batch) in inside:  # an object may contain itself
         return batch
-    children = open_container(batch)
     inside = (*inside, id(batch))
+    children = open_container(batch)
     if children is not None:
         return rebuild(batch, [with_own_containers(child, inside) for _, child in children])
     if not hasattr(batch, "__dict__") or isinstance(batch, Tensor) or is_constant(batch):
         return batch
     clone = shallow_copy(batch)
-    own = contents_of(clone).items()  # ``copy.copy`` may have copied inner mappings, too
-    containers = ((name, value) for name, value in own if isinstance(value, (dict, list)))
-    vars(clone).update({name: with_own_containers(value, inside) for name, value in containers})
+    for name, value in contents_of(clone).items():  # ``copy.copy`` may have copied inner mappings, too
+        if isinstance(value, (dict, list)):
+            vars(clone)[name] = with_own_containers(value, inside)
     return clone
 
 
@@ -188,7 +217,11 @@ def copied(sample: Any) -> Any:
 
     Nested tensors are cloned: autograd fails on deep copies of them (PyTorch 2.15).
     """
-    return deepcopy(sample, {id(tensor): tensor.clone() for tensor in tensors_in(sample) if _is_cloned(tensor)})
+    clones: dict[int, Any] = {}
+    for tensor in tensors_in(sample):
+        if _is_cloned(tensor):
+            clones[id(tensor)] = tensor.clone()
+    return deepcopy(sample, clones)
 
 
 def copied_if_possible(batch: Any) -> Any:

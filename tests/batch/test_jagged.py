@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ga.batch.pytree import take
+from lightning_ga.batch.take import take
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 LENGTHS = (2, 4, 1, 3)

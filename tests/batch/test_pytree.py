@@ -1,70 +1,127 @@
-"""Neighbouring samples are taken out of one value of any type along any axis, as a view where that is possible."""
+"""Containers are opened by what torch knows of them, and not by what they inherit from."""
 
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree
 
-from lightning_ga.batch.pytree import LayoutError, take
-
-
-def numbers(*shape: int) -> torch.Tensor:
-    return torch.arange(int(np.prod(shape))).reshape(shape)
-
-
-class Boxes(torch.Tensor):
-    """As in torchvision: operations return plain tensors."""
-
-    canvas: tuple[int, int]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+from lightning_ga.batch.pytree import is_constant, open_container, rebuild, same_values
+from lightning_ga.batch.read_layout import read_ready_made
+from lightning_ga.snapshot.copies import with_own_containers
 
 
-def test_subclasses_keep_their_type_and_attributes() -> None:
-    """What is drawn on which canvas, for example; a parameter becomes a view, as anywhere in torch."""
-    boxes = numbers(2, 5).as_subclass(Boxes)
-    boxes.canvas = (3, 4)
-    ours = take(boxes, 1, 1, 3)
-    assert type(ours) is Boxes
-    assert ours.canvas == (3, 4)
-    assert ours.tolist() == [[1, 2], [6, 7]]
-    assert type(take(torch.nn.Parameter(torch.zeros(5)), 0, 1, 3)) is torch.Tensor
+class Rows(Mapping[str, Any]):
+    """As a ``TensorDict``: a mapping that iterates over its rows, and has the shape of them, or none."""
+
+    def __init__(self, data: dict[str, Any], batch_size: tuple[int, ...] = ()) -> None:
+        self.data, self.batch_size = dict(data), torch.Size(batch_size)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.batch_size
+
+    def __len__(self) -> int:
+        return self.batch_size[0] if self.batch_size else 0
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.batch_size, "iteration over rows that are not known"
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, str):
+            return self.data[place]
+        part = {name: value[place] for name, value in self.data.items()}
+        return Rows(part, (len(range(*place[0].indices(len(self)))),) if isinstance(place, tuple) else ())
+
+    def keys(self) -> Any:
+        return self.data.keys()
+
+    def values(self) -> Any:
+        return self.data.values()
+
+    def items(self) -> Any:
+        return self.data.items()
 
 
-class Labelled(torch.Tensor):
-    """Has a label for each of its rows, which indexing cuts with them, unless it is told not to."""
+class Pair:
+    """Known to torch alone."""
 
-    labels: torch.Tensor
-    cuts: ClassVar[bool] = True
-
-    def __getitem__(self, places: Any) -> Any:
-        part = super().__getitem__(places)
-        if self.cuts:
-            part.labels = self.labels[places]
-        return part
+    def __init__(self, one: Any, other: Any) -> None:
+        self.one, self.other = one, other
 
 
-def test_attributes_of_a_users_tensor_are_cut_by_its_own_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attribute that slices lack is refused by name, as nobody knows which of it is theirs."""
-    rows = numbers(4, 2).as_subclass(Labelled)
-    rows.labels = torch.arange(4)
-    ours = take(rows, 0, 1, 3)
-    assert (type(ours), ours.labels.tolist()) == (Labelled, [1, 2])
-    monkeypatch.setattr(Labelled, "cuts", False)
-    with pytest.raises(LayoutError, match=r"Slices of a Labelled lack its attribute 'labels'.*define split_batch"):
-        take(rows, 0, 1, 3)
+class Unregistered(Rows):
+    """Known to nobody."""
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state")
-def test_sparse_tensors_stay_sparse(layout: torch.layout, axis: int) -> None:
-    """In their layout, along either axis."""
-    whole = torch.arange(20.0).reshape(4, 5) * (torch.arange(5) % 2)
-    ours = take(whole.to_sparse(layout=layout), axis, 1, 3)
-    assert ours.layout == layout
-    assert torch.equal(ours.to_dense(), whole.narrow(axis, 1, 2))
+_pytree.register_pytree_node(
+    Rows,
+    lambda rows: (list(rows.values()), (list(rows.keys()), rows.batch_size)),
+    lambda values, context: Rows(dict(zip(context[0], values)), context[1]),
+)
+_pytree.register_pytree_node(Pair, lambda pair: ([pair.one, pair.other], None), lambda values, _: Pair(*values))
+
+
+def of_tensordict(batch_size: tuple[int, ...]) -> Any:
+    tensordict = pytest.importorskip("tensordict")
+    return tensordict.TensorDict({"x": torch.arange(10.0).view(5, 2), "y": torch.arange(5)}, batch_size)
+
+
+def of_tensorclass(batch_size: tuple[int, ...]) -> Any:
+    tensordict = pytest.importorskip("tensordict")
+
+    @tensordict.tensorclass
+    class Fields:
+        x: torch.Tensor
+        y: torch.Tensor
+
+    return Fields(x=torch.arange(10.0).view(5, 2), y=torch.arange(5), batch_size=batch_size)
+
+
+def of_rows(batch_size: tuple[int, ...]) -> Any:
+    return Rows({"x": torch.arange(10.0).view(5, 2), "y": torch.arange(5)}, batch_size)
+
+
+def of_unregistered(batch_size: tuple[int, ...]) -> Any:
+    return Unregistered({"x": torch.arange(10.0).view(5, 2), "y": torch.arange(5)})
+
+
+def field(batch: Any, name: str) -> Any:
+    return batch[name] if isinstance(batch, Mapping) else getattr(batch, name)
+
+
+@pytest.mark.parametrize("batch_size", [(), (5,)])
+@pytest.mark.parametrize("make", [of_rows, of_unregistered, of_tensordict, of_tensorclass])
+def test_containers_of_tensors_are_cut_by_their_samples(make: Any, batch_size: tuple[int, ...]) -> None:
+    """Alone and beside targets; a container of no batch size is no constant that all samples share."""
+    batch = make(batch_size)
+    assert not is_constant(batch)
+    for whole in (batch, (batch, torch.arange(5))):
+        part = read_ready_made(whole).cut(whole, 1, 3)
+        inputs = part[0] if isinstance(whole, tuple) else part
+        assert type(inputs) is type(batch)
+        assert field(inputs, "x").tolist() == [[2.0, 3.0], [4.0, 5.0]]
+        assert field(inputs, "y").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("batch_size", [(), (5,)])
+@pytest.mark.parametrize("make", [of_rows, of_unregistered, of_tensordict, of_tensorclass])
+def test_containers_of_tensors_have_copies(make: Any, batch_size: tuple[int, ...]) -> None:
+    """With the same tensors, as a step may remove some; equal to the original."""
+    batch = make(batch_size)
+    copied = with_own_containers(batch)
+    assert copied is not batch
+    assert type(copied) is type(batch)
+    assert field(copied, "x").data_ptr() == field(batch, "x").data_ptr()
+    assert same_values(copied, batch)
+    assert not same_values(make(batch_size), rebuild(batch, [torch.zeros(5, 2), torch.zeros(5)]))
+
+
+def test_what_torch_has_registered_is_opened() -> None:
+    pair = Pair(torch.arange(5), [torch.arange(5.0)])
+    assert [name for name, _ in open_container(pair) or ()] == ["[0]", "[1]"]
+    part = read_ready_made(pair).cut(pair, 2, 4)
+    assert isinstance(part, Pair)
+    assert (part.one.tolist(), part.other[0].tolist()) == ([2, 3], [2.0, 3.0])

@@ -56,6 +56,18 @@ def test_elements_of_a_sample_are_counted(sample: Any, count: int) -> None:
     assert elements(sample) == count
 
 
+class Graphs:
+    """As a batch of torch_geometric."""
+
+    num_graphs = 4
+    nodes = torch.zeros(8)
+
+    def to_data_list(self) -> Any:
+        raise AssertionError("it need not be cut")
+
+    from_data_list = to_data_list
+
+
 Sized = namedtuple("Sized", "size inputs")
 
 
@@ -67,7 +79,7 @@ Sized = namedtuple("Sized", "size inputs")
         (Sized((224, 224), torch.zeros(8)), 8),
         (SimpleNamespace(t=torch.tensor(1.0), x=torch.zeros(8)), 8),
         (["a", "b", "c"], 3),
-        (SimpleNamespace(num_graphs=4, x=torch.zeros(8)), 4),
+        (Graphs(), 4),
     ],
 )
 def test_the_first_tensor_tells_how_long_a_batch_is(batch: Any, length: int) -> None:

@@ -12,7 +12,19 @@ import pytorch_lightning
 import torch
 from torchmetrics import MaxMetric, MeanMetric
 
-from lightning_ga.compat import advance, closures, compiled, intervals, loaders, patching, place, step_values, steps
+from lightning_ga.compat import (
+    advance,
+    closures,
+    compiled,
+    loaders,
+    patching,
+    place,
+    schedulers,
+    step_log,
+    step_values,
+    steps,
+    validation,
+)
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -60,11 +72,9 @@ NAMES = {
         *("lightning_module._on_before_batch_transfer", "_active_loop", "precision_plugin.convert_input"),
         *("fit_loop.epoch_loop.val_loop._combined_loader", "fit_loop.epoch_loop.val_loop.batch_progress.current.ready"),
     ],
-    intervals: [
-        *("val_check_batch", "val_check_interval", "check_val_every_n_epoch"),
-        *("lr_scheduler_configs", "fit_loop.epoch_loop.update_lr_schedulers"),
-        "_logger_connector.should_update_logs",
-    ],
+    validation: ["val_check_batch", "val_check_interval", "check_val_every_n_epoch"],
+    schedulers: ["lr_scheduler_configs", "fit_loop.epoch_loop.update_lr_schedulers"],
+    step_log: ["_logger_connector.should_update_logs"],
     step_values: [
         *("_results.log", "_results.update_metrics", "_logger_connector.on_batch_end"),
     ],

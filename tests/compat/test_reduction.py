@@ -154,7 +154,7 @@ class Result:
     operations: int = 0  # of the last pass
 
 
-def train(case: Case, windows: Callable[..., Iterator[Any]], *, stock: bool) -> Result:
+def train_case(case: Case, windows: Callable[..., Iterator[Any]], *, stock: bool) -> Result:
     """Train for some windows, each of a number of batches."""
     torch.manual_seed(case.seed)
     rank, net = dist.get_rank(), Net(case).to(case.dtype)
@@ -251,7 +251,7 @@ def random_cases(first: int, count: int) -> None:
     sent: set[str] = set()
     for seed in range(first, first + count):
         case = random_case(seed, dist.get_world_size())
-        expected, result = train(case, stock_window, stock=True), train(case, survived_window, stock=False)
+        expected, result = train_case(case, stock_window, stock=True), train_case(case, survived_window, stock=False)
         sent |= result.sent
         error = float((expected.weights - result.weights).abs().max())
         others = [torch.empty_like(result.weights) for _ in range(dist.get_world_size())]
@@ -270,11 +270,11 @@ def every_operation(options: dict[str, Any]) -> None:
     """
     join()
     case = Case(5, [4, 8, 3], {"bucket_cap_mb": 1e-6, **options}, batches=2, has_buffers=True)
-    expected, clean = train(case, stock_window, stock=True), train(case, survived_window, stock=False)
+    expected, clean = train_case(case, stock_window, stock=True), train_case(case, survived_window, stock=False)
     failed, places = 0, range(1, clean.operations + 1, 4 if options else 2)
     for number, place in enumerate(places):
         case.fails = {(number % 3, number % 2): [(True, "operation", place)]}  # in the first three windows
-        result = train(case, survived_window, stock=False)
+        result = train_case(case, survived_window, stock=False)
         failed += result.failed
         assert float((expected.weights - result.weights).abs().max()) < 1e-12, place
     assert failed > len(places) // 2 - 5  # some windows have a few operations less

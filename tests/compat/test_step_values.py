@@ -116,7 +116,7 @@ def tokens(batch: Any) -> int:
     return int((1 + batch[2] % 3).sum())
 
 
-def train(
+def train_logged(
     *callbacks: pl.Callback, batch: int = EFFECTIVE, samples: int = SAMPLES, module: Any = None, **settings: Any
 ) -> tuple[Rows, list[dict[str, float]], dict[str, float]]:
     """Train and return rows, what callbacks saw, and what is left in the end."""
@@ -141,7 +141,7 @@ def ours(micro_batch: int, mode: str = "loader", **settings: Any) -> AutoAccumul
 @pytest.mark.parametrize("samples", [SAMPLES, RAGGED])
 def test_a_logged_value_is_that_of_the_window(micro_batch: int, mode: str, samples: int) -> None:
     """In every row, in the bar, for callbacks, and in the end, whatever the micro-batch; epochs stay as they were."""
-    assert_same(train(ours(micro_batch, mode), samples=samples), train(samples=samples))
+    assert_same(train_logged(ours(micro_batch, mode), samples=samples), train_logged(samples=samples))
 
 
 @pytest.mark.parametrize("mode", ["loader", "step"])
@@ -149,30 +149,30 @@ def test_a_logged_value_is_that_of_the_window(micro_batch: int, mode: str, sampl
 def test_batches_that_the_recipe_accumulates_are_a_window(batch: int, mode: str) -> None:
     """Stock Lightning logs the last of them alone."""
     factor = -(-EFFECTIVE // batch)
-    stock = train(batch=batch * factor)
-    assert_same(train(ours(5, mode), batch=batch, accumulate_grad_batches=factor), stock)
+    stock = train_logged(batch=batch * factor)
+    assert_same(train_logged(ours(5, mode), batch=batch, accumulate_grad_batches=factor), stock)
 
 
 @pytest.mark.parametrize("mode", ["loader", "step"])
 @pytest.mark.parametrize("call", [1, 2, 8, 9, 20])
 def test_a_window_that_runs_again_leaves_no_value_of_its_failed_passes(call: int, mode: str) -> None:
     callback = ours(12, mode)
-    assert_same(train(callback, module=Logging(fails=call)), train())
+    assert_same(train_logged(callback, module=Logging(fails=call)), train_logged())
     assert callback.oom_events == 1
 
 
 @pytest.mark.parametrize("mode", ["loader", "step"])
 def test_means_are_weighted_by_what_normalize_counts(mode: str) -> None:
-    rows = train(ours(5, mode, normalize=tokens), module=Logging(by_tokens=True))[0]
-    for (_, one), (_, other) in zip(rows, train(module=Logging(by_tokens=True))[0], strict=True):
+    rows = train_logged(ours(5, mode, normalize=tokens), module=Logging(by_tokens=True))[0]
+    for (_, one), (_, other) in zip(rows, train_logged(module=Logging(by_tokens=True))[0], strict=True):
         for name in {"loss_step", "step", "sum_step", "counted_step", "squares_step"} & other.keys():
             assert one[name] == pytest.approx(other[name], rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["loader", "step"])
 def test_rows_are_written_as_often_as_was_asked(mode: str) -> None:
-    stock = train(log_every_n_steps=3)
-    assert_same(train(ours(5, mode), log_every_n_steps=3), stock)
+    stock = train_logged(log_every_n_steps=3)
+    assert_same(train_logged(ours(5, mode), log_every_n_steps=3), stock)
 
 
 class Odd(MeanMetric):
@@ -208,7 +208,7 @@ class Some(Logging):
 def test_what_some_micro_batches_log_and_what_cannot_be_merged() -> None:
     """A value of one micro-batch is the window's; a metric that cannot be copied gives the last micro-batch's."""
     module = Some()
-    rows = train(ours(5), module=module)[0]
+    rows = train_logged(ours(5), module=module)[0]
     found = [(row["second"], row["odd"], row["doubled"]) for _, row in rows]
     windows = zip(module.values[::3], module.values[1::3], module.values[2::3])
     assert found == [(second[0], last[1], last[2]) for _, second, last in windows]
@@ -218,7 +218,7 @@ def on_rank(micro_batch: int, mode: str, fails: int) -> Any:
     """Train on two ranks, in six windows of 7 + 6 samples if the loader cuts, and of 7 + 7 in the step."""
     module = Logging(sync_dist=True, fails=fails if os.environ["RANK"] == "1" else 0)
     callback = ours(micro_batch, mode, effective_batch_size=13 if mode == "loader" else None)
-    return *train(callback, batch=7, samples=78, module=module, **ddp()), callback.oom_events
+    return *train_logged(callback, batch=7, samples=78, module=module, **ddp()), callback.oom_events
 
 
 @pytest.mark.distributed

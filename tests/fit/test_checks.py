@@ -10,7 +10,7 @@ from reference import Regression, quiet_trainer
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.errors import UserError
-from lightning_ga.fit.messages import check_trainer
+from lightning_ga.fit.checks import check_trainer
 from lightning_ga.plan.config import read_arguments
 
 

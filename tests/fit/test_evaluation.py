@@ -85,7 +85,7 @@ class PredictsOnly(Evaluated):
         return {"predicted": self.net(batch["inputs"]), "names": batch.pop("name")}
 
 
-def loader(size: int = 20, **settings: Any) -> DataLoader:
+def loader_of_rows(size: int = 20, **settings: Any) -> DataLoader:
     return DataLoader(Rows(size), batch_size=BATCH, **settings)
 
 
@@ -106,7 +106,10 @@ def test_an_evaluation_in_pieces_is_that_of_whole_batches(stage: str, inference_
     """What is logged and returned, metrics, buffers and lists: each sample counts once."""
     ours, module = AutoAccumulate(), Evaluated(fits=3)
     settings = {"inference_mode": inference_mode}
-    close(evaluated(module, stage, loader(), ours, **settings), evaluated(Evaluated(), stage, loader(), **settings))
+    close(
+        evaluated(module, stage, loader_of_rows(), ours, **settings),
+        evaluated(Evaluated(), stage, loader_of_rows(), **settings),
+    )
     assert module.sizes == 10 * [2]  # those of failed attempts are taken back
     assert ours.oom_events == 2  # of one batch: eight samples and four
     assert "loss" in module.returned[0]
@@ -114,7 +117,7 @@ def test_an_evaluation_in_pieces_is_that_of_whole_batches(stage: str, inference_
 
 def test_predictions_in_pieces_are_those_of_whole_batches() -> None:
     found = [
-        quiet_trainer(AutoAccumulate()).predict(module, [loader(), loader(9)])
+        quiet_trainer(AutoAccumulate()).predict(module, [loader_of_rows(), loader_of_rows(9)])
         for module in (PredictsOnly(fits=3), PredictsOnly())
     ]
     close(*[[[batch["predicted"] for batch in batches] for batches in each] for each in found])
@@ -124,7 +127,12 @@ def test_predictions_in_pieces_are_those_of_whole_batches() -> None:
 def test_several_loaders_and_data_workers() -> None:
     """Each loader has a limit of its own; what is logged keeps them apart."""
     found = [
-        evaluated(module, "validate", [loader(12, num_workers=1, persistent_workers=True), loader(5)], *callbacks)
+        evaluated(
+            module,
+            "validate",
+            [loader_of_rows(12, num_workers=1, persistent_workers=True), loader_of_rows(5)],
+            *callbacks,
+        )
         for module, callbacks in ((Evaluated(fits=4), [AutoAccumulate()]), (Evaluated(), []))
     ]
     close(*found)
@@ -143,7 +151,7 @@ def test_a_fit_is_validated_in_pieces() -> None:
     left = []
     for module, callbacks in ((Trained(fits=3), [AutoAccumulate(verify=False)]), (Trained(), [])):
         trainer = quiet_trainer(*callbacks, num_sanity_val_steps=1)
-        trainer.fit(module, loader(), loader(12))
+        trainer.fit(module, loader_of_rows(), loader_of_rows(12))
         metrics = {name: value for name, value in trainer.callback_metrics.items() if "chunk" not in name}
         left.append([*module.net.parameters(), metrics, module.samples])
         assert not callbacks or callbacks[0].plan.factor == 1
@@ -152,7 +160,7 @@ def test_a_fit_is_validated_in_pieces() -> None:
 
 def test_memory_runs_out_at_any_operation() -> None:
     """Of the step, and of what puts together what pieces have logged and returned."""
-    expected, survived = evaluated(Evaluated(), "validate", loader(8)), 0
+    expected, survived = evaluated(Evaluated(), "validate", loader_of_rows(8)), 0
     for operation in range(1, 4000, 79):
         counter, ours = out_of_memory_at(operation), AutoAccumulate()
 
@@ -164,7 +172,7 @@ def test_memory_runs_out_at_any_operation() -> None:
                 counter.__exit__(None, None, None)  # noqa: B023
                 super().on_validation_batch_end(*arguments)
 
-        close(evaluated(Counting(fits=4), "validate", loader(8), ours), expected)
+        close(evaluated(Counting(fits=4), "validate", loader_of_rows(8), ours), expected)
         survived += ours.oom_events
         if counter.operations < operation:
             break
@@ -175,9 +183,9 @@ def test_memory_runs_out_at_any_operation() -> None:
 def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
     """And if that is asked for, the first error ends the run."""
     with pytest.raises(UserError, match="Memory ran out in validation with one sample alone .* nothing left to split"):
-        evaluated(Evaluated(fits=0), "validate", loader(), AutoAccumulate())
+        evaluated(Evaluated(fits=0), "validate", loader_of_rows(), AutoAccumulate())
     with pytest.raises(torch.OutOfMemoryError):
-        evaluated(Evaluated(fits=3), "validate", loader(), AutoAccumulate(on_oom="raise"))
+        evaluated(Evaluated(fits=3), "validate", loader_of_rows(), AutoAccumulate(on_oom="raise"))
 
 
 def told_by(module: Evaluated, stage: str, data: Any) -> list[tuple[int, int]]:
@@ -193,8 +201,8 @@ def told_by(module: Evaluated, stage: str, data: Any) -> list[tuple[int, int]]:
 
 def test_each_error_that_was_survived_is_told() -> None:
     """Also if one batch was halved several times; later batches begin with what is known."""
-    assert told_by(Evaluated(fits=3), "test", loader()) == [(8, 4), (4, 2)]
-    of_loaders = told_by(Evaluated(fits=1), "validate", [loader(9), loader(4)])
+    assert told_by(Evaluated(fits=3), "test", loader_of_rows()) == [(8, 4), (4, 2)]
+    of_loaders = told_by(Evaluated(fits=1), "validate", [loader_of_rows(9), loader_of_rows(4)])
     assert of_loaders == [(8, 4), (4, 2), (2, 1), (4, 2), (2, 1)]
 
 
@@ -275,7 +283,7 @@ class Normalizes(Evaluated):
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_a_step_may_change_a_small_batch_in_place(stage: str, workers: int) -> None:
     """In inference mode, in which evaluation runs, it is put back; also after a later error, when pieces have run."""
-    data = [loader(20, num_workers=workers), loader(9, num_workers=workers)]
+    data = [loader_of_rows(20, num_workers=workers), loader_of_rows(9, num_workers=workers)]
     for fits in (4, 2):
         close(evaluated(Normalizes(fits=fits), stage, data, AutoAccumulate()), evaluated(Normalizes(), stage, data))
 
@@ -286,7 +294,9 @@ def test_predictions_of_batches_that_are_changed_in_place() -> None:
             batch["inputs"].sub_(0.5).mul_(2)
             return super().predict_step(batch, *given)
 
-    found = [quiet_trainer(AutoAccumulate()).predict(module, loader(20)) for module in (Predicts(fits=1), Predicts())]
+    found = [
+        quiet_trainer(AutoAccumulate()).predict(module, loader_of_rows(20)) for module in (Predicts(fits=1), Predicts())
+    ]
     close(*[[each["predicted"] for each in batches] for batches in found])
 
 
@@ -298,14 +308,17 @@ def test_a_large_batch_that_was_changed_in_place_ends_the_run(stage: str, monkey
     """No copy is kept of it; one that is not changed runs again."""
     monkeypatch.setattr(kept_batch, "SMALL", 100)
     with pytest.raises(UserError, match=IN_PLACE):
-        evaluated(Normalizes(fits=3), stage, loader(), AutoAccumulate())
-    close(evaluated(Evaluated(fits=3), stage, loader(), AutoAccumulate()), evaluated(Evaluated(), stage, loader()))
+        evaluated(Normalizes(fits=3), stage, loader_of_rows(), AutoAccumulate())
+    close(
+        evaluated(Evaluated(fits=3), stage, loader_of_rows(), AutoAccumulate()),
+        evaluated(Evaluated(), stage, loader_of_rows()),
+    )
 
 
 def test_a_batch_with_versions_that_was_changed_in_place_ends_the_run() -> None:
     """Without inference mode, or if batches are ready-made; as in training."""
-    ready_made = DataLoader([*loader()], batch_size=None)
-    for data, settings in ((loader(), {"inference_mode": False}), (ready_made, {})):
+    ready_made = DataLoader([*loader_of_rows()], batch_size=None)
+    for data, settings in ((loader_of_rows(), {"inference_mode": False}), (ready_made, {})):
         with pytest.raises(UserError, match=IN_PLACE):
             evaluated(Normalizes(fits=3), "validate", data, AutoAccumulate(), **settings)
     close(
@@ -334,7 +347,7 @@ class Totals(Evaluated):
 def test_attributes_that_a_step_adds_to_in_place(stage: str, inference_mode: bool) -> None:
     """Each sample counts once, also if the tensors are of inference mode."""
     module = Totals(fits=3)
-    evaluated(module, stage, loader(), AutoAccumulate(), inference_mode=inference_mode)
+    evaluated(module, stage, loader_of_rows(), AutoAccumulate(), inference_mode=inference_mode)
     assert module.total == 20
     assert module.totals["rows"].tolist() == [0, 20]
 
@@ -347,4 +360,4 @@ def test_weights_that_a_step_moves_are_named() -> None:
             return super().validation_step(batch, batch_idx)
 
     with pytest.raises(UserError, match="the step had changed net.0.weight"):
-        evaluated(Moves(fits=3), "validate", loader(), AutoAccumulate())
+        evaluated(Moves(fits=3), "validate", loader_of_rows(), AutoAccumulate())

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from reference import Regression, Samples, StreamOf, fit
+from reference import Regression, Samples, StreamOf, fit, loader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from lightning_ga import AutoAccumulate, UserError
@@ -13,15 +13,11 @@ from lightning_ga.schedule import by_step
 SAMPLES = 64
 
 
-def loader(samples: int = SAMPLES, batch_size: int = 16) -> "DataLoader[Any]":
-    return DataLoader(Samples(samples), batch_size)
-
-
 @pytest.mark.parametrize(("asked", "micro_batch"), [(256, "auto"), (65, 20), ({0: 16, 1: 1000}, 20)])
 def test_an_effective_batch_above_the_data_is_warned_of(asked: Any, micro_batch: Any) -> None:
     callback = AutoAccumulate(asked, micro_batch_size=micro_batch)
     with pytest.warns(UserWarning, match=r"effective batch of [\d,]+ samples is above the 64 of an epoch"):
-        _, trainer = fit(loader(), callback)
+        _, trainer = fit(loader(SAMPLES, 16), callback)
     assert callback.plan.effective_batch_size == sum(callback.plan.chunks[0]) == SAMPLES
     assert trainer.global_step == callback.optimizer_steps() == (2 if not isinstance(asked, dict) else 5)
 
@@ -50,10 +46,16 @@ READY_MADE = DataLoader(StreamOf(list(loader(53, 4))), batch_size=None)
 NO_WHOLE_NUMBER = "effective_batch_size=6 is no whole number of batches: with {}, .* Use a multiple of 4"
 REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], type[Regression], str]] = {
     "manual": (
-        *(loader(), {"micro_batch_size": 8}, {}, TurnsManual),
+        *(loader(SAMPLES, 16), {"micro_batch_size": 8}, {}, TurnsManual),
         "TurnsManual sets automatic_optimization=False.*leave AutoAccumulate out",
     ),
-    "factor": (loader(), {}, {"accumulate_grad_batches": 0}, Regression, "accumulate_grad_batches=0 must be at least"),
+    "factor": (
+        loader(SAMPLES, 16),
+        {},
+        {"accumulate_grad_batches": 0},
+        Regression,
+        "accumulate_grad_batches=0 must be at least",
+    ),
     "parts of batches": (
         *(OWN_BATCHES, {"effective_batch_size": 6, "micro_batch_size": 2}, {}, Regression),
         NO_WHOLE_NUMBER.format(r"a batch sampler of its own \(Own\)"),
@@ -72,20 +74,6 @@ def test_what_cannot_be_is_refused_before_the_first_step(name: str) -> None:
     with pytest.raises(UserError, match=told):
         fit(data, AutoAccumulate(**arguments), module=module, **settings)
     assert not module.gradients
-
-
-class Two(Regression):
-    """Has two optimizers."""
-
-    def configure_optimizers(self) -> Any:
-        return [super().configure_optimizers()] * 2
-
-
-def test_several_optimizers_are_not_sent_in_a_circle() -> None:
-    with pytest.raises(RuntimeError, match="multiple optimizers") as caught:
-        fit(loader(), AutoAccumulate(), module=Two())
-    (note,) = caught.value.__notes__
-    assert "leave AutoAccumulate out of the callbacks and cut each batch in training_step" in note
 
 
 class Nothing(IterableDataset[Any]):

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
 BATCH, MICRO_BATCH, SIZE = 16, 5, 64
 
 
-def train(*callbacks: Any, mode: str | None = None, oom: bool = False, module: Any = None, **settings: Any) -> Any:
+def train_recipe(
+    *callbacks: Any, mode: str | None = None, oom: bool = False, module: Any = None, **settings: Any
+) -> Any:
     """A fit of the recipe; ``mode``: with the callback; ``oom``: memory runs out in the second step of training."""
     module, data = Regression() if module is None else module, DataLoader(Samples(SIZE), batch_size=BATCH)
     if mode is None:
@@ -38,7 +40,7 @@ def test_the_learning_rate_finder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         finder = LearningRateFinder(num_training_steps=10, early_stop_threshold=None)
-        module, trainer = train(finder, enable_checkpointing=True, **given)
+        module, trainer = train_recipe(finder, enable_checkpointing=True, **given)
         found.append((finder.optimal_lr.suggestion(), module.lr, trainer.global_step))
     assert found[0][:2] == found[1][:2]
     assert found[1][2] == 2 * SIZE // BATCH  # stock Lightning 2.5.0 takes fewer after its finder
@@ -63,11 +65,11 @@ def test_compiled_modules(mode: str, oom: bool, what: str) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    stock, _ = train(module=Plain())
+    stock, _ = train_recipe(module=Plain())
     module = Plain()
     if what == "net":
         module.net = torch.compile(module.net, backend="aot_eager")
-    train(module=torch.compile(module, backend="aot_eager") if what == "module" else module, mode=mode, oom=oom)
+    train_recipe(module=torch.compile(module, backend="aot_eager") if what == "module" else module, mode=mode, oom=oom)
     torch.testing.assert_close([*module.parameters()], [*stock.parameters()], rtol=1e-10, atol=1e-10)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.fit.fit import Fit
+from lightning_ga.fit.limit_search import LimitSearch
 from lightning_ga.testing import limit_memory
 
 SIZES: list[int] = []  # of the passes of all modules here, trials included; no attribute, which trials would copy
@@ -177,7 +177,7 @@ def test_the_limit_is_looked_for_after_an_error_and_leaves_no_trace(mode: Any) -
     assert callback.oom_events == 1
     limit = callback.probe.limit
     assert 1 < limit < 32
-    with patch.object(Fit, "_limit_below", lambda *_: limit):
+    with patch.object(LimitSearch, "below", lambda *_: limit):
         told, _, drawn = hoarded(micro_batching=mode)
     for ours, other in zip(module.state_dict().values(), told.state_dict().values(), strict=True):
         assert torch.equal(ours, other)
@@ -201,5 +201,7 @@ class Labels(Plain):
 
 def test_a_step_that_the_probe_itself_disturbs_trains() -> None:
     """The sentence says that the probe is the cause."""
-    with pytest.warns(UserWarning, match=r"no limit, .* refuses Tensor\.__new__ while the probe records memory"):
+    with pytest.warns(
+        UserWarning, match=r"no limit, .* in which the probe records memory, .*Creating a new Tensor subclass"
+    ):
         fit(DataLoader(Samples(32), batch_size=8), AutoAccumulate(cache=False), module=Labels(), max_epochs=1)

@@ -137,10 +137,10 @@ def scenario(*faults: tuple[int, Any], accumulate: Any = LOADER, **settings: Any
 
 def trained(scenarios: dict[str, Scenario]) -> dict[str, dict[str, Any]]:
     """What this rank records of one fit after the other."""
-    return {name: train(each, int(os.environ["RANK"])) for name, each in scenarios.items()}
+    return {name: train_scenario(each, int(os.environ["RANK"])) for name, each in scenarios.items()}
 
 
-def train(each: Scenario, rank: int) -> dict[str, Any]:
+def train_scenario(each: Scenario, rank: int) -> dict[str, Any]:
     faults, most = [fault for on, fault in each.faults if on == rank], each.most[rank]
     module = Task(*each.parts, dtype=each.dtype, faults=faults, most=most)
     normalize = {"normalize": lambda batch: float(len(batch[0]))} if each.counts else {}
@@ -151,7 +151,7 @@ def train(each: Scenario, rank: int) -> dict[str, Any]:
     settings = {"max_epochs": each.epochs, "num_sanity_val_steps": each.sanity, **ddp(**(each.strategy or {}))}
     settings |= each.trainer or {}
     trainer = quiet_trainer(callback, **settings)
-    elsewhere = mock.patch("lightning_ga.fit.limit.hardware", return_value="another GPU")
+    elsewhere = mock.patch("lightning_ga.fit.limit_search.hardware", return_value="another GPU")
     with (
         elsewhere if each.is_elsewhere and rank == 1 else nullcontext(),
         warnings.catch_warnings(record=True) as told,

@@ -6,16 +6,21 @@ Only a few samples of a map-style dataset that gives the same ones again are rea
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from reference import Regression, Samples, SizedStreamOf, fit, worst_error
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_ga import AutoAccumulate
+from lightning_ga.loading import known_samples, largest
 
 SIZE = 300
 APART = 66  # samples that may be read apart
@@ -243,3 +248,57 @@ def test_the_first_batch_of_training_takes_as_much_in_a_trial_as_one_that_is_mad
         assert accumulate.probe.limit == 8
         peaks.append(accumulate.probe.peak_bytes)
     assert peaks[0] == peaks[1]
+
+
+class Slow(Dataset[Any]):
+    """Takes a tenth of a second for each sample, by a clock of its own; samples are of unequal size."""
+
+    def __init__(self) -> None:
+        self.reads = torch.zeros((), dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return torch.full((1 + index % 7,), float(index))
+
+    def clock(self) -> float:
+        return float(self.reads) / 10
+
+
+class Pooled(LightningModule):
+    """Notes how many samples were read before its first step."""
+
+    def __init__(self, data: Slow) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.data = data
+        self.read_before: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch.mean(1, keepdim=True)).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.read_before.append(int(self.data.reads))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory_budget": "1 GB"}, {"memory_budget": "1 GB", "verify": False}])
+def test_slow_samples_are_read_for_one_more_batch_at_most(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step, with the batch that it takes; the search for the largest reads no others, and says so."""
+    data = Slow()
+    for module in (known_samples, largest):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=data.clock))
+    monkeypatch.setattr(known_samples, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(largest, "LOOK_SECONDS", 5.0)
+    module = Pooled(data)
+    loader = DataLoader(data, 8, collate_fn=lambda batch: pad_sequence(batch, batch_first=True))
+    told = pytest.warns(UserWarning, match="there was time to read") if "memory_budget" in settings else nullcontext()
+    with told:
+        fit(loader, AutoAccumulate(cache=False, **settings), module=module, max_steps=1)
+    assert 8 <= module.read_before[0] <= 2 * 8

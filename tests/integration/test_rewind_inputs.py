@@ -106,7 +106,7 @@ class Run:
     operations: int  # in which memory may run out
 
 
-def train(data: Any, *callbacks: Any, at: tuple[int, ...] = (), **settings: Any) -> Run:
+def train_program(data: Any, *callbacks: Any, at: tuple[int, ...] = (), **settings: Any) -> Run:
     """Train a program on data that are made anew for each training."""
     of_module = {name: settings.pop(name) for name in ("read", "optimizer", "frequency") if name in settings}
     faults = Faults(*at)
@@ -131,7 +131,7 @@ def same(ours: Run, stock: Run, tolerance: float = 1e-12) -> None:
     assert (ours.steps, ours.validated) == (stock.steps, stock.validated)
 
 
-def loader(size: int = SAMPLES, **settings: Any) -> DataLoader:
+def loader_of_rows(size: int = SAMPLES, **settings: Any) -> DataLoader:
     return DataLoader(Rows(size), **{"batch_size": BATCH, **settings})
 
 
@@ -269,7 +269,7 @@ class Row:
 
 
 def collated(collate: Any, read: Any, **more: Any) -> Row:
-    return Row(lambda: loader(collate_fn=collate), read, **more)
+    return Row(lambda: loader_of_rows(collate_fn=collate), read, **more)
 
 
 def stream(says: int | None, frequency: int) -> Row:
@@ -290,10 +290,16 @@ ROWS: dict[str, Row] = {
     ),
     "tensors that are overwritten, and read again": collated(None, doubled_in_place, modes=("loader",)),
     "two loaders, zipped": Row(
-        lambda: Zipped(loader(), loader()), of_both, ("loader",), ours={"micro_batch_size": 3}, settings={}
+        lambda: Zipped(loader_of_rows(), loader_of_rows()),
+        of_both,
+        ("loader",),
+        ours={"micro_batch_size": 3},
+        settings={},
     ),
     "two loaders, one of which ends in a smaller batch": Row(
-        lambda: CombinedLoader({"one": loader(), "other": loader(23, batch_size=4)}, "min_size"), apart, ("loader",)
+        lambda: CombinedLoader({"one": loader_of_rows(), "other": loader_of_rows(23, batch_size=4)}, "min_size"),
+        apart,
+        ("loader",),
     ),
     "a stream": stream(None, 1),
     "a stream that says more": stream(60, 5),
@@ -301,8 +307,8 @@ ROWS: dict[str, Row] = {
     "a stream that workers share": Row(
         lambda: DataLoader(Stream(SAMPLES), BATCH, num_workers=2, persistent_workers=True), modes=("loader",)
     ),
-    "a sampler that says more": Row(lambda: loader(sampler=Off(56)), settings={}),
-    "a sampler that says less": Row(lambda: loader(sampler=Off(40)), settings={}),
+    "a sampler that says more": Row(lambda: loader_of_rows(sampler=Off(56)), settings={}),
+    "a sampler that says less": Row(lambda: loader_of_rows(sampler=Off(40)), settings={}),
 }
 
 
@@ -312,7 +318,7 @@ def test_errors_change_nothing_of_a_training(name: str, mode: str) -> None:
     row = ROWS[name]
 
     def trained(*ours: Any, at: tuple[int, ...] = ()) -> Run:
-        return train(row.data, *ours, *(make() for make in row.callbacks), at=at, read=row.read, **row.settings)
+        return train_program(row.data, *ours, *(make() for make in row.callbacks), at=at, read=row.read, **row.settings)
 
     stock = trained()
     if mode == "loader" and name == "a sampler that says more":  # stock waits for more; here validation does not
@@ -330,10 +336,10 @@ def test_errors_change_nothing_of_a_training(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize(("collate", "read"), [(None, doubled_in_place), (Object, doubled_within)])
 def test_tensors_that_are_overwritten_end_a_run_that_cannot_read_them_again(collate: Any, read: Any) -> None:
-    data = lambda: loader(collate_fn=collate)  # noqa: E731
-    calm = train(data, accumulate("step"), read=read)
+    data = lambda: loader_of_rows(collate_fn=collate)  # noqa: E731
+    calm = train_program(data, accumulate("step"), read=read)
     with pytest.raises(UserError, match="changed a tensor of its batch in place"):
-        train(data, accumulate("step"), at=(calm.operations // 2,), read=read)
+        train_program(data, accumulate("step"), at=(calm.operations // 2,), read=read)
 
 
 @pytest.mark.parametrize("mode", BOTH)
@@ -347,10 +353,10 @@ def test_a_batch_that_the_loader_cannot_make_is_never_left_out(mode: str) -> Non
         return default_collate(rows)
 
     def trained(mode: str) -> Run:
-        return train(lambda: loader(collate_fn=collate), accumulate(mode), max_epochs=8)
+        return train_program(lambda: loader_of_rows(collate_fn=collate), accumulate(mode), max_epochs=8)
 
     if mode == "loader":
-        same(trained(mode), train(loader, max_epochs=8))
+        same(trained(mode), train_program(loader_of_rows, max_epochs=8))
         return
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trained(mode)
@@ -360,5 +366,5 @@ def test_a_batch_that_the_loader_cannot_make_is_never_left_out(mode: str) -> Non
 @pytest.mark.parametrize("mode", BOTH)
 def test_an_error_halves_the_pass_that_failed_however_high_the_limit_was(mode: str) -> None:
     with pytest.warns(UserWarning, match=f"with {BATCH} samples .* at most {-(-BATCH // 2)} samples"):
-        train(loader, ours := accumulate(mode, micro_batch_size=1000 * BATCH), at=(20,))
+        train_program(loader_of_rows, ours := accumulate(mode, micro_batch_size=1000 * BATCH), at=(20,))
     assert ours.oom_events == 1

@@ -24,7 +24,7 @@ def in_order(samples: int = 48, batch_size: int = 4) -> Any:
     return DataLoader(Samples(samples), batch_size)
 
 
-def train(loader: Any, *callbacks: pl.Callback, **settings: Any) -> tuple[Any, pl.Trainer]:
+def fit_epochs(loader: Any, *callbacks: pl.Callback, **settings: Any) -> tuple[Any, pl.Trainer]:
     return fit(loader, *callbacks, **{"max_epochs": EPOCHS, **settings})
 
 
@@ -40,7 +40,7 @@ def test_the_recipe_decides_when_validation_is_due() -> None:
     over_epochs = {"val_check_interval": 5, "check_val_every_n_epoch": None, "max_epochs": 2}
     for mode, steps in (("loader", [4, 6, 7, 9]), ("step", [3, 5, 7, 8])):
         callback = scheduled(by_step({0: 4, 3: 12}), micro_batching=mode)
-        module, _ = train(in_order(), callback, module=Validated(), **over_epochs)
+        module, _ = fit_epochs(in_order(), callback, module=Validated(), **over_epochs)
         assert module.steps_at_validation == steps
         assert [len(window) for window in module.windows] == [4] * 3 + [12] * 7
 
@@ -54,7 +54,7 @@ def test_the_plan_is_that_of_the_current_window() -> None:
         seen.append((callback.plan.effective_batch_size, callback.plan.factor, batch_idx % factor))  # type: ignore[union-attr]
 
     callback = scheduled(linear(2, 6, steps=2), micro_batching="loader")
-    _, trainer = train(in_order(15), callback, LambdaCallback(on_train_batch_start=watch), max_epochs=1)
+    _, trainer = fit_epochs(in_order(15), callback, LambdaCallback(on_train_batch_start=watch), max_epochs=1)
     assert seen == [(2, 1, 0), (4, 2, 0), (4, 2, 1), (6, 3, 0), (6, 3, 1), (6, 3, 2), (6, 3, 0), (6, 3, 1)]
     assert type(trainer.accumulate_grad_batches) is int
 
@@ -64,7 +64,7 @@ def test_the_probe_tries_what_the_largest_window_needs() -> None:
     for mode, limit in (("loader", 24), ("step", 4)):
         settings: dict[str, Any] = {"micro_batching": mode, "memory_budget": "1GiB", "cache": False}
         callback = AutoAccumulate(by_step({0: 4, 5: 24}), **settings)
-        train(in_order(), callback, max_epochs=2)
+        fit_epochs(in_order(), callback, max_epochs=2)
         assert callback.probe is not None
         assert callback.probe.limit == limit
 
@@ -80,27 +80,29 @@ def test_a_growing_batch_grows_on_after_a_resume(mode: Any, saved: str, tmp_path
             trainer.save_checkpoint(path)
 
     path, arguments = tmp_path / "saved.ckpt", {"micro_batching": mode, "micro_batch": 4}
-    module, _ = train(in_order(), scheduled(by_step({0: 4, 2: 12}), **arguments), LambdaCallback(**{saved: save}),
+    module, _ = fit_epochs(in_order(), scheduled(by_step({0: 4, 2: 12}), **arguments), LambdaCallback(**{saved: save}),
                       module=Validated())  # fmt: skip
-    resumed, _ = train(in_order(), scheduled(by_step({0: 4, 2: 12}), **arguments), ckpt_path=path)
+    resumed, _ = fit_epochs(in_order(), scheduled(by_step({0: 4, 2: 12}), **arguments), ckpt_path=path)
     assert [len(each) for each in resumed.windows if each] == [len(each) for each in module.windows[step:]]
 
 
 @pytest.mark.loader_only(reason="in the step a resume is stock Lightning's")
 def test_a_checkpoint_of_stock_lightning_knows_steps_and_samples(tmp_path: Path) -> None:
     """The loop's counts tell how many there have been."""
-    train(in_order(), SaveAll(tmp_path), max_epochs=2)
+    fit_epochs(in_order(), SaveAll(tmp_path), max_epochs=2)
     for schedule in (by_step({0: 4, 16: 8}), by_samples({0: 4, 64: 8})):
         for step in (12, 14):
-            module, _ = train(in_order(), scheduled(schedule, 4), ckpt_path=tmp_path / f"step{step}.ckpt", max_epochs=2)
+            module, _ = fit_epochs(
+                in_order(), scheduled(schedule, 4), ckpt_path=tmp_path / f"step{step}.ckpt", max_epochs=2
+            )
             assert [len(window) for window in module.windows[step:]] == [4] * (16 - step) + [8] * 4
 
 
 def test_another_schedule_after_a_resume_holds_from_the_step_on(tmp_path: Path) -> None:
     """The windows before are what they were: neither steps nor samples are counted by the new schedule."""
-    train(in_order(), scheduled(4, 4), SaveAll(tmp_path), max_epochs=1)
+    fit_epochs(in_order(), scheduled(4, 4), SaveAll(tmp_path), max_epochs=1)
     later = scheduled(by_step({0: 16, 6: 6, 8: 10}), 3, micro_batching="loader")
-    module, _ = train(in_order(), later, ckpt_path=tmp_path / "step5.ckpt", max_epochs=1)
+    module, _ = fit_epochs(in_order(), later, ckpt_path=tmp_path / "step5.ckpt", max_epochs=1)
     assert module.windows[5:] == [list(range(20, 36)), list(range(36, 42)), list(range(42, 48))]
 
 
@@ -163,7 +165,7 @@ def by_hand(scheduler: str, count: Any, rule: str) -> list[tuple[float, ...]]:
 
 
 def rated(module: pl.LightningModule, callback: Any, *callbacks: pl.Callback, **settings: Any) -> Any:
-    return train(DataLoader(Samples(SIZE), RECIPE, shuffle=True), callback, *callbacks, module=module, **settings)
+    return fit_epochs(DataLoader(Samples(SIZE), RECIPE, shuffle=True), callback, *callbacks, module=module, **settings)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_each_rate_is_that_of_a_loop_by_hand(
 def test_the_frequency_of_a_schedule_counts_the_recipes_batches_whatever_the_micro_batch() -> None:
     one, other = (Rates(SCHEDULERS["by step"][0], frequency=4) for _ in range(2))
     for module, micro_batch in ((one, 4), (other, 2)):
-        train(in_order(), scheduled(8, micro_batch), module=module, accumulate_grad_batches=2)
+        fit_epochs(in_order(), scheduled(8, micro_batch), module=module, accumulate_grad_batches=2)
     assert one.read == other.read
 
 
@@ -214,7 +216,7 @@ def test_a_frequency_in_windows_that_grow_is_due_at_the_end_of_the_window(
 ) -> None:
     """Windows end after 1, 2, 3, 5, 7, 9, 11 and 12 or 13 batches of four."""
     grown = Rates(SCHEDULERS["by step"][0], frequency=frequency)
-    train(in_order(52), scheduled(by_step({0: 4, 3: 8}), micro_batching=mode), module=grown, max_epochs=1)
+    fit_epochs(in_order(52), scheduled(by_step({0: 4, 3: 8}), micro_batching=mode), module=grown, max_epochs=1)
     expected = [0.01 * 0.9 ** sum(step < read for step in due_after) for read in range(1, len(grown.read) + 1)]
     assert [rate[0] for rate in grown.read] == pytest.approx(expected)
 

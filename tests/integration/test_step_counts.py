@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from reference import Regression, Samples, StreamOf, Validated, fit
+from reference import Regression, Samples, StreamOf, Validated, fit, loader
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, optimizer_steps
@@ -18,16 +18,12 @@ class Scheduled(Regression):
         return super().configure_optimizers()
 
 
-def loader(samples: int = 30, batch_size: int = 4) -> Any:
-    return DataLoader(Samples(samples), batch_size)
-
-
 def test_a_stream_has_no_count() -> None:
     """The answer is then Lightning's own, with the callback or without it."""
     for callbacks in ([], [AutoAccumulate(micro_batch_size=2)]):
         module, _ = fit(DataLoader(StreamOf(Samples(30)), 4), *callbacks, module=Scheduled(), max_steps=5)
         assert module.steps == 5
-    module, trainer = fit(loader(), module=Scheduled(), accumulate_grad_batches=3)
+    module, trainer = fit(loader(30, 4), module=Scheduled(), accumulate_grad_batches=3)
     assert module.steps == trainer.global_step == 6
 
 
@@ -72,7 +68,7 @@ def test_validation_is_due_at_the_end_of_the_window_in_which_its_batches_are_don
     def validated_at(*callbacks: pl.Callback) -> list[int]:
         arguments = {"accumulate_grad_batches": FACTOR, "max_epochs": EPOCHS, **settings}
         samples = 4 * batches
-        return fit(loader(samples), *callbacks, module=Validated(), **arguments)[0].steps_at_validation
+        return fit(loader(samples, 4), *callbacks, module=Validated(), **arguments)[0].steps_at_validation
 
     expected = steps_when_due(batches, every, settings)
     assert validated_at(AutoAccumulate(micro_batch_size=6, micro_batching="loader", verify=False)) == expected
@@ -86,14 +82,14 @@ def test_validation_is_due_at_the_end_of_the_window_in_which_its_batches_are_don
 def test_validation_by_time(micro_batching: Any) -> None:
     """An interval of no seconds is due after every batch."""
     callback = AutoAccumulate(micro_batch_size=3, micro_batching=micro_batching)
-    module, trainer = fit(loader(16), callback, module=Validated(), max_epochs=1, val_check_interval={"seconds": 0})
+    module, trainer = fit(loader(16, 4), callback, module=Validated(), max_epochs=1, val_check_interval={"seconds": 0})
     assert trainer.global_step == module.steps_at_validation[-1] == 4
 
 
 @pytest.mark.filterwarnings("ignore:The effective batch of 64 samples is above the 30")
 def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> None:
     callback = AutoAccumulate(64, micro_batching="loader")
-    module, _ = fit(loader(), callback, module=Validated(), val_check_interval=8, max_epochs=1)
+    module, _ = fit(loader(30, 4), callback, module=Validated(), val_check_interval=8, max_epochs=1)
     assert module.steps_at_validation == [1]
     with pytest.raises(ValueError, match=r"`val_check_interval` \(9\) must be less than or equal to .* \(8\)"):
-        fit(loader(), AutoAccumulate(micro_batch_size=1), module=Validated(), val_check_interval=9)
+        fit(loader(30, 4), AutoAccumulate(micro_batch_size=1), module=Validated(), val_check_interval=9)

@@ -19,7 +19,7 @@ from lightning_ga.snapshot.savepoint import Savepoint
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
 
 
-def train(*at: int, mode: str = "loader", module: Any = None, **arguments: Any) -> Any:
+def train_with_faults(*at: int, mode: str = "loader", module: Any = None, **arguments: Any) -> Any:
     """A fit of one epoch with memory running out at these operations."""
     faults = Faults(*at)
     accumulate = {"effective_batch_size": 16, "micro_batch_size": 8 if mode == "loader" else 5, **arguments}
@@ -34,7 +34,7 @@ def train(*at: int, mode: str = "loader", module: Any = None, **arguments: Any) 
 @pytest.mark.parametrize("mode", ["loader", "step"])
 def test_memory_runs_out_where_the_state_of_a_window_is_copied(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies take memory, too: the window begins again in smaller micro-batches."""
-    whole, _ = train(mode=mode)
+    whole, _ = train_with_faults(mode=mode)
     take, calls = Savepoint.take, []
 
     def fails_once(savepoint: Savepoint) -> None:
@@ -44,7 +44,7 @@ def test_memory_runs_out_where_the_state_of_a_window_is_copied(mode: str, monkey
         take(savepoint)
 
     monkeypatch.setattr(Savepoint, "take", fails_once)
-    module, callback = train(mode=mode)
+    module, callback = train_with_faults(mode=mode)
     assert (callback.oom_events, len(calls) >= 3) == (1, True)
     assert worst_error(module.gradients, whole.gradients) <= 1e-12
 
@@ -52,10 +52,10 @@ def test_memory_runs_out_where_the_state_of_a_window_is_copied(mode: str, monkey
 def test_it_says_so_once_and_raises_where_that_is_asked_for() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(2)
+        train_with_faults(2)
     assert sum("Memory ran out" in str(warning.message) for warning in caught) == 1
     with pytest.raises(torch.OutOfMemoryError):
-        train(2, on_oom="raise")
+        train_with_faults(2, on_oom="raise")
 
 
 def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
@@ -66,7 +66,7 @@ def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(UserError) as caught:
-        train(module=Huge())
+        train_with_faults(module=Huge())
     message = str(caught.value)
     assert "one sample alone" in message
     for way_out in ("precision", 'checkpoint="auto"', "memory_budget"):
@@ -74,7 +74,7 @@ def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
 
 
 def test_checkpoints_keep_the_count_and_the_limit(tmp_path: Any) -> None:
-    module, _ = train(2)
+    module, _ = train_with_faults(2)
     module.trainer.save_checkpoint(tmp_path / "run.ckpt")
     second = AutoAccumulate(16, micro_batch_size=8, verify=False)
     loader = DataLoader(Samples(37), batch_size=8)
@@ -96,7 +96,7 @@ class Short:
 
 @pytest.mark.parametrize("mode", ["loader", "step"])
 def test_retries_of_the_allocator_lower_the_limit_without_an_error(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = train(mode=mode)
+    whole, _ = train_with_faults(mode=mode)
     guarding = Rewinder.guarding
 
     def short(rewinder: Rewinder, members: Any) -> Any:
@@ -105,7 +105,7 @@ def test_retries_of_the_allocator_lower_the_limit_without_an_error(mode: str, mo
 
     monkeypatch.setattr(Rewinder, "guarding", short)
     with pytest.warns(UserWarning, match="in two windows running, so memory is fragmented: micro-batches have at most"):
-        module, callback = train(mode=mode)
+        module, callback = train_with_faults(mode=mode)
     assert callback.oom_events == 0
     assert worst_error(module.gradients, whole.gradients) <= 1e-12
     before = [len(indices) for step, indices in whole.micro_batches if step >= 2]

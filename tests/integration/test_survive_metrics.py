@@ -56,7 +56,7 @@ class Measured(Regression):
             self.values.append(self.metric.compute())
 
 
-def train(module: Measured, *callbacks: Any) -> list[Any]:
+def train_measured(module: Measured, *callbacks: Any) -> list[Any]:
     fit(DataLoader(Samples(BATCH * BATCHES), batch_size=BATCH), *callbacks, module=module, max_epochs=1)
     return module.values
 
@@ -65,11 +65,11 @@ def train(module: Measured, *callbacks: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", METRICS)
 def test_a_metric_counts_each_sample_once(kind: str, mode: str) -> None:
     """Also where memory runs out within it: what ``forward`` sets while it runs is as before."""
-    expected = train(Measured(kind, pieces=kind == "running"))
+    expected = train_measured(Measured(kind, pieces=kind == "running"))
     for operation in (0, 1, 7, 19):
         ours = AutoAccumulate(micro_batch_size=BATCH, verify=False, micro_batching=mode)
         module = Measured(kind, operation)
-        torch.testing.assert_close(train(module, ours), expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(train_measured(module, ours), expected, rtol=1e-6, atol=1e-9)
         assert ours.oom_events == 1
         for metric in (part for part in module.metric.modules() if isinstance(part, torchmetrics.Metric)):
             assert (metric._enable_grad, metric._should_unsync, metric._to_sync) == (False, True, True)

@@ -41,7 +41,9 @@ class Updated(Regression):
         self.faults.armed = True  # clipping comes next
 
 
-def train(factory: Any, at: int = 0, closures: bool = False, **settings: Any) -> tuple[Updated, AutoAccumulate]:
+def train_with_error_in_update(
+    factory: Any, at: int = 0, closures: bool = False, **settings: Any
+) -> tuple[Updated, AutoAccumulate]:
     """Train with an error at this operation, which is survived or says what to do."""
     faults = Faults(*([at] if at else []))
     module = Updated(factory, faults, closures)
@@ -66,11 +68,11 @@ def train(factory: Any, at: int = 0, closures: bool = False, **settings: Any) ->
 def test_an_update_is_never_run_twice(kind: type[torch.optim.Optimizer]) -> None:
     """In clipping, and at each operation of the update: each weight is as before it, or after."""
     factory = partial(kind, lr=0.05, foreach=False)
-    whole, _ = train(factory)
+    whole, _ = train_with_error_in_update(factory)
     operations = whole.faults.count
     assert operations > 20
     for at in range(1, operations + 1, 1 + operations // 9):
-        failed, _ = train(factory, at)
+        failed, _ = train_with_error_in_update(factory, at)
         assert failed.begun == failed.trainer.global_step + 1
         before, after = whole.history[failed.begun - 1 : failed.begun + 1]
         for now, *either in zip(failed.weights(), before, after):
@@ -80,10 +82,10 @@ def test_an_update_is_never_run_twice(kind: type[torch.optim.Optimizer]) -> None
 def test_a_step_that_evaluates_its_closure_again_begins_again_until_its_update_begins() -> None:
     """Memory that runs out in the first evaluation is survived; in the update and what follows it ends the run."""
     settings = {"effective_batch_size": None, "micro_batching": "step", "closures": True}
-    whole, _ = train(Sharpness, **settings)
+    whole, _ = train_with_error_in_update(Sharpness, **settings)
     survived = []
     for at in range(2, whole.faults.count // whole.begun, 9):  # the first one marks the step for a profiler
-        module, callback = train(Sharpness, at, **settings)
+        module, callback = train_with_error_in_update(Sharpness, at, **settings)
         survived.append(callback.oom_events)
         if callback.oom_events:
             torch.testing.assert_close(module.weights(), whole.weights(), rtol=1e-12, atol=1e-14)

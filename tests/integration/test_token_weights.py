@@ -36,7 +36,7 @@ class ByPyTorch(Reading):
         return torch.nn.functional.cross_entropy(self.net(batch["words"]).transpose(1, 2), batch["labels"])
 
 
-def train(
+def train_texts(
     data: Texts, batch: int, micro_batch: int, counter: Any, module: Reading | None = None, mode: Any = "loader"
 ) -> Reading:
     module = Reading("words") if module is None else module
@@ -53,7 +53,7 @@ def train(
 def test_a_mean_over_tokens_is_exact(counter: Any, micro_batch: int, mode: str) -> None:
     """Whatever the counts are, ragged windows included."""
     data = Sequences(43)
-    module = train(data, 16, micro_batch, counter, mode=mode)
+    module = train_texts(data, 16, micro_batch, counter, mode=mode)
     assert worst_error(module.gradients, plain_gradients(data, cut(range(43), 16), "words")) <= 1e-12
 
 
@@ -62,7 +62,7 @@ def test_a_mean_over_tokens_is_exact(counter: Any, micro_batch: int, mode: str) 
 def test_a_micro_batch_without_tokens_is_left_out(kind: type[Reading], empty: Sequence[int], mode: str) -> None:
     """First, between and last in its window, where a mean over nothing is NaN."""
     data = Sequences(16, empty)
-    module = train(data, 8, 2, TargetTokens(), kind("words"), mode)
+    module = train_texts(data, 8, 2, TargetTokens(), kind("words"), mode)
     assert worst_error(module.gradients, plain_gradients(data, cut(range(16), 8), "words")) <= 1e-12
 
 
@@ -70,7 +70,7 @@ def test_a_micro_batch_without_tokens_is_left_out(kind: type[Reading], empty: Se
 def test_a_window_without_tokens_is_an_error(mode: str) -> None:
     """Rather than a step of NaN."""
     with pytest.raises(UserError, match="counted 0 in all micro-batches of a window"):
-        train(Sequences(16, range(8)), 8, 2, TargetTokens(), mode=mode)
+        train_texts(Sequences(16, range(8)), 8, 2, TargetTokens(), mode=mode)
 
 
 def test_hooks_of_a_pass_without_tokens_end_with_the_fit() -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.loading.samples import Samples as FewSamples
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.snapshot.isolation import TensorValues
 
 # Spectral normalization changes its vectors in every pass.
@@ -206,7 +206,7 @@ def test_what_a_collate_function_draws_on_a_device_comes_back() -> None:
     loader = DataLoader(Samples(4), collate_fn=lambda samples: torch.rand(len(samples), device="cuda"))
     torch.cuda.manual_seed(3)
     before = torch.cuda.get_rng_state()
-    first, again, other = (FewSamples(loader).collate([0, 1], 2, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (KnownSamples(loader).collate([0, 1], 2, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(before, torch.cuda.get_rng_state())
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.rebatch import SourceSettings
-from lightning_ga.loading.samples import Samples
 from lightning_ga.loading.source import read_source
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter
@@ -31,7 +31,7 @@ class Move:
 
 
 def cutter(*loaders: Any, hook: Any = None, combine: Any = None) -> BatchCutter:
-    return BatchCutter(list(map(Samples, loaders)), combine or (lambda batches: batches[0]), Move(hook))
+    return BatchCutter(list(map(KnownSamples, loaders)), combine or (lambda batches: batches[0]), Move(hook))
 
 
 def time_first(batch: list[Any]) -> Any:
@@ -48,10 +48,13 @@ def test_a_batch_is_cut_in_two_halves() -> None:
     """Along whichever axis collating puts samples."""
     loader = DataLoader(ROWS, 8, collate_fn=time_first)
     batch, cut = next(iter(loader)), cutter(loader)
-    halves = cut.halves(batch[:, :5])
-    assert (halves.sizes, [each.shape[1] for each in halves.parts]) == ((3, 2), [3, 2])
-    with pytest.raises(LayoutError, match="A batch of 1 samples cannot be cut in two"):
-        cut.halves(batch[:, :1])
+    for given, most in ((batch[:, :5], 8), (batch, 5)):
+        halves = cut.halves(given, most)
+        assert halves is not None
+        assert halves.whole.shape[1] == 5
+        assert (halves.sizes, [each.shape[1] for each in halves.parts]) == ((3, 2), [3, 2])
+    assert cut.halves(batch, 1) is None
+    assert cut.halves(batch[:, :1], 8) is None
 
 
 def test_batches_of_several_loaders_out_of_proportion_are_refused() -> None:

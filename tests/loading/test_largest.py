@@ -7,8 +7,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import elements
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.largest import Largest
-from lightning_ga.loading.samples import Samples
 
 
 def test_a_batch_is_the_larger_of_both_kinds() -> None:
@@ -23,7 +23,7 @@ def test_a_batch_is_the_larger_of_both_kinds() -> None:
 
     for collate, one, two in ((padded, 18, 40), (packed, 18, 34)):
         loader = DataLoader(samples, collate_fn=collate)  # type: ignore[arg-type]
-        worst = Largest(Samples(loader))
+        worst = Largest(KnownSamples(loader))
         assert (elements(worst.batch(1)), elements(worst.batch(2))) == (one, two)
 
 
@@ -32,7 +32,7 @@ def test_text_counts_only_where_it_is_made_into_tensors() -> None:
     samples = [(torch.ones(3), "x" * (n % 7)) for n in range(500)]
     own = DataLoader(samples, collate_fn=lambda batch: [text for _, text in batch])  # type: ignore[arg-type]
     for loader, seen in ((DataLoader(samples), 64), (own, 500)):  # type: ignore[arg-type]
-        largest = Largest(Samples(loader))
+        largest = Largest(KnownSamples(loader))
         assert (largest.seen, largest.total, largest.complete) == (64, 500, seen == 64)
         largest.look_further()
         assert (largest.seen, largest.complete) == (seen, True)

@@ -16,7 +16,7 @@ from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import LoaderSource, read_source
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.plan.accumulation import plan_accumulation
-from lightning_ga.plan.batch_schedule import Growth
+from lightning_ga.plan.batch_schedule import constant
 from lightning_ga.plan.size_cuts import SizeLimits
 
 SEED = 11
@@ -86,10 +86,10 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
     assert (ranks[0].epoch(0).samples, ranks[0].epoch(0).batches) == (used, batches)
     expected = cut(list(range(used)), effective)
     for feed in ranks:
-        plan = feed.arrange(0, Growth.constant(effective), limit)
+        plan = feed.arrange(0, constant(effective), limit)
         assert plan == plan_accumulation(effective, micro_batch=limit, world_size=world_size)
         assert plan.factor == feed.plan.factor
-        assert feed.steps_of(0, Growth.constant(effective)) == (len(expected), sum(map(len, expected)))
+        assert feed.steps_of(0, constant(effective)) == (len(expected), sum(map(len, expected)))
     assert trained_on(ranks) == expected
 
 
@@ -106,7 +106,7 @@ def test_a_distributed_sampler_is_never_sharded_twice(world_size: int, shard: bo
     ranks = feeds(make, world_size, 2, shard=shard)
     assert ranks[0].recipe.effective == 4 * world_size
     for feed in ranks:
-        feed.arrange(4, Growth.constant(feed.recipe.effective), 2)
+        feed.arrange(4, constant(feed.recipe.effective), 2)
     order = torch.randperm(23, generator=torch.Generator().manual_seed(3 + 4)).tolist()
     assert trained_on(ranks) == cut(order, 4 * world_size)
 
@@ -136,12 +136,12 @@ def test_windows_are_cut_by_the_sizes_of_samples(sizes, window, world_size, shuf
         size_of=lambda dataset, index: sizes[index],
     )
     for feed in ranks:
-        plain = feed.arrange(0, Growth.constant(effective), 2)
+        plain = feed.arrange(0, constant(effective), 2)
         assert plain.size_budget is None
         assert feed.sizes is not None
-        assert feed.sizes.longest == max(sizes)
+        assert feed.sizes.largest == max(sizes)
         feed.sizes.limits = 2, limits
-        plan = feed.arrange(0, Growth.constant(effective), 2)
+        plan = feed.arrange(0, constant(effective), 2)
         assert plan.size_budget == limits.budget
     order = list(range(len(sizes)))
     if shuffle:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from lightning_ga.memory.live_tensors import LiveTensorMeter, uncounted
+from lightning_ga.memory.step_recorder import StepRecorder
+from lightning_ga.probe.training import ProbedTraining
 
 FROZEN = nn.Parameter(torch.zeros(50), requires_grad=False)
 GRADED = nn.Linear(10, 5, bias=False)
@@ -106,20 +108,19 @@ def test_a_budget_is_exact_to_the_byte_and_the_refused_bytes_are_freed() -> None
 
 def test_the_trace_is_the_stream_with_resident_storages_first() -> None:
     resident, dying = torch.zeros(100), torch.zeros(10)
-    memory = LiveTensorMeter()
+    training = ProbedTraining()
+    memory = StepRecorder(training.owned)
     memory.add([resident, dying])
-    memory.start(record=True)
+    memory.start()
     with memory:
         made = torch.zeros(2)
         del dying
         kept = made + 1
         del made
-    trace = memory.trace(samples=2)
+    trace, _ = memory.recorded(2)
     assert trace.sizes == (400, 8, 40, 8)
     assert trace.events == (0, 2, 1, ~2, 3, ~1)
     assert trace.peak() == memory.peak_bytes == 448
-    with pytest.raises(RuntimeError, match="record=True"):
-        memory.trace(samples=2)  # it has ended the recording
     del kept
 
 

@@ -16,7 +16,7 @@ def samples(count: int = 24) -> TensorDataset:
     return TensorDataset(images, torch.arange(count) % 3)
 
 
-def train(model: Classifier, batch_size: int = 24, data: TensorDataset | None = None) -> Trainer:
+def train_classifier(model: Classifier, batch_size: int = 24, data: TensorDataset | None = None) -> Trainer:
     trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=2)
     trainer.fit(model, *(DataLoader(each, batch_size=batch_size) for each in (data or samples(), samples())))
     return trainer
@@ -56,7 +56,7 @@ def test_a_prediction_says_that_it_is_class_probabilities():
 def test_a_checkpoint_brings_back_model_and_arguments(tmp_path):
     """load_from_checkpoint needs neither a configuration nor anything but plain values."""
     model, path = small(), tmp_path / "a.ckpt"
-    train(model, batch_size=8).save_checkpoint(path)
+    train_classifier(model, batch_size=8).save_checkpoint(path)
     assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
     loaded = MLPClassifier.load_from_checkpoint(path, weights_only=True)
     images = torch.randn(2, 1, 4, 4)
@@ -69,7 +69,7 @@ def test_labels_are_smoothed_in_training_alone():
     loss, model = nn.functional.cross_entropy, small(label_smoothing=0.3)
     shares = 0.7 * nn.functional.one_hot(targets, 3) + 0.1
     scores = model(images)
-    found = train(model, data=TensorDataset(images, shares)).callback_metrics
+    found = train_classifier(model, data=TensorDataset(images, shares)).callback_metrics
     assert found["train/loss"].item() == pytest.approx(loss(scores, shares, label_smoothing=0.3).item(), rel=1e-5)
     assert found["train/acc"].item() == pytest.approx((scores.argmax(dim=1) == targets).float().mean().item())
     assert found["val/loss"].item() == pytest.approx(loss(model(images), targets).item(), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Names of weights, without a model: ``plan/audit_verdicts.py``. (The tests of ``audit.py`` have the other name.)"""
+"""Names of weights, without a model."""
 
 import pytest
 

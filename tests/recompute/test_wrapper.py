@@ -19,7 +19,7 @@ from lightning_ga.recompute.state import ForwardEffects
 SAMPLES, STEPS = 12, 6
 
 
-def train(net: Net, context: Callable[[Net], Any], steps: int = STEPS) -> list[Tensor]:
+def train_net(net: Net, context: Callable[[Net], Any], steps: int = STEPS) -> list[Tensor]:
     """Return gradients and buffers of some steps within a context, and the random numbers that are drawn next."""
     torch.manual_seed(7), np.random.seed(7), random.seed(7), OUTSIDE.manual_seed(7), COUNTS.clear()
     optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.1), []
@@ -50,7 +50,7 @@ def made(make: Any) -> Net:
 @pytest.mark.parametrize("kind", EXACT)
 def test_the_gradient_is_the_same_to_the_bit(kind: str) -> None:
     """And so are buffers after it, and the random numbers that are drawn next."""
-    plain, ours = train(made(EXACT[kind]), plainly), train(made(EXACT[kind]), again)
+    plain, ours = train_net(made(EXACT[kind]), plainly), train_net(made(EXACT[kind]), again)
     assert len(plain) == len(ours)
     assert [number for number, pair in enumerate(zip(plain, ours)) if not torch.equal(*pair)] == []
 
@@ -99,14 +99,14 @@ def test_autocast_and_evaluation_are_as_they_were() -> None:
 
 
 def test_a_context_inside_another_computes_its_part_in_both_passes() -> None:
-    plain, ours = train(made(EXACT["BatchNorm"]), plainly), made(EXACT["BatchNorm"])
+    plain, ours = train_net(made(EXACT["BatchNorm"]), plainly), made(EXACT["BatchNorm"])
 
     @contextmanager
     def nested(net: Net) -> Iterator[None]:
         with recomputed(net.part, ["1"]), recomputed(net, ["part"]):
             yield
 
-    assert all(map(torch.equal, plain, train(ours, nested)))
+    assert all(map(torch.equal, plain, train_net(ours, nested)))
     assert "forward" not in vars(ours.part), "it is as before"
 
 
@@ -184,7 +184,7 @@ def test_wrong_names_are_refused(names: list[str], sentence: str) -> None:
 def test_a_forward_pass_that_cannot_run_again_is_refused_at_once(kind: str) -> None:
     make, _ = REFUSED[kind]
     with pytest.raises(UserError, match="part cannot be computed again, because its forward pass"):
-        train(made(make), again)
+        train_net(made(make), again)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -196,7 +196,7 @@ def test_compiled_code_keeps_its_activations(whole: bool) -> None:
         torch._dynamo.reset()
         net = made(EXACT["BatchNorm"])
         (net if whole else net.part).compile(backend="aot_eager")
-        return train(net, context)
+        return train_net(net, context)
 
     for one, other in zip(run(plainly), run(again), strict=True):
         torch.testing.assert_close(one, other)

@@ -96,7 +96,7 @@ def give_back() -> None:
     device_counters.take(0)
 
 
-def train(thief: Thief, mode: Any, optimizer: Any, precision: Any = "64-true") -> tuple[Wide, int]:
+def train_beside_thief(thief: Thief, mode: Any, optimizer: Any, precision: Any = "64-true") -> tuple[Wide, int]:
     """The module, and how often memory ran out."""
     dtype, times = (torch.float64, 1) if precision == "64-true" else (torch.float32, 4)
     width = WIDTH if precision == "64-true" else WIDTH // 8  # a CPU multiplies matrices in 16 bits slowly
@@ -126,10 +126,10 @@ by_lists = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
     ids=["loader, SGD", "step, fused", "loader, fp16", "step, bf16"],
 )
 def test_gradients_and_samples_are_those_of_an_undisturbed_training(mode, optimizer, precision, error):
-    whole, _ = train(Thief(None), mode, optimizer, precision)
+    whole, _ = train_beside_thief(Thief(None), mode, optimizer, precision)
     events = []
     for seed in range(SEEDS):
-        stolen, ooms = train(Thief(seed), mode, optimizer, precision)
+        stolen, ooms = train_beside_thief(Thief(seed), mode, optimizer, precision)
         events.append(ooms)
         assert stolen.windows == whole.windows
         assert worst_error(stolen.gradients, whole.gradients) <= error

@@ -78,7 +78,7 @@ class Metered(Deep):
         return loss
 
 
-def train(mode: Any, module: Deep, **settings: Any) -> Seen:
+def train_deep(mode: Any, module: Deep, **settings: Any) -> Seen:
     """Train under the callback, or with ``mode=None`` under stock Lightning."""
     ours = [] if mode is None else [AutoAccumulate(**OURS, micro_batching=mode)]
     size = MICRO_BATCH * FACTOR * (WARM_UP + WINDOWS)
@@ -117,6 +117,6 @@ PROGRAMS: dict[str, tuple[type[Deep], type[nn.Module], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_window_asks_no_more_of_the_device(name: str) -> None:
     kind, norm, settings = PROGRAMS[name]
-    stock, *ours = (train(mode, kind(norm), **settings) for mode in MODES)
+    stock, *ours = (train_deep(mode, kind(norm), **settings) for mode in MODES)
     for each in ours:
         asks_no_more(each, stock, pieces_of_metrics=kind is Metered)

@@ -48,7 +48,7 @@ MODELS = {  # the net, one batch of samples, and a budget that one of them excee
 }
 
 
-def train(net: nn.Module, samples: Tensor, **given: Any) -> tuple[AutoAccumulate, int]:
+def train_net(net: nn.Module, samples: Tensor, **given: Any) -> tuple[AutoAccumulate, int]:
     """One epoch of two windows; also the most bytes that the allocator has handed out in training."""
     callback = AutoAccumulate(verify=False, cache=False, **given)
     data = DataLoader(TensorDataset(samples.repeat(2, *[1] * (samples.dim() - 1))), batch_size=len(samples))
@@ -67,7 +67,7 @@ class Peak(pl.Callback):
 @pytest.mark.parametrize("name", MODELS)
 def test_one_sample_that_does_not_fit_trains_without_an_error(name: str) -> None:
     make, samples, budget = MODELS[name]
-    callback, reserved = train(make(), samples, checkpoint="auto", memory_budget=budget)
+    callback, reserved = train_net(make(), samples, checkpoint="auto", memory_budget=budget)
     assert callback.probe.recomputed is not None
     assert callback.oom_events == 0
     assert reserved <= budget

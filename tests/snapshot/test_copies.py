@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from lightning_ga.snapshot.copies import JoinedCopies, checksums
+from lightning_ga.snapshot.copies import Copies, checksums
 
 
 def test_copies_made_in_evaluation_are_written_to_in_training() -> None:
     """A sanity check comes first: what is made in inference mode could not be written to outside of it."""
     tensors = [torch.zeros(()), torch.zeros(3), torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)]
     with torch.inference_mode():
-        copies = JoinedCopies(tensors)
+        copies = Copies(tensors)
         copies.take()
     for tensor in tensors:
         tensor += 1

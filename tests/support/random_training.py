@@ -411,7 +411,7 @@ def own_batches(recipe: Recipe) -> list[list[int]]:
     return [batch for batch in batches if batch]
 
 
-def loader(recipe: Recipe) -> Any:
+def loader_of(recipe: Recipe) -> Any:
     """The training data, as the recipe gives them."""
     data = Broken(dataset(recipe, recipe.samples), recipe.broken)
     if recipe.data in READY:
@@ -736,7 +736,7 @@ def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) ->
         ):
             warnings.simplefilter("always")
             trainer = quiet_trainer(*callbacks, **settings)
-            data = loader(recipe)
+            data = loader_of(recipe)
             trainer.fit(module, data, ckpt_path=path if resumes else None)
             if recipe.first_fit:
                 first_cause = cause_of(ours)
@@ -759,7 +759,7 @@ def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) ->
     )
 
 
-def train(recipe: Recipe, course: Course, folder: Path) -> Outcome:
+def train_course(recipe: Recipe, course: Course, folder: Path) -> Outcome:
     """All lives of a course on one rank, as one training."""
     first = fit(recipe, course, folder / "stopped.ckpt")
     if course.then is None:

@@ -108,6 +108,11 @@ class SaveAll(pl.Callback):
             trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
 
 
+def loader(samples: int, batch_size: int, **settings: Any) -> "DataLoader[Any]":
+    """A loader of so many samples."""
+    return DataLoader(Samples(samples), batch_size, **settings)
+
+
 def network(dtype: torch.dtype = torch.float64) -> torch.nn.Sequential:
     """The same weights on every call."""
     with torch.random.fork_rng():
@@ -156,7 +161,7 @@ def permutation(size: int, seed: int, epoch: int) -> list[int]:
 
 
 def fit(
-    loader: "DataLoader[Any] | Any",
+    data: "DataLoader[Any] | Any",
     *callbacks: pl.Callback,
     module: pl.LightningModule | None = None,
     ckpt_path: Any = None,
@@ -168,7 +173,7 @@ def fit(
     trainer = quiet_trainer(*callbacks, **settings)
     pl.seed_everything(seed, verbose=False)
     val_loader = DataLoader(Samples(2), batch_size=1) if isinstance(module, Validated) else None
-    trainer.fit(module, loader, val_loader, ckpt_path=ckpt_path)
+    trainer.fit(module, data, val_loader, ckpt_path=ckpt_path)
     return module, trainer
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_ga.loading import samples as samples_module
+from lightning_ga.loading import known_samples as samples_module
+from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
 from lightning_ga.loading.orders import Sequential
 from lightning_ga.loading.rebatch import rebatch
 from lightning_ga.loading.sampler import WindowBatchSampler
-from lightning_ga.loading.samples import SAMPLES_AT_ONCE, Samples
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 
 SIZE = 200
@@ -42,7 +42,7 @@ class Counting(Dataset[int]):
 def test_few_samples_are_read_and_the_first_of_them_three_times(workers: int) -> None:
     """From all over the dataset, with its first and its last."""
     data = Counting()
-    samples = Samples(DataLoader(data, 8, num_workers=workers))
+    samples = KnownSamples(DataLoader(data, 8, num_workers=workers))
     found = samples.first
     assert len(set(found)) == len(found) == SAMPLES_AT_ONCE
     assert found[:2] == [0, SIZE - 1]
@@ -141,7 +141,7 @@ def broken(index: int) -> Any:
 def test_data_that_reading_would_change_are_left_to_training(make: Any) -> None:
     """They are what they were."""
     loader = make()
-    assert Samples(loader).first == []
+    assert KnownSamples(loader).first == []
     data = getattr(loader, "dataset", None)
     if isinstance(data, Pops):
         assert len([data[0] for _ in range(SIZE)]) == SIZE
@@ -152,15 +152,15 @@ def test_data_that_reading_would_change_are_left_to_training(make: Any) -> None:
 @pytest.mark.parametrize("kind", [list, deque, iter])
 def test_a_dataset_that_ignores_the_index_hands_its_samples_out(kind: Any) -> None:
     """One that draws random numbers does not; workers have datasets of their own."""
-    assert Samples(DataLoader(Pops(kind), 4)).are_handed_out
-    assert not Samples(DataLoader(Draws(), 4)).are_handed_out
-    assert not Samples(DataLoader(Counting(), 4)).are_handed_out
-    assert not Samples(DataLoader(Pops(list), 4, num_workers=1)).are_handed_out
+    assert KnownSamples(DataLoader(Pops(kind), 4)).are_handed_out
+    assert not KnownSamples(DataLoader(Draws(), 4)).are_handed_out
+    assert not KnownSamples(DataLoader(Counting(), 4)).are_handed_out
+    assert not KnownSamples(DataLoader(Pops(list), 4, num_workers=1)).are_handed_out
     with tempfile.TemporaryFile() as file:
         reader = Counting()
         reader.file = file
-        assert not Samples(DataLoader(reader, 4)).are_handed_out
-        assert Samples(DataLoader(reader, 4)).first == []
+        assert not KnownSamples(DataLoader(reader, 4)).are_handed_out
+        assert KnownSamples(DataLoader(reader, 4)).first == []
 
 
 def test_an_error_of_reading_is_left_to_training() -> None:
@@ -168,7 +168,7 @@ def test_an_error_of_reading_is_left_to_training() -> None:
         def __getitem__(self, index: int) -> int:
             raise OSError("no such file")
 
-    assert Samples(DataLoader(Broken(), 4)).first == []
+    assert KnownSamples(DataLoader(Broken(), 4)).first == []
 
 
 class Stream(IterableDataset[Any]):
@@ -190,7 +190,7 @@ def second_axis(batch: list[Any]) -> Any:
 def test_the_first_batch_of_a_stream_shows_what_it_was_collated_from(workers: int) -> None:
     """Its samples, copied; the stream is not iterated again, and later batches show nothing."""
     data = Stream()
-    samples = Samples(DataLoader(data, 4, num_workers=workers, collate_fn=second_axis))
+    samples = KnownSamples(DataLoader(data, 4, num_workers=workers, collate_fn=second_axis))
     copied = samples.showing()
     first, second, *_ = copied
     assert first.shape == second.shape == (3, 4)
@@ -200,8 +200,8 @@ def test_the_first_batch_of_a_stream_shows_what_it_was_collated_from(workers: in
     assert [number for _, number in samples.kinds] == [0, 1, 2]
     assert int(data.begun) == 2  # both by this test
     plain = DataLoader(data, 4)
-    assert Samples(plain).showing() is plain
-    assert Samples(plain).kinds == []
+    assert KnownSamples(plain).showing() is plain
+    assert KnownSamples(plain).kinds == []
 
 
 def test_looking_at_samples_uses_up_no_random_numbers() -> None:
@@ -212,7 +212,7 @@ def test_looking_at_samples_uses_up_no_random_numbers() -> None:
         assert len(list(loader)) == 4
         after = torch.get_rng_state()
     before = torch.get_rng_state()
-    samples = Samples(loader)
+    samples = KnownSamples(loader)
     samples.collate(samples.first, 2)
     assert torch.equal(torch.get_rng_state(), before)
     cut = WindowBatchSampler(Sequential(size), rank=0, seed=1)
@@ -255,9 +255,9 @@ def twice(batch: list[Any]) -> Any:
 )
 def test_whether_samples_of_two_batches_make_one(collate: Any, joins: bool) -> None:
     """If a batch grows with its samples, up to two batches, as it does with few; parts may be shared."""
-    assert Samples(DataLoader(ROWS, 4, collate_fn=collate)).joins_batches(4) is joins
+    assert KnownSamples(DataLoader(ROWS, 4, collate_fn=collate)).joins_batches(4) is joins
     if collate is None or joins:
-        assert Samples(DataLoader(ROWS, 1, collate_fn=collate)).joins_batches(1)
+        assert KnownSamples(DataLoader(ROWS, 1, collate_fn=collate)).joins_batches(1)
 
 
 def test_large_batches_are_joined_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,18 +269,18 @@ def test_large_batches_are_joined_by_few(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append(len(batch))
         return time_first(batch)
 
-    assert Samples(DataLoader(ROWS, 64, collate_fn=collate)).joins_batches(64)
+    assert KnownSamples(DataLoader(ROWS, 64, collate_fn=collate)).joins_batches(64)
     assert seen[-3:] == [2, 8, 16]
 
 
 def test_none_can_be_joined_if_none_can_be_read() -> None:
-    assert not Samples(DataLoader([None] * 8, 4, collate_fn=list)).joins_batches(4)  # type: ignore[arg-type]
+    assert not KnownSamples(DataLoader([None] * 8, 4, collate_fn=list)).joins_batches(4)  # type: ignore[arg-type]
 
     def full(batch: list[Any]) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        Samples(DataLoader(ROWS, 4, collate_fn=full)).joins_batches(4)
+        KnownSamples(DataLoader(ROWS, 4, collate_fn=full)).joins_batches(4)
 
 
 def test_samples_that_collating_leaves_out_are_known() -> None:
@@ -289,7 +289,7 @@ def test_samples_that_collating_leaves_out_are_known() -> None:
     def keep_even(batch: list[Any]) -> Any:
         return torch.stack([row for row, index in batch if index % 2 == 0])
 
-    samples = Samples(DataLoader([*ROWS[:7], None], 4, collate_fn=keep_even))  # type: ignore[arg-type]
+    samples = KnownSamples(DataLoader([*ROWS[:7], None], 4, collate_fn=keep_even))  # type: ignore[arg-type]
     assert samples.are_dropped
     assert all(index % 2 == 0 for _, index in samples.kinds)
-    assert not Samples(DataLoader(ROWS, 4)).are_dropped
+    assert not KnownSamples(DataLoader(ROWS, 4)).are_dropped

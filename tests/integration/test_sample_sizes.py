@@ -43,7 +43,7 @@ class Horizon(Reading):
         return super().configure_optimizers()
 
 
-def train(micro_batch: Any = 4, *callbacks: pl.Callback, by: str = "samples", **arguments: Any) -> Any:
+def train_horizon(micro_batch: Any = 4, *callbacks: pl.Callback, by: str = "samples", **arguments: Any) -> Any:
     """A fit of two epochs; the module that kept its micro-batches, and the callback."""
     module = arguments.pop("module", None) or Horizon(by)
     settings = {name: arguments.pop(name) for name in ("ckpt_path", "max_epochs") if name in arguments}
@@ -65,7 +65,7 @@ def assert_trained(windows: list[list[int]], module: Any, by: str = "samples") -
 
 def test_passes_and_padding_are_fewer() -> None:
     """Than in the order of the samples, at the same most padded words of a pass; as the plan says."""
-    (module, callback), (as_drawn, _) = train(4, by="words"), train(4, size_of=None, by="words")
+    (module, callback), (as_drawn, _) = train_horizon(4, by="words"), train_horizon(4, size_of=None, by="words")
     assert_trained(epochs(2), module, "words")
     assert all(rows == 1 or rows * columns <= 4 * LONGEST for rows, columns in module.shapes)
     assert callback.plan.size_budget == 4 * LONGEST
@@ -85,7 +85,7 @@ def test_passes_and_padding_are_fewer() -> None:
 
 def test_micro_batches_are_bounded_and_begin_with_the_costliest() -> None:
     """So that an allocator finds room for later ones in the blocks of earlier ones."""
-    module, callback = train(4, max_micro_batch_size=6, max_epochs=1)
+    module, callback = train_horizon(4, max_micro_batch_size=6, max_epochs=1)
     assert max(rows for rows, _ in module.shapes) == callback.plan.samples_at_most == 6
     assert_trained(epochs(1), module)
     costs = [[r * c for (s, _), (r, c) in zip(module.micro_batches, module.shapes) if s == step] for step in range(3)]
@@ -95,8 +95,8 @@ def test_micro_batches_are_bounded_and_begin_with_the_costliest() -> None:
 @pytest.mark.parametrize(("size_of", "num_workers"), [("lengths", 0), ("words", 0), ("auto", 1)])
 def test_sizes_by_name(size_of: str, num_workers: int) -> None:
     """A column of the dataset, a field of its samples, or the extent that varies: the same micro-batches."""
-    module, _ = train(4, size_of=size_of, num_workers=num_workers, max_epochs=1)
-    assert module.micro_batches == train(4, max_epochs=1)[0].micro_batches
+    module, _ = train_horizon(4, size_of=size_of, num_workers=num_workers, max_epochs=1)
+    assert module.micro_batches == train_horizon(4, max_epochs=1)[0].micro_batches
 
 
 class Wide(Reading):
@@ -127,7 +127,7 @@ class Wide(Reading):
 def test_the_budget_that_is_found_lasts_an_epoch(kind: str) -> None:
     """Whatever memory grows with; in at most eight steps, and the plan says both limits."""
     with limit_memory("1.5 MB"):
-        module, callback = train("auto", module=Wide(kind), memory_budget="1.5 MB", verify=False, cache=False)
+        module, callback = train_horizon("auto", module=Wide(kind), memory_budget="1.5 MB", verify=False, cache=False)
     assert callback.oom_events == 0
     probe, plan = callback.probe, callback.plan
     assert probe.steps <= 8
@@ -139,8 +139,10 @@ def test_the_budget_that_is_found_lasts_an_epoch(kind: str) -> None:
 def test_limits_are_kept_by_a_checkpoint_and_verified_from_the_cache(tmp_path: Path) -> None:
     """Those of shorter samples with them: one step for each that is verified, none after a resume."""
     path, settings = tmp_path / "last.ckpt", {"memory_budget": "1.5 MB", "verify": False}
-    (_, first), (_, again) = (train("auto", SaveAt(path, 2), module=Wide("sample"), **settings) for _ in range(2))
-    _, resumed = train("auto", module=Wide("sample"), ckpt_path=path, **settings)
+    (_, first), (_, again) = (
+        train_horizon("auto", SaveAt(path, 2), module=Wide("sample"), **settings) for _ in range(2)
+    )
+    _, resumed = train_horizon("auto", module=Wide("sample"), ckpt_path=path, **settings)
     assert [each.probe.source for each in (first, again, resumed)] == ["probe", "cache", "checkpoint"]
     assert first.probe.sizes == again.probe.sizes == resumed.probe.sizes
     assert (again.probe.steps, resumed.probe.steps) == (1 + first.probe.steps - 4, 0)
@@ -186,7 +188,7 @@ def test_samples_that_there_was_no_time_for_are_counted(monkeypatch: pytest.Monk
     """With what to do about them; a sorted data set is safe, as its first and last samples are always seen."""
     known = at("1 MB", "square", LONG, max_steps=1).limit
     monkeypatch.setattr("lightning_ga.loading.largest.LOOK_SECONDS", -1.0)
-    with pytest.warns(UserWarning, match=r"time to read 128 of 700: .*Sort the dataset.*max_micro_batch_size"):
+    with pytest.warns(UserWarning, match=r"time to read 64 of 700: .*Sort the dataset.*max_micro_batch_size"):
         at("1 MB", "square", LONG, max_steps=1)
     with pytest.warns(UserWarning, match="time to read"):
         assert at("1 MB", "square", IN_ORDER, max_steps=1).limit == known

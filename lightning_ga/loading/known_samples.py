@@ -8,11 +8,11 @@ import pickle
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cached_property, partial
 from io import IOBase
-from itertools import islice
+from itertools import chain, cycle, islice
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,11 @@ from lightning_ga.loading.rebatch import collates, collates_by_index, copy_loade
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.copies import copied
-from lightning_ga.snapshot.random_numbers import GENERATORS, reseed
+from lightning_ga.snapshot.random_numbers import generators_in, held_by, reseed
 from lightning_ga.snapshot.untouched import datasets_in, untouched
 
 SAMPLES_AT_ONCE = 64
-FIRST_SECONDS = 0.3  # after which no further samples are read: no more than a small batch takes if reading is slow
-_PER_READ = 4
+FIRST_SECONDS = 0.2  # after which no further samples are read: no more than a small batch takes if reading is slow
 _FEW = 8  # samples of which some are collated
 _QUEUES = {"get", "put", "empty"}  # methods of those between threads or processes
 _KINDS = 3  # samples that are collated, of different shapes if there are any
@@ -39,7 +38,7 @@ _MOST_ELEMENTS = 2**26  # of a batch that is collated to see how batches grow
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
 
 
-class Samples:
+class KnownSamples:
     """A few samples of a loader, and what it collates of them.
 
     ``indices`` are those that may be read, by default of the whole dataset. They are ``trusted`` if the user has
@@ -52,14 +51,15 @@ class Samples:
         self.loader = loader
         self._given = indices
         self._trusted = trusted
+        self.seconds_each = 0.0  # that reading one of the first samples has taken
         self._shown: Path | None = None  # file to which the first batch, maybe that of a worker, writes its samples
 
     def showing(self) -> Any:
         """Return the loader, or a copy that shows what its first batch is collated from if that alone does not."""
         loader = self.loader
-        if not collates(loader) or _finishes_batches(loader) or hasattr(loader.dataset, "__getitems__"):
+        if not collates(loader) or _finishes_batches(loader) or loader.collate_fn is default_collate:
             return loader
-        if loader.collate_fn is default_collate:
+        if hasattr(loader.dataset, "__getitems__"):
             return loader
         with tempfile.NamedTemporaryFile(delete=False) as file:
             self._shown = Path(file.name)
@@ -69,9 +69,11 @@ class Samples:
     @cached_property
     def indices(self) -> Sequence[Any]:
         """The indices of the samples that may be read."""
+        if callable(self._given):
+            return self._given()
         if self._given is None:
             return range(length_of(self.loader.dataset) or 0)
-        return self._given() if callable(self._given) else self._given
+        return self._given
 
     def order(self) -> Iterator[Any]:
         """Yield the indices from all over the dataset first, then ever more densely.
@@ -79,44 +81,45 @@ class Samples:
         The first few contain the first and the last, and so the largest of a sorted dataset.
         """
         size = len(self.indices)
-        first = [0, size - 1] if size > SAMPLES_AT_ONCE else []
-        yield from (self.indices[place] for place in first)
-        yield from (self.indices[place] for place in spread(size) if place not in first)
+        ends = [0, size - 1] if size > SAMPLES_AT_ONCE else []
+        yield from map(self.indices.__getitem__, ends)
+        for place in spread(size):
+            if place not in ends:
+                yield self.indices[place]
 
     @cached_property
     def first(self) -> list[Any]:
-        """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace."""
-        found = list(self._repeated)
-        if found:
-            rest = list(islice(self.order(), 1, SAMPLES_AT_ONCE))
-            started = 0.0
-            for samples in self._read(rest[at : at + _PER_READ] for at in range(0, len(rest), _PER_READ)):
-                started = started or time.monotonic()  # a worker may take long to begin
+        """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace.
+
+        The very first is read three times: it must be the same again.
+        """
+        if not self._are_by_index:
+            return []
+        index, *rest = islice(self.order(), SAMPLES_AT_ONCE)
+        with closing(self._read(zip([index, index, index, *rest]))) as reads:
+            thrice = list(islice(reads, 3))  # the first time it may draw other random numbers
+            if len(thrice) < 3 or not (self._trusted or same_values(thrice[1], thrice[2])):
+                return []
+            found = [*thrice[1]]
+            started = time.monotonic()
+            for samples in reads:
                 found += samples
-                if time.monotonic() - started > FIRST_SECONDS:
+                elapsed = time.monotonic() - started
+                self.seconds_each = elapsed / (len(found) - 1)
+                if elapsed > FIRST_SECONDS:
                     break
         return found
 
     @property
     def are_handed_out(self) -> bool:
         """Whether the dataset seems to hand out one sample after the other in this process, whatever the index is."""
-        if self._trusted or self.loader.num_workers or self._repeated or not self._are_by_index:
+        if self._trusted or self.loader.num_workers or self.first or not self._are_by_index:
             return False
         used_up = self._used_up()
         if used_up:  # who reads files may seek in them
             return not all(isinstance(each, IOBase) for each in used_up)
-        firsts = [list(self._read([[index]])) for index in islice(self.order(), 2)]
-        return all(firsts) and len(firsts) == 2 and same_values(*firsts)
-
-    @cached_property
-    def _repeated(self) -> Sequence[Any]:
-        """The first sample, if it is the same when it is read again."""
-        if not self._are_by_index:
-            return ()
-        index = list(islice(self.order(), 1))
-        reads = list(self._read([index] * 3))  # the first may draw other random numbers
-        is_same = len(reads) == 3 and (self._trusted or same_values(reads[1], reads[2]))
-        return reads[1] if is_same else ()
+        one, *others = (list(self._read([[index]])) for index in islice(self.order(), 2))
+        return bool(one) and bool(others) and same_values(one, others[0])
 
     @property
     def _are_by_index(self) -> bool:
@@ -124,19 +127,19 @@ class Samples:
 
     def _used_up(self) -> list[Any]:
         """Return what reading uses up and cannot be put back: iterators, files and queues."""
-        held = [value for each in datasets_in(self.loader.dataset) for value in vars(each).values()]
-        return [each for each in held if isinstance(each, Iterator) or set(dir(type(each))) >= _QUEUES]
+        held = held_by(datasets_in(self.loader.dataset))
+        return [each for each in held if isinstance(each, Iterator) or _QUEUES.issubset(dir(type(each)))]
 
-    def _read(self, lists: Iterable[list[Any]]) -> Iterator[Any]:
+    def _read(self, lists: Iterable[Sequence[Any]]) -> Generator[Any, None, None]:
         """Yield the samples of each list, unless reading them would leave a trace, or they are no list of samples."""
         if self._used_up():
             return
-        lists = list(lists)
-        with uncounted(), self.fetched(lists, _SeededReader(self.loader.dataset)) as reads:  # samples lie on the host
-            for wanted in lists:
-                outcome = attempt(next, lambda error: not is_out_of_memory(error), reads)  # training meets errors, too
-                samples = outcome.result
-                if not isinstance(samples, (list, tuple)) or len(samples) != len(wanted):
+        wanted = list(map(list, lists))
+        reseeding = partial(_then_reseeded, self.loader.dataset)
+        with uncounted(), self.fetched(wanted, reseeding) as reads:  # samples lie on the host
+            for indices in wanted:
+                samples = attempt(next, is_no_lack_of_memory, reads).result  # training meets errors, too
+                if not isinstance(samples, (list, tuple)) or len(samples) != len(indices):
                     return  # ``__getitems__`` may return a batch
                 yield samples
 
@@ -149,24 +152,31 @@ class Samples:
         If the loader has workers, separate ones read: files that a dataset opens on first use must not be open in this
         process when training starts its workers.
         """
-        loader = self.loader
-        settings: dict[str, Any] = {"num_workers": 0, "prefetch_factor": None, "timeout": 0}
-        if loader.num_workers:
-            settings = {"num_workers": workers, "prefetch_factor": 1, "timeout": loader.timeout}
-        settings |= {"persistent_workers": False, "drop_last": False, "pin_memory": False, "collate_fn": read}
-        settings |= {"batch_sampler": lists, "sampler": range(0), "generator": torch.Generator()}
+        loader = copy_loader(
+            self.loader,
+            num_workers=min(workers, self.loader.num_workers),
+            prefetch_factor=1,
+            persistent_workers=False,
+            drop_last=False,
+            pin_memory=False,
+            collate_fn=read,
+            batch_sampler=lists,
+            sampler=range(0),
+            generator=torch.Generator(),
+        )
         with untouched(loader.dataset):
-            yield DataLoader.__iter__(copy_loader(loader, **settings))
+            yield DataLoader.__iter__(loader)
 
     # --- collating -----------------------------------------------------------------------------
 
     @cached_property
     def kinds(self) -> list[Any]:
         """A few samples that collating keeps, of different shapes if there are any."""
-        shapes = [str(list(leaves(sample))) for sample in self._kept]
-        first = [place for place, shape in enumerate(shapes) if shape not in shapes[:place]]
-        rest = [place for place in range(len(shapes)) if place not in first]
-        return [self._kept[place] for place in (*first, *rest)[:_KINDS]]
+        by_shapes: dict[str, list[Any]] = {}
+        for sample in self._kept:
+            by_shapes.setdefault(str(list(leaves(sample))), []).append(sample)
+        ordered = [*(same.pop(0) for same in by_shapes.values()), *chain.from_iterable(by_shapes.values())]
+        return ordered[:_KINDS]
 
     @property
     def are_dropped(self) -> bool:
@@ -179,26 +189,26 @@ class Samples:
             return self.first[:_FEW]
         shown = self._shown.read_bytes()
         self._shown.unlink()
-        return list(pickle.loads(shown or pickle.dumps([])))
+        return list(pickle.loads(shown)) if shown else []
 
     @cached_property
     def _kept(self) -> list[Any]:
-        kept = [sample for sample in self._few if self.is_kept(sample)]
+        kept = list(filter(self.is_kept, self._few))
         return kept or [sample for sample in self._few if sample is not None]  # an error of collating is met again
 
     def is_kept(self, sample: Any) -> bool:
         """Return whether the collate function makes a batch of a sample, and does not leave it out."""
         if sample is None or self.loader.collate_fn is default_collate:
             return sample is not None
-        outcome = attempt(self.collate, lambda error: not is_out_of_memory(error), [sample], 2)
-        return outcome.result is not None and elements(outcome.result) > 0
+        batch = attempt(self.collate, is_no_lack_of_memory, [sample], 2).result
+        return batch is not None and elements(batch) > 0
 
     def collate(self, samples: Sequence[Any], count: int, *, seed: int = 0) -> Any:
         """Return a batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
         collate = self.loader.collate_fn
         with untouched(getattr(collate, "__self__", collate), seed=seed):
             with uncounted():  # copies, as a collate function may change its input; they lie on the host
-                chosen = [copied(samples[place % len(samples)]) for place in range(count)]
+                chosen = list(map(copied, islice(cycle(samples), count)))
             return collate(chosen)
 
     def joins_batches(self, batch_size: int) -> bool:
@@ -210,16 +220,22 @@ class Samples:
             return True
         if not self.kinds:
             return False
-        sample = self.kinds[0]
-        middle = max(2, min(batch_size, _MOST_ELEMENTS // max(1, elements(sample)) // 2))
+        middle = max(2, min(batch_size, _MOST_ELEMENTS // max(1, elements(self.kinds[0])) // 2))
         few = min(2, middle - 1)
-
-        def sizes() -> list[int]:
-            return [elements(self.collate([sample], count)) for count in (few, middle, 2 * middle)]
-
-        outcome = attempt(sizes, lambda error: not is_out_of_memory(error))  # a collate function may raise anything
-        small, single, double = outcome.result or (0, 0, 0)
+        small = self._elements_of(few)
+        single = self._elements_of(middle)
+        double = self._elements_of(2 * middle)
         return double > single and (double - single) * (middle - few) == (single - small) * middle
+
+    def _elements_of(self, count: int) -> int:
+        """Return the elements of a batch of equal samples; 0 if collating them ends in an error."""
+        batch = attempt(self.collate, is_no_lack_of_memory, self.kinds[:1], count).result
+        return 0 if batch is None else elements(batch)
+
+
+def is_no_lack_of_memory(error: Exception) -> bool:
+    """Return whether memory has not run out: user code may raise anything else."""
+    return not is_out_of_memory(error)
 
 
 def _finishes_batches(loader: "DataLoader[Any]") -> bool:
@@ -227,25 +243,23 @@ def _finishes_batches(loader: "DataLoader[Any]") -> bool:
     return type(loader)._get_iterator is not DataLoader._get_iterator
 
 
-class _SeededReader:
-    """Returns what was read, and lets the next read draw the same random numbers as any but the first."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __call__(self, samples: Any) -> Any:
-        held = [value for each in datasets_in(self._dataset) for value in vars(each).values()]
-        reseed(0, [value for value in held if isinstance(value, GENERATORS)])
-        return samples
+def _then_reseeded(dataset: Any, samples: Any) -> Any:
+    """Return what was read, and let the next read draw the same random numbers as any but the first."""
+    reseed(0, generators_in(held_by(datasets_in(dataset))))
+    return samples
 
 
 def _collate_and_show(collate: Callable[[Any], Any], file: Path, samples: list[Any]) -> Any:
     """Collate samples; write a few of them to a file that is there and empty."""
     worker = get_worker_info()
     if (worker is None or worker.id == 0) and file.exists() and not file.stat().st_size:
-        few = attempt(lambda: pickle.dumps([copied(sample) for sample in samples[:_FEW]]), lambda _: True)
-        file.write_bytes(few.result or pickle.dumps([]))
+        few = attempt(_pickled, lambda _: True, samples[:_FEW]).result
+        file.write_bytes(few or pickle.dumps([]))
     return collate(samples)
+
+
+def _pickled(samples: list[Any]) -> bytes:
+    return pickle.dumps(list(map(copied, samples)))
 
 
 def spread(size: int) -> Iterator[int]:

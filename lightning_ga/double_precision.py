@@ -1,0 +1,71 @@
+"""Put a model into float64, and let functions of PyTorch compute in it with data of a lower precision.
+
+Tested in tests/test_audit.py.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, RNNBase
+from torch.overrides import TorchFunctionMode
+
+LOWER = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def in_double(model: Module) -> Iterator[None]:
+    """Put a model into float64 and its dropout off, and put all of it back, also after an error."""
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        for tensor in (*model.parameters(), *model.buffers()):
+            stack.callback(setattr, tensor, "data", tensor.data)
+            stack.callback(setattr, tensor, "grad", None)
+            tensor.grad = None
+            tensor.data = tensor.data.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+            if isinstance(module, RNNBase):  # it compares the types itself
+                stack.callback(module.register_forward_pre_hook(lambda _, args: _promoted(args)).remove)
+            for name, value in [*vars(module).items()]:
+                if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
+                    stack.callback(setattr, module, name, value)
+                    setattr(module, name, 0.0)
+        yield
+
+
+class Promotion(TorchFunctionMode):
+    """Functions that get float64 and a lower precision compute in float64; many layers and losses refuse both."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, with all in float64 if an argument or the first of a list is, but if it changes one."""
+        named = kwargs or {}
+        given = (*args, *named.values())
+        if any(map(_is_lower, given)) and any(map(_is_double, given)) and not _changes_first(func):
+            args = map(_promoted, args)
+            named = {name: _promoted(value) for name, value in named.items()}
+        return func(*args, **named)
+
+
+def _changes_first(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_lower(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in LOWER
+
+
+def _is_double(value: Any) -> bool:
+    if isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return isinstance(value, Tensor) and value.dtype == torch.float64
+
+
+def _promoted(value: Any) -> Any:
+    if type(value) in (list, tuple):  # states and weights of an LSTM
+        return type(value)(map(_promoted, value))
+    return value.double() if _is_lower(value) else value

@@ -1,0 +1,276 @@
+"""Find the limit: an argument, a window that fits as it is, or from a checkpoint, the cache or a probe.
+
+It is looked for only if a window does not fit as it is: at the start, when a schedule makes windows larger, or after an
+error.
+
+Tested in tests/integration/test_probe.py and tests/integration/test_remembered.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.compat import ranks
+from lightning_ga.errors import UserError
+from lightning_ga.fit.limit import NO_LIMIT
+from lightning_ga.fit.parts import FitParts
+from lightning_ga.fit.training_data import TrainingData
+from lightning_ga.loading.rebatch import evaluates_again
+from lightning_ga.loading.trial_batches import TrialBatches
+from lightning_ga.memory.oom import attempt, may_be_out_of_memory
+from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.plan.config import Options
+from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
+from lightning_ga.plan.run_state import RunState
+from lightning_ga.plan.size_cuts import SizeLimits
+from lightning_ga.probe.budget import DoesNotFitError
+from lightning_ga.probe.cache import forget, hardware
+from lightning_ga.probe.probed_trainer import TrainingSetup
+from lightning_ga.probe.trainer_limit import Found, choose_recomputed, probe, recomputable
+from lightning_ga.recompute.wrapper import RecomputedParts, submodules
+
+
+class LimitSearch:
+    """Asks what fits, and sets the limit and the submodules that are computed again.
+
+    ``kept`` returns what lies on the device so that a window can run again.
+    """
+
+    def __init__(
+        self, parts: FitParts, options: Options, data: TrainingData, kept: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        self._parts = parts
+        self._trainer = parts.progress.trainer
+        self._options = options
+        self._data = data
+        self._kept = kept
+        self.fits: Fits | None = None  # a whole window that fits, so that nothing was looked for
+        self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
+        self._asked = 0  # samples that the last question was about
+        self._kind: Mapping[str, Any] | None = None  # the cache's description of the step; ``None`` without a cache
+        self.recomputed = RecomputedParts(self._trainer.lightning_module)
+        self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
+        submodules(self._trainer.lightning_module, self._always, "checkpoint=")
+        if options.checkpoint and ranks.checkpoints_itself(self._trainer):
+            raise UserError(
+                f"checkpoint={options.checkpoint!r} and activation_checkpointing_policy= of "
+                f"{type(self._trainer.strategy).__name__} both compute submodules again: give one of them."
+            )
+
+    @property
+    def chosen(self) -> Recomputed | None:
+        """What was chosen to be computed again, so that one sample fits; ``None`` if nothing was."""
+        return None if self.probe is None else self.probe.recomputed
+
+    def hardware(self) -> str:
+        """Describe the hardware; a limit found on other hardware is not used."""
+        return hardware(self._trainer, self._options.budget)
+
+    # --- questions -----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Find the limit as training begins; a restored run falls to what errors had left of it."""
+        restored = self._parts.progress.restored
+        if restored is not None and not self._is_valid_here(restored):
+            restored = None
+        if self._parts.request.micro_batch is None:
+            samples = self._find(self._most_useful(), restored, self._setup(begins=True))
+        else:
+            self.recomputed.use(self._always)
+            samples = self._parts.request.capped(NO_LIMIT)
+        limit = self._parts.limit
+        limit.use(samples)
+        if restored is not None and restored.limit is not None:
+            limit.fall(min(samples, restored.limit))
+        self._use_found()
+
+    def follow_windows(self) -> None:
+        """Find the limit again if windows have grown so that nothing is known of them."""
+        limit = self._parts.limit
+        if limit.has_fallen or self._parts.request.micro_batch is not None or limit.samples < self._asked:
+            return
+        high = self._most_useful()
+        if high > self._asked:
+            limit.use(self._find(high, None, self._setup(begins=False)))
+            self._use_found()
+
+    def below(self, failed: int) -> int | None:
+        """Look for the limit below a pass that ran out of memory, if none was looked for before.
+
+        Ranks do not, because the others wait for one.
+        """
+        if self.fits is None or self._trainer.world_size > 1:
+            return None
+        self.fits = None
+        setup = self._setup(begins=False)
+        search = partial(self._probe, setup, failed, self.chosen)
+        found: Found | None = attempt(search, lambda error: isinstance(error, Exception)).result
+        if found is None or found.probe is None or found.probe.limit >= failed:
+            return None
+        return found.probe.limit
+
+    def all_recomputable(self) -> tuple[str, ...]:
+        """Return all submodules that can be computed again."""
+        self.recomputed.use(())  # what is computed again shows nothing
+        return recomputable(self._setup(begins=False))
+
+    def forget_limit(self) -> None:
+        """Let the next run probe again, because memory has run out in this one."""
+        if self._kind is not None:
+            forget(self._kind)
+
+    # --- answers -------------------------------------------------------------------------------
+
+    @property
+    def _is_wanted_at_once(self) -> bool:
+        """Whether the limit itself is wanted, whatever fits."""
+        options = self._options
+        return (
+            options.budget is not None
+            or options.objective == "throughput"
+            or self._parts.request.is_factor
+            or self._parts.shares.differ
+            or bool(options.whole)
+            or options.size_of is not None
+            or ranks.is_sharded(self._trainer)
+        )
+
+    def _is_valid_here(self, restored: RunState) -> bool:
+        """Return whether all ranks run on the hardware of the checkpoint's first rank, and with one limit."""
+        if self._parts.shares.differ:
+            return False
+        is_same = restored.hardware == self.hardware()
+        return bool(ranks.smallest_over_ranks(self._trainer, int(is_same)))
+
+    def _most_useful(self) -> int:
+        """Return the largest micro-batch of this epoch; of all epochs, if the limit is wanted at once."""
+        epochs = self._parts.progress.place.epochs
+        if not self._is_wanted_at_once:
+            epochs = epochs[:1]
+        return self._data.windows.epochs.useful_limit(epochs)
+
+    def _setup(self, *, begins: bool) -> TrainingSetup:
+        """Return the training as trial steps run it."""
+        windows = self._data.windows
+        epoch = self._parts.progress.place.epoch
+        shares = self._parts.shares
+        chunked = self._parts.limit.chunked
+        rank_samples = windows.epochs.effective(epoch)  # a rank may have nearly all, if shares differ
+        if not shares.differ:
+            rank_samples = ceil_div(rank_samples, ranks.data_ranks(self._trainer)[0])
+        return TrainingSetup(
+            self._trainer,
+            windows.trial_batches(epoch),
+            rank_samples=rank_samples,
+            kept=self._kept,
+            chunks=None if chunked is None else chunked.size,
+            multiple=self._parts.request.multiple,
+            alone=shares.differ,
+            sizes=windows.epochs.source.sizes,
+            begins=begins,
+        )
+
+    def _find(self, high: int, known: RunState | None, setup: TrainingSetup) -> int:
+        """Return the most samples of a pass that fit, of ``high`` that are useful."""
+        self._asked = high
+        if self.probe is None:
+            self.recomputed.use(self._always)
+        varies = self._data.windows.epochs.source.varies
+        if varies:  # first batches differ by rank
+            high = ranks.smallest_over_ranks(self._trainer, high)
+        found = self._recall_or_ask(high, known, setup)
+        if varies and found >= high and self._parts.limit.chunked is None:  # later batches may be larger
+            found = NO_LIMIT
+        if found < NO_LIMIT:
+            found = min(high, found)
+        return self._parts.request.capped(found)
+
+    def _recall_or_ask(self, high: int, restored: RunState | None, setup: TrainingSetup) -> int:
+        known = None if restored is None else restored.probe
+        if known is not None and known.recomputed is not None and self._options.checkpoint != "auto":
+            known = None
+        if known is not None and still_holds(known, known.budget_bytes, high):
+            self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
+            return known.fastest or known.limit
+        if evaluates_again(self._trainer.optimizers[0]) and self._options.budget is None:
+            return high  # LBFGS's history outgrows a trial of one step: whole batches, until an error
+        try:
+            return self._ask(setup, high)
+        except LayoutError:
+            # Batches that cannot be cut run as they are, unless they are to be smaller.
+            if self._options.budget is not None or self._parts.request.most is not None:
+                raise
+            return NO_LIMIT
+        except Exception as error:
+            if may_be_out_of_memory(error) or isinstance(error, UserError) or self._trainer.world_size > 1:
+                raise  # ranks probe together or not at all
+            recipe = min(high, self._data.windows.epochs.micro_batch)
+            said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
+            rank_zero_warn(
+                "The probe found no limit, because a trial step, in which the probe records memory, ended in "
+                f"{type(error).__name__}: {said}. Training uses micro-batches of the recipe, {recipe} samples; give "
+                "micro_batch_size=… to choose."
+            )
+            return recipe
+
+    def _ask(self, setup: TrainingSetup, high: int) -> int:
+        """Return ``high`` if a window fits as it is; else probe."""
+        if self._trainer.world_size > 1:
+            _require_cut_on_all_ranks(self._trainer, setup.batches)
+        self.fits = None
+        found = self._probe_or_recompute(setup, high)
+        self.fits = found.fits
+        if found.probe is None:
+            return high
+        return found.probe.fastest or found.probe.limit
+
+    def _probe_or_recompute(self, setup: TrainingSetup, high: int) -> Found:
+        """Probe; if not one sample fits, and that is asked for, with submodules computed again."""
+        try:
+            return self._probe(setup, high, self.chosen, whole_first=not self._is_wanted_at_once)
+        except DoesNotFitError as error:
+            if self._options.checkpoint != "auto" or self.recomputed.names:
+                raise
+            plain = error.with_traceback(None)
+        chosen = choose_recomputed(setup, self._options, plain)
+        self.recomputed.use(chosen.names)
+        return self._probe(setup, high, chosen)
+
+    def _probe(self, setup: TrainingSetup, high: int, chosen: Recomputed | None, *, whole_first: bool = False) -> Found:
+        """Probe with the submodules computed again that were chosen; first a whole window, if that may be enough."""
+        found = probe(setup, self._options, high=high, chosen=chosen, whole_first=whole_first)
+        self.probe = found.probe
+        self._kind = found.kind
+        return found
+
+    def _use_found(self) -> None:
+        """Compute again what was chosen, and cut by the sizes of samples within the limit."""
+        if self.chosen is not None:
+            self.recomputed.use(self.chosen.names)
+        sizes = self._data.windows.epochs.source.sizes
+        if sizes is None:
+            return
+        most = self._parts.request.most or NO_LIMIT
+        if self.probe is not None and self.probe.sizes is not None:
+            by_probe = self.probe.sizes
+            sizes.set_limits(self.probe.limit, replace(by_probe, samples=min(most, by_probe.samples)))
+        else:
+            samples = self._parts.limit.samples
+            sizes.set_limits(samples, SizeLimits(samples * sizes.largest, most))
+
+
+def _require_cut_on_all_ranks(trainer: Any, batches: TrialBatches) -> None:
+    """Raise ``LayoutError`` on all ranks if one cannot cut its batches: trials end in votes, which need all ranks."""
+    why = ""
+    try:
+        if not batches.empty:
+            batches.make(min(2, batches.most), lambda batch: batch)
+    except LayoutError as error:
+        why = str(error)  # the error itself would keep batches alive
+    if not ranks.smallest_over_ranks(trainer, int(not why)):
+        raise LayoutError(why or "The batches of another rank cannot be cut into samples.")

@@ -1,0 +1,174 @@
+"""How the loader cuts an epoch: its effective batches, its windows and their micro-batches.
+
+Tested in tests/integration/test_schedules.py and tests/differential/test_differential.py.
+"""
+
+from dataclasses import dataclass
+
+from lightning_ga.fit.parts import FitParts
+from lightning_ga.loading.source import LoaderSource
+from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule, constant
+from lightning_ga.plan.recipe import Recipe, RecipeEpoch
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEpoch:
+    """The inputs of an epoch's plan. If an epoch is planned again with these, its windows are the same."""
+
+    number: int
+    recipe: RecipeEpoch
+    batch: PiecewiseSchedule
+    samples_done: int  # before its first window
+    windows_done: int
+
+
+class LoaderEpochs:
+    """Plans epochs by what was asked for and what fits: ``epoch`` is the last, and ``plan`` cuts its full windows."""
+
+    epoch: PlannedEpoch
+    plan: AccumulationPlan
+
+    def __init__(self, parts: FitParts, source: LoaderSource) -> None:
+        self._parts = parts
+        self.source = source
+        self.most_read: int | None = None  # samples that were read, if training alone reads samples
+
+    def use(self, source: LoaderSource) -> None:
+        """Plan epochs of a loader that is loaded again."""
+        if source.sizes is not None and self.source.sizes is not None:
+            source.sizes.follow(self.source.sizes)
+        self.source = source
+
+    # --- sizes ---------------------------------------------------------------------------------
+
+    @property
+    def recipe(self) -> Recipe:
+        """The batches as the user wrote them."""
+        return self.source.recipe
+
+    @property
+    def micro_batch(self) -> int:
+        """The micro-batch that ``accumulate=`` multiplies: that of the recipe while the limit is not known."""
+        known = self._parts.limit.first_micro_batch(self.recipe.batch_size)
+        return self._parts.request.in_multiples(known)
+
+    def effective(self, epoch: int) -> int:
+        """Return the largest effective batch of an epoch, at most the samples of the epoch."""
+        asked = self._parts.request.effective_batch(epoch, self.micro_batch, self.recipe.world_size)
+        return self.source.within_epoch(asked or self.recipe.effective, epoch)
+
+    def note_first(self) -> None:
+        """Note that a first micro-batch was read as it is planned now, because samples cannot be read apart."""
+        self.most_read = self.plan.micro_batch_size
+
+    def useful_limit(self, epochs: range) -> int:
+        """Return the largest micro-batch that these epochs can use, and can be tried."""
+        world_size = 1 if self._parts.shares.differ else self.recipe.world_size  # a rank may get nearly all
+        high = self._parts.request.useful_limit(
+            epochs,
+            recipe=self.recipe.effective,
+            total=self.source.epoch(epochs.start).samples,
+            world_size=world_size,
+        )
+        if not self.source.samples.first:
+            share = ceil_div(self.effective(epochs.start), self.recipe.world_size)
+            high = min(high, self.most_read or share)
+        return self.source.capped(max(1, high))
+
+    def steps(self, epochs: range) -> int:
+        """Count the optimizer steps of these epochs."""
+        steps = 0
+        samples = 0
+        for epoch in epochs:
+            more, seen = self.source.steps_of(epoch, self._batch_of(epoch, steps=steps, samples=samples))
+            steps += more
+            samples += seen
+        return steps
+
+    def _batch_of(self, epoch: int, *, steps: int, samples: int) -> PiecewiseSchedule:
+        """Return the effective batches of an epoch that begins after so many steps and samples."""
+        growth = self._parts.request.growth(self.micro_batch, self.recipe.world_size, steps, samples)
+        return growth or constant(self.effective(epoch))
+
+    def advice(self, epochs: range) -> str:
+        """Say that an effective batch is larger than the data."""
+        asked = max((self._parts.request.effective(epoch) or 0 for epoch in epochs), default=0)
+        total = self.source.epoch(epochs.start).samples
+        if asked <= total:
+            return ""
+        return (
+            f"The effective batch of {asked:,} samples is above the {total:,} of an epoch: it is a single "
+            "optimizer step over all of them, and a larger batch changes nothing."
+        )
+
+    # --- plans ---------------------------------------------------------------------------------
+
+    def arrange(self, number: int, *, enabled: bool = True) -> None:
+        """Plan an epoch; the loader yields nothing until that is ``enabled``."""
+        position = self._parts.progress.position_in(number)
+        batch = self._batch_of(number, steps=position.steps_before, samples=position.samples_before)
+        recipe = self.source.epoch(number)
+        self.epoch = PlannedEpoch(number, recipe, batch, position.samples_done, position.windows_done)
+        self.cut(enabled=enabled)
+
+    def cut(self, *, enabled: bool = True, start: int | None = None) -> None:
+        """Cut the windows of the planned epoch by the limit; the loader begins with the window ``start``."""
+        epoch = self.epoch
+        shares = self._parts.shares
+        ranks = 1 if shares.limits else self.recipe.world_size  # a rank may get nearly all
+        micro_batch = ceil_div(epoch.batch.largest, ranks)
+        if enabled:
+            micro_batch = self._within_limit(micro_batch)
+        self.plan = self.source.arrange(
+            epoch.number,
+            epoch.batch,
+            micro_batch,
+            multiple=self._parts.request.multiple,
+            limits=shares.limits,
+            ratio=shares.ratio,
+            samples_done=epoch.samples_done,
+            windows_done=epoch.windows_done,
+            start=start,
+            enabled=enabled,
+        )
+        self._parts.progress.place.set_factor(self.source.plan.factor)
+
+    def plan_window(self, number: int, start: int) -> None:
+        """Plan a window of an epoch in which windows grow; it begins after ``start`` samples."""
+        size = self.epoch.batch.at(number, start)
+        self.plan = plan_accumulation(
+            size,
+            micro_batch=self._within_limit(size),
+            world_size=self.recipe.world_size,
+            multiple=self._parts.request.multiple,
+        )
+
+    def _within_limit(self, samples: int) -> int:
+        return self.source.capped(min(samples, self._parts.limit.of_pass))
+
+    # --- what is planned -----------------------------------------------------------------------
+
+    @property
+    def has_changed_length(self) -> bool:
+        """Whether a hook has changed the length of the data since the epoch was planned."""
+        return self.source.epoch(self.epoch.number) != self.epoch.recipe
+
+    @property
+    def keeps_batches(self) -> bool:
+        """Whether each micro-batch is a batch of the recipe, because several cannot be collated to one."""
+        return self.plan.micro_batch_size == self.recipe.batch_size and not self.source.joins_batches
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether the loop's batches and windows are the recipe's.
+
+        Ranks must validate together, also after an error on one of them. So windows of several batches validate as they
+        end on all ranks.
+        """
+        plan = self.source.plan
+        is_alone = self.recipe.world_size == 1 or plan.factor == 1
+        if self._parts.request.is_by_window or not is_alone or self._parts.shares.limits:
+            return False
+        recipe_effective = self.source.within_epoch(self.recipe.effective, self.epoch.number)
+        return self.epoch.batch.largest == recipe_effective and plan.length == self.epoch.recipe.batches

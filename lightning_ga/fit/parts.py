@@ -1,0 +1,27 @@
+"""The parts of a fit that its windows share.
+
+Tested in tests/integration/test_fits.py.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from lightning_ga.compat.step_values import StepValues
+from lightning_ga.fit.gradients import Gradients
+from lightning_ga.fit.limit import Limit
+from lightning_ga.fit.progress import Progress
+from lightning_ga.fit.shares import Shares
+from lightning_ga.plan.config import Request
+
+
+@dataclass(frozen=True, slots=True)
+class FitParts:
+    """What was asked for, what fits, where training is, what its passes weigh and log; and how the fit ends."""
+
+    request: Request
+    limit: Limit
+    shares: Shares
+    progress: Progress
+    gradients: Gradients
+    values: StepValues
+    held: ExitStack = field(default_factory=ExitStack)  # gives the Trainer back what it had

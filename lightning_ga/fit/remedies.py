@@ -1,0 +1,101 @@
+"""What a window does differently once memory has run out in it.
+
+Its passes become smaller. If one sample alone does not fit, the window computes submodules again
+(``checkpoint="auto"``), or leaves that sample out (``on_oom="skip"``).
+
+Tested in tests/integration/test_checkpoint.py and tests/integration/test_fits.py.
+"""
+
+from collections import deque
+
+from lightning_ga.fit.left_out import LeftOut
+from lightning_ga.fit.limit_search import LimitSearch
+from lightning_ga.fit.messages import give_up
+from lightning_ga.fit.parts import FitParts
+from lightning_ga.memory.oom import is_ambiguous_out_of_memory
+from lightning_ga.plan.config import Options
+from lightning_ga.plan.piece_sizes import halved
+
+MANY = (3, 30)  # so many windows, of so many, in which one sample did not fit: then later ones begin as these ended
+
+
+class Remedies:
+    """Chooses the remedy, and takes the last ones back.
+
+    The window after one in which a sample did not fit begins as that window had begun, unless there were many.
+    """
+
+    def __init__(self, parts: FitParts, options: Options, search: LimitSearch, left_out: LeftOut) -> None:
+        self._progress = parts.progress
+        self._limit = parts.limit
+        self._search = search
+        self._left_out = left_out
+        self._may_recompute = options.checkpoint == "auto"
+        self._recomputable: tuple[str, ...] | None = None  # ``None`` before that was asked
+        self._window: tuple[int, int] | None = None  # the running one, as ``Progress`` names it
+        self._number = 0  # of the running window, in this fit
+        self._before = (self._limit.mark(), search.recomputed.names)  # as it began
+        self._failed: deque[int] = deque(maxlen=MANY[0])  # numbers of windows in which one sample did not fit
+
+    @property
+    def unit(self) -> str:
+        """What becomes smaller: ``"micro-batches"`` or ``"chunks"``."""
+        return self._limit.unit
+
+    def begin_window(self) -> None:
+        """Begin a window; nothing happens if it begins again after an error."""
+        window = self._progress.window
+        if window == self._window:
+            return
+        self._window = window
+        if self._number in self._failed and not self._are_many:
+            mark, names = self._before
+            self._limit.go_back(mark)
+            self._search.recomputed.use(names)
+        self._number += 1
+        self._before = (self._limit.mark(), self._search.recomputed.names)
+
+    @property
+    def _are_many(self) -> bool:
+        return len(self._failed) == MANY[0] and self._number - self._failed[0] < MANY[1]
+
+    def smaller(self, failed: int, failure: Exception) -> int:
+        """Return the limit after a pass of ``failed`` samples has run out of memory; a last remedy keeps it.
+
+        Raises:
+            Exception: If one sample has failed, and no remedy is left: the failure, or a ``UserError``.
+        """
+        fits = halved(failed)
+        if fits is not None:
+            return fits
+        if is_ambiguous_out_of_memory(failure) or not self._apply_last():
+            give_up(self._progress.trainer, "training", failure, self._limit.unit)
+        return failed
+
+    def lower(self, fits: int, failed: int) -> int:
+        """Lower the limit to what a search finds below a pass that ``failed``, else to ``fits``; return it."""
+        if fits < failed:
+            fits = self._search.below(failed) or fits
+        self.fall(fits)
+        return fits
+
+    def fall(self, samples: int) -> None:
+        """Lower the limit, here and in later runs."""
+        self._limit.fall(samples)
+        self._search.forget_limit()
+
+    def _apply_last(self) -> bool:
+        """Let the running window compute again all that can be, or leave out the sample; return whether one helps."""
+        helps = (self._may_recompute and self._recompute_all()) or self._left_out.add()
+        if helps and self._number not in self._failed:
+            self._failed.append(self._number)
+        return helps
+
+    def _recompute_all(self) -> bool:
+        """Compute again all that can be; return whether that is more than before."""
+        recomputed = self._search.recomputed
+        before = recomputed.names
+        if self._recomputable is None:
+            self._recomputable = self._search.all_recomputable()
+        recomputed.use(self._recomputable or before)
+        return recomputed.names != before

@@ -1,0 +1,126 @@
+"""How many of the user's own batches make a window if the step cuts, and the pieces of each batch.
+
+Tested in tests/integration/test_schedules.py and tests/differential/test_differential.py.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.errors import UserError
+from lightning_ga.fit.limit import NO_LIMIT
+from lightning_ga.fit.parts import FitParts
+from lightning_ga.loading.step_source import StepSource
+from lightning_ga.loading.trial_batches import BatchCutter
+from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of, plan_in_step
+from lightning_ga.plan.recipe import Recipe
+
+
+class StepEpochs:
+    """Plans windows by what was asked for and what fits."""
+
+    def __init__(self, parts: FitParts, source: StepSource) -> None:
+        self._parts = parts
+        self.source = source
+        self._plan: AccumulationPlan | None = None
+
+    def use(self, source: StepSource) -> None:
+        """Plan windows of a loader that is loaded again."""
+        source.follow(self.source)
+        self.source = source
+
+    def see(self, batch: Any, cutter: BatchCutter) -> None:
+        """Read the batch size off the first batch."""
+        with suppress(LayoutError):  # its number of samples may not be known
+            self.source.see(batch, cutter)
+
+    # --- sizes ---------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of the loader; 1 before one is seen, if the loader does not say it."""
+        return self.source.batch_size or 1
+
+    @property
+    def recipe(self) -> Recipe:
+        """The batches as the user wrote them."""
+        return Recipe(self.batch_size, self.source.recipe_factor, self.source.world_size)
+
+    @property
+    def micro_batch(self) -> int:
+        """The micro-batch that ``accumulate=`` multiplies: that of the recipe while the limit is not known."""
+        return self._parts.limit.first_micro_batch(self._parts.request.capped(self.batch_size))
+
+    def effective(self, epoch: int) -> int:
+        """Return the largest effective batch of an epoch."""
+        asked = self._parts.request.effective_batch(epoch, self.micro_batch, self.source.world_size)
+        return asked or self.recipe.effective
+
+    def useful_limit(self, epochs: range) -> int:
+        """Return the largest piece of a batch that these epochs can use."""
+        request = self._parts.request
+        high = request.useful_limit(epochs, recipe=self.recipe.effective, total=None, world_size=self.source.world_size)
+        return max(1, min(high, request.capped(self.batch_size)))
+
+    def steps(self, epochs: range) -> int | None:
+        """Count the optimizer steps of these epochs; ``None`` if that is not known."""
+        batches = self._parts.progress.place.batches_of_epoch
+        if batches is None or (self.source.batch_size is None and self._parts.request.counts_samples):
+            return None
+        steps = 0
+        samples = 0
+        for epoch in epochs:
+            left = batches
+            while left > 0:
+                factor = self._batches_of_window(epoch, step=steps, samples=samples)
+                samples += self.recipe.samples_of(min(factor, left))
+                steps += 1
+                left -= factor
+        return steps
+
+    def advice(self, epochs: range) -> str:
+        """Return nothing: a window is a number of batches."""
+        return ""
+
+    # --- plans ---------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> AccumulationPlan | None:
+        """How a full window is cut; ``None`` before one is planned."""
+        limit = self._parts.limit
+        if self._plan is None or not limit.chunked_names or not limit.is_known:
+            return self._plan
+        return in_chunks_of(self._plan, limit.samples, limit.chunked_names)
+
+    def plan_window(self) -> int:
+        """Plan the next window; return how many batches make it."""
+        progress = self._parts.progress
+        factor = self._batches_of_window(
+            progress.position.epoch, step=int(progress.trainer.global_step), samples=progress.position.samples_seen
+        )
+        micro_batch = self._parts.limit.of_pass
+        if micro_batch == NO_LIMIT:  # batches run as they are
+            micro_batch = self.batch_size
+        self._plan = plan_in_step(
+            self.batch_size,
+            batches=factor,
+            micro_batch=micro_batch,
+            world_size=self.source.world_size,
+            multiple=self._parts.request.multiple,
+        )
+        return factor
+
+    def _batches_of_window(self, epoch: int, *, step: int, samples: int) -> int:
+        """Return how many of the loader's batches make a window that begins after so many steps and samples."""
+        request = self._parts.request
+        asked = request.count_at(epoch, step=step, samples=samples)
+        batches = asked or self.source.recipe_factor
+        if asked and not request.is_factor:
+            batches = self.source.factor_for(asked)
+        whole = self._parts.limit.chunked_names
+        if whole and batches > 1:
+            raise UserError(
+                f"{whole=} needs a window of one batch, and {batches} batches of the loader make one here: let the "
+                f"loader yield batches of {batches * self.batch_size} samples."
+            )
+        return batches

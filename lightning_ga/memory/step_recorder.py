@@ -1,0 +1,206 @@
+"""Record the allocations and releases of a step, and where each of its storages is made.
+
+Tested in tests/memory/test_live_tensors.py and tests/integration/test_peak_holders.py.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ga.memory.allocator import AllocatorMeter
+from lightning_ga.memory.holders import Origin, StepOrigins
+from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
+from lightning_ga.memory.trace import MemoryTrace, canonical, rounded_up
+from lightning_ga.plan import records as holder
+
+Owned = Callable[[], Mapping[str, Iterable[Tensor]]]  # a method of a training: tensors of its state, by what they are
+_ADD = torch.ops.aten.add.Tensor
+_LOSSES = ("log_softmax", "nll_loss", "cross_entropy", "binary_cross_entropy_with_logits")
+
+
+class Recording:
+    """The events of a step so far, and what is known of its storages, by number."""
+
+    def __init__(self, floor: int, kinds: dict[int, str]) -> None:
+        self.floor = floor  # bytes alive since the start: storage 0
+        self.events: list[int] = []
+        self.marks: list[int] = []
+        self.initial: list[int] = []  # storages that were alive at the start and died since
+        self.sizes = [0]
+        self.addresses = [0]
+        self.handed_out = [0]  # blocks that an allocator had handed out in the step
+        self.origins: dict[int, Origin] = {}
+        self.kinds = kinds  # of storages that were there before, by their addresses
+        self.sums: list[tuple[int, int]] = []
+
+    def number(self, size: int, address: int = 0, handed_out: int = 0) -> int:
+        """Add a storage; return its number."""
+        self.sizes.append(size)
+        self.addresses.append(address)
+        self.handed_out.append(handed_out)
+        return len(self.sizes) - 1
+
+    def trace(self, samples: int) -> MemoryTrace:
+        """Return the stream of a step of so many samples."""
+        before = 1 + len(self.initial)
+        return MemoryTrace(
+            samples,
+            sizes=(self.floor, *self.sizes[1:]),
+            events=canonical([0, *self.initial, *self.events]),
+            marks=tuple(before + mark for mark in self.marks),
+            addresses=tuple(self.addresses),
+            sums=tuple(self.sums),
+            handed_out=tuple(self.handed_out),
+        )
+
+
+class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
+    """Meters live tensors of a training, and records where they are made, and by which blocks of an allocator."""
+
+    def __init__(self, owned: Owned, allocator: AllocatorMeter | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        # A meter lives until the garbage collector comes, because storages call it as they die; the training need not.
+        self._owned_tensors = WeakMethod(owned)
+        self._allocator = allocator
+        self._blocks_before = 0
+        self._recording: Recording | None = None  # of the step
+        self._operation: Any = None
+        self._was_backward = False
+
+    def start(self, *, budget: int | None = None, record: bool = True) -> None:
+        """Begin a step: the peak starts at what is alive, and what is alive is known by its owners."""
+        super().start(budget=budget)
+        self._was_backward = False
+        self._recording = Recording(self.live_bytes, self._owned()) if record else None
+        if record and self._allocator is not None:
+            self._blocks_before = self._allocator.handed_out()
+
+    def mark(self) -> None:
+        """Note in the recording that a phase of the step ends here."""
+        if self._recording is not None:
+            self._recording.marks.append(len(self._recording.events))
+
+    def note_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Note in the recording that these are the batch."""
+        if self._recording is not None:
+            self._name(self._recording, tensors, holder.BATCH)
+
+    def recorded(self, samples: int, *, complete: bool = True) -> tuple[MemoryTrace, StepOrigins]:
+        """Return the recorded step of so many samples, and where its storages come from, and end the recording."""
+        recording = self._recording
+        assert recording is not None, "a step is recorded from start() on"
+        resident: Counter[str] = Counter()
+        for storage, kind in {**recording.kinds, **self._owned()}.items():
+            held = self._held.get(storage)
+            if held is not None and held.counts:
+                self._name_storage(recording, held, kind)
+                if held.recording is not recording:
+                    resident[kind] += rounded_up(held.size, self.rounding)
+        self._recording = None
+        return recording.trace(samples), StepOrigins(recording.origins, resident, complete)
+
+    def _owned(self) -> dict[int, str]:
+        """Return what storages are to the training, by their addresses; the first owner counts."""
+        kinds: dict[int, str] = {}
+        owned = self._owned_tensors()
+        if owned is not None:
+            for kind, tensors in owned().items():
+                for storage in addresses(tensors):
+                    kinds.setdefault(storage, kind)
+        return kinds
+
+    def _name(self, recording: Recording, tensors: Iterable[Tensor], kind: str) -> None:
+        for storage in addresses(tensors):
+            held = self._held.get(storage)
+            if held is not None and held.counts:
+                self._name_storage(recording, held, kind)
+
+    def _name_storage(self, recording: Recording, held: HeldStorage, kind: str) -> None:
+        if held.recording is not recording:
+            recording.kinds.setdefault(held.key, kind)
+            return
+        origin = recording.origins[held.number]
+        if kind != holder.LOGITS or not origin.kind:
+            recording.origins[held.number] = origin._replace(kind=kind)
+
+    def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
+        self._operation = func
+        super()._see(outputs, func, args, kwargs)
+        recording = self._recording
+        if recording is None:
+            return
+        if func is _ADD and torch._C._current_graph_task_id() != -1:
+            self._note_sum(recording, args[0], *outputs)
+        if _described(func)[1]:
+            floating = [value for value in args if isinstance(value, Tensor) and value.is_floating_point()]
+            self._name(recording, floating, holder.LOGITS)
+
+    def _note_sum(self, recording: Recording, gradient: Tensor, total: Tensor) -> None:
+        """Note the storages of a gradient and of its sum with another, both of this step."""
+        held = [self._held.get(storage) for storage in addresses((gradient, total))]
+        numbers = [each.number for each in held if each is not None and each.recording is recording]
+        if len(numbers) == 2:
+            recording.sums.append((numbers[0], numbers[1]))
+
+    def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> HeldStorage:
+        held = super()._hold(storage, counts=counts)
+        recording = self._recording
+        if counts and recording is not None:
+            address = handed_out = 0
+            if self._allocator is not None:
+                address = storage.data_ptr()
+                handed_out = self._allocator.handed_out() - self._blocks_before
+            held.recording = recording
+            held.number = recording.number(held.size, address, handed_out)
+            recording.origins[held.number] = self._origin()
+            recording.events.append(held.number)
+        return held
+
+    def _released(self, held: HeldStorage) -> None:
+        super()._released(held)
+        recording = self._recording
+        if not held.counts or recording is None:
+            return
+        if held.recording is recording:
+            number = held.number
+        else:  # alive before the step: an allocation at its start
+            number = recording.number(held.size)
+            recording.initial.append(number)
+            recording.floor -= rounded_up(held.size, self.rounding)
+            if held.key in recording.kinds:
+                recording.origins[number] = Origin("forward", "", recording.kinds.pop(held.key))
+        recording.events.append(~number)
+
+    def _origin(self) -> Origin:
+        operation, is_loss = _described(self._operation)
+        kind = holder.LOGITS if is_loss else ""
+        if torch._C._current_graph_task_id() != -1:
+            self._was_backward = True
+            return Origin("backward", operation, kind)
+        # Marks cannot tell this: Lightning runs forward and backward passes in a closure, inside the optimizer's step.
+        updates = self._was_backward and not torch.is_grad_enabled()
+        return Origin("update" if updates else "forward", operation, kind)
+
+
+def state_of(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
+    """Return parameters with buffers, their gradients, and the tensors of optimizers, by what they are."""
+    known = list(tensors)
+    gradients = [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None]
+    state: list[Tensor] = []
+    for optimizer in optimizers:
+        for values in optimizer.state.values():
+            state += [value for value in values.values() if isinstance(value, Tensor)]
+    return {holder.PARAMETERS: known, holder.GRADIENTS: gradients, holder.OPTIMIZER: state}
+
+
+@cache
+def _described(operation: Any) -> tuple[str, bool]:
+    """Return the name of an operation, and whether it is one of a loss of logits."""
+    name = str(operation).removeprefix("aten.").split(".")[0].strip("_")
+    return name, name.startswith(_LOSSES)
