@@ -31,18 +31,25 @@ class OptimizedMetric(Callback):
             log.info(f"Optimized metric: {self.name} ({better} is better)")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the values; Lightning's sanity check shows whether the metric is among them, before any training."""
+        """Keep what validation logs; in Lightning's sanity check, refuse a metric that is not among it."""
         self.values = {}
         for name, value in trainer.callback_metrics.items():
             if not name.startswith(OF_TRAINING):
                 self.values[name] = float(value)
-        is_watched = self.name is not None and not self.name.startswith(OF_TRAINING)
-        if trainer.sanity_checking and is_watched and self.values and self.name not in self.values:
+        is_missing = bool(self.values) and self.name not in self.values
+        if trainer.sanity_checking and is_missing and self._is_needed(trainer):
             (nearest,) = get_close_matches(str(self.name), self.values, n=1, cutoff=0.0)
             raise UserError(
                 f"optimized_metric={self.name} is not logged by validation, which logs {', '.join(self.values)}: write "
                 f"optimized_metric={nearest}, or null to keep the latest checkpoint."
             )
+
+    def _is_needed(self, trainer: Trainer) -> bool:
+        """Whether a callback watches the metric, and validation has to log it."""
+        if self.name is None or self.name.startswith(OF_TRAINING):
+            return False
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        return any(getattr(callback, "monitor", None) == self.name for callback in callbacks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what belongs to a checkpoint."""

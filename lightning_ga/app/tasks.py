@@ -157,11 +157,12 @@ def fit(run: BuiltRun, checkpoint: Path | None) -> Metrics:
 
 
 def best_of(run: BuiltRun) -> ModelCheckpoint | None:
-    """The callback that has kept the best checkpoint by the optimized metric."""
+    """The callback that has kept the best checkpoint: by the optimized metric, else by another of the user's own."""
+    kept = []
     for callback in run.trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.monitor == run.metric.name and callback.best_model_path:
-            return callback
-    return None
+        if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
+            kept.append(callback)
+    return min(kept, key=lambda each: (each.monitor != run.metric.name, each.monitor is None), default=None)
 
 
 def validate(run: BuiltRun, checkpoint: Path | None) -> Metrics:
