@@ -34,7 +34,8 @@ def intercepted_closures(
 
     def make_ours(kwargs: Any, optimizer: Any, _: int) -> Any:
         """Return Lightning's own closure, so that Lightning notices if it is never called; calling it runs ours."""
-        lightning_closure = make(*(given := (kwargs, optimizer, position())))
+        given = (kwargs, optimizer, position())
+        lightning_closure = make(*given)
         vars(lightning_closure)["closure"] = wrap(ref(lightning_closure), make, *given)
         return lightning_closure
 
