@@ -99,7 +99,7 @@ class Verdict:
 
     def agree(self) -> None:
         """Combine the verdicts of all ranks, which call this together as an epoch begins."""
-        known = [each for each in ranks.of_all_ranks(self._trainer, self.exactness) if each is not None]
+        known = [*filter(None, ranks.of_all_ranks(self._trainer, self.exactness))]
         if known:
             self.exactness = combined(known)
 
