@@ -26,8 +26,8 @@ from lightning_ga.loading.rebatch import collates, collates_by_index, copy_loade
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.copies import copied
-from lightning_ga.snapshot.random_numbers import GENERATORS, reseed
-from lightning_ga.snapshot.untouched import untouched, values_held_by
+from lightning_ga.snapshot.random_numbers import generators_in, held_by, reseed
+from lightning_ga.snapshot.untouched import datasets_in, untouched
 
 SAMPLES_AT_ONCE = 64
 FIRST_SECONDS = 0.2  # after which no further samples are read: no more than a small batch takes if reading is slow
@@ -127,7 +127,7 @@ class KnownSamples:
 
     def _used_up(self) -> list[Any]:
         """Return what reading uses up and cannot be put back: iterators, files and queues."""
-        held = values_held_by(self.loader.dataset)
+        held = held_by(datasets_in(self.loader.dataset))
         return [each for each in held if isinstance(each, Iterator) or _QUEUES.issubset(dir(type(each)))]
 
     def _read(self, lists: Iterable[Sequence[Any]]) -> Generator[Any, None, None]:
@@ -245,8 +245,7 @@ def _finishes_batches(loader: "DataLoader[Any]") -> bool:
 
 def _then_reseeded(dataset: Any, samples: Any) -> Any:
     """Return what was read, and let the next read draw the same random numbers as any but the first."""
-    held = values_held_by(dataset)
-    reseed(0, [value for value in held if isinstance(value, GENERATORS)])
+    reseed(0, generators_in(held_by(datasets_in(dataset))))
     return samples
 
 

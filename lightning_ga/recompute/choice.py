@@ -37,19 +37,14 @@ class Candidate:
 
         One that would free more than ``most`` bytes is split if its parts free half of that.
         """
-        parts = {name: part for each in self.inner for name, part in each.chosen(most).items()}
         is_split = self.frees > most and sum(part.frees for part in self.inner) > self.frees / 2
+        parts: dict[str, Candidate] = {}
         if not self.name or self.refused or is_split:
-            return parts
-        return {self.name: self} if self.frees > 0 else {}
-
-
-@dataclass(frozen=True, slots=True)
-class SetTrial:
-    """A step that was tried with a set of submodules computed again: whether it fits, and its peak if that is known."""
-
-    fits: bool
-    peak_bytes: int | None = None
+            for part in self.inner:
+                parts.update(part.chosen(most))
+        elif self.frees > 0:
+            parts[self.name] = self
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +54,18 @@ class ChosenSet:
     Attributes:
         names: As they are called; empty if no set fits.
         share: Their part of the forward pass, which runs once more.
-        peak_bytes: The peak of their step; if no set fits, the lowest that was seen. ``None`` if no peak was seen.
-        trials: Steps that were tried, in order.
+        peak_bytes: The peak of their step; ``None`` if no set fits.
+        trials: The peaks of the sets that were tried, in order; ``None`` for those that do not fit.
     """
 
     names: tuple[str, ...]
     share: float
     peak_bytes: int | None
-    trials: Mapping[tuple[str, ...], SetTrial]
+    trials: Mapping[tuple[str, ...], int | None]
 
 
 def choose(
-    root: Candidate, run: Callable[[tuple[str, ...]], SetTrial], budget: int, most_trials: int = MOST_TRIALS
+    root: Candidate, run: Callable[[tuple[str, ...]], int | None], budget: int, most_trials: int = MOST_TRIALS
 ) -> ChosenSet:
     """Return the submodules that make a step fit a budget, and lose little time.
 
@@ -80,17 +75,17 @@ def choose(
 
     Args:
         root: The whole module, as ``survey`` returns it.
-        run: Runs an isolated step with these submodules computed again, and says whether it fits.
+        run: Runs an isolated step with these submodules computed again; its peak, ``None`` if it does not fit.
         budget: Bytes of the whole step.
         most_trials: Steps to try at most.
     """
-    ran: dict[tuple[str, ...], SetTrial] = {}
+    ran: dict[tuple[str, ...], int | None] = {}
 
     def fits(names: Sequence[str]) -> bool:
         tried = tuple(names)
         if tried and tried not in ran and len(ran) < most_trials:
             ran[tried] = run(tried)
-        return tried in ran and ran[tried].fits
+        return ran.get(tried) is not None
 
     candidates: dict[str, Candidate] = {}
     for parts in PARTS:
@@ -107,12 +102,14 @@ def choose(
     high = len(ranked)
     has_fitted = True
     while high - low > 1:
-        peak = ran[first(high)].peak_bytes
+        peak = ran[first(high)]
         middle = (low + high) // 2
         if has_fitted and peak is not None:
-            frees = [candidates[name].frees for name in ranked]
-            enough = (count for count in range(low + 1, high) if sum(frees[count:high]) <= budget - peak)
-            middle = next(enough, high - 1)
+            middle = high - 1
+            room = budget - peak - candidates[ranked[middle]].frees
+            while middle - 1 > low and room >= candidates[ranked[middle - 1]].frees:
+                middle -= 1
+                room -= candidates[ranked[middle]].frees
         has_fitted = fits(first(middle))
         if has_fitted:
             high = middle
@@ -126,9 +123,8 @@ def choose(
             count *= 2
         else:
             count //= 4
-    peaks = [each.peak_bytes for each in ran.values() if each.peak_bytes is not None]
     share = sum(candidates[name].seconds for name in names) / max(root.seconds, 1e-9)
-    return ChosenSet(names, share, ran[names].peak_bytes if names else min(peaks, default=None), ran)
+    return ChosenSet(names, share, ran.get(names), ran)
 
 
 def _ranked(candidates: Mapping[str, Candidate]) -> list[str]:
@@ -138,7 +134,10 @@ def _ranked(candidates: Mapping[str, Candidate]) -> list[str]:
     """
     worth = {name: each.frees / max(each.seconds, 1e-9) for name, each in candidates.items()}
     ranked: list[str] = []
-    while len(ranked) < len(worth):
-        best = max(worth[name] for name in worth.keys() - ranked)
-        ranked += [name for name in worth if name not in ranked and worth[name] >= best / NEAR]
+    while worth:
+        least = max(worth.values()) / NEAR
+        near = [name for name in worth if worth[name] >= least]
+        ranked += near
+        for name in near:
+            del worth[name]
     return ranked

@@ -17,7 +17,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.memory.oom import attempt
 from lightning_ga.recompute.state import ForwardEffects
 from lightning_ga.recompute.wrapper import RunTwice, own_containers
-from lightning_ga.snapshot.random_numbers import GENERATORS
+from lightning_ga.snapshot.random_numbers import generators_in
 
 
 def difference(part: Module, name: str, forward: Callable[..., Any], arguments: Any, named: Any) -> str:
@@ -25,51 +25,67 @@ def difference(part: Module, name: str, forward: Callable[..., Any], arguments: 
 
     Plainly and computed again, it starts from the state of now, and leaves it.
     """
-    given = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, GENERATORS)]
-    now = ForwardEffects(part, name).before_call(given)
-    found: list[list[Tensor]] = []
+    now = ForwardEffects(part, name).before_call(generators_in(tree_leaves((arguments, named))))
 
-    def run() -> None:
+    def gradients() -> list[list[Tensor]]:
+        found = []
         # Hooks of old weight norms make tensors outside of the forward pass: their graph serves both.
         for each in (forward, RunTwice(part, name, forward)):
             with now, saved_tensors_hooks(Tensor.detach, _as_it_is):
                 found.append(_gradient(part, each, arguments, named))
+        return found
 
-    failure = attempt(run, lambda error: isinstance(error, Exception)).failure
-    if isinstance(failure, UserError):
-        return str(failure).rstrip(".")
-    if failure is not None:
-        said = str(failure).partition("\n")[0].partition(". ")[0].rstrip(".:")
-        return f"computed again, it ends in {type(failure).__name__}: {said}"
-    plain, again = found
+    outcome = attempt(gradients, lambda error: isinstance(error, Exception))
+    if isinstance(outcome.failure, UserError):
+        return str(outcome.failure).rstrip(".")
+    if outcome.failure is not None:
+        said = str(outcome.failure).partition("\n")[0].partition(". ")[0].rstrip(".:")
+        return f"computed again, it ends in {type(outcome.failure).__name__}: {said}"
+    plain, again = outcome.result
     if same_values(plain, again):
         return ""
-    errors = [_relative_error(*pair) for pair in zip(plain, again)]
-    worst = max(errors, default=0.0)
-    is_same = all(error <= torch.finfo(each.dtype).eps ** 0.5 for error, each in zip(errors, plain))
-    return "" if is_same else f"computed again, it gives another gradient (relative difference {worst:.1g})"
+    worst = 0.0
+    is_same = True
+    for one, other in zip(plain, again):
+        error = _relative_error(one, other)
+        worst = max(worst, error)
+        is_same &= error <= torch.finfo(one.dtype).eps ** 0.5
+    if is_same:
+        return ""
+    return f"computed again, it gives another gradient (relative difference {worst:.1g})"
 
 
 def _gradient(part: Module, forward: Callable[..., Any], arguments: Any, named: Any) -> list[Tensor]:
     """Return outputs of a forward pass, and their gradient by its arguments and parameters."""
-    leaves: dict[int, tuple[Tensor, Tensor]] = {}
+    sources: list[Tensor] = []
+    copies: dict[int, Tensor] = {}
 
     def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        if not _needs_gradient(leaf):
             return own_containers(leaf)
-        if id(leaf) not in leaves:
+        if id(leaf) not in copies:
             source = leaf.detach().clone().requires_grad_()
-            leaves[id(leaf)] = (source, source.clone())
-        return leaves[id(leaf)][1]
+            sources.append(source)
+            copies[id(leaf)] = source.clone()
+        return copies[id(leaf)]
 
     arguments, named = tree_map(copied, (arguments, named))
-    outputs = [each for each in tensors_in(forward(*arguments, **named)) if each.requires_grad]
-    sources = [source for source, _ in leaves.values()] + [p for p in part.parameters() if p.requires_grad]
+    outputs = list(filter(_needs_gradient, tensors_in(forward(*arguments, **named))))
+    sources += filter(_needs_gradient, part.parameters())
     if not outputs or not sources:
         return outputs
-    weights = [torch.arange(each.numel(), device=each.device).cos().view(each.shape).to(each) for each in outputs]
+    weights = list(map(_weights, outputs))
     found = torch.autograd.grad(outputs, sources, weights, allow_unused=True, retain_graph=True)
-    return [*(each.detach() for each in outputs), *(each for each in found if each is not None)]
+    return [*map(Tensor.detach, outputs), *(gradient for gradient in found if gradient is not None)]
+
+
+def _needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _weights(output: Tensor) -> Tensor:
+    """Return weights by which all elements of an output are summed, each another."""
+    return torch.arange(output.numel(), device=output.device).cos().view(output.shape).to(output)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -80,5 +96,6 @@ def _relative_error(one: Tensor, other: Tensor) -> float:
     """Return the norm of the difference of two tensors, by that of the first."""
     if one.shape != other.shape:
         return float("inf")
-    wide = [each.detach().to_dense().to(torch.complex128) for each in (one, other)]
-    return float((wide[0] - wide[1]).norm() / wide[0].norm().clamp(min=1e-30))
+    exact = one.detach().to_dense().to(torch.complex128)
+    difference = exact - other.detach().to_dense()
+    return float(difference.norm() / exact.norm().clamp(min=1e-30))

@@ -10,7 +10,6 @@ Tested in tests/recompute/test_wrapper.py.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from copy import copy
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -18,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.copies import checksums, is_writable, refill
+from lightning_ga.snapshot.copies import checksums, copies_of, is_writable, refill
 from lightning_ga.snapshot.isolation import contained
 from lightning_ga.snapshot.random_numbers import (
     GENERATORS,
@@ -46,14 +44,16 @@ class StateBefore:
     """The state before a forward pass: a context in which the pass runs again, and which leaves the state of now."""
 
     def __init__(self, things: Iterable[Any], quiet: Sequence[Quiet] = ()) -> None:
-        self.copies = [(thing, _copy_of(thing)) for thing in things]
+        self.copies = copies_of(things)
         self._quiet = quiet
         self._now: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
-        moved = [(tensor, values) for tensor, values, version in self._quiet if tensor._version != version]
-        before = [*self.copies, *moved]
-        self._now = [(thing, _copy_of(thing)) for thing, _ in before]
+        before = [*self.copies]
+        for tensor, values, version in self._quiet:
+            if tensor._version != version:
+                before.append((tensor, values))
+        self._now = copies_of(thing for thing, _ in before)
         _put_back(before)
 
     def __exit__(self, *_: object) -> None:
@@ -76,42 +76,44 @@ class ForwardEffects:
         self._values: list[tuple[dict[str, Any], str, Any]] = []  # of attributes
         self._known: set[int] = set()  # what has been seen to change, by id
         self._watched: dict[str, Tensor] = {}  # what must not change
-        self._sums: dict[int, int | None] = {}
+        self._sums: list[int | None] = []
 
     def before_call(self, given: Iterable[Any] = ()) -> StateBefore:
         """Return the state as a call begins, and that of generators among its arguments."""
         self._calls += 1
-        flags = [own["training"] for own in self._attributes]
-        is_due = not self._calls & (self._calls - 1) or flags != self._flags
+        is_due = self._calls.bit_count() == 1 or self._flags != _flags(self._attributes)
         self._looks = is_due or any(own.get(name) is not value for own, name, value in self._values)
         if self._looks:
-            self._look(is_due)
+            self._look()
+            self._watched = self._unchanging() if is_due else {}
+            self._sums = checksums([*self._watched.values()])
         return StateBefore([*self._changing, *given], self._quiet)
 
-    def _look(self, is_due: bool) -> None:
-        """Find all that a forward pass may change, and what it must not if that ``is_due``."""
-        self._changing = [*global_generators()]
+    def _look(self) -> None:
+        """Find all that a forward pass may change."""
+        self._attributes = [*map(vars, self._module.modules())]
+        self._flags = _flags(self._attributes)
+        self._known.update(map(id, (*torch_generators(), *self._attributes)))
+        self._changing = [*global_generators(), *self._attributes]
         self._quiet = []
         self._values = []
-        self._attributes = [*map(vars, self._module.modules())]
-        self._flags = [own["training"] for own in self._attributes]
         seen: set[int] = set()
         for own in self._attributes:
-            self._changing.append(own)
             for name in own.keys() - _LEFT:
                 value = own[name]
                 content = vars(value) if _is_object(value) else value
-                found = [each for each in contained(content, seen) if _is_restorable(each)]
+                found = list(filter(_is_restorable, contained(content, seen)))
                 self._changing += found
                 if found and name != "_buffers":
                     self._values.append((own, name, value))
-        if not is_due:
-            self._watched = {}
-            return
-        parameters = self._module.named_parameters()
-        buffers = self._module.named_buffers()
-        self._watched = {**dict(parameters), **{name: each for name, each in buffers if not _is_restorable(each)}}
-        self._sums = _sums(self._watched.values())
+
+    def _unchanging(self) -> dict[str, Tensor]:
+        """Return what a forward pass must not change: parameters and large buffers."""
+        found: dict[str, Tensor] = dict(self._module.named_parameters())
+        for name, buffer in self._module.named_buffers():
+            if not _is_restorable(buffer):
+                found[name] = buffer
+        return found
 
     def after_call(self, before: StateBefore) -> None:
         """Learn what has changed since the state before a call.
@@ -120,31 +122,37 @@ class ForwardEffects:
             UserError: If a parameter or a large buffer has changed.
         """
         if not self._looks:
-            moved = [each for each in self._quiet if each[0]._version != each[2]]
-            if moved:
-                self._changing += [tensor for tensor, *_ in moved]
-                self._quiet = [each for each in self._quiet if each[0]._version == each[2]]
+            quiet = self._quiet
+            self._quiet = []
+            for tensor, values, version in quiet:
+                if tensor._version == version:
+                    self._quiet.append((tensor, values, version))
+                else:
+                    self._changing.append(tensor)
             return
         self._require_unchanged()
-        always = {id(each) for each in (*torch_generators(), *self._attributes)}
         self._changing = []
         for thing, kept in before.copies:
-            if id(thing) in always or id(thing) in self._known or not _is_same(thing, kept):
+            if id(thing) in self._known or not _is_same(thing, kept):
                 self._changing.append(thing)
                 self._known.add(id(thing))
             elif isinstance(thing, Tensor):
                 self._quiet.append((thing, kept, thing._version))
 
     def _require_unchanged(self) -> None:
-        sums = _sums(self._watched.values())
-        for name, tensor in self._watched.items():
-            was = self._sums.get(id(tensor))
-            now = sums.get(id(tensor))
-            if None not in (was, now) and was != now:
+        sums = checksums([*self._watched.values()])
+        for name, before, now in zip(self._watched, self._sums, sums):
+            if before != now and None not in (before, now):
                 raise UserError(
                     f"{self._name} cannot be computed again, because its forward pass changes {name} "
-                    f"({tensor.nbytes:,} bytes): change it outside of the forward pass, or leave {self._name} out."
+                    f"({self._watched[name].nbytes:,} bytes): change it outside of the forward pass, or leave "
+                    f"{self._name} out."
                 )
+
+
+def _flags(attributes: Sequence[dict[str, Any]]) -> list[bool]:
+    """Return whether parts are in training."""
+    return [own["training"] for own in attributes]
 
 
 def _is_object(value: Any) -> bool:
@@ -157,12 +165,6 @@ def _is_restorable(thing: Any) -> bool:
     if not isinstance(thing, Tensor):
         return True
     return thing.nbytes <= SMALL and is_writable(thing) and not thing.is_inference()
-
-
-def _copy_of(thing: Any) -> Any:
-    if isinstance(thing, Tensor):
-        return thing.detach().clone()
-    return generator_state(thing) if isinstance(thing, GENERATORS) else copy(thing)
 
 
 def _is_same(thing: Any, kept: Any) -> bool:
@@ -188,10 +190,3 @@ def _put_back(copies: Iterable[tuple[Any, Any]]) -> None:
             if isinstance(thing, dict):
                 thing.clear()  # else keys that come back would be the last ones
             refill(thing, kept)
-
-
-def _sums(tensors: Iterable[Tensor]) -> dict[int, int | None]:
-    """Return sums of bits by id, but for tensors whose memory is not there now, as sharded strategies free it."""
-    plain = [each for each in tensors if each.layout is torch.strided and not is_traceable_wrapper_subclass(each)]
-    there = [each for each in plain if each.untyped_storage().nbytes()]
-    return dict(zip(map(id, there), checksums(there)))

@@ -47,12 +47,12 @@ def survey(module: Module, step: Step, small_step: Step | None = None) -> Candid
         The whole module, whose parts are candidates.
     """
     parts = {name: part for name, part in module.named_modules() if name and not _is_compiled(part)}
-    passes = [_Survey(module, parts, step) for _ in range(PASSES)]
-    seen = passes[-1]
-    seen.seconds = {name: min(each.seconds.get(name, 0.0) for each in passes) for name in seen.seconds}
-    seen.refuse_written()
+    seen = _Survey(module, parts)
+    for _ in range(PASSES):
+        seen.run(step)
     if small_step is not None:
-        seen.refused.update(compare({name: parts[name] for name in seen.seconds if name}, small_step))
+        called = {name: part for name, part in parts.items() if name in seen.seconds}
+        seen.refused.update(compare(called, small_step))
     return seen.candidate("")
 
 
@@ -72,7 +72,7 @@ def compare(parts: dict[str, Module], step: Step) -> dict[str, str]:
             running.clear()
         return forward(*arguments, **named)
 
-    with _forward_only(parts, {name: partial(compared, name, part, part.forward) for name, part in parts.items()}):
+    with _forward_only(parts, compared):
         step()
     return {name: KEEPS.format(name, sentence) for name, sentence in found.items() if sentence}
 
@@ -82,8 +82,8 @@ class _ForwardIsOver(BaseException):
 
 
 @contextmanager
-def _forward_only(parts: dict[str, Module], forwards: dict[str, Any]) -> Iterator[None]:
-    """Return a context with other forward passes, which ends with the first backward pass."""
+def _forward_only(parts: dict[str, Module], run: Callable[..., Any]) -> Iterator[None]:
+    """Return a context that ends with the first backward pass; ``run`` gets name and part, and runs forward passes."""
 
     def end(*_: object, **__: object) -> None:
         raise _ForwardIsOver
@@ -91,7 +91,7 @@ def _forward_only(parts: dict[str, Module], forwards: dict[str, Any]) -> Iterato
     over: BaseException | None = None
     with compiled_run_eagerly(), replaced(torch.autograd, backward=end), ExitStack() as stack:
         for name, part in parts.items():
-            stack.enter_context(shadowed(part, "forward", forwards[name]))
+            stack.enter_context(shadowed(part, "forward", partial(run, name, part, part.forward)))
         try:
             with saved_tensors_hooks(_drop, _zeros):
                 yield
@@ -102,8 +102,9 @@ def _forward_only(parts: dict[str, Module], forwards: dict[str, Any]) -> Iterato
 
 
 def _drop(tensor: Tensor) -> Any:
-    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if is_plain else tensor
+    if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+        return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return tensor
 
 
 def _zeros(saved: Any) -> Tensor:
@@ -125,40 +126,47 @@ def _inside_compiled() -> bool:
 class _Survey:
     """Notes what submodules save in the forward pass of a step, their arguments and seconds."""
 
-    def __init__(self, root: Module, parts: dict[str, Module], step: Step) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+    def __init__(self, root: Module, parts: dict[str, Module]) -> None:
+        self.seconds: dict[str, float] = {}  # of the fastest pass
         self.refused: dict[str, str] = {}
+        self._root = root
+        self._parts = parts
+        self._device = next((each.device for each in root.parameters()), torch.device("cpu"))
+
+    def run(self, step: Step) -> None:
+        """Run a forward pass; what it saves counts, and not what passes before have saved."""
         self._saved: dict[str, Counter[StorageWeakRef]] = defaultdict(Counter)
         self._inputs: dict[str, set[StorageWeakRef]] = defaultdict(set)
         self._inner: dict[str, dict[str, None]] = defaultdict(dict)  # submodules by the call around them
         self._inside = [""]
         self._sizes: dict[StorageWeakRef, int] = {}
         self._versions: list[tuple[str, Tensor, int]] = []  # of arguments
-        self._device = next((each.device for each in root.parameters()), torch.device("cpu"))
-        older = self._storages([*root.parameters(), *root.buffers()])
-        self._sizes.update(dict.fromkeys(older, 0))  # they cost nothing more
-        forwards = {name: partial(self._call, name, part.forward) for name, part in parts.items()}
-        with _forward_only(parts, forwards), saved_tensors_hooks(self._pack, _zeros):
+        self._running: dict[str, float] = defaultdict(float)  # seconds
+        for each in self._storages([*self._root.parameters(), *self._root.buffers()]):
+            self._sizes[each] = 0  # they cost nothing more
+        with _forward_only(self._parts, self._call), saved_tensors_hooks(self._pack, _zeros):
             self._timed("", step)
+        for name, seconds in self._running.items():
+            self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
+        for name, witness, version in self._versions:
+            if witness._version != version:
+                self.refused[name] = KEEPS.format(name, "its arguments are written to in place")
 
     def candidate(self, name: str) -> Candidate:
         """Return a submodule with all that it calls."""
         inner = tuple(map(self.candidate, self._inner[name]))
         return Candidate(name, self._frees(name), self.seconds[name], inner, self.refused.get(name, ""))
 
-    def refuse_written(self) -> None:
-        """Refuse submodules whose arguments were written to since their calls."""
-        for name, witness, version in self._versions:
-            if witness._version != version:
-                self.refused[name] = KEEPS.format(name, "its arguments are written to in place")
-
     def _frees(self, name: str) -> int:
         """Return the bytes that only this submodule keeps, less the arguments that it would have to keep."""
         every = self._saved[""]
-        saved = self._saved[name]
-        freed = [each for each in saved.keys() - self._inputs[name] if saved[each] == every[each]]
-        held = self._inputs[name] - every.keys()
-        return sum(map(self._sizes.__getitem__, freed)) - sum(map(self._sizes.__getitem__, held))
+        frees = 0
+        for storage, times in self._saved[name].items():
+            if times == every[storage] and storage not in self._inputs[name]:
+                frees += self._sizes[storage]
+        for storage in self._inputs[name] - every.keys():
+            frees -= self._sizes[storage]
+        return frees
 
     def _storages(self, values: Any) -> set[StorageWeakRef]:
         """Return the storages of tensors; a weak reference keeps their addresses from being used again."""
@@ -171,7 +179,7 @@ class _Survey:
                 found.add(key)
         return found
 
-    def _call(self, name: str, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def _call(self, name: str, part: Module, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled() or name in self._inside:
             return forward(*arguments, **named)
         self._inner[self._inside[-1]][name] = None
@@ -194,7 +202,7 @@ class _Survey:
             return run(*arguments, **named)
         finally:
             synchronize(self._device)
-            self.seconds[name] += clock() - started
+            self._running[name] += clock() - started
 
     def _pack(self, tensor: Tensor) -> Any:
         made = self._storages(tensor)

@@ -6,8 +6,9 @@ and leaves the state that it finds.
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.recompute.state import ForwardEffects
 from lightning_ga.snapshot.copies import versions, with_own_containers
-from lightning_ga.snapshot.random_numbers import GENERATORS
+from lightning_ga.snapshot.random_numbers import GENERATORS, generators_in
 
 
 @contextmanager
@@ -50,8 +51,9 @@ def recomputed(module: Module, names: str | Iterable[str]) -> Iterator[None]:
                 loss = model(batch).mean()
             loss.backward()
     """
+    wanted = [names] if isinstance(names, str) else names
     with ExitStack() as stack:
-        for name, part in submodules(module, [names] if isinstance(names, str) else names).items():
+        for name, part in submodules(module, wanted).items():
             stack.enter_context(shadowed(part, "forward", RunTwice(part, name, part.forward)))
         yield
 
@@ -79,22 +81,22 @@ def submodules(module: Module, names: Iterable[str], argument: str = "recomputed
         UserError: If there is no such submodule, or if one lies inside another.
     """
     known = dict(module.named_modules(remove_duplicate=False))
-    found: dict[str, Module] = {}
+    found: dict[Module, str] = {}
     for name in names:
         if not name or name not in known:
-            children = [each for each, part in module.named_children() if any(True for _ in part.parameters())]
-            near = difflib.get_close_matches(name, [*filter(None, known)], n=3, cutoff=0.5) or children[:3]
+            children = [child for child, part in module.named_children() if next(part.parameters(), None) is not None]
+            near = difflib.get_close_matches(name, filter(None, known), n=3, cutoff=0.5) or children[:3]
             has = ", ".join(map(repr, near)) or "none"
             raise UserError(
                 f"{argument} names {name!r}, and {type(module).__name__} has no such submodule: it has {has}."
             )
-        if all(part is not known[name] for part in found.values()):
-            found[name] = known[name]
-    for name, part in found.items():
-        inside = next((other for other, each in found.items() if each is not part and each in part.modules()), None)
-        if inside is not None:
-            raise UserError(f"{argument} names {name!r} and {inside!r}, which lies inside it: name one of the two.")
-    return found
+        found.setdefault(known[name], name)
+    for part, name in found.items():
+        for inner in part.modules():
+            if inner is not part and inner in found:
+                inside = found[inner]
+                raise UserError(f"{argument} names {name!r} and {inside!r}, which lies inside it: name one of the two.")
+    return dict(zip(found.values(), found))
 
 
 class RunTwice:
@@ -112,26 +114,31 @@ class RunTwice:
         """Run it."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled code keeps its activations
             return self._forward(*arguments, **named)
-        # The caller may change its containers later, as DenseNet does, and sees what the first pass does to them.
-        given = [(arguments, named)]
+        given = [(arguments, named)]  # the caller sees what the first pass does to them
+        places: dict[int, _Place] = {}
+        tensors: list[Tensor] = []  # each once: attention asks whether query is key
+
+        def kept(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return own_containers(leaf)
+            if id(leaf) not in places:
+                places[id(leaf)] = _Place(len(tensors))
+                tensors.append(leaf)
+            return places[id(leaf)]
+
         leaves, structure = tree_flatten((arguments, named))
-        leaves = [own_containers(leaf) for leaf in leaves]
-        tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-        places = {id(tensor): place for place, tensor in enumerate(tensors)}  # attention asks whether query is key
-        slots = [places.get(id(leaf)) for leaf in leaves]
-        others = [leaf if slot is None else None for leaf, slot in zip(leaves, slots)]
+        leaves = list(map(kept, leaves))  # the caller may change its containers later, as DenseNet does
 
         def run(*tensors: Any) -> Any:
             if given:
                 arguments, named = given.pop()
             else:
                 self._again()
-                leaves = [own_containers(leaf) if slot is None else tensors[slot] for leaf, slot in zip(others, slots)]
-                arguments, named = tree_unflatten(leaves, structure)
+                arguments, named = tree_unflatten(map(partial(_given, tensors), leaves), structure)
             return self._forward(*arguments, **named)
 
         written = versions(tensors)
-        before = self._effects.before_call([leaf for leaf in others if isinstance(leaf, GENERATORS)])
+        before = self._effects.before_call(generators_in(leaves))
         output = checkpoint(
             run,
             *tensors,
@@ -146,6 +153,15 @@ class RunTwice:
                 "out, or name the module around it."
             )
         return output
+
+
+class _Place(int):
+    """Stands for a tensor among the arguments of a call."""
+
+
+def _given(tensors: Sequence[Tensor], leaf: Any) -> Any:
+    """Return what an argument of the first pass is in the second."""
+    return tensors[leaf] if isinstance(leaf, _Place) else own_containers(leaf)
 
 
 def own_containers(leaf: Any) -> Any:

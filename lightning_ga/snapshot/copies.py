@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from lightning_ga.batch.pytree import contents_of, is_constant, open_container, rebuild, tensors_in
 from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state
 
 SMALL = 2**20  # bytes of a tensor that is copied at the start of every window
 _WIDTH = 1021  # of the rows in which bits are summed; a prime, so that samples that change places change the sum
@@ -75,8 +76,11 @@ def checksums(tensors: Sequence[Tensor]) -> list[int | None]:
     by_device: dict[torch.device, dict[int, Tensor]] = {}
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         for number, tensor in enumerate(tensors):
-            is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor.is_meta
-            if is_plain and is_writable(tensor) and tensor.numel():
+            if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta:
+                continue
+            if (
+                is_writable(tensor) and tensor.numel() and tensor.untyped_storage().nbytes()
+            ):  # sharded ones may be freed
                 by_device.setdefault(tensor.device, {})[number] = _sum_of_bits(tensor.detach())
         for found in by_device.values():  # one transfer for each device
             for number, value in zip(found, torch.stack([*found.values()]).tolist()):
@@ -93,6 +97,24 @@ def _sum_of_bits(values: Tensor) -> Tensor:
     rest = bits.numel() % width  # rows overlap by the rest, so that there is no shorter one
     columns = bits.unfold(0, width + rest, width).sum(0, dtype=torch.int64)
     return (columns * torch.arange(1, width + rest + 1, device=bits.device)).sum()
+
+
+def by_id(things: Iterable[Any]) -> dict[int, Any]:
+    """Return things, each once, by their ids."""
+    return {id(thing): thing for thing in things}
+
+
+def copies_of(things: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return things, each with its copy: a tensor's values, the state of a generator, a shallow copy of a container."""
+    return [(thing, _copy_of(thing)) for thing in things]
+
+
+def _copy_of(thing: Any) -> Any:
+    if isinstance(thing, Tensor):
+        return thing.detach().clone()
+    if isinstance(thing, GENERATORS):
+        return generator_state(thing)
+    return shallow_copy(thing)
 
 
 def refill(container: Any, content: Any) -> None:

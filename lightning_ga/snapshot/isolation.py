@@ -25,16 +25,15 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, retry_once
-from lightning_ga.snapshot.copies import is_writable, refill
+from lightning_ga.snapshot.copies import by_id, copies_of, is_writable, refill
 from lightning_ga.snapshot.random_numbers import (
     GENERATORS,
     RandomState,
-    generator_state,
     generators_of,
     restore_generator,
 )
 
-_TABLES = {name for name in vars(Module()) if name != "training"}  # of tensors, children and hooks: no deep copies
+_TABLES = vars(Module()).keys() - {"training"}  # of tensors, children and hooks: no deep copies
 _CONTAINERS = (dict, list, set, deque)
 _LONGEST = 1000  # longer containers are data: their contents are not copied
 _FIXED = (
@@ -46,7 +45,7 @@ _DATA = (Dataset, DataLoader)  # trials only read them
 
 def refuse_lazy(tensors: Iterable[Tensor]) -> None:
     """Refuse parameters of lazy modules that have not seen a batch."""
-    if any(is_lazy(tensor) for tensor in tensors):
+    if any(map(is_lazy, tensors)):
         raise UserError(
             "The module has parameters without a shape yet (a lazy module): run one forward pass before fit(), "
             "or give micro_batch_size=… and verify=False to do without a probe and a check."
@@ -66,12 +65,14 @@ class ModuleState:
     def __init__(
         self, modules: Sequence[Module], stepping: Sequence[Any], *, shared: Iterable[object], steps: bool = False
     ) -> None:
-        parts = list(dict.fromkeys(chain.from_iterable(module.modules() for module in modules)))
-        tensors = chain.from_iterable((*part._parameters.values(), *part._buffers.values()) for part in parts)
+        parts = list(dict.fromkeys(chain.from_iterable(map(Module.modules, modules))))
+        tensors: list[Tensor | None] = []
+        for part in parts:
+            tensors += [*part._parameters.values(), *part._buffers.values()]
         random_state = RandomState(generators_of(modules[0]))
         self._gradients = [(parameter, parameter.grad) for parameter in modules[0].parameters()]
         with uncounted():
-            self._values = TensorValues(each for each in tensors if each is not None)
+            self._values = TensorValues(tensors)
             state = SteppingState(stepping if steps else ())
         self.attributes = SwappedAttributes((*shared, *stepping))
         self.attributes.add_modules(parts)
@@ -101,8 +102,8 @@ class ModuleState:
 class TensorValues:
     """Tensors and their values, restored in place from copies on the host."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        kept = list({id(tensor): tensor for tensor in tensors}.values())
+    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
+        kept = by_id(tensor for tensor in tensors if tensor is not None).values()
         refuse_lazy(kept)
         self.kept = [(tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad) for tensor in kept]
 
@@ -124,18 +125,22 @@ class SteppingState:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
-        within = [each for owner in objects for each in contained(owner, seen)]
-        self._contents = [(each, copy.copy(each)) for each in within if isinstance(each, _CONTAINERS)]
-        self._tensors = TensorValues(each for each in within if isinstance(each, Tensor))
-        self._generators = [(each, generator_state(each)) for each in within if isinstance(each, GENERATORS)]
+        tensors: list[Tensor | None] = []
+        others: list[Any] = []
+        for owner in objects:
+            for value in contained(owner, seen):
+                (tensors if isinstance(value, Tensor) else others).append(value)
+        self._tensors = TensorValues(tensors)
+        self._others = copies_of(others)
 
     def restore(self) -> None:
         """Put everything back."""
-        for container, content in self._contents:
-            refill(container, content)
         self._tensors.restore()
-        for generator, state in self._generators:
-            restore_generator(generator, state)
+        for thing, kept in self._others:
+            if isinstance(thing, GENERATORS):
+                restore_generator(thing, kept)
+            else:
+                refill(thing, kept)
 
 
 def contained(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -162,7 +167,7 @@ class SwappedAttributes:
     """
 
     def __init__(self, shared: Iterable[object]) -> None:
-        self._memo: dict[int, Any] = {id(thing): thing for thing in shared}
+        self._memo = by_id(shared)
         self._kept: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
         self._complete: set[int] = set()  # attributes from which ``restore`` removes new ones, by id
         self._tables: list[tuple[Any, Any]] = []  # with copies
@@ -171,19 +176,20 @@ class SwappedAttributes:
         """Keep all attributes of modules, and the contents of their tables of tensors, children and hooks."""
         for module in modules:
             own = vars(module)
-            self._memo[id(module)] = module
-            self._memo |= {id(each): each for table in (module._parameters, module._buffers) for each in table.values()}
+            self._memo |= by_id((module, *module._parameters.values(), *module._buffers.values()))
             # Compiled modules contain their graphs, and PyTorch's wrappers for ranks their process groups.
             is_wrapper = type(module).__module__.startswith(("torch._dynamo", "torch.nn.parallel", "torch.distributed"))
             self._keep(own, dict(own), () if is_wrapper else own.keys() - _TABLES)
-            tables = (own.get(name) for name in _TABLES)
-            self._tables += [(table, copy.copy(table)) for table in tables if isinstance(table, _CONTAINERS)]
             self._complete.add(id(own))
+            for name in own.keys() & _TABLES:
+                if isinstance(own[name], _CONTAINERS):
+                    self._tables.append((own[name], copy.copy(own[name])))
 
     def add(self, owner: object, *names: str, copied: bool = True) -> None:
         """Keep attributes of an object, ``copied`` for trials or as they are."""
         own = vars(owner)
-        self._keep(own, {name: own[name] for name in names}, names if copied else ())
+        before = {name: own[name] for name in names}
+        self._keep(own, before, before if copied else ())
 
     def _keep(self, own: dict[str, Any], before: dict[str, Any], names: Iterable[str]) -> None:
         self._kept.append((own, before, [name for name in names if not isinstance(own[name], _FIXED)]))
@@ -192,7 +198,8 @@ class SwappedAttributes:
         """Put deep copies in the place of what a trial may change."""
         memo = dict(self._memo)
         for own, _, names in self._kept:
-            own.update({name: _copied(own[name], memo) for name in names})
+            for name in names:
+                own[name] = _copied(own[name], memo)
 
     def restore(self) -> None:
         """Put the original attributes back, and what the tables of modules held."""
@@ -210,10 +217,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a copy as deep as possible; data, and what cannot be copied (locks, files), stay shared."""
     if isinstance(value, (*_FIXED, *_DATA)) or id(value) in memo:
         return memo.get(id(value), value)
-    if not isinstance(value, (Tensor, np.ndarray)) and hasattr(value, "__len__") and _length(value) > _LONGEST:
-        if isinstance(value, _CONTAINERS):
-            return copy.copy(value)
-        return value
+    if _is_long(value):
+        return copy.copy(value) if isinstance(value, _CONTAINERS) else value
     known = len(memo)
     try:
         return copy.deepcopy(value, memo)
@@ -225,16 +230,18 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if type(value) not in (dict, list):
         memo[id(value)] = value
         return value
-    memo[id(value)] = copied = type(value)()
-    if isinstance(copied, list):
-        copied.extend(_copied(inner, memo) for inner in value)
-    else:
-        copied.update({name: _copied(inner, memo) for name, inner in value.items()})
-    return copied
+    clone = memo[id(value)] = copy.copy(value)
+    entries: Any = clone.items() if isinstance(clone, dict) else enumerate(clone)
+    for place, inner in entries:
+        clone[place] = _copied(inner, memo)
+    return clone
 
 
-def _length(value: Any) -> int:
+def _is_long(value: Any) -> bool:
+    """Return whether a container has so many entries that they are data."""
+    if isinstance(value, (Tensor, np.ndarray)) or not hasattr(value, "__len__"):
+        return False
     try:
-        return len(value)
-    except TypeError:  # tensors and arrays of no dimension
-        return 0
+        return len(value) > _LONGEST
+    except TypeError:  # of arrays of no dimension
+        return False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.snapshot.copies import SMALL, Copies, checksums, is_writable, versions, with_own_containers
+from lightning_ga.snapshot.copies import SMALL, Copies, by_id, checksums, is_writable, versions, with_own_containers
 from lightning_ga.snapshot.savepoint import Savepoint
 
 
@@ -28,7 +28,7 @@ class KeptBatch:
         self._tensors = [*tensors_in(batch)]
         self._versions = versions(self._tensors)
         with torch._C.DisableTorchFunction():  # a class of the user's own may refuse anything
-            unversioned = {id(tensor): tensor for tensor in self._tensors if tensor.is_inference()}
+            unversioned = by_id(filter(Tensor.is_inference, self._tensors))
             parts = list(chain.from_iterable(map(_memory_of, unversioned.values())))
             parts.sort(key=lambda part: part.nbytes)
             ends = list(accumulate(part.nbytes for part in parts))

@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Iterable
-from types import MethodType
-from typing import Any, cast
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,23 +34,35 @@ def restore_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def generators_of(module: torch.nn.Module) -> list[Any]:
-    """Return the generators that a module or one of its parts has."""
-    values = (value for part in module.modules() for value in vars(part).values())
+def held_by(objects: Iterable[object]) -> list[Any]:
+    """Return the values of the attributes of objects."""
+    values: list[Any] = []
+    for each in objects:
+        values += getattr(each, "__dict__", {}).values()
+    return values
+
+
+def generators_in(values: Iterable[Any]) -> list[Any]:
+    """Return those values that are generators."""
     # ``isinstance`` of ``torch.Generator`` is slow.
     foreign = (value for value in values if type(value).__module__ not in ("builtins", "collections"))
     return [value for value in foreign if isinstance(value, GENERATORS)]
 
 
+def generators_of(module: torch.nn.Module) -> list[Any]:
+    """Return the generators that a module or one of its parts has."""
+    return generators_in(held_by(module.modules()))
+
+
 def torch_generators() -> list[torch.Generator]:
     """Return the default generators of the host and of every device in use."""
-    return [torch.default_generator, *(each for vendor in vendors_in_use() for each in vendor.generators())]
+    return [torch.default_generator, *chain.from_iterable(vendor.generators() for vendor in vendors_in_use())]
 
 
 def global_generators() -> list[Any]:
     """Return the default generators of torch, on the host and on every device in use, of NumPy and of Python."""
-    methods = (np.random.get_state, random.getstate)  # of the generators that these modules keep
-    return [*torch_generators(), *(cast(MethodType, method).__self__ for method in methods)]
+    methods: Any = (np.random.get_state, random.getstate)  # of the generators that these modules keep
+    return [*torch_generators(), *map(attrgetter("__self__"), methods)]
 
 
 def seed_generator(generator: Any, seed: int) -> None:
@@ -67,30 +80,22 @@ def reseed(seed: int, generators: Iterable[Any] = ()) -> None:
 
     Unlike ``torch.manual_seed``, leave no seed behind for a device that is used only later.
     """
-    for generator in (*torch_generators(), *generators):
+    for generator in (*global_generators(), *generators):
         seed_generator(generator, seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 class RandomState:
     """Random numbers of torch, on the host and on every device in use, of NumPy and Python, and others, as of now."""
 
     def __init__(self, others: Iterable[Any] = ()) -> None:
-        generators = (*others, *torch_generators())
-        self._states = [(generator, generator_state(generator)) for generator in generators]
-        self._numpy = np.random.get_state(legacy=False)
-        self._python = random.getstate()
+        self._generators = [*others, *global_generators()]
+        self._states = list(map(generator_state, self._generators))
 
     def is_current(self) -> bool:
         """Return whether no random number was drawn since."""
-        pairs = [(state, generator_state(generator)) for generator, state in self._states]
-        pairs += [(self._numpy, np.random.get_state(legacy=False)), (self._python, random.getstate())]
-        return all(same_values(before, now) for before, now in pairs)
+        return all(map(same_values, self._states, map(generator_state, self._generators)))
 
     def restore(self) -> None:
         """Set every generator back."""
-        for generator, state in self._states:
+        for generator, state in zip(self._generators, self._states):
             restore_generator(generator, state)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)

@@ -12,6 +12,7 @@ kinds of state and no other:
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from operator import is_
 from types import NoneType
 from typing import Any
@@ -24,6 +25,7 @@ from torchmetrics import Metric
 from lightning_ga.snapshot.copies import (
     SMALL,
     Copies,
+    by_id,
     is_writable,
     metric_state,
     refill,
@@ -48,32 +50,36 @@ class Savepoint:
     def __init__(self, module: LightningModule, results: Callable[[], dict[str, Any]]) -> None:
         self._module = module
         self._results = results
-        self._places = [(part._buffers, name) for part in module.modules() for name in part._buffers]
-        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._tables = [part._buffers for part in module.modules() if part._buffers]
+        self._metrics = list(filter(_is_metric, module.modules()))
         self._look()
         self._is_taken = False
 
     def _look(self) -> None:
         """Find the buffers: steps may put other tensors in their places."""
-        self._buffers = [table[name] for table, name in self._places]
-        found = {id(buffer): buffer for buffer in self._buffers if buffer is not None}
-        copied = {key: buffer for key, buffer in found.items() if is_writable(buffer) and buffer.nbytes <= SMALL}
+        self._buffers = list(map(dict, self._tables))
+        copied: dict[int, Tensor] = {}
+        self._watched: dict[str, Tensor] = {}
+        for name, buffer in self._module.named_buffers():
+            if is_writable(buffer) and buffer.nbytes <= SMALL:
+                copied[id(buffer)] = buffer
+            else:
+                self._watched[name] = buffer
         self._copies = Copies(copied.values())
-        large = {name: buffer for name, buffer in self._module.named_buffers() if id(buffer) not in copied}
-        self._watched = {**large, **dict(self._module.named_parameters())}
+        self._watched.update(self._module.named_parameters())
 
     def take(self) -> None:
         """Remember everything, as a window begins."""
-        if not all(map(is_, (table.get(name) for table, name in self._places), self._buffers)):
+        if not all(map(_same_tensors, self._tables, self._buffers)):
             self._look()
         self._copies.take()
         self._versions = versions(self._watched.values())
         results = self._results()
         self._logged = results, dict(results)
+        self._states = [(result, metric_state(result, copied=False)) for result in results.values()]
         logged = (vars(result).get("value") for result in results.values())
-        metrics = {id(metric): metric for metric in (*self._metrics, *logged) if isinstance(metric, Metric)}
-        self._states = [(metric, metric_state(metric)) for metric in metrics.values()]
-        self._states += [(result, metric_state(result, copied=False)) for result in results.values()]
+        metrics = by_id(filter(_is_metric, chain(self._metrics, logged))).values()
+        self._states += zip(metrics, map(metric_state, metrics))
         self._attributes = _Attributes(self._module)
         self._is_taken = True
 
@@ -90,15 +96,26 @@ class Savepoint:
         """
         if not self._is_taken:
             return None
-        for (table, name), buffer in zip(self._places, self._buffers):
-            table[name] = buffer
+        for table, buffers in zip(self._tables, self._buffers):
+            table.update(buffers)
         self._copies.restore()
         for metric, state in self._states:
             set_metric_state(metric, state)
         refill(*self._logged)
         self._attributes.restore()
-        pairs = zip(self._watched, self._versions, versions(self._watched.values()))
-        return next((name for name, before, now in pairs if before != now), None)
+        for name, before, now in zip(self._watched, self._versions, versions(self._watched.values())):
+            if before != now:
+                return name
+        return None
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, Metric)
+
+
+def _same_tensors(table: dict[str, Any], buffers: dict[str, Any]) -> bool:
+    """Return whether the places of buffers have the same tensors."""
+    return all(map(is_, map(table.get, buffers), buffers.values()))
 
 
 class _Attributes:
@@ -107,12 +124,12 @@ class _Attributes:
     def __init__(self, module: LightningModule) -> None:
         self._own = vars(module)
         self._hook = self._own["_current_fx_name"]
-        self._before = {name: value for name, value in self._own.items() if name not in LIGHTNINGS_OWN}
+        self._before = dict(self._own)
         self._lengths: list[tuple[list[Any], int]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
-        for value in self._before.values():
-            self._keep(value, depth=0)
+        for name in self._own.keys() - LIGHTNINGS_OWN:
+            self._keep(self._own[name], depth=0)
 
     def _keep(self, value: Any, depth: int) -> None:
         if isinstance(value, list):
@@ -132,18 +149,20 @@ class _Attributes:
 
     def copies(self) -> Iterator[Tensor]:
         """Yield the copies of tensors."""
-        return (value for _, value in self._tensors)
+        for _, value in self._tensors:
+            yield value
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put them back, and the name of the running hook, which an error leaves behind."""
-        self._own["_current_fx_name"] = self._hook
-        for name in [name for name, value in self._own.items() if isinstance(value, _COLLECTING)]:
+        own = self._own
+        own["_current_fx_name"] = self._hook
+        for name in (own.keys() | self._before.keys()) - LIGHTNINGS_OWN:
             if name in self._before:
-                self._own[name] = self._before[name]
-            elif name not in LIGHTNINGS_OWN:
-                del self._own[name]
-        self._own.update({name: value for name, value in self._before.items() if isinstance(value, _COLLECTING)})
+                if isinstance(own.get(name), _COLLECTING) or isinstance(self._before[name], _COLLECTING):
+                    own[name] = self._before[name]
+            elif isinstance(own[name], _COLLECTING):
+                del own[name]
         for listed, length in self._lengths:
             del listed[length:]
         for container, content in self._contents:

@@ -9,14 +9,13 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from lightning_ga.snapshot import random_numbers
-from lightning_ga.snapshot.copies import refill
+from lightning_ga.snapshot.copies import by_id, copies_of, refill
+from lightning_ga.snapshot.random_numbers import RandomState, generators_in, held_by, reseed, seed_generator
 
 _COPIED = 100_000  # entries of a container that is put back: longer ones are data
 _LISTED = 500  # entries of a list that may contain datasets
@@ -28,17 +27,17 @@ def datasets_in(data: Any) -> list[Any]:
     pending = [data]
     while pending:
         each = pending.pop()
-        if id(each) not in found and isinstance(getattr(each, "__dict__", None), dict):
-            found[id(each)] = each
-            held = vars(each).values()
-            lists = (value for value in held if isinstance(value, (list, tuple)) and len(value) < _LISTED)
-            pending += [value for value in chain(held, *lists) if isinstance(value, Dataset)]
+        if id(each) in found or not isinstance(getattr(each, "__dict__", None), dict):
+            continue
+        found[id(each)] = each
+        for value in vars(each).values():
+            is_list = isinstance(value, (list, tuple)) and len(value) < _LISTED
+            pending += filter(_is_dataset, value if is_list else [value])
     return list(found.values())
 
 
-def values_held_by(data: Any) -> list[Any]:
-    """Return the attributes of a dataset, and of those that it contains."""
-    return list(chain.from_iterable(vars(each).values() for each in datasets_in(data)))
+def _is_dataset(value: Any) -> bool:
+    return isinstance(value, Dataset)
 
 
 @contextmanager
@@ -48,10 +47,11 @@ def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
     Attributes and small containers of the object, and of datasets that it contains, are put back at its end.
     """
     found = datasets_in(data)
-    before = [(own, copy.copy(own)) for own in map(vars, found)]
-    for value in values_held_by(data):
+    containers: list[Any] = list(map(vars, found))
+    for value in held_by(found):
         if type(value) in (dict, list, set, deque) and len(value) < _COPIED:
-            before.append((value, copy.copy(value)))
+            containers.append(value)
+    before = copies_of(containers)
     try:
         with seeded(seed, *found):
             yield
@@ -64,9 +64,12 @@ def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
 def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
     """Yield a deep copy that shares datasets and modules; if copying fails, ``thing``, restored afterwards."""
     own = getattr(thing, "__dict__", {})
-    held = [each for each in own.values() if isinstance(each, (Dataset, torch.nn.Module)) or hasattr(each, "trainer")]
+    memo = by_id(shared)
+    for value in own.values():
+        if isinstance(value, (Dataset, torch.nn.Module)) or hasattr(value, "trainer"):
+            memo[id(value)] = value
     try:
-        lent = copy.deepcopy(thing, {id(each): each for each in (*held, *shared)})
+        lent = copy.deepcopy(thing, memo)
     except Exception:  # it may contain anything: open files, generators
         lent = thing
     before = dict(own)
@@ -84,14 +87,13 @@ def seeded(seed: int, *holders: object, epoch: int = 0) -> Iterator[None]:
 
     This includes generators that are attributes of ``holders``; torch's are seeded with their initial seed + epoch.
     """
-    held = {id(value): value for holder in holders for value in getattr(holder, "__dict__", {}).values()}
-    own: list[Any] = [generator for generator in held.values() if isinstance(generator, random_numbers.GENERATORS)]
-    before = random_numbers.RandomState(own)
+    own = generators_in(held_by(holders))
+    before = RandomState(own)
     try:
         for generator in own:
-            is_torch = isinstance(generator, torch.Generator)
-            random_numbers.seed_generator(generator, generator.initial_seed() + epoch if is_torch else seed)
-        random_numbers.reseed(seed)
+            own_seed = generator.initial_seed() + epoch if isinstance(generator, torch.Generator) else seed
+            seed_generator(generator, own_seed)
+        reseed(seed)
         yield
     finally:
         before.restore()
