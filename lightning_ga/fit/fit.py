@@ -85,7 +85,8 @@ class Fit:
         windows = self.windows
         same_epoch = windows.begin_training()
         self._hold_to_budget()
-        parts.held.enter_context(parts.gradients.summed_in_float32())
+        parts.held.callback(parts.gradients.stop_zeroing)
+        parts.held.enter_context(parts.gradients.sums.in_float32())
         if parts.limit.chunked is not None:
             parts.held.enter_context(parts.limit.chunked.installed())
         parts.held.callback(self.search.recomputed.use, ())

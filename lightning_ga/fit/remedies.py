@@ -43,7 +43,7 @@ class Remedies:
         if window == self._window:
             return
         self._window = window
-        if self._number in self._failed and not self._are_many:
+        if self._number in self._failed and not self._are_many:  # the window before
             mark, names = self._before
             self._limit.go_back(mark)
             self._search.recomputed.use(names)
