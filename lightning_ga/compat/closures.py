@@ -42,13 +42,15 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], 
         yield
 
 
-def run_closure(closure: Any) -> Any:
-    """Run the forward pass, the zeroing of gradients and the backward pass of Lightning's own closure.
+def run_closure(closure: Any, *, zeroes: bool = True) -> Any:
+    """Run forward pass, zeroing of gradients and backward pass of Lightning's own closure; or without the zeroing.
 
     It may be given by a weak reference, because a strong one would keep the closure, and with it a batch, alive.
     """
     if isinstance(closure, ref):
         closure = closure()
+    if not zeroes:
+        closure._zero_grad_fn = None
     return type(closure).closure(closure)
 
 
