@@ -21,7 +21,7 @@ from benchmarks.output import Record, benchmark, shown
 from benchmarks.recomputation import HELD_BACK, MODELS, Model
 from lightning_ga import recomputed
 from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.recompute.choice import PARTS, Candidate, SetTrial, choose
+from lightning_ga.recompute.choice import PARTS, Candidate, choose
 from lightning_ga.recompute.survey import survey
 
 BUDGETS = (0.75, 0.5, 0.3)
@@ -55,9 +55,9 @@ def least_set(model: Model, root: Candidate) -> tuple[str, ...]:
 def of_budget(model: Model, root: Candidate, plain: int, part: float) -> dict[str, Any]:
     budget = int(part * plain)
 
-    def run(names: tuple[str, ...]) -> SetTrial:
+    def run(names: tuple[str, ...]) -> int | None:
         peak = peak_of(model, names)
-        return SetTrial(peak <= budget, peak if peak <= budget else None)
+        return peak if peak <= budget else None
 
     found = choose(root, run, budget)
     cell = {"budget": part, "fits": bool(found.names), "names": found.names, "trials": len(found.trials)}

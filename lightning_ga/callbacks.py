@@ -63,7 +63,7 @@ class NoiseScale(Callback):
         problem = self._problem(trainer, pl_module, fit)
         if problem is not None:
             raise UserError(f"NoiseScale cannot measure here: {problem}.")
-        self._gradients = fit.gradients
+        self._gradients = fit.parts.gradients
         self._handles = [each.register_hook(self._add) for each in self._norms]  # type: ignore[no-untyped-call]
 
     def _problem(self, trainer: Any, module: Any, fit: Any) -> str | None:
@@ -79,7 +79,7 @@ class NoiseScale(Callback):
         if not self._norms:
             return "the model has no LayerNorm, GroupNorm or RMSNorm that is trained"
         is_one = fit.plan is not None and fit.plan.factor * fit.plan.world_size < 2
-        if is_one and not fit.request.is_by_window:
+        if is_one and not fit.parts.request.is_by_window:
             return "a window is one micro-batch: set micro_batch_size=…"
         return None
 

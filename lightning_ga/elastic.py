@@ -253,6 +253,6 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     with suppress(AttributeError, TypeError):  # a dataset without a length, several loaders
         facts["samples"] = len(trainer.train_dataloader.dataset)
     for fit in fits_of(trainer):
-        if not fit.request.varies:
+        if not fit.parts.request.varies:
             facts["samples per optimizer step"] = fit.plan.effective_batch_size
     return facts

@@ -28,9 +28,10 @@ from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
 from lightning_ga.plan.run_state import RunState
 from lightning_ga.plan.size_cuts import SizeLimits
+from lightning_ga.probe.budget import DoesNotFitError
 from lightning_ga.probe.cache import forget, hardware
-from lightning_ga.probe.probed_trainer import Found, TrainingSetup, choose_recomputed, probe, recomputable
-from lightning_ga.probe.prober import DoesNotFitError
+from lightning_ga.probe.probed_trainer import TrainingSetup
+from lightning_ga.probe.trainer_limit import Found, choose_recomputed, probe, recomputable
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
 Kept = Callable[[], Iterable[Tensor]]

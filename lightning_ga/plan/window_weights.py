@@ -21,7 +21,8 @@ class WindowWeights:
 
     world_size: int = 1
     weight: float = 1.0  # of the micro-batch
-    pending: float = 0.0  # samples or tokens of the micro-batch until it reaches its backward pass
+    count: float = 0.0  # samples or tokens of the micro-batch
+    pending: float = 0.0  # part of the count that has not reached a backward pass
     reached: float = 0.0  # counts that have reached their backward passes in this window
     any_reached: bool = False  # whether a backward pass of the window has been reached
 
@@ -49,6 +50,7 @@ class WindowWeights:
 
     def _begin(self, count: float, *, first: bool) -> None:
         """Begin a micro-batch, and with the first one a window."""
+        self.count = count
         self.pending = count
         if first:
             self.reached = 0.0

@@ -10,8 +10,9 @@ from lightning_ga.memory.device import WITH_STATISTICS, total_memory
 from lightning_ga.memory.step_recorder import StepRecorder
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.probe.budget import Budget
 from lightning_ga.probe.meters import StepMeter
-from lightning_ga.probe.prober import Budget, Prober
+from lightning_ga.probe.prober import Prober
 from lightning_ga.probe.training import ProbedTraining
 
 
@@ -60,15 +61,16 @@ def find_micro_batch(
         Exception: Whatever ``step`` raises that is not about memory, after ``reset``.
     """
     require_count("high", high)
-    training = _Loop(step, resident, reset, agree)
+    training = ProbedLoop(step, resident, reset, agree)
     chosen = numbered(device)
-    allowed = Budget(budget, None if budget is None else total_memory(chosen), name="budget")
-    allowed.advice = f"compute submodules again, within lightning_ga.recomputed; or {allowed.advice}"
+    total_bytes = None if budget is None else total_memory(chosen)
+    advice = "compute submodules again, within lightning_ga.recomputed; or "
+    allowed = Budget(budget, total_bytes, name="budget", advice=advice)
     return Prober(training, StepMeter(chosen, training), allowed).find(high, known=known, predict_only=predict_only)
 
 
 @dataclass(eq=False)
-class _Loop(ProbedTraining):
+class ProbedLoop(ProbedTraining):
     """A training given by the functions that ``find_micro_batch`` gets."""
 
     _step: Callable[[int], object]

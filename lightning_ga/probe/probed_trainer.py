@@ -7,17 +7,13 @@ that a step changes is put back (``compat.steps.isolated``).
 Tested in tests/integration/test_probe.py and tests/integration/test_traceless.py.
 """
 
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_ga.batch.pytree import tensors_in
@@ -25,25 +21,18 @@ from lightning_ga.chunks import ChunkSize
 from lightning_ga.compat import ranks
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, narrow
 from lightning_ga.compat.loaders import BatchTransfer
-from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, PassPlace, isolated, run_pass
-from lightning_ga.errors import UserError
+from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, run_pass
 from lightning_ga.loading.sample_sizes import SampleSizes
 from lightning_ga.loading.trial_batches import TrialBatches
-from lightning_ga.memory.device import synchronize, total_memory
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
-from lightning_ga.memory.oom import attempt, is_out_of_memory, may_be_out_of_memory
+from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.memory.step_recorder import StepRecorder, state_of
 from lightning_ga.plan.accumulation import ceil_div, whole_multiples
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.records import RETRIES, Fits, ProbeResult, Recomputed, Timing
-from lightning_ga.probe.cache import describe_step, remember, remembered
-from lightning_ga.probe.meters import StepMeter
-from lightning_ga.probe.probed_loop import numbered
-from lightning_ga.probe.prober import Budget, DoesNotFitError, Prober
-from lightning_ga.probe.size_limits import limits_by_size
-from lightning_ga.probe.throughput import fastest, time_windows
+from lightning_ga.plan.records import RETRIES
+from lightning_ga.probe.cache import describe_step
 from lightning_ga.probe.training import ProbedTraining
-from lightning_ga.recompute.choice import PARTS, Candidate
+from lightning_ga.recompute.choice import Candidate
 from lightning_ga.recompute.survey import survey
 from lightning_ga.recompute.wrapper import recomputed
 from lightning_ga.snapshot.copies import sparse_parameters
@@ -68,140 +57,6 @@ class TrainingSetup:
     begins: bool = True  # whether training begins: then the module's start hooks have not run
 
 
-class Found(NamedTuple):
-    """What is known of a limit; nothing if there is no sample."""
-
-    fits: Fits | None = None  # a window that fits, so that no limit was looked for
-    probe: ProbeResult | None = None
-    kind: Mapping[str, Any] | None = None  # the step that the limit is remembered for; ``None`` without a cache
-
-
-def _look_further(batches: TrialBatches) -> None:
-    """Look for the heaviest samples; warn if there was no time to read all, and they vary in size."""
-    largest = batches.largest
-    if largest is None:
-        return
-    largest.look_further()
-    if not largest.complete:
-        rank_zero_warn(
-            f"Samples vary in size, and there was time to read {largest.seen:,} of {largest.total:,}: a batch of "
-            "heavier ones may not fit at the limit found. Sort the dataset by size (its first and its last sample are "
-            "always read), or give max_micro_batch_size=…"
-        )
-
-
-def probe(
-    setup: TrainingSetup, options: Options, *, high: int, chosen: Recomputed | None = None, whole_first: bool = False
-) -> Found:
-    """Find the largest micro-batch of a training step of a Trainer, or remember it.
-
-    ``chosen`` says which submodules are computed again already. With ``whole_first``, one step says whether ``high``
-    samples are sure to fit, so that nothing is looked for.
-    """
-    trainer = setup.trainer
-    batches = setup.batches
-    started = time.perf_counter()
-    if batches.empty:
-        return Found()
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
-        raise UserError(
-            "LBFGS keeps a history that grows over many steps, so that no trial of one step shows its memory: give "
-            "micro_batch_size=… to do without a probe."
-        )
-    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
-        training = ProbedTrainer(setup, restore, announce)
-        prober = _prober(training, options)
-        if whole_first:
-            # Ranks ask together: one that runs out of memory between two questions cannot go on alone.
-            catches = may_be_out_of_memory if trainer.world_size == 1 else lambda _: False
-            fits: Fits | None = attempt(prober.fits, catches, high).result
-            if fits is not None:
-                return Found(fits)
-        _look_further(batches)
-        kind = training.describe(options) if options.cache else None
-        predict_only = True if ranks.is_sharded(trainer) else None
-        known = remembered(kind) if kind and chosen is None else None
-        names = known.recomputed.names if known is not None and known.recomputed is not None else ()
-        if not setup.alone and len({*ranks.of_all_ranks(trainer, names)}) > 1:
-            known = None
-        else:
-            training.recompute(names)
-        found = prober.find(high, known=known, predict_only=predict_only)
-        is_new = found.source != "cache"
-        if is_new:
-            found = replace(found, recomputed=chosen)
-        if is_new and options.objective == "throughput":
-            announce("Looking for the fastest micro-batch …")
-            timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
-            found = replace(found, timings=timings, fastest=fastest(timings))
-        if setup.sizes is not None:
-            longest = setup.sizes.largest
-            limit = found.limit
-            shorter, training.batches = setup.sizes.trials_of_smaller(ceil_div(limit * longest, high), batches.cutter)
-            confirm = partial(prober.confirm, predict_only=predict_only)
-            limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
-            found = replace(found, sizes=limits, steps=steps or found.steps)
-        if is_new and kind:
-            remember(kind, found)
-    return Found(probe=replace(found, seconds=time.perf_counter() - started), kind=kind)
-
-
-def _prober(training: "ProbedTrainer", options: Options) -> Prober:
-    """Return what runs the steps of a training, within the budget that was asked for."""
-    device = numbered(training.trainer.strategy.root_device)
-    budget = Budget(options.budget, total_memory(device))
-    if options.checkpoint != "auto":
-        budget.advice = f'give checkpoint="auto", which computes activations again; or {budget.advice}'
-    if options.whole:
-        budget.advice = f"give a smaller effective_batch_size, as whole= makes a window one pass; or {budget.advice}"
-    return Prober(training, StepMeter(device, training), budget)
-
-
-def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
-    """Choose the submodules that are computed again so that the fewest samples fit, which do not plainly.
-
-    Ranks choose from what the first of them has seen, unless each probes alone.
-    """
-    trainer = setup.trainer
-    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
-        training = ProbedTrainer(setup, restore, announce)
-        prober = _prober(training, options)
-        training.see_gradients()
-        seen = attempt(training.survey)
-        if not training.agree(seen.failure is None):  # not even a forward pass fits
-            raise plain
-        found = [seen.result] if setup.alone else ranks.of_all_ranks(trainer, seen.result)
-        size, root = found[0]
-        training.reset()
-        chosen = prober.choose(root, size, training.recompute)
-    freed = sum(each.frees for each in root.all() if each.name in chosen.names)
-    return Recomputed(chosen.names, chosen.share, size, max(plain.needed, (chosen.peak_bytes or 0) + freed), plain.left)
-
-
-def recomputable(setup: TrainingSetup) -> tuple[str, ...]:
-    """Return all submodules that can be computed again, as the last resort of a window; ranks do not wait."""
-    with announcing(setup.trainer) as announce, isolated(setup.trainer, begins=setup.begins) as restore:
-        seen = attempt(ProbedTrainer(setup, restore, announce).survey).result
-    return () if seen is None else tuple(seen[1].chosen(seen[1].frees / PARTS[0]))
-
-
-@contextmanager
-def announcing(trainer: Any) -> Iterator[Callable[[str], None]]:
-    """Yield what writes a line over the last one, on rank 0 in a terminal: the progress bar is not there yet."""
-    bar = trainer.progress_bar_callback
-    wanted = bar is not None and not getattr(bar, "is_disabled", False)
-    visible = wanted and trainer.is_global_zero and sys.stderr.isatty()
-
-    def write(text: str) -> None:
-        if visible:
-            print(f"\r{text:<79}", end="" if text else "\r", file=sys.stderr, flush=True)
-
-    try:
-        yield write
-    finally:
-        write("")
-
-
 class ProbedTrainer(ProbedTraining):
     """The training of a Trainer: steps on batches of its largest samples, from the same state each."""
 
@@ -213,7 +68,7 @@ class ProbedTrainer(ProbedTraining):
         self.batches = setup.batches
         self._setup = setup
         self._restore = restore
-        self._write = announce
+        self.announce = announce
         self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
         self._sparse: list[Tensor] = []  # parameters with a sparse gradient whose rows are not counted yet
         self._recomputed: tuple[str, ...] = ()  # in steps
@@ -293,7 +148,7 @@ class ProbedTrainer(ProbedTraining):
 
     def survey(self) -> tuple[int, Candidate]:
         """See what submodules would free, with the fewest samples that run: BatchNorm may refuse one."""
-        self._write("Looking for submodules to compute again …")
+        self.announce("Looking for submodules to compute again …")
         self._restore()  # there are no gradients
         found = attempt(self._survey_of, lambda error: not is_out_of_memory(error), 1).result
         return (2, self._survey_of(2)) if found is None else (1, found)
@@ -304,7 +159,7 @@ class ProbedTrainer(ProbedTraining):
 
     def step(self, samples: int, meter: StepRecorder) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
-        self._write(f"Looking for the largest micro-batch: step {next(self._steps)}, {samples} samples …")
+        self.announce(f"Looking for the largest micro-batch: step {next(self._steps)}, {samples} samples …")
         chunks = self._setup.chunks
         window = self._setup.rank_samples
         if chunks is not None:  # a phase ends with the loss, which may need more memory than a chunk
@@ -354,6 +209,10 @@ class ProbedTrainer(ProbedTraining):
         """Return whether ``value`` is true on every rank."""
         return value if self._setup.alone else ranks.sum_over_ranks(self.trainer, float(not value)) == 0
 
+    def are_alike(self, value: object) -> bool:
+        """Return whether every rank has this value."""
+        return self._setup.alone or len({*ranks.of_all_ranks(self.trainer, value)}) == 1
+
     def warm_up(self) -> bool:
         """Make what the first training step would, by a step on gradients of zeros: of all that is trained, if unseen.
 
@@ -377,29 +236,3 @@ def _zeros(parameter: Tensor, rows: int | None) -> Tensor:
     values = parameter.new_zeros(rows, *parameter.shape[1:], dtype=dtype_of_sum(parameter))
     indices = torch.arange(rows, device=parameter.device)[None]
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
-
-
-def timed_windows(training: ProbedTrainer, *, rank_samples: int, limit: int) -> tuple[Timing, ...]:
-    """Time windows at several micro-batches up to the limit, from passes and steps of a Trainer.
-
-    Each runs once to warm up. The time is the best of some runs on the slowest rank, because ranks wait for each other.
-    """
-    trainer = training.trainer
-
-    def best_seconds(place: PassPlace, size: int) -> float:
-        seconds = []
-        for _ in range(1 + TIMED):
-            training.reset()
-            batch, _whole = training.batch(size)
-            synchronize(trainer.strategy.root_device)
-            started = time.perf_counter()
-            run_pass(trainer, batch, place)
-            synchronize(trainer.strategy.root_device)
-            seconds.append(time.perf_counter() - started)
-        training.reset()
-        return float(max(ranks.of_all_ranks(trainer, min(seconds[1:]))))
-
-    pass_seconds = partial(best_seconds, FIRST_OF_WINDOW)
-    size = min(2, limit)
-    optimizer = max(0.0, best_seconds(LAST_OF_WINDOW, size) - pass_seconds(size))
-    return time_windows(pass_seconds, optimizer, rank_samples=rank_samples, limit=limit)

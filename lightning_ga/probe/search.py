@@ -1,6 +1,6 @@
 """Find the largest micro-batch that fits in a memory budget, in as few training steps as possible.
 
-``Search`` is pure: it says which size to try next, and gets the outcome. Two traces of small
+``Search`` says which size to try next as a function of the outcomes so far. Two traces of small
 steps predict the peak at every size (see ``prediction``), and one step at the predicted limit verifies
 it. If the prediction misses, or the streams do not align, measured peaks and halving close in on
 the limit from both sides. The limit was always tried, or, if nothing may be tried, predicted.
@@ -10,11 +10,13 @@ there the search ends when at most one sample in a hundred could be gained, or a
 """
 
 from math import isqrt, sqrt
+from typing import NamedTuple
 
 from lightning_ga.memory.trace import Segment
 from lightning_ga.plan.records import Method
-from lightning_ga.probe.curve import MARGIN, Curve, Step, Task, TraceSizes, fit_curve
+from lightning_ga.probe.curve import Curve, Step, fit_curve
 from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
+from lightning_ga.probe.trace_sizes import MARGIN, Task, after_first_failure, lowered, third_size
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: then no further trial, if sizes are not exact
@@ -32,83 +34,117 @@ EXACT_SPARES = (0.02, 0.04, 0.08)
 SPARES = (0.08, 0.08)
 
 
+class Proposal(NamedTuple):
+    """A size to try next; the limit so far if no trial is worth it."""
+
+    size: int
+    record: bool  # whether the step should be recorded; it need not be, if recording disturbs it
+
+
 class Search:
     """Says which micro-batch size to try next (``propose``), from what came of the earlier ones (``record``).
 
-    A proposal equal to ``limit`` means that nothing is worth a trial any more. With several ranks,
-    each keeps a search of its own and all run the smallest proposal: it ends at the limit of all.
+    With several ranks, each keeps a search of its own and all run the smallest proposal: it ends at the limit of all.
     """
 
     def __init__(self, task: Task, sizes: tuple[int, ...] = (4, 8)) -> None:
         self.task = task
-        self.limit = 0  # largest size that was tried and fits
-        self.ceiling = task.high + 1  # smallest size known not to fit, by trial
-        self._traces = TraceSizes(task, sizes)
-        self._fitting: list[Step] = []  # by size
+        self._sizes = sizes  # to trace, in rising order
+        self._steps: list[Step] = []  # in order
         self._curve: Curve | None = None
-        self._verified = self._misled = False  # whether a trial confirmed the curve, and whether one contradicted it
-        self._failed_last = False
-        self._is_unsure = False  # whether the last proposal may be too small
-        self._misses = 0
-        self._stride = 1
+        self._verified = False  # whether a trial confirmed the curve
+        self._misled = False  # whether one contradicted it
 
-    def propose(self, layout: tuple[Segment, ...] = ()) -> int:
-        """Return the next size to try, below ``ceiling``, which will find these segments; ``limit`` at the end."""
+    @property
+    def limit(self) -> int:
+        """Largest size that was tried and fits."""
+        return max((step.samples for step in self._steps if step.trial.fits), default=0)
+
+    @property
+    def ceiling(self) -> int:
+        """Smallest size known not to fit, by trial."""
+        return min((step.samples for step in self._failed), default=self.task.high + 1)
+
+    @property
+    def _failed(self) -> list[Step]:
+        return [step for step in self._steps if not step.trial.fits]
+
+    @property
+    def _fitting(self) -> list[Step]:
+        """The steps that fit, by size."""
+        fitting = [step for step in self._steps if step.trial.fits]
+        return sorted(fitting, key=lambda step: step.samples)
+
+    def begin_at(self, layout: tuple[Segment, ...]) -> None:
+        """Note the segments that the next step will find."""
         if self._curve is not None:
             self._curve = self._curve.begun_at(layout)
-        if self.limit + 1 >= self.ceiling:
-            return self.limit
-        size = self._traces.next(self.limit, self.ceiling)
-        if size is not None:
-            return size
+
+    def propose(self) -> Proposal:
+        """Return the next size to try, below ``ceiling``, and whether to record it; ``limit`` at the end."""
+        size, is_unsure = self._next()
+        first = len(self._fitting) < len(self._sizes)
+        return Proposal(size, self.task.closest is not None or is_unsure or first)
+
+    def _next(self) -> tuple[int, bool]:
+        """Return the next size to try, and whether much more might fit."""
+        limit = self.limit
+        if limit + 1 >= self.ceiling:
+            return limit, False
+        for size in self._sizes:
+            if limit < size < self.ceiling:
+                return size, False
         if self.task.closest is not None:
-            return self._approach(self.task.closest)
+            return self._approach(self.task.closest), False
         guess = self._guess()
         if self.task.rounding > 1 and self._is_enough(guess):
-            return self.limit
-        self._is_unsure = self._may_be_more(guess)
-        if guess > self.limit or self._is_proven():
-            return guess
-        return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
+            return limit, False
+        is_unsure = self._may_be_more(guess)
+        if guess <= limit and not self._is_proven():
+            guess = self._unused_between_traces() or min(limit + _stride(self._steps), self.ceiling - 1)
+        return guess, is_unsure
 
     def _guess(self) -> int:
         """Guess the limit from the predicted curve and from the trials that contradict it."""
         low = self.limit
-        high = self.ceiling - 1
-        budget = self.task.budget
-        if self._curve is None:
-            if self._misses:
-                return _between(low, self.ceiling)
-            return min(2 * low, high)
+        curve = self._curve
+        if curve is None:
+            return _between(low, self.ceiling) if self._failed else min(2 * low, self.ceiling - 1)
         is_exact = self.task.rounding == 1
-        large = low > max(self._traces.sizes)  # a large step is in the curve: it is nearly right
-        guess = largest_fitting(self._needs, low + 1, self.task.high, budget)
-        if not (is_exact or large or self.task.has_margin):
+        is_large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
+        guess = largest_fitting(self._needs, low + 1, self.task.high, self.task.budget)
+        if is_large and not is_exact:
+            return self._below_failures(guess)
+        if not is_exact and not self.task.has_margin:
             # Near an allocator's budget, many more samples may need little more memory.
-            spared = largest_fitting(self._curve.needs, low + 1, guess, budget - int(HOLE_RESERVE * budget))
-            guess = max(spared, largest_fitting(self._needs, low + 1, guess - guess // 100, budget))
-        if large and not is_exact:
-            middle = _between(low, self.ceiling)
-            if self._misses > 1 and (self._failed_last or guess >= self.ceiling):
-                return middle
-            # A failure just above is better evidence than the last bytes of a prediction.
-            below = max(middle, min(high, self.ceiling - int(BACKOFF_AFTER_FAILURE * self.ceiling)))
-            return min(guess, below) if self._misses else guess
+            within = self.task.budget - int(HOLE_RESERVE * self.task.budget)
+            spared = largest_fitting(curve.needs, low + 1, guess, within)
+            guess = max(spared, largest_fitting(self._needs, low + 1, guess - guess // 100, self.task.budget))
         if guess < self.ceiling:
             return guess
-        guess = self._spared(self._curve)
-        if low < guess < self.ceiling:
+        guess = self._spared(curve)
+        return guess if low < guess < self.ceiling else _between(low, self.ceiling)
+
+    def _below_failures(self, guess: int) -> int:
+        """Return a guess that trusts a failure just above more than the last bytes of a prediction."""
+        misses = len(self._failed)
+        if not misses:
             return guess
-        return _between(low, self.ceiling)
+        middle = _between(self.limit, self.ceiling)
+        if misses > 1 and (not self._steps[-1].trial.fits or guess >= self.ceiling):
+            return middle
+        spared = self.ceiling - int(BACKOFF_AFTER_FAILURE * self.ceiling)
+        return min(guess, max(middle, min(self.ceiling - 1, spared)))
 
     def _spared(self, curve: Curve) -> int:
         """Return a size below one that failed although the curve said that it fits: memory may be fragmented."""
         high = self.ceiling - 1
         is_exact = self.task.rounding == 1
         spares = EXACT_SPARES if is_exact else SPARES
-        if self._misses > len(spares) or (curve.replay is None and len(curve.lines) == 1):
+        misses = len(self._failed)
+        if misses > len(spares) or (curve.replay is None and len(curve.lines) == 1):
             return 0
-        spare = spares[self._misses - 1]
+        spare = spares[misses - 1]
         if not is_exact:
             return high - int(spare * high)
         return largest_fitting(curve.needs, self.limit + 1, high, self.task.budget - int(spare * self.task.budget))
@@ -126,79 +162,68 @@ class Search:
 
     def _approach(self, closest: float) -> int:
         """Return a larger size that is not near the budget: needed only if the streams do not align."""
-        if not self._fitting:
+        limit = self.limit
+        if not limit:
             return _between(0, self.ceiling)
         aligned = self._replay is not None and (self._verified or not self._replay.is_quadratic)
-        if aligned or self._misses:
-            return self.limit
+        if aligned or self._failed:
+            return limit
         fixed, growing = self._parts()
         # What grows at all grows at most as the square of the samples: attention and similarity matrices do.
         growth = min(2.0, sqrt(max(0, int(closest * self.task.budget) - fixed) / max(1, growing)))
-        further = min(int(growth * self.limit), self.task.high)
-        if further > WORTH_A_STEP * self.limit or further == self.task.high:
+        further = min(int(growth * limit), self.task.high)
+        if further > WORTH_A_STEP * limit or further == self.task.high:
             return further
-        return self.limit
+        return limit
 
     def _parts(self) -> tuple[int, int]:
         """Return the bytes of the largest step that stay as they are when the samples grow, and those that may grow."""
-        trial = self._fitting[-1].trial
-        traces = self._fitting[-1].traces
+        largest = self._fitting[-1]
         rounding = self.task.rounding
-        recorded = [step.traces for step in self._fitting if step.traces]
-        kept = [max(trace.kept_bytes(rounding) for trace in traces) for traces in recorded]
-        if not traces or len(kept) < 2 or kept[-1] != kept[-2]:
-            return 0, trial.peak_bytes
-        unseen = max(0, trial.peak_bytes - max(trace.peak(rounding) for trace in traces))
-        return kept[-1], unseen + max(trace.transient_peak(rounding) for trace in traces)
-
-    @property
-    def wants_trace(self) -> bool:
-        """Whether the next step should be recorded; later ones need not be, if recording disturbs them."""
-        return self.task.closest is not None or self._is_unsure or len(self._fitting) < len(self._traces.sizes)
+        kept = []
+        for step in self._fitting[-2:]:
+            kept.append(max((trace.kept_bytes(rounding) for trace in step.traces), default=None))
+        if not largest.traces or len(kept) < 2 or kept[0] != kept[1]:
+            return 0, largest.trial.peak_bytes
+        unseen = max(0, largest.trial.peak_bytes - max(trace.peak(rounding) for trace in largest.traces))
+        return kept[-1] or 0, unseen + max(trace.transient_peak(rounding) for trace in largest.traces)
 
     def record(self, step: Step) -> None:
         """Process the outcome of one step."""
-        trial = step.trial
-        size = step.samples
         if self._curve is not None:
-            needs_more = self._needs(size) > self.task.budget
-            foreseen = needs_more
-            if trial.fits:
-                foreseen = self._curve.confirms(trial, step.traces)
-            self._verified |= foreseen and trial.fits
-            self._misled |= not foreseen
-        self._failed_last = not trial.fits
-        if not trial.fits:
-            self.ceiling = min(self.ceiling, size)
-            self._misses += 1
-            self._stride = 1
-            if not self._fitting:
-                self._traces.fall_back(size, self.ceiling)
+            self._judge(self._curve, step)
+        self._steps.append(step)
+        fitting = self._fitting
+        if not step.trial.fits:
+            if not fitting:
+                self._sizes = after_first_failure(self._sizes, step.samples)
             return
-        if size == self.limit + self._stride:
-            self._stride = 2 * self._stride
-        else:
-            self._stride = 1
-        self.limit = max(self.limit, size)
-        self._fitting = sorted([*self._fitting, step], key=lambda step: step.samples)
         if step.traces or self._replay is None or self._curve is None:
-            self._curve = fit_curve(self._fitting, self.task.rounding, rules=self.task.rules)
+            self._curve = fit_curve(fitting, self.task.rounding, rules=self.task.rules)
         else:
-            self._curve = self._curve.through(self._fitting[-1])
-        traced = len(self._traces.sizes)
-        if len(self._fitting) < traced:
-            self._traces.adjust_last(self._fitting[-1])
-        elif len(self._fitting) == traced == 2 and self._replay is not None and self._curve is not None:
-            self._traces.add_third(self._curve, self._fitting[-1], self._guess())
+            self._curve = self._curve.through(fitting[-1])
+        if len(fitting) < len(self._sizes):
+            self._sizes = lowered(self._sizes, self.task, fitting[-1])
+        elif len(fitting) == len(self._sizes) == 2 and self._replay is not None and self._curve is not None:
+            self._sizes += third_size(self.task, self._curve, self.limit, self._guess())
+
+    def _judge(self, curve: Curve, step: Step) -> None:
+        """Note whether the curve has foreseen what came of a step."""
+        if step.trial.fits:
+            is_foreseen = curve.confirms(step.trial, step.traces)
+            self._verified |= is_foreseen
+        else:
+            is_foreseen = self._needs(step.samples) > self.task.budget
+        self._misled |= not is_foreseen
 
     def _is_enough(self, guess: int) -> bool:
         """Return whether the limit, tried beyond the traces, is near enough to the guess, or trials are used up."""
-        beyond = self.limit > max(self._traces.sizes) or self._misses > 0
-        trials = len(self._fitting) + self._misses
-        many = trials >= MANY_TRIALS
-        enough = self.limit >= (NEARLY if many else ENOUGH) * guess
-        enough |= many and self.limit >= NEARLY_OF_FAILED * self.ceiling
-        return (beyond and enough) or (self.limit > 0 and trials >= MOST_TRIALS)
+        limit = self.limit
+        many = len(self._steps) >= MANY_TRIALS
+        enough = limit >= (NEARLY if many else ENOUGH) * guess
+        enough |= many and limit >= NEARLY_OF_FAILED * self.ceiling
+        is_beyond = limit > max(self._sizes) or bool(self._failed)
+        return (is_beyond and enough) or (limit > 0 and len(self._steps) >= MOST_TRIALS)
 
     def _may_be_more(self, guess: int) -> bool:
         """Return whether much more fits if temporaries have ended growing, which a recorded step would show."""
@@ -257,6 +282,23 @@ class Search:
         if self.task.has_margin:
             return max(needed - margin, self._curve(samples))
         return needed
+
+
+def _stride(steps: list[Step]) -> int:
+    """Return by how much the next size exceeds the limit, if nothing can be predicted: twice as much as before.
+
+    It is one again after a failure, and after a step of another size.
+    """
+    limit = 0
+    stride = 1
+    for step in steps:
+        if step.trial.fits and step.samples == limit + stride:
+            stride *= 2
+        else:
+            stride = 1
+        if step.trial.fits:
+            limit = max(limit, step.samples)
+    return stride
 
 
 def _between(low: int, ceiling: int) -> int:

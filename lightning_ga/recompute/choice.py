@@ -48,32 +48,24 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class SetTrial:
-    """A step that was tried with a set of submodules computed again: whether it fits, and its peak if that is known."""
-
-    fits: bool
-    peak_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ChosenSet:
     """Submodules that are computed again so that a step fits.
 
     Attributes:
         names: As they are called; empty if no set fits.
         share: Their part of the forward pass, which runs once more.
-        peak_bytes: The peak of their step; if no set fits, the lowest that was seen. ``None`` if no peak was seen.
-        trials: Steps that were tried, in order.
+        peak_bytes: The peak of their step; ``None`` if no set fits.
+        trials: The peaks of the sets that were tried, in order; ``None`` for those that do not fit.
     """
 
     names: tuple[str, ...]
     share: float
     peak_bytes: int | None
-    trials: Mapping[tuple[str, ...], SetTrial]
+    trials: Mapping[tuple[str, ...], int | None]
 
 
 def choose(
-    root: Candidate, run: Callable[[tuple[str, ...]], SetTrial], budget: int, most_trials: int = MOST_TRIALS
+    root: Candidate, run: Callable[[tuple[str, ...]], int | None], budget: int, most_trials: int = MOST_TRIALS
 ) -> ChosenSet:
     """Return the submodules that make a step fit a budget, and lose little time.
 
@@ -83,17 +75,17 @@ def choose(
 
     Args:
         root: The whole module, as ``survey`` returns it.
-        run: Runs an isolated step with these submodules computed again, and says whether it fits.
+        run: Runs an isolated step with these submodules computed again; its peak, ``None`` if it does not fit.
         budget: Bytes of the whole step.
         most_trials: Steps to try at most.
     """
-    ran: dict[tuple[str, ...], SetTrial] = {}
+    ran: dict[tuple[str, ...], int | None] = {}
 
     def fits(names: Sequence[str]) -> bool:
         tried = tuple(names)
         if tried and tried not in ran and len(ran) < most_trials:
             ran[tried] = run(tried)
-        return tried in ran and ran[tried].fits
+        return ran.get(tried) is not None
 
     candidates: dict[str, Candidate] = {}
     for parts in PARTS:
@@ -110,7 +102,7 @@ def choose(
     high = len(ranked)
     has_fitted = True
     while high - low > 1:
-        peak = ran[first(high)].peak_bytes
+        peak = ran[first(high)]
         middle = (low + high) // 2
         if has_fitted and peak is not None:
             middle = high - 1
@@ -132,11 +124,7 @@ def choose(
         else:
             count //= 4
     share = sum(candidates[name].seconds for name in names) / max(root.seconds, 1e-9)
-    if names:
-        peak = ran[names].peak_bytes
-    else:
-        peak = min((each.peak_bytes for each in ran.values() if each.peak_bytes is not None), default=None)
-    return ChosenSet(names, share, peak, ran)
+    return ChosenSet(names, share, ran.get(names), ran)
 
 
 def _ranked(candidates: Mapping[str, Candidate]) -> list[str]:

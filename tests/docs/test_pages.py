@@ -83,3 +83,17 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None
     assert len(messages) > 10
     parts = {part.strip() for message in messages for part in message.split("…") if len(part.strip()) > 3}
     assert sorted(part for part in parts if part not in sentences()) == []
+
+
+def test_the_page_about_the_engine_names_what_there_is() -> None:
+    """Its files exist; its classes, methods and functions are defined in the package."""
+    page = (pages.DOCS / "concepts" / "engine.md").read_text(encoding="utf-8")
+    package = ROOT / "lightning_ga"
+    files = re.findall(r"`(\w+/\w+\.py|\w+\.py)`", page)
+    assert len(files) > 15
+    assert [file for file in files if not (package / file).exists()] == []
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
+    methods = re.findall(r"`([A-Z]\w+)\.(\w+)`", page)
+    assert len(methods) > 10
+    names = {name for method in methods for name in method} | {*re.findall(r"`([A-Z]\w+)`", page)}
+    assert [name for name in sorted(names) if not re.search(rf"^ *(class|def) {name}\b", sources, re.MULTILINE)] == []

@@ -131,7 +131,7 @@ def test_an_error_deletes_what_is_remembered() -> None:
 def test_the_smallest_of_the_fast_sizes_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its timings, under ``objective="throughput"``."""
     now = [0.0]
-    monkeypatch.setattr("lightning_ga.probe.probed_trainer.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("lightning_ga.probe.trainer_limit.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     class Slow(Wide):
         """A pass takes 8 ms for up to eight samples, and in proportion beyond: nothing is gained by more."""

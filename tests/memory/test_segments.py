@@ -11,8 +11,9 @@ import pytest
 from lightning_ga.memory.segments import KIB, MIB, ExpandableSegments, SegmentRules, Segments, replay_segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
-from lightning_ga.probe.curve import Step, Task, trace_sizes
+from lightning_ga.probe.curve import Step
 from lightning_ga.probe.search import Search
+from lightning_ga.probe.trace_sizes import Task, trace_sizes
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_a_search_foresees_what_will_be_reserved(mib: int) -> None:
     budget = mib * MIB
     device = Device(budget)
     search, trials = Search(Task(100_000, budget, rounding=512, rules=SegmentRules()), trace_sizes(100_000, budget)), []
-    while (size := search.propose()) != search.limit:
+    while (size := search.propose().size) != search.limit:
         trial, trace = device.run(size)
         trials.append(trial)
         search.record(Step(trial, (trace,)))

@@ -1,0 +1,112 @@
+"""Choose the sizes of the steps that are recorded, and bound what fits by the first of them. Pure.
+
+Tested in tests/probe/test_search.py.
+"""
+
+from dataclasses import dataclass, replace
+from math import isqrt
+
+from lightning_ga.memory.segments import SegmentRules
+from lightning_ga.memory.trace import MemoryTrace
+from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.probe.curve import Curve, Step
+from lightning_ga.probe.prediction import largest_fitting
+
+UPDATE = 8  # bytes of state and temporaries for a byte of gradients: Adam takes 2 to 5, Shampoo about 6
+FAR = 8  # times the traced size: a prediction beyond needs a third trace in between
+MARGIN = 0.01  # share of the budget that holes may use in addition, if a device keeps a margin for them
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A search for the largest micro-batch up to ``high`` of which a step takes at most ``budget`` bytes."""
+
+    high: int
+    budget: int
+    rounding: int = 1  # of the allocator, in bytes: 512 on CUDA; sizes are exact to the byte if it is 1
+    rules: SegmentRules | None = None  # of the segments that the budget bounds, if there are any
+    has_margin: bool = False  # whether there is one percent more than the budget, for an allocator's holes
+    closest: float | None = None  # share of the budget that a trial may come to; ``None`` if every size may be tried
+
+
+def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False) -> tuple[int, ...]:
+    """Choose the sizes of the first traces, none below the ``first`` step: they fit for sure, yet lie apart.
+
+    Kernels of an accelerator use other temporaries for larger inputs, so there the traces are as large as a quarter of
+    the memory allows.
+    """
+    if high <= 3:
+        return (high,) if high < 3 else (2, 3)
+    second = min(affordable // 4, high // 2) if kernels_vary else 0
+    if second > 8:
+        return (second // 2, second)
+    for pair in ((2 * first, 4 * first), (first, 2 * first)):
+        if pair[1] <= min(high, affordable):
+            return pair
+    return (first, first + 1)
+
+
+def affordable_samples(first: Step, room: int, *, taken: int = 0, rounding: int = 1) -> int:
+    """Return the samples that fit if all that grows does so in proportion, as the first step bounds it.
+
+    What forward and backward passes (before the last mark) allocate and release may grow; the rest is added once. Of
+    the bytes besides what is alive after the step, the budget leaves ``room``, and the step took ``taken`` by an
+    allocator's measure. If the step was not recorded, all of these may grow.
+    """
+    once = max([taken, *(trace.transient_peak(rounding) for trace in first.traces)])
+    growing = once
+    if first.traces:
+        marked = first.traces[-1]
+        passes = marked.events[: marked.marks[-1]] if marked.marks else marked.events
+        growing = replace(marked, events=passes).transient_peak(rounding) or once
+    return (room - once) * first.samples // max(1, growing)
+
+
+def most_bytes(trace: MemoryTrace, samples: int, *, peak: int, owned: int, gradients: int) -> int:
+    """Return the most bytes that a step of so many samples can need, as a first pass of fewer bounds it.
+
+    What the pass allocates grows at most as the square of the samples: attention and similarity matrices do. So does
+    what it keeps besides the ``owned`` bytes, parameters and gradients. The recorded pass had a ``peak``; later ones
+    make their ``gradients`` once more, to add them. Beside all that is what an optimizer may need for these gradients.
+    """
+    growing = trace.transient_peak() + max(0, trace.kept_bytes() - owned)
+    fixed = max(peak, owned + gradients + trace.transient_peak()) + UPDATE * gradients
+    return fixed + ceil_div(growing * samples**2, trace.samples**2)
+
+
+def after_first_failure(sizes: tuple[int, ...], failed: int) -> tuple[int, ...]:
+    """Return smaller sizes to trace if the first one ran out of memory."""
+    if failed != sizes[0] or failed <= 4:
+        return sizes
+    root = isqrt(failed)  # something grows as the square: a tensor of ``root`` samples is as large as a line
+    return (root // 2, root) if root > 8 else trace_sizes(failed - 1, 8)
+
+
+def lowered(sizes: tuple[int, ...], task: Task, step: Step) -> tuple[int, ...]:
+    """Lower the last size to what a quarter of the memory that a step has left allows, if all grows as the square."""
+    if task.rounding == 1 or not step.traces:
+        return sizes
+    limit = step.samples
+    kept = step.traces[0].kept_bytes(task.rounding)
+    room = max(0, task.budget - kept)
+    growing = max(1, step.trial.peak_bytes - kept)
+    size = min(sizes[-1], isqrt(limit**2 * room // growing))  # if all grows as the square
+    return (*sizes[:-1], max(limit + 1, size))
+
+
+def third_size(task: Task, curve: Curve, limit: int, guess: int) -> tuple[int, ...]:
+    """Return a size between the traces and the predicted limit, if that is far, or if the curve is quadratic.
+
+    Two traces cannot show for sure that a curve is quadratic.
+    """
+    is_exact = task.rounding == 1
+    is_far = not is_exact and guess > FAR * limit
+    is_square = curve.replay is not None and curve.replay.is_quadratic
+    if guess <= 2 * limit or not (is_far or is_square):
+        return ()
+    size = 2 * limit
+    if not is_exact:
+        needed = curve.needs(limit)
+        a_quarter = needed + (task.budget - needed) // 4  # of what is left
+        size = max(size, largest_fitting(curve.needs, limit + 1, guess, a_quarter))
+    return (size,)

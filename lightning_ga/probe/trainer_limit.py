@@ -1,0 +1,218 @@
+"""Find the limit in a Trainer, or say that a window fits; choose what is computed again if not one sample fits.
+
+Tested in tests/integration/test_probe.py and tests/integration/test_remembered.py.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_ga.compat import ranks
+from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, PassPlace, isolated, run_pass
+from lightning_ga.errors import UserError
+from lightning_ga.loading.trial_batches import TrialBatches
+from lightning_ga.memory.device import synchronize, total_memory
+from lightning_ga.memory.oom import attempt, may_be_out_of_memory
+from lightning_ga.plan.accumulation import ceil_div
+from lightning_ga.plan.config import Options
+from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, Timing
+from lightning_ga.probe.budget import Budget, DoesNotFitError
+from lightning_ga.probe.cache import remember, remembered
+from lightning_ga.probe.meters import StepMeter
+from lightning_ga.probe.probed_loop import numbered
+from lightning_ga.probe.probed_trainer import ProbedTrainer, TrainingSetup
+from lightning_ga.probe.prober import Prober
+from lightning_ga.probe.size_limits import limits_by_size
+from lightning_ga.probe.throughput import fastest, time_windows
+from lightning_ga.recompute.choice import PARTS
+
+TIMED = 3  # passes of a size, after one to warm up
+
+
+class Found(NamedTuple):
+    """What is known of a limit; nothing if there is no sample."""
+
+    fits: Fits | None = None  # a window that fits, so that no limit was looked for
+    probe: ProbeResult | None = None
+    kind: Mapping[str, Any] | None = None  # the step that the limit is remembered for; ``None`` without a cache
+
+
+def _look_further(batches: TrialBatches) -> None:
+    """Look for the heaviest samples; warn if there was no time to read all, and they vary in size."""
+    largest = batches.largest
+    if largest is None:
+        return
+    largest.look_further()
+    if not largest.complete:
+        rank_zero_warn(
+            f"Samples vary in size, and there was time to read {largest.seen:,} of {largest.total:,}: a batch of "
+            "heavier ones may not fit at the limit found. Sort the dataset by size (its first and its last sample are "
+            "always read), or give max_micro_batch_size=…"
+        )
+
+
+def probe(
+    setup: TrainingSetup, options: Options, *, high: int, chosen: Recomputed | None = None, whole_first: bool = False
+) -> Found:
+    """Find the largest micro-batch of a training step of a Trainer, or remember it.
+
+    ``chosen`` says which submodules are computed again already. With ``whole_first``, one step says whether ``high``
+    samples are sure to fit, so that nothing is looked for.
+    """
+    trainer = setup.trainer
+    batches = setup.batches
+    started = time.perf_counter()
+    if batches.empty:
+        return Found()
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        raise UserError(
+            "LBFGS keeps a history that grows over many steps, so that no trial of one step shows its memory: give "
+            "micro_batch_size=… to do without a probe."
+        )
+    with _probed(setup) as training:
+        prober = _prober(training, options)
+        if whole_first:
+            # Ranks ask together: one that runs out of memory between two questions cannot go on alone.
+            catches = may_be_out_of_memory if trainer.world_size == 1 else lambda _: False
+            fits: Fits | None = attempt(prober.fits, catches, high).result
+            if fits is not None:
+                return Found(fits)
+        _look_further(batches)
+        kind = training.describe(options) if options.cache else None
+        known = None
+        if kind is not None and chosen is None:
+            known = _remembered_by_all(training, kind)
+        predict_only = True if ranks.is_sharded(trainer) else None
+        found = prober.find(high, known=known, predict_only=predict_only)
+        is_new = found.source != "cache"
+        if is_new:
+            found = replace(found, recomputed=chosen)
+        if is_new and options.objective == "throughput":
+            timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
+            found = replace(found, timings=timings, fastest=fastest(timings))
+        if setup.sizes is not None:
+            longest = setup.sizes.largest
+            limit = found.limit
+            shorter, training.batches = setup.sizes.trials_of_smaller(ceil_div(limit * longest, high), batches.cutter)
+            confirm = partial(prober.confirm, predict_only=predict_only)
+            limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
+            found = replace(found, sizes=limits, steps=steps or found.steps)
+        if is_new and kind is not None:
+            remember(kind, found)
+    return Found(probe=replace(found, seconds=time.perf_counter() - started), kind=kind)
+
+
+def _remembered_by_all(training: ProbedTrainer, kind: Mapping[str, Any]) -> ProbeResult | None:
+    """Return what an earlier probe found, with submodules that all ranks then compute again."""
+    known = remembered(kind)
+    names: tuple[str, ...] = ()
+    if known is not None and known.recomputed is not None:
+        names = known.recomputed.names
+    if not training.are_alike(names):
+        return None
+    training.recompute(names)
+    return known
+
+
+def _prober(training: ProbedTrainer, options: Options) -> Prober:
+    """Return what runs the steps of a training, within the budget that was asked for."""
+    device = numbered(training.trainer.strategy.root_device)
+    advice = ""
+    if options.whole:
+        advice = "give a smaller effective_batch_size, as whole= makes a window one pass; or "
+    if options.checkpoint != "auto":
+        advice += 'give checkpoint="auto", which computes activations again; or '
+    budget = Budget(options.budget, total_memory(device), advice=advice)
+    return Prober(training, StepMeter(device, training), budget)
+
+
+def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
+    """Choose the submodules that are computed again so that the fewest samples fit, which do not plainly.
+
+    Ranks choose from what the first of them has seen, unless each probes alone.
+    """
+    with _probed(setup) as training:
+        prober = _prober(training, options)
+        training.see_gradients()
+        seen = attempt(training.survey)
+        if not training.agree(seen.failure is None):  # not even a forward pass fits
+            raise plain
+        size, root = seen.result
+        if not setup.alone:
+            size, root = ranks.of_all_ranks(setup.trainer, seen.result)[0]
+        training.reset()
+        chosen = prober.choose(root, size, training.recompute)
+    plain_bytes = chosen.peak_bytes or 0
+    for each in root.all():
+        if each.name in chosen.names:
+            plain_bytes += each.frees
+    return Recomputed(chosen.names, chosen.share, size, max(plain.needed, plain_bytes), plain.left)
+
+
+def recomputable(setup: TrainingSetup) -> tuple[str, ...]:
+    """Return all submodules that can be computed again, as the last resort of a window; ranks do not wait."""
+    with _probed(setup) as training:
+        seen = attempt(training.survey).result
+    if seen is None:
+        return ()
+    root = seen[1]
+    return tuple(root.chosen(root.frees / PARTS[0]))
+
+
+@contextmanager
+def _probed(setup: TrainingSetup) -> Iterator[ProbedTrainer]:
+    """Yield the training for trial steps, of which no trace is left."""
+    trainer = setup.trainer
+    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
+        yield ProbedTrainer(setup, restore, announce)
+
+
+def timed_windows(training: ProbedTrainer, *, rank_samples: int, limit: int) -> tuple[Timing, ...]:
+    """Time windows at several micro-batches up to the limit, from passes and steps of a Trainer.
+
+    Each runs once to warm up. The time is the best of some runs on the slowest rank, because ranks wait for each other.
+    """
+    trainer = training.trainer
+    training.announce("Looking for the fastest micro-batch …")
+
+    def best_seconds(place: PassPlace, size: int) -> float:
+        seconds = []
+        for _ in range(1 + TIMED):
+            training.reset()
+            batch, _whole = training.batch(size)
+            synchronize(trainer.strategy.root_device)
+            started = time.perf_counter()
+            run_pass(trainer, batch, place)
+            synchronize(trainer.strategy.root_device)
+            seconds.append(time.perf_counter() - started)
+        training.reset()
+        return float(max(ranks.of_all_ranks(trainer, min(seconds[1:]))))
+
+    pass_seconds = partial(best_seconds, FIRST_OF_WINDOW)
+    size = min(2, limit)
+    optimizer = max(0.0, best_seconds(LAST_OF_WINDOW, size) - pass_seconds(size))
+    return time_windows(pass_seconds, optimizer, rank_samples=rank_samples, limit=limit)
+
+
+@contextmanager
+def announcing(trainer: Any) -> Iterator[Callable[[str], None]]:
+    """Yield what writes a line over the last one, on rank 0 in a terminal: the progress bar is not there yet."""
+    bar = trainer.progress_bar_callback
+    wanted = bar is not None and not getattr(bar, "is_disabled", False)
+    visible = wanted and trainer.is_global_zero and sys.stderr.isatty()
+
+    def write(text: str) -> None:
+        if visible:
+            print(f"\r{text:<79}", end="" if text else "\r", file=sys.stderr, flush=True)
+
+    try:
+        yield write
+    finally:
+        write("")
