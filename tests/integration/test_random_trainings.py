@@ -22,7 +22,7 @@ from random_training import (
     is_shared,
     is_trained,
     plain,
-    train,
+    train_course,
     train_on_ranks,
 )
 from texts import LONGEST
@@ -52,7 +52,7 @@ def check(ours: Outcome, oracle: Outcome, shown: str) -> None:
 
 def run(recipe: Recipe, course: Course | None, folder: Path, shown: str) -> Outcome:
     try:
-        return train(recipe, course, folder)
+        return train_course(recipe, course, folder)
     except Exception as raised:
         raised.add_note(shown)
         raise
