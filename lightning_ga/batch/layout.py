@@ -192,7 +192,7 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
     """Cut a batch into slices of these sizes, in order, each when it is asked for.
 
     Structure and types are kept. Dense tensors and arrays are views of the batch, so a slice costs
-    no memory until it is moved; packed, sparse and nested tensors copy at most the slice.
+    no memory until it is moved; sparse and nested tensors copy at most the slice, and packed ones are padded for that.
 
     Args:
         batch: Tensors in any structure.
