@@ -128,43 +128,31 @@ class AutoAccumulate(Callback):
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before data are set up, and if other processes train (``ddp_spawn``)."""
-        if self._fit is None:
-            return None
-        return self._fit.plan
+        return None if self._fit is None else self._fit.plan
 
     @property
     def fits(self) -> Fits | None:
         """What a whole window takes if it fits in one pass, so that no limit was looked for; else ``None``."""
-        if self._fit is None:
-            return None
-        return self._fit.search.fits
+        return None if self._fit is None else self._fit.search.fits
 
     @property
     def probe(self) -> ProbeResult | None:
         """What the probe found; ``None`` before training, if whole windows fit, and if there was none or it failed."""
-        if self._fit is None:
-            return None
-        return self._fit.search.probe
+        return None if self._fit is None else self._fit.search.probe
 
     @property
     def exactness(self) -> Exactness | None:
         """What was measured; ``None`` before training, while nothing is accumulated, and with ``verify=False``."""
-        if self._fit is None:
-            return None
-        return self._fit.verdict.exactness
+        return None if self._fit is None else self._fit.verdict.exactness
 
     def optimizer_steps(self) -> int | None:
         """Optimizer steps of the whole training; see ``lightning_ga.optimizer_steps``."""
-        if self._fit is None:
-            return None
-        return self._fit.optimizer_steps()
+        return None if self._fit is None else self._fit.optimizer_steps()
 
     @property
     def oom_events(self) -> int:
         """Out-of-memory errors that were survived since the last fit began, including those before a resume."""
-        if self._reporter is None:
-            return 0
-        return self._reporter.events
+        return 0 if self._reporter is None else self._reporter.events
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Intercept the loader of a fit and the errors of evaluation; the rest follows as training starts."""
@@ -252,9 +240,7 @@ class AutoAccumulate(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and position of the data and what the probe found, as plain values."""
-        if self._fit is None:
-            return {}
-        return self._fit.state().to_dict()
+        return {} if self._fit is None else self._fit.state().to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the data's seed and position; called before the loader is cut."""

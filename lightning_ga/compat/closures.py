@@ -18,23 +18,22 @@ import torch
 from torch import Tensor
 
 from lightning_ga.compat import patching
+from lightning_ga.compat.place import LoopReader
 
 
 @contextmanager
-def intercepted_closures(
-    trainer: Any, wrap: Callable[..., Callable[..., Any]], position: Callable[[], int]
-) -> Iterator[None]:
+def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], place: LoopReader) -> Iterator[None]:
     """Return a context in which the loop runs what ``wrap(closure, make, kwargs, optimizer, position)`` returns.
 
     The ``closure`` is a weak reference to Lightning's own; ``make(kwargs, optimizer, position)`` makes another
-    (``automatic.py:172``). Lightning zeroes gradients if the ``position()`` in the window is 0.
+    (``automatic.py:172``). Lightning zeroes gradients if the ``place`` is that of a window's first pass.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     make = partial(type(loop)._make_closure, loop)
 
     def make_ours(kwargs: Any, optimizer: Any, _: int) -> Any:
         """Return Lightning's own closure, so that Lightning notices if it is never called; calling it runs ours."""
-        lightning_closure = make(*(given := (kwargs, optimizer, position())))
+        lightning_closure = make(*(given := (kwargs, optimizer, place.index_in_window)))
         vars(lightning_closure)["closure"] = wrap(ref(lightning_closure), make, *given)
         return lightning_closure
 

@@ -56,12 +56,9 @@ class BatchPasses(WholePasses):
 
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], batch_size: Callable[[], int]) -> None:
         super().__init__(parts.progress.place, None)
+        self._parts = parts
         self._trainer = parts.progress.trainer
-        self._gradients = parts.gradients
-        self._values = parts.values
         self._compiled = CompiledModules(self._trainer)
-        self._limit = parts.limit
-        self._multiple = parts.request.multiple
         self._cutter = cutter
         self._batch_size = batch_size  # of a batch whose samples cannot be counted
         self.samples = 0  # of the window's batches so far, on this rank
@@ -97,25 +94,26 @@ class BatchPasses(WholePasses):
     def _plan_pieces(self, batch: Any) -> int:
         """Plan the samples of each piece of a batch; return the batch's weight in samples."""
         cutter = self._cutter()
+        limit = self._parts.limit
         try:
             samples = cutter.count(batch)
             weight = cutter.weight(batch, samples)
         except LayoutError:  # a batch that cannot be cut runs whole if it fits
             samples = self._batch_size()
             weight = samples
-            if self._limit.of_pass < samples:
+            if limit.of_pass < samples:
                 raise
-        self._limit.cut_evenly(samples)
-        self.sizes = piece_sizes(samples, self._limit.of_pass, self._multiple)
+        limit.cut_evenly(samples)
+        self.sizes = piece_sizes(samples, limit.of_pass, self._parts.request.multiple)
         return weight
 
     def _run_whole(self, closure: Any, batch: Any, weight: int) -> Any:
-        self._gradients.weigh_piece(batch, batch, weight=weight, batch_weight=weight)
+        self._parts.gradients.weigh_piece(batch, batch, weight=weight, batch_weight=weight)
         return self.run(closure)
 
     def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, weight: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
-        self._values.merge()
+        self._parts.values.merge()
         of_sample = weight // sum(self.sizes)
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
         is_first = True
@@ -125,7 +123,7 @@ class BatchPasses(WholePasses):
             if not is_first:
                 closure._zero_grad_fn = None
             is_first = False
-            share = self._gradients.weigh_piece(piece, batch, weight=size * of_sample, batch_weight=weight)
+            share = self._parts.gradients.weigh_piece(piece, batch, weight=size * of_sample, batch_weight=weight)
             with ExitStack() as stack:
                 stack.enter_context(self._pass(is_last=is_last))
                 if not is_last:
@@ -133,7 +131,7 @@ class BatchPasses(WholePasses):
                 stack.enter_context(pieces.piece(samples=size, weight=share, logs=is_last))
                 result = self._run_piece(closure)
             if not is_last:
-                self._gradients.settle()
+                self._parts.gradients.settle()
             pieces.add(result.asdict() if result.loss is not None else None)
         self._finish_window()
         output = pieces.finish() or {}

@@ -1,6 +1,7 @@
 """Survive out-of-memory errors in evaluation: a batch is the unit of undo, and runs again in smaller pieces."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,16 +27,17 @@ class Evaluation:
     """Runs the batches of validation, test and prediction; each loader of a stage has a limit of its own."""
 
     def __init__(self, trainer: Any, reporter: messages.OomReporter, options: Options) -> None:
-        self._trainer, self._reporter = trainer, reporter
+        self._trainer = trainer
+        self._reporter = reporter
         self._retries = options.on_oom != "raise" and not ranks.is_sharded(trainer)
         self._loaders: dict[tuple[str, int], _LoaderPieces] = {}  # by stage
         self._savepoint: Savepoint | None = None
-        self._held = loaders.intercepted_evaluation(trainer, self._evaluate)
-        self._held.__enter__()
+        self._held = ExitStack()
+        self._held.enter_context(loaders.intercepted_evaluation(trainer, self._evaluate))
 
     def stop(self) -> None:
         """Let Lightning run evaluation by itself again."""
-        self._held.__exit__(None, None, None)
+        self._held.close()
 
     def _evaluate(self, name: str, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
         """Run a step; if memory runs out, undo what it has done, and run it on half of the samples, and so on."""
@@ -63,12 +65,11 @@ class Evaluation:
 
     def _taken_savepoint(self) -> Savepoint:
         """Return the savepoint, taken now."""
-        if (
-            self._savepoint is None or loaders.batches_begun(self._trainer) == 1
-        ):  # a new evaluation may have new metrics
-            results = self._trainer._results  # none in prediction
-            find = partial(Savepoint, self._trainer.lightning_module, lambda: {} if results is None else results)
-            self._savepoint = retry_once(find)
+        if self._savepoint is None or loaders.batches_begun(self._trainer) == 1:  # an evaluation may have new metrics
+            results = self._trainer._results
+            if results is None:  # in prediction
+                results = {}
+            self._savepoint = retry_once(partial(Savepoint, self._trainer.lightning_module, lambda: results))
         retry_once(self._savepoint.take)
         return self._savepoint
 
@@ -77,7 +78,8 @@ class _LoaderPieces:
     """The batches of one loader of a stage, in pieces that fit; an error halves the pieces."""
 
     def __init__(self, trainer: Any, stage: str, loader: int) -> None:
-        self._trainer, self._stage = trainer, stage
+        self._trainer = trainer
+        self._stage = stage
         found, combine = loaders.loaders_of(trainer, loader)
         self._cutter = BatchCutter(list(map(KnownSamples, found)), combine, loaders.BatchTransfer(trainer, loader))
         self._limit: int | None = None  # most samples of a pass; ``None`` before an error
@@ -90,12 +92,15 @@ class _LoaderPieces:
     def run(self, step: Callable[[Any], Any], batch: Any, kept_batch: Any, exchanged: Callable[[], str | None]) -> Any:
         """Run the step on a batch, or on pieces of its copy."""
         self._running = 0
-        samples = 0 if self._limit is None else self._cutter.count(kept_batch)
-        sizes = piece_sizes(samples, self._limit)
+        sizes: Sequence[int] = (0,)
+        if self._limit is not None:
+            sizes = piece_sizes(self._cutter.count(kept_batch), self._limit)
         in_pieces = len(sizes) > 1
+        if in_pieces:
+            batch = kept_batch
         is_held = in_pieces or self._trainer.world_size > 1  # ranks log values after the step
         pieces = Pieces(self._trainer._results if is_held else None)
-        for piece, size, _ in cut_in_pieces(self._cutter, kept_batch if in_pieces else batch, sizes):
+        for piece, size, _ in cut_in_pieces(self._cutter, batch, sizes):
             self._running = size
             with pieces.piece(samples=size, weight=float(size)):
                 pieces.add(step(piece))

@@ -4,14 +4,14 @@ Tested in tests/integration/test_fits.py and tests/integration/test_schedules.py
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_ga.compat.place import LoopPlace
-from lightning_ga.compat.replicas import exchange_of
+from lightning_ga.compat.replicas import AnyExchange, exchange_of
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.checks import check_automatic, check_trainer
 from lightning_ga.fit.gradients import Gradients
@@ -60,13 +60,12 @@ class Fit:
         values = StepValues(trainer, place, lambda: gradients.counted, shares.waiting)
         self.parts = FitParts(request, limit, shares, progress, gradients, values)
         self.data = TrainingData(self.parts, options)
-        self.search = LimitSearch(self.parts, options, self.data)
+        self.search = LimitSearch(self.parts, options, self.data, self._tensors_kept)
         self.verdict = Verdict(self.parts, options, self.data)
         self._left_out = LeftOut(self.parts, self.data)
         self._rates = WindowRates(trainer, options.scale_lr, varies=request.varies)
         self._rewinder: Rewinder | None = None  # none before training
-        self._held = ExitStack()
-        self._held.enter_context(self.data.intercepted(is_installed))
+        self.parts.held.enter_context(self.data.intercepted(is_installed))
 
     @property
     def windows(self) -> Windows:
@@ -76,9 +75,7 @@ class Fit:
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before the data are set up."""
-        if not self.data.is_set_up:
-            return None
-        return self.windows.plan
+        return self.windows.epochs.plan if self.data.is_set_up else None
 
     # --- training ------------------------------------------------------------------------------
 
@@ -90,17 +87,16 @@ class Fit:
         same_epoch = windows.begin_training()
         epoch = place.epoch
         self._hold_to_budget()
-        self._held.enter_context(parts.gradients.summed_in_float32())
+        parts.held.enter_context(parts.gradients.summed_in_float32())
         if parts.limit.chunked is not None:
-            self._held.enter_context(parts.limit.chunked.installed())
-        self._held.callback(self.search.recomputed.use, ())
+            parts.held.enter_context(parts.limit.chunked.installed())
+        parts.held.callback(self.search.recomputed.use, ())
         parts.shares.check()
         exchange = exchange_of(self.trainer, before_sending=parts.shares.note_sending)
         remedies = Remedies(parts, self._options, self.search, self._left_out)
         retries = self._options.on_oom != "raise"
-        rewinder = Rewinder(parts.progress, windows, remedies, self._reporter, exchange, retries=retries)
-        self._rewinder = rewinder
-        self.search.begin(rewinder.tensors_kept)
+        self._rewinder = Rewinder(parts.progress, windows, remedies, self._reporter, exchange, retries=retries)
+        self.search.begin()
         parts.shares.follow_limits(parts.limit.samples)
         self._require_possible()
         windows.begin_epoch(epoch)
@@ -110,20 +106,32 @@ class Fit:
         if exchange is not None:
             members.append(exchange.begin_window)
         members.append(parts.shares.begin_window)
-        self._held.callback(parts.values.close)
-        self._held.callback(self._rates.give_back)
-        self._held.enter_context(self._rates.unscaled_for_schedulers())
-        if self._options.on_oom == "skip":
-            self._held.enter_context(self._left_out.installed())
-        self._held.enter_context(rewinder.guarding(members))
-        self._held.enter_context(windows.patches(exchange))
+        self._install(members, exchange)
         windows.begin_reading(same_epoch=same_epoch)
+
+    def _install(self, members: list[Callable[[], None]], exchange: AnyExchange | None) -> None:
+        """Let the loop run windows from here on, each of which these ``members`` begin in their order."""
+        assert self._rewinder is not None, "windows can run again"
+        held = self.parts.held
+        held.callback(self.parts.values.close)
+        held.callback(self._rates.give_back)
+        held.enter_context(self._rates.unscaled_for_schedulers())
+        if self._options.on_oom == "skip":
+            held.enter_context(self._left_out.installed())
+        held.enter_context(self._rewinder.guarding(members))
+        held.enter_context(self.windows.patches(exchange))
+
+    def _tensors_kept(self) -> list[Tensor]:
+        """Return what lies on the device so that a window can run again."""
+        return [] if self._rewinder is None else self._rewinder.tensors_kept()
 
     def _hold_to_budget(self) -> None:
         """Bound what a CUDA device reserves by ``memory_budget`` until training ends."""
         device = self.trainer.strategy.root_device
         if device.type == "cuda":
-            self._held.enter_context(enforced_budget(device, parse_budget(self._options.budget, total_memory(device))))
+            self.parts.held.enter_context(
+                enforced_budget(device, parse_budget(self._options.budget, total_memory(device)))
+            )
 
     def _require_possible(self) -> None:
         """Refuse a schedule that would fail in a later epoch, before any work is lost."""
@@ -137,7 +145,7 @@ class Fit:
 
     def _begin_rates(self) -> None:
         """Scale and log the rates of a window by its effective batch."""
-        plan = self.windows.plan
+        plan = self.plan
         if plan is not None and not self.parts.progress.place.skips_backward:
             self._rates.begin_window(plan.effective_batch_size, self.windows.epochs.recipe.effective)
 
@@ -146,14 +154,13 @@ class Fit:
 
         If windows have grown, they are asked about as at the start.
         """
-        assert self._rewinder is not None, "epochs begin after training"
         parts = self.parts
         parts.shares.follow_limits(parts.limit.samples)
         parts.shares.follow_speeds()
         if not parts.shares.differ:
             parts.limit.agree()
         self.verdict.agree()
-        self.search.follow_windows(self._rewinder.tensors_kept)
+        self.search.follow_windows()
         self.windows.begin_epoch(parts.progress.place.epoch)
         self.verdict.warn()
 
@@ -189,9 +196,7 @@ class Fit:
         """Restore what the fit changed. The factor stays until the next fit, as with Lightning's own scheduler."""
         progress = self.parts.progress
         progress.place.leave(self.data.recipe_factor, progress.position)
-        if self.data.is_set_up:
-            self.windows.close()
-        self._held.close()
+        self.parts.held.close()
         self._reporter.report_pending(self.verdict.exactness)
 
     def fail(self, error: BaseException) -> None:
@@ -206,16 +211,13 @@ class Fit:
 
     def state(self) -> RunState:
         """Return what a checkpoint keeps."""
-        order = None
-        if self.data.is_set_up:
-            order = self.windows.kept_order()
         return RunState(
             self.parts.progress.position,
             self.search.hardware(),
             self.search.probe,
             self.parts.limit.after_errors,
             self._reporter.events,
-            order,
+            self.windows.kept_order() if self.data.is_set_up else None,
         )
 
     def save(self, checkpoint: dict[str, Any]) -> None:
@@ -241,7 +243,7 @@ class Fit:
 
     def summary(self) -> str:
         """Return plan and probe in one line, and a verdict that no warning shows."""
-        plan = str(self.windows.plan)
+        plan = str(self.plan)
         if self.parts.request.is_by_window:
             plan += f", the largest of {self.parts.request.by_window!r}"
         found = [plan]
@@ -269,12 +271,8 @@ class Fit:
 
 def _found_by(probe: ProbeResult) -> str:
     """Return in words what the limit is, and how it was found."""
-    of_longest = ""
-    if probe.sizes is not None:
-        of_longest = " of the longest"
-    how: str = probe.source
-    if probe.source == "probe":
-        how = probe.method
+    of_longest = "" if probe.sizes is None else " of the longest"
+    how = probe.method if probe.source == "probe" else probe.source
     budget = format_bytes(probe.budget_bytes)
     return (
         f"limit {probe.limit}{of_longest} within {budget}, found by {how} in {probe.steps} steps and "

@@ -36,12 +36,8 @@ class Gradients:
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer = trainer
-        self.normalize: Normalize = None
-        if not options.whole:
-            self.normalize = options.normalize
-        self._counts: Callable[[Any], Any] | None = None
-        if callable(self.normalize):
-            self._counts = self.normalize
+        self.normalize: Normalize = None if options.whole else options.normalize
+        self._counts: Callable[[Any], Any] | None = self.normalize if callable(self.normalize) else None
         self._leaves_out = options.on_oom == "skip"
         self._world_size = ranks.data_ranks(trainer)[0]
         self.weights = WindowWeights()  # of the window so far
@@ -94,31 +90,16 @@ class Gradients:
         ``None`` if they could not be counted.
         """
         planned = window.sizes[position]
-        count = planned
-        if planned and samples is not None:
-            count = samples
-        self.counted = Counted(count, count)
-        if self.normalize is None:
-            return
+        count = planned if samples is None or not planned else samples
+        items = float(count)
         if self._counts is not None:
-            items = 0.0
-            if planned:
-                items = count_items(self._counts, batch)
-            self.counted = Counted(count, items)
+            items = count_items(self._counts, batch) if planned else 0.0
+        self.counted = Counted(count, items)
+        if self._counts is not None:
             self._weigh_late(items)
-            return
-        if self._known is None:
-            self._known = KnownWindow(self._world_size)
-            if self._world_size > 1 and (may_drop or self._leaves_out):
-                self._known.sum_over_ranks = self._sum
-        self.weights = self._known.weigh(
-            count,
-            planned=planned,
-            window=window.samples,
-            factor=self._factor,
-            first=position == 0,
-        )
-        self.passes += 1
+        elif self.normalize is not None:
+            is_summed = self._world_size > 1 and (may_drop or self._leaves_out)
+            self._weigh_known(items, planned=planned, window=window.samples, is_summed=is_summed)
 
     def begin_batch(self) -> None:
         """Begin a batch that the step cuts."""
@@ -133,28 +114,25 @@ class Gradients:
         total = float(batch_weight)
         if self._counts is not None:
             count = count_items(self._counts, piece)
-            total = count
-            if piece is not batch:
-                total = count_items(self._counts, batch)
+            total = count if piece is batch else count_items(self._counts, batch)
         self.counted = Counted(self.counted.samples + weight, self.counted.items + count)
         is_window = self._factor * self._world_size == 1  # whether the batch is a window of its own
         if self.normalize is None:  # Lightning divides each batch by the factor
             self.weights = self.weights.weigh_share(count, of=total, first=self.passes == 0)
             self.passes += 1
         elif is_window and total:
-            self._weigh_known(count, total)
+            self._weigh_known(count, planned=count, window=total)
         elif is_window and self._counts is None:  # without samples, the loss is whatever the step says
-            self._weigh_known(1.0, 1.0)
+            self._weigh_known(1.0, planned=1.0, window=1.0)
         else:
             self._weigh_late(count)
-        if not total:
-            return 0.0
-        return count / total
+        return count / total if total else 0.0
 
-    def _weigh_known(self, count: float, total: float) -> None:
+    def _weigh_known(self, count: float, *, planned: float, window: float, is_summed: bool = False) -> None:
         if self._known is None:
-            self._known = KnownWindow(1)
-        self.weights = self._known.weigh(count, planned=count, window=total, factor=1, first=self.passes == 0)
+            self._known = KnownWindow(self._world_size, sum_over_ranks=self._sum if is_summed else None)
+        first = self.passes == 0
+        self.weights = self._known.weigh(count, planned=planned, window=window, factor=self._factor, first=first)
         self.passes += 1
 
     def _weigh_late(self, count: float) -> None:
@@ -201,9 +179,7 @@ class Gradients:
         gradient_dtype.narrow(self._half)
         if 0 < self._losses < self.passes and not self._has_warned:
             self._has_warned = True
-            meaning = AS_MEAN
-            if self.normalize is None:
-                meaning = AS_ZEROS
+            meaning = AS_ZEROS if self.normalize is None else AS_MEAN
             rank_zero_warn(LEFT_OUT.format(meaning=meaning), category=ExactnessWarning)
         self.passes = 0  # LBFGS and SAM evaluate the window again
         self._losses = 0

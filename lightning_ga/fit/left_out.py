@@ -7,7 +7,6 @@ Tested in tests/integration/test_checkpoint.py.
 """
 
 import csv
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +21,9 @@ from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
-from lightning_ga.plan.accumulation import ceil_div
 
-MOST_IN_A_ROW = 10
-MOST_OF_EPOCH = 100  # one sample in so many
+FEW = 10  # samples that may be left out in any training
+RARE = 100  # beyond these, one sample in so many
 
 
 class LeftOut:
@@ -39,8 +37,7 @@ class LeftOut:
         self._window = (-1, -1)  # as ``Progress`` names it
         self._places: set[int] = set()  # of the window's passes
         self._running: tuple[int, str] | None = None  # place of the pass that runs, and shapes of its batch
-        self._in_row = 0  # left out since a window was whole
-        self._in_epoch = 0
+        self._count = 0  # of samples left out in this fit
         self._folder = Path()
 
     @contextmanager
@@ -65,14 +62,9 @@ class LeftOut:
     def begin_window(self) -> None:
         """Begin a window; nothing happens if it begins again."""
         window = self._progress.window
-        if window == self._window:
-            return
-        if not self._places:
-            self._in_row = 0
-        if window[0] != self._window[0]:
-            self._in_epoch = 0
-        self._window = window
-        self._places = set()
+        if window != self._window:
+            self._window = window
+            self._places = set()
 
     def end_pass(self) -> None:
         """Note that the loop's batch is done."""
@@ -88,8 +80,7 @@ class LeftOut:
             return False
         place, sizes = self._running
         self._places.add(place)
-        self._in_row += 1
-        self._in_epoch += 1
+        self._count += 1
         epoch, window = self._window
         row = {
             "epoch": epoch,
@@ -100,24 +91,15 @@ class LeftOut:
             "rank": self._trainer.global_rank,
         }
         self._write(row)
-        if self._in_row > MOST_IN_A_ROW or self._in_epoch > self._most_of_epoch():
+        seen = self._progress.position.samples_seen
+        if self._count > max(FEW, seen / RARE):
             raise UserError(
-                f"{self._in_row} samples in a row and {self._in_epoch} of this epoch did not fit and were left out, "
-                f"more than {MOST_IN_A_ROW}, or one in {MOST_OF_EPOCH}: raise memory_budget, or make samples smaller; "
-                "skipped.csv lists them."
+                f"{self._count} of {seen:,} samples did not fit and were left out, more than {FEW} and one in {RARE}: "
+                "raise memory_budget, or make samples smaller; skipped.csv lists them."
             )
         said = ", ".join(f"{name} {value}" for name, value in row.items())
         print(rank_prefixed_message(f"AutoAccumulate: a sample is left out: {said}.", self._trainer.global_rank))
         return True
-
-    def _most_of_epoch(self) -> float:
-        """Return the most samples of the epoch that may be left out; infinity if its length is not known."""
-        epochs = self._data.windows.epochs
-        epoch = self._progress.place.epoch
-        steps = epochs.steps(range(epoch, epoch + 1))
-        if steps is None:
-            return math.inf
-        return ceil_div(steps * epochs.effective(epoch), MOST_OF_EPOCH)
 
     def _write(self, row: dict[str, Any]) -> None:
         path = self._folder / "skipped.csv"

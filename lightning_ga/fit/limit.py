@@ -20,9 +20,7 @@ class Limit:
 
     def __init__(self, trainer: Any, whole: tuple[str, ...]) -> None:
         self._trainer = trainer
-        self.chunked: ChunkedModules | None = None  # the submodules of ``whole=``, whose chunks it bounds
-        if whole:
-            self.chunked = ChunkedModules(trainer, whole)
+        self.chunked = ChunkedModules(trainer, whole) if whole else None  # whose chunks it bounds
         self.samples = NO_LIMIT
         self.is_known = False  # whether it has been found or given
         self.of_first_passes = NO_LIMIT  # what bounded a pass as training began; ``accumulate=`` multiplies it
@@ -31,36 +29,26 @@ class Limit:
     @property
     def of_pass(self) -> int:
         """The most samples of a pass; with ``whole=`` only chunks are bounded."""
-        if self.chunked is not None:
-            return NO_LIMIT
-        return self.samples
+        return self.samples if self.chunked is None else NO_LIMIT
 
     @property
     def unit(self) -> str:
         """What the limit bounds: ``"micro-batches"`` or ``"chunks"``."""
-        if self.chunked is None:
-            return "micro-batches"
-        return "chunks"
+        return "micro-batches" if self.chunked is None else "chunks"
 
     @property
     def chunked_names(self) -> tuple[str, ...]:
         """The names of submodules that run in chunks over whole batches."""
-        if self.chunked is None:
-            return ()
-        return self.chunked.names
+        return () if self.chunked is None else self.chunked.names
 
     @property
     def after_errors(self) -> int | None:
         """The limit after errors, which a resumed run keeps; ``None`` without any."""
-        if self.has_fallen:
-            return self.samples
-        return None
+        return self.samples if self.has_fallen else None
 
     def first_micro_batch(self, recipe: int) -> int:
         """Return the micro-batch as training began; that of the ``recipe`` if no limit bounded it."""
-        if self.of_first_passes == NO_LIMIT:
-            return recipe
-        return self.of_first_passes
+        return recipe if self.of_first_passes == NO_LIMIT else self.of_first_passes
 
     def use(self, samples: int) -> None:
         """Use a limit that was found or given."""

@@ -34,26 +34,27 @@ from lightning_ga.probe.probed_trainer import TrainingSetup
 from lightning_ga.probe.trainer_limit import Found, choose_recomputed, probe, recomputable
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
-Kept = Callable[[], Iterable[Tensor]]
-"""Returns what lies on the device so that a window can run again."""
-
 
 class LimitSearch:
-    """Asks what fits, and sets the limit and the submodules that are computed again."""
+    """Asks what fits, and sets the limit and the submodules that are computed again.
 
-    def __init__(self, parts: FitParts, options: Options, data: TrainingData) -> None:
+    ``kept`` returns what lies on the device so that a window can run again.
+    """
+
+    def __init__(
+        self, parts: FitParts, options: Options, data: TrainingData, kept: Callable[[], Iterable[Tensor]]
+    ) -> None:
         self._parts = parts
         self._trainer = parts.progress.trainer
         self._options = options
         self._data = data
+        self._kept = kept
         self.fits: Fits | None = None  # a whole window that fits, so that nothing was looked for
         self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
         self._asked = 0  # samples that the last question was about
         self._kind: Mapping[str, Any] | None = None  # the cache's description of the step; ``None`` without a cache
         self.recomputed = RecomputedParts(self._trainer.lightning_module)
-        self._always: tuple[str, ...] = ()  # computed again, whatever fits
-        if options.checkpoint != "auto":
-            self._always = options.checkpoint
+        self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(self._trainer.lightning_module, self._always, "checkpoint=")
         if options.checkpoint and ranks.checkpoints_itself(self._trainer):
             raise UserError(
@@ -64,9 +65,7 @@ class LimitSearch:
     @property
     def chosen(self) -> Recomputed | None:
         """What was chosen to be computed again, so that one sample fits; ``None`` if nothing was."""
-        if self.probe is None:
-            return None
-        return self.probe.recomputed
+        return None if self.probe is None else self.probe.recomputed
 
     def hardware(self) -> str:
         """Describe the hardware; a limit found on other hardware is not used."""
@@ -74,13 +73,13 @@ class LimitSearch:
 
     # --- questions -----------------------------------------------------------------------------
 
-    def begin(self, kept: Kept) -> None:
+    def begin(self) -> None:
         """Find the limit as training begins; a restored run falls to what errors had left of it."""
         restored = self._parts.progress.restored
         if restored is not None and not self._is_valid_here(restored):
             restored = None
         if self._parts.request.micro_batch is None:
-            samples = self._find(self._most_useful(), restored, self.setup(kept, begins=True))
+            samples = self._find(self._most_useful(), restored, self._setup(begins=True))
         else:
             self.recomputed.use(self._always)
             samples = self._parts.request.capped(NO_LIMIT)
@@ -90,17 +89,17 @@ class LimitSearch:
             limit.fall(min(samples, restored.limit))
         self._use_found()
 
-    def follow_windows(self, kept: Kept) -> None:
+    def follow_windows(self) -> None:
         """Find the limit again if windows have grown so that nothing is known of them."""
         limit = self._parts.limit
         if limit.has_fallen or self._parts.request.micro_batch is not None or limit.samples < self._asked:
             return
         high = self._most_useful()
         if high > self._asked:
-            limit.use(self._find(high, None, self.setup(kept, begins=False)))
+            limit.use(self._find(high, None, self._setup(begins=False)))
             self._use_found()
 
-    def below(self, failed: int, kept: Kept) -> int | None:
+    def below(self, failed: int) -> int | None:
         """Look for the limit below a pass that ran out of memory, if none was looked for before.
 
         Ranks do not, because the others wait for one.
@@ -108,19 +107,19 @@ class LimitSearch:
         if self.fits is None or self._trainer.world_size > 1:
             return None
         self.fits = None
-        setup = self.setup(kept, begins=False)
+        setup = self._setup(begins=False)
         search = partial(self._probe, setup, failed, self.chosen)
         found: Found | None = attempt(search, lambda error: isinstance(error, Exception)).result
         if found is None or found.probe is None or found.probe.limit >= failed:
             return None
         return found.probe.limit
 
-    def recomputable(self, kept: Kept) -> tuple[str, ...]:
+    def all_recomputable(self) -> tuple[str, ...]:
         """Return all submodules that can be computed again."""
         self.recomputed.use(())  # what is computed again shows nothing
-        return recomputable(self.setup(kept, begins=False))
+        return recomputable(self._setup(begins=False))
 
-    def forget(self) -> None:
+    def forget_limit(self) -> None:
         """Let the next run probe again, because memory has run out in this one."""
         if self._kind is not None:
             forget(self._kind)
@@ -155,7 +154,7 @@ class LimitSearch:
             epochs = epochs[:1]
         return self._data.windows.epochs.useful_limit(epochs)
 
-    def setup(self, kept: Kept, *, begins: bool) -> TrainingSetup:
+    def _setup(self, *, begins: bool) -> TrainingSetup:
         """Return the training as trial steps run it."""
         windows = self._data.windows
         epoch = self._parts.progress.place.epoch
@@ -168,11 +167,11 @@ class LimitSearch:
             self._trainer,
             windows.trial_batches(epoch),
             rank_samples=rank_samples,
-            kept=kept,
+            kept=self._kept,
             chunks=None if chunked is None else chunked.size,
             multiple=self._parts.request.multiple,
             alone=shares.differ,
-            sizes=windows.sizes,
+            sizes=windows.epochs.source.sizes,
             begins=begins,
         )
 
@@ -181,7 +180,7 @@ class LimitSearch:
         self._asked = high
         if self.probe is None:
             self.recomputed.use(self._always)
-        varies = self._data.windows.varies
+        varies = self._data.windows.epochs.source.varies
         if varies:  # first batches differ by rank
             high = ranks.smallest_over_ranks(self._trainer, high)
         found = self._recall_or_ask(high, known, setup)
@@ -192,9 +191,7 @@ class LimitSearch:
         return self._parts.request.capped(found)
 
     def _recall_or_ask(self, high: int, restored: RunState | None, setup: TrainingSetup) -> int:
-        known = None
-        if restored is not None:
-            known = restored.probe
+        known = None if restored is None else restored.probe
         if known is not None and known.recomputed is not None and self._options.checkpoint != "auto":
             known = None
         if known is not None and still_holds(known, known.budget_bytes, high):
@@ -255,7 +252,7 @@ class LimitSearch:
         """Compute again what was chosen, and cut by the sizes of samples within the limit."""
         if self.chosen is not None:
             self.recomputed.use(self.chosen.names)
-        sizes = self._data.windows.sizes
+        sizes = self._data.windows.epochs.source.sizes
         if sizes is None:
             return
         most = self._parts.request.most or NO_LIMIT

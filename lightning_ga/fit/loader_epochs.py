@@ -64,9 +64,7 @@ class LoaderEpochs:
 
     def useful_limit(self, epochs: range) -> int:
         """Return the largest micro-batch that these epochs can use, and can be tried."""
-        world_size = self.recipe.world_size
-        if self._parts.shares.differ:  # a rank may get nearly all
-            world_size = 1
+        world_size = 1 if self._parts.shares.differ else self.recipe.world_size  # a rank may get nearly all
         high = self._parts.request.useful_limit(
             epochs,
             recipe=self.recipe.effective,
@@ -117,22 +115,18 @@ class LoaderEpochs:
     def cut(self, *, enabled: bool = True, start: int | None = None) -> None:
         """Cut the windows of the planned epoch by the limit; the loader begins with the window ``start``."""
         epoch = self.epoch
-        limits: tuple[int, ...] = ()
-        ratio: tuple[int, ...] = ()
-        micro_batch = ceil_div(epoch.batch.largest, self.recipe.world_size)  # a whole share, until the limit is known
+        shares = self._parts.shares
+        ranks = 1 if shares.limits else self.recipe.world_size  # a rank may get nearly all
+        micro_batch = ceil_div(epoch.batch.largest, ranks)
         if enabled:
-            limits = self._parts.shares.limits
-            ratio = self._parts.shares.ratio
-            if limits:
-                micro_batch = epoch.batch.largest
             micro_batch = self._within_limit(micro_batch)
         self.plan = self.source.arrange(
             epoch.number,
             epoch.batch,
             micro_batch,
             multiple=self._parts.request.multiple,
-            limits=limits,
-            ratio=ratio,
+            limits=shares.limits,
+            ratio=shares.ratio,
             samples_done=epoch.samples_done,
             windows_done=epoch.windows_done,
             start=start,

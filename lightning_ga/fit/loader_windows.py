@@ -18,11 +18,9 @@ from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.loader_epochs import LoaderEpochs
 from lightning_ga.fit.parts import FitParts
-from lightning_ga.loading.sample_sizes import SampleSizes
 from lightning_ga.loading.samples_left import SamplesLeft
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
-from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.recipe import WindowSpan
 from lightning_ga.plan.windows import NO_WINDOW
 
@@ -33,7 +31,6 @@ class LoaderWindows:
     in_step = False
     keeps = None  # the samples of a window are read again by their indices
     batches = ()
-    varies = False
 
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], source: LoaderSource) -> None:
         self._parts = parts
@@ -41,7 +38,6 @@ class LoaderWindows:
         self._trainer = parts.progress.trainer
         self._place = parts.progress.place
         self.epochs = LoaderEpochs(parts, source)
-        self._held = ExitStack()  # what the loop gets back in the end
         self._begun: tuple[LoaderSource, int] | None = None  # the epoch that the loop is set up for
         self._window = NO_WINDOW  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
@@ -53,7 +49,7 @@ class LoaderWindows:
         self._samples_left = SamplesLeft(cutter)
         self._prepare()
 
-    def use(self, source: LoaderSource) -> None:
+    def use(self, source: Any) -> None:
         """Cut a loader that is loaded again."""
         self.epochs.use(source)
         self._prepare()
@@ -69,11 +65,6 @@ class LoaderWindows:
     @property
     def _source(self) -> LoaderSource:
         return self.epochs.source
-
-    @property
-    def plan(self) -> AccumulationPlan:
-        """How a full window is cut."""
-        return self.epochs.plan
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -113,9 +104,8 @@ class LoaderWindows:
         if self._begun is None:
             self.epochs.arrange(self._place.epoch)
             self._place.size_epoch(self._source.plan.length)
-        with replaced(
-            self._source.loader, seeds=self._source.loader.seeds
-        ):  # if it begins again, workers have the same
+        loader = self._source.loader
+        with replaced(loader, seeds=loader.seeds):  # workers have the same if it begins again
             self._iterate()
         self.epochs.note_first()
         self._first = advance.first_batch(self._trainer)
@@ -133,15 +123,10 @@ class LoaderWindows:
         return epoch.number, epoch.batch.largest, plan.done, plan.micro_batch, batches, *plan.ratio
 
     @property
-    def sizes(self) -> SampleSizes | None:
-        """The sizes of samples, if windows are cut by these."""
-        return self._source.sizes
-
-    @property
     def several_passes(self) -> bool:
         """Whether a window is several micro-batches, other than items that are batches and cannot be one."""
         is_stock = self._source.recipe.batch_size == 1 and self.epochs.keeps_batches
-        return self.plan.has_several_passes and not is_stock
+        return self.epochs.plan.has_several_passes and not is_stock
 
     # --- epochs --------------------------------------------------------------------------------
 
@@ -179,8 +164,8 @@ class LoaderWindows:
         if self._uses_intervals:
             return
         self._uses_intervals = True
-        self._held.enter_context(schedulers.due_by_recipe(self._trainer, self._span_done))
-        self._held.enter_context(validation.due_by_recipe(self._trainer, self._span_done))
+        self._parts.held.enter_context(schedulers.due_by_recipe(self._trainer, self._span_done))
+        self._parts.held.enter_context(validation.due_by_recipe(self._trainer, self._span_done))
 
     def _span_done(self) -> WindowSpan:
         """Return the batches of the running window; none before its first micro-batch, when a restored loop asks."""
@@ -195,16 +180,13 @@ class LoaderWindows:
             stack.enter_context(self._place.before_reading(self._follow_length))
             if exchange is not None:
                 passes = WholePasses(self._place, exchange)
-                stack.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._index_in_window))
+                stack.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._place))
             yield
-
-    def _index_in_window(self) -> int:
-        return self._place.index_in_window
 
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin its first epoch, at the window that comes next."""
         if self._place.restarts:
-            self._held.enter_context(place.positions_are_kept())
+            self._parts.held.enter_context(place.positions_are_kept())
             self._place.begin_at(self._source.plan.done, same_epoch=same_epoch)
         self._reads = True
         self._first = None
@@ -294,14 +276,10 @@ class LoaderWindows:
     def how_cut(self) -> str:
         """Say that validation waits for the end of a window, if it has to, and that batches are kept."""
         found = []
-        if self.epochs.keeps_batches and self.plan.factor > 1:
+        if self.epochs.keeps_batches and self.epochs.plan.factor > 1:
             found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
         every = getattr(self._trainer, "val_check_interval", None)
         batches = self.epochs.epoch.batch.largest / self._source.recipe.samples_of(1)
         if self._uses_intervals and isinstance(every, int) and every % batches != 0:
             found.append(f"validation at the end of the window in which val_check_interval={every} batches are done")
         return "; ".join(found)
-
-    def close(self) -> None:
-        """Give the loop back what the user wrote."""
-        self._held.close()

@@ -122,16 +122,12 @@ def out_of_memory(trainer: Any, stage: str, sentence: str, what: object = "") ->
     """Return the error that ends a run when memory has run out: one of the sentences above."""
     memory = describe_memory(trainer.strategy.root_device)
     text = f"Memory ran out in {stage} {sentence.format(what=what, memory=memory)}"
-    if trainer.world_size > 1:
-        return RankError(text)
-    return UserError(text)
+    return RankError(text) if trainer.world_size > 1 else UserError(text)
 
 
 def give_up(trainer: Any, stage: str, failure: Exception, unit: str = "micro-batches") -> NoReturn:
     """End the run, because one sample alone does not fit."""
     if is_ambiguous_out_of_memory(failure):  # it may mean something else
         raise failure
-    sentence = ONE_SAMPLE
-    if unit == "chunks":
-        sentence = ONE_CHUNK
+    sentence = ONE_CHUNK if unit == "chunks" else ONE_SAMPLE
     raise out_of_memory(trainer, stage, sentence) from failure

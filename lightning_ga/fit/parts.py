@@ -3,7 +3,8 @@
 Tested in tests/integration/test_fits.py.
 """
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.gradients import Gradients
@@ -15,7 +16,7 @@ from lightning_ga.plan.config import Request
 
 @dataclass(frozen=True, slots=True)
 class FitParts:
-    """What was asked for, what fits, where training is, and what its passes weigh and log."""
+    """What was asked for, what fits, where training is, what its passes weigh and log; and how the fit ends."""
 
     request: Request
     limit: Limit
@@ -23,3 +24,4 @@ class FitParts:
     progress: Progress
     gradients: Gradients
     values: StepValues
+    held: ExitStack = field(default_factory=ExitStack)  # gives the Trainer back what it had

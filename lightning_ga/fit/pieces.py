@@ -6,7 +6,8 @@ Torchmetrics accumulate by themselves: each sees the pieces as batches.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -28,22 +29,15 @@ class _Piece:
     output: Any = None
 
 
-@dataclass(slots=True)
-class _Entry:
-    """What the pieces have logged by one name, the first, second … time in each."""
-
-    values: list[Any] = field(default_factory=list)
-    settings: list[dict[str, Any]] = field(default_factory=list)
-    pieces: list[_Piece] = field(default_factory=list)
-
-
 class Pieces:
     """Keeps what the pieces of one batch log and return until all have run."""
 
     def __init__(self, results: Any) -> None:
         self._results = results  # of the loop that runs; ``None`` in prediction
         self._pieces: list[_Piece] = []
-        self._entries: dict[tuple[str, str, int], _Entry] = {}  # that are not logged yet
+        self._logged: dict[
+            tuple[str, str, int], list[Any]
+        ] = {}  # by hook, name and its first, second … time in a piece
 
     @contextmanager
     def piece(self, *, samples: int, weight: float, logs: bool = False) -> Iterator[None]:
@@ -54,18 +48,14 @@ class Pieces:
         """
         if self._pieces:  # free the graph of the piece before
             self._pieces[-1].output = _plain(self._pieces[-1].output)
-        piece = _Piece(samples, weight)
-        self._pieces.append(piece)
+        self._pieces.append(_Piece(samples, weight))
         log = getattr(self._results, "log", None)
         times: Counter[tuple[str, str]] = Counter()
 
         def note(fx: str, name: str, value: Any, settings: dict[str, Any]) -> None:
             times[fx, name] += 1
-            key = fx, name, times[fx, name]
-            entry = self._entries.setdefault(key, _Entry())
-            entry.values.append(value)
-            entry.settings.append(settings)
-            entry.pieces.append(piece)
+            key = (fx, name, times[fx, name])
+            self._logged.setdefault(key, []).append((value, settings, samples, weight))
             if logs:
                 self._log(key, log)
 
@@ -73,8 +63,8 @@ class Pieces:
             with logging_redirected(self._results, note):
                 yield
         except BaseException:
-            self._pieces = []
-            self._entries = {}
+            self._pieces.clear()
+            self._logged.clear()
             raise
 
     def add(self, output: Any) -> None:
@@ -83,21 +73,18 @@ class Pieces:
 
     def finish(self) -> Any:
         """Log each value once, as that of the whole batch, and return the output of the whole batch."""
-        for key in [*self._entries]:
+        for key in [*self._logged]:
             self._log(key, self._results.log)
-        pieces, self._pieces = self._pieces, []
-        if len(pieces) == 1:
-            return pieces[0].output
-        return merge(*zip(*[(piece.output, piece.samples, piece.weight) for piece in pieces]))
+        if len(self._pieces) == 1:
+            return self._pieces[0].output
+        return merge(*zip(*[(piece.output, piece.samples, piece.weight) for piece in self._pieces]))
 
     def _log(self, key: tuple[str, str, int], log: Any) -> None:
         fx, name, _ = key
-        entry = self._entries.pop(key)
-        value, settings = entry.values[0], entry.settings[0]
+        logged = self._logged.pop(key)
+        value, settings, *_ = logged[0]
         if len(self._pieces) > 1:
-            samples = [piece.samples for piece in entry.pieces]
-            weights = [piece.weight for piece in entry.pieces]
-            value, settings = merged_entry(entry.values, entry.settings, samples, weights)
+            value, settings = merged_entry(*zip(*logged))
         log(fx, name, value, **settings)
 
 
@@ -125,32 +112,40 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], weights: Sequence[floa
     values, sizes, shares = map(list, zip(*there))
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
-        return _merged_tensors([_plain(value) for value in values], sizes, shares)
+        return _merged_tensors([*map(_plain, values)], sizes, shares)
     if all(isinstance(value, Real) and not isinstance(value, bool) for value in values):
-        if values == sizes and max(sizes) > 1:  # among pieces of one sample, a 1 may be no count
-            return sum(sizes)
-        numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
-        return first if _are_equal(values) else mean(numbers, shares).item()
+        return _merged_numbers(values, sizes, shares)
     if any(type(value) is not type(first) for value in values) or isinstance(first, PackedSequence):
         return _same(values)
-    if isinstance(first, np.ndarray):
-        return np.concatenate(values) if _are_by_sample(values, sizes) else _same(values)
+    if isinstance(first, np.ndarray) and _are_by_sample(values, sizes):
+        return np.concatenate(values)
     if isinstance(first, list):
-        lengths = [len(value) for value in values]
-        if lengths == sizes or len(set(lengths)) > 1:
-            return rebuild(first, [_plain(item) for value in values for item in value])
-    return _same(values) if open_container(first) is None else _merged_fields(values, sizes, shares)
+        lengths = [*map(len, values)]
+        if lengths == sizes or len({*lengths}) > 1:
+            return rebuild(first, [*chain.from_iterable(map(_plain, values))])
+    if open_container(first) is None:
+        return _same(values)
+    return _merged_fields(values, sizes, shares)
 
 
 def _merged_fields(values: list[Any], samples: list[int], weights: list[float]) -> Any:
     """Merge containers of one type field by field; keys of a dictionary may be missing in some."""
+    whole = values[0]
     children = [dict(open_container(value) or ()) for value in values]
-    whole, names = values[0], dict.fromkeys(name for child in children for name in child)
-    if isinstance(whole, dict) and len(names) > len(children[0]):
-        whole = dict.fromkeys(key for value in values for key in value)
+    names = dict.fromkeys(chain(*children))
+    if len(names) > len(children[0]) and isinstance(whole, dict):
+        whole = dict.fromkeys(chain(*values))
     elif len(names) > len(children[0]):
         return _same(values)
-    return rebuild(whole, [merge([child.get(name) for child in children], samples, weights) for name in names])
+    return rebuild(whole, [merge([fields.get(name) for fields in children], samples, weights) for name in names])
+
+
+def _merged_numbers(values: list[Any], samples: list[int], weights: list[float]) -> Any:
+    if values == samples and max(samples) > 1:  # among pieces of one sample, a 1 may be no count
+        return sum(samples)
+    if _are_equal(values):
+        return values[0]
+    return mean([*torch.tensor(values, dtype=torch.float64)], weights).item()
 
 
 def _merged_tensors(tensors: list[Tensor], samples: list[int], weights: list[float]) -> Any:
@@ -166,9 +161,9 @@ def _merged_tensors(tensors: list[Tensor], samples: list[int], weights: list[flo
 
 def _are_by_sample(values: Sequence[Any], samples: Sequence[int]) -> bool:
     """Return whether the first axis is that of the piece's samples, so that tensors or arrays can be joined."""
-    shapes = [tuple(value.shape) for value in values]
-    leads = all(shape and shape[0] == size for shape, size in zip(shapes, samples))
-    return leads and len({shape[1:] for shape in shapes}) == 1
+    if not all(value.ndim and len(value) == size for value, size in zip(values, samples)):
+        return False
+    return len({tuple(value.shape[1:]) for value in values}) == 1
 
 
 def _are_equal(values: Sequence[Any]) -> bool:
@@ -176,9 +171,12 @@ def _are_equal(values: Sequence[Any]) -> bool:
 
 
 def _same(values: list[Any]) -> Any:
-    return _plain(values[0]) if _are_equal(values) else [_plain(value) for value in values]
+    plain_values = [*map(_plain, values)]
+    return plain_values[0] if _are_equal(values) else plain_values
 
 
 def _plain(node: Any) -> Any:
     children = open_container(node)
-    return plain(node) if children is None else rebuild(node, [_plain(child) for _, child in children])
+    if children is None:
+        return plain(node)
+    return rebuild(node, [_plain(child) for _, child in children])

@@ -9,7 +9,8 @@ Tested in tests/integration/test_checkpoint.py and tests/integration/test_fits.p
 from collections import deque
 
 from lightning_ga.fit.left_out import LeftOut
-from lightning_ga.fit.limit_search import Kept, LimitSearch
+from lightning_ga.fit.limit_search import LimitSearch
+from lightning_ga.fit.messages import give_up
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory
 from lightning_ga.plan.config import Options
@@ -58,40 +59,43 @@ class Remedies:
     def _are_many(self) -> bool:
         return len(self._failed) == MANY[0] and self._number - self._failed[0] < MANY[1]
 
-    def smaller(self, failed: int, failure: Exception, kept: Kept) -> int | None:
+    def smaller(self, failed: int, failure: Exception) -> int:
         """Return the limit after a pass of ``failed`` samples has run out of memory; a last remedy keeps it.
 
-        ``None`` if nothing is left to try.
+        Raises:
+            Exception: If one sample has failed, and no remedy is left: the failure, or a ``UserError``.
         """
         fits = halved(failed)
-        if fits is None and not is_ambiguous_out_of_memory(failure) and self._apply_last(kept):
-            return failed
-        return fits
+        if fits is not None:
+            return fits
+        if is_ambiguous_out_of_memory(failure) or not self._apply_last():
+            give_up(self._progress.trainer, "training", failure, self._limit.unit)
+        return failed
 
-    def lower(self, fits: int, failed: int, kept: Kept) -> int:
+    def lower(self, fits: int, failed: int) -> int:
         """Lower the limit to what a search finds below a pass that ``failed``, else to ``fits``; return it."""
         if fits < failed:
-            fits = self._search.below(failed, kept) or fits
+            fits = self._search.below(failed) or fits
         self.fall(fits)
         return fits
 
     def fall(self, samples: int) -> None:
         """Lower the limit, here and in later runs."""
         self._limit.fall(samples)
-        self._search.forget()
+        self._search.forget_limit()
 
-    def _apply_last(self, kept: Kept) -> bool:
+    def _apply_last(self) -> bool:
         """Let the running window compute again all that can be, or leave out the sample; return whether one helps."""
-        helps = (self._may_recompute and self._recompute_all(kept)) or self._left_out.add()
+        helps = (self._may_recompute and self._recompute_all()) or self._left_out.add()
         if helps and self._number not in self._failed:
             self._failed.append(self._number)
         return helps
 
-    def _recompute_all(self, kept: Kept) -> bool:
+    def _recompute_all(self) -> bool:
         """Compute again all that can be; return whether that is more than before."""
         recomputed = self._search.recomputed
         before = recomputed.names
         if self._recomputable is None:
-            self._recomputable = self._search.recomputable(kept)
+            self._recomputable = self._search.all_recomputable()
         recomputed.use(self._recomputable or before)
         return recomputed.names != before

@@ -89,10 +89,11 @@ class Rewinder:
                 stock_advance()
                 return
             except Exception as error:
+                if isinstance(error, UserError) or not may_be_out_of_memory(error):
+                    raise
                 is_read = self._windows.can_read_again(batches)
-                if is_out_of_memory(error):
+                if not self._can_go_back(is_read=is_read):
                     self._explain(error, is_read=is_read)
-                if isinstance(error, UserError) or not may_be_out_of_memory(error) or not self._can_go_back(is_read):
                     raise
                 failure = error
             release(failure)
@@ -110,9 +111,7 @@ class Rewinder:
 
     def tensors_kept(self) -> list[Tensor]:
         """Return the tensors of the savepoint, which lie on the device while a window runs."""
-        if self._savepoint is None:
-            return []
-        return [*self._savepoint.tensors()]
+        return [] if self._savepoint is None else [*self._savepoint.tensors()]
 
     def _begin_window(self) -> None:
         self._is_updating = False
@@ -139,7 +138,7 @@ class Rewinder:
         self._windows.begin_again()
         return True
 
-    def _can_go_back(self, is_read: bool) -> bool:
+    def _can_go_back(self, *, is_read: bool) -> bool:
         """Return whether the window can begin again; ``is_read`` if its batches can be read again."""
         if self._savepoint is None or self._place.skips_backward:
             return False
@@ -148,8 +147,8 @@ class Rewinder:
         return is_read and not self._is_updating
 
     def _explain(self, error: Exception, *, is_read: bool) -> None:
-        """Say why an out-of-memory error ends the run, if it is not for its samples."""
-        if isinstance(error, UserError):
+        """Add to an out-of-memory error why it ends the run; raise another if ranks wait for each other."""
+        if not is_out_of_memory(error):
             return
         if self._refusal is not None:
             raise messages.out_of_memory(self._trainer, "training", messages.OTHERS_WAIT, self._refusal) from error
@@ -164,14 +163,11 @@ class Rewinder:
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
         failed = self._windows.largest_pass
-        fits = self._remedies.smaller(failed, failure, self.tensors_kept)
-        unit = self._remedies.unit
-        if fits is None:
-            messages.give_up(self._trainer, "training", failure, unit)
+        fits = self._remedies.smaller(failed, failure)
         undo_passes(self._trainer, "training", failure, why_not_alone=self._why_not_alone, undo=self._undo)
-        fits = self._remedies.lower(fits, failed, self.tensors_kept)
+        fits = self._remedies.lower(fits, failed)
         self._windows.begin_again()
-        self._reporter.add(self._reporter.event("training", failed, fits, unit))
+        self._reporter.add(self._reporter.event("training", failed, fits, self._remedies.unit))
 
     def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""

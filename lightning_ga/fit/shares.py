@@ -80,9 +80,7 @@ class Shares:
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context in which ranks may wait for each other."""
-        if self._speed is None:
-            return nullcontext()
-        return self._speed.waiting()
+        return nullcontext() if self._speed is None else self._speed.waiting()
 
     def end_window(self, sizes: Sequence[int]) -> None:
         """Note the micro-batches that this rank has run in the window; one of no sample runs one all the same."""

@@ -14,7 +14,6 @@ from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.step_epochs import StepEpochs
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
-from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.snapshot.kept_batch import KeptBatch
 
@@ -23,7 +22,6 @@ class StepWindows:
     """Sets how many batches make a window, and keeps these until it is done."""
 
     in_step = True
-    sizes = None  # of samples: only the loader cuts by these
 
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], source: StepSource) -> None:
         self.epochs = StepEpochs(parts, source)
@@ -32,24 +30,18 @@ class StepWindows:
         self._cutter = cutter
         self._trainer = parts.progress.trainer
         self._place = parts.progress.place
-        self._held = ExitStack()  # what the loop gets back in the end
         self._begun: tuple[StepSource, int] | None = None  # the epoch that the loop is set up for
         self._reads = False  # whether the loop has begun to read
         self._uses_intervals = False  # whether windows have been others than the recipe's
         self._passes = BatchPasses(parts, cutter, lambda: self.epochs.batch_size)
 
-    def use(self, source: StepSource) -> None:
+    def use(self, source: Any) -> None:
         """Use a loader that is loaded again."""
         self.epochs.use(source)
 
     @property
     def _source(self) -> StepSource:
         return self.epochs.source
-
-    @property
-    def plan(self) -> AccumulationPlan | None:
-        """How a full window is cut; ``None`` before an epoch is planned."""
-        return self.epochs.plan
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -81,21 +73,15 @@ class StepWindows:
         batch = None
         if self.batches:
             batch = self.batches[-1].batch
-        elif not self._reads and (self.varies or not samples.first):
+        elif not self._reads and (self._source.varies or not samples.first):
             batch = advance.first_batch(self._trainer)
         return TrialBatches(samples, self._cutter(), self.epochs.batch_size, batch=batch, in_step=True)
 
     @property
-    def varies(self) -> bool:
-        """Whether batches may be larger than the first."""
-        return self._source.varies
-
-    @property
     def several_passes(self) -> bool:
         """Whether a window runs in several passes, or its pass in several chunks."""
-        if self.plan is None:
-            return self._passes.in_pieces
-        return self._passes.in_pieces or self.plan.has_several_passes
+        plan = self.epochs.plan
+        return self._passes.in_pieces or (plan is not None and plan.has_several_passes)
 
     # --- epochs --------------------------------------------------------------------------------
 
@@ -114,7 +100,7 @@ class StepWindows:
         self._place.set_factor(factor)
         if factor != self._source.recipe_factor and not self._uses_intervals:
             self._uses_intervals = True
-            self._held.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
+            self._parts.held.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
 
     def _span(self) -> WindowSpan:
         """Return the batches before and after the window that ends; the loop counts the recipe's by itself."""
@@ -125,14 +111,10 @@ class StepWindows:
         """Return a context in which the loop's batches run in pieces that fit."""
         self._passes.exchange_through(exchange)
         with ExitStack() as stack:
-            wrap = self._passes.closure
-            stack.enter_context(closures.intercepted_closures(self._trainer, wrap, self._index_in_window))
+            stack.enter_context(closures.intercepted_closures(self._trainer, self._passes.closure, self._place))
             if self._parts.request.is_by_window:
                 stack.enter_context(self._place.windows_begin_anywhere())
             yield
-
-    def _index_in_window(self) -> int:
-        return self._place.index_in_window
 
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin with the batch that comes next."""
@@ -207,7 +189,3 @@ class StepWindows:
     def how_cut(self) -> str:
         """Say why the step cuts."""
         return f"cut in the step: {self._source.why}"
-
-    def close(self) -> None:
-        """Give the loop back what the user wrote."""
-        self._held.close()

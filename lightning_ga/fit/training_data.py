@@ -83,6 +83,11 @@ class TrainingData:
             epoch=self._parts.progress.place.epoch,
         )
         source = read_source(loader, settings, in_step=self._why_in_step(), size_of=self._options.size_of)
+        if self._parts.shares.differ and isinstance(source, StepSource):
+            raise UserError(
+                f"shares={self._options.shares!r} needs windows that the loader cuts, and these data are cut in the "
+                f"step ({source.why}): leave it out."
+            )
         self._cutter = None
         self._source = source
         self._read = loader
@@ -92,25 +97,17 @@ class TrainingData:
 
     def _windows_of(self, source: LoaderSource | StepSource) -> Windows:
         """Return the windows of a loader: new ones, or those of before if data are loaded again."""
-        match self._windows, source:
-            case None, LoaderSource():
-                return LoaderWindows(self._parts, self.cutter, source)
-            case None, StepSource():
-                if self._parts.shares.differ:
-                    raise UserError(
-                        f"shares={self._options.shares!r} needs windows that the loader cuts, and these data are cut "
-                        f"in the step ({source.why}): leave it out."
-                    )
-                return StepWindows(self._parts, self.cutter, source)
-            case LoaderWindows() as windows, LoaderSource():
-                windows.use(source)
-                return windows
-            case StepWindows() as windows, StepSource():
-                windows.use(source)
-                return windows
-        raise UserError(
-            "Data that are loaded again must be cut where they were, or always in the step: micro_batching='step'."
-        )
+        if self._windows is None and isinstance(source, LoaderSource):
+            return LoaderWindows(self._parts, self.cutter, source)
+        if self._windows is None and isinstance(source, StepSource):
+            return StepWindows(self._parts, self.cutter, source)
+        windows = self.windows
+        if windows.in_step != isinstance(source, StepSource):
+            raise UserError(
+                "Data that are loaded again must be cut where they were, or always in the step: micro_batching='step'."
+            )
+        windows.use(source)
+        return windows
 
     def cutter(self) -> BatchCutter:
         """Return the cutter of the batches that the training step gets."""

@@ -11,7 +11,7 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import ranks
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.fit.exactness.measure import Moments, measure, measure_at_start
+from lightning_ga.fit.exactness.measure import measure, measure_at_start
 from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
@@ -32,13 +32,15 @@ class Verdict:
         self._options = options
         self._data = data
         self.exactness: Exactness | None = None  # none without ``verify``, and while nothing is accumulated
-        self._moments = Moments()
+        self._next_step = 1  # optimizer steps after which it is measured again: 1, 2, 4, 8, …
         self._has_warned = False
 
     def measure_at_start(self) -> None:
         """Measure before training, if windows of some rank are cut, or later ones may be; all ranks call it."""
         windows = self._data.windows
-        may_be_cut = self._limit.chunked is not None or (windows.varies and self._limit.of_pass < NO_LIMIT)
+        may_be_cut = self._limit.chunked is not None or (
+            windows.epochs.source.varies and self._limit.of_pass < NO_LIMIT
+        )
         is_cut = may_be_cut or windows.several_passes
         if self._options.verify and ranks.sum_over_ranks(self._trainer, float(is_cut)) > 0:
             found = self._measure_samples(begins=True)
@@ -52,8 +54,9 @@ class Verdict:
         if self.exactness is None:  # nothing was accumulated so far: as at the start, on samples that differ
             if after_error or self._data.windows.several_passes:
                 self.exactness = self._measure_samples(begins=False)
-        elif after_error or self._moments.is_due(steps, steps * int(self._trainer.accumulate_grad_batches)):
-            self._moments.note(steps)
+        elif after_error or steps >= self._next_step:
+            while self._next_step <= steps:
+                self._next_step *= 2
             self._measure_batch(batch)
 
     def _measure_samples(self, *, begins: bool) -> Exactness:

@@ -36,6 +36,8 @@ _LONGEST = 1000  # longer containers are data: only their length is compared
 _DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")  # in names of layers and of rates
 _RATES = ("p", "prob", "rate", "drop_prob")  # names of rates in such layers
 _FUNCTIONS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+_SINGLE = 1e-4  # single precision, in which losses may be computed whatever the weights are
+_ROUNDING = {torch.float64: 1e-6, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _OPAQUE = (Dataset, DataLoader, torch.optim.Optimizer, FunctionType, MethodType, BuiltinFunctionType, *GENERATORS)
 
 
@@ -121,8 +123,6 @@ class Passes:
 
 def _mark(value: Any, known: set[int]) -> Any:
     """Return a mark that changes with the value; ``None`` if there is none."""
-    if isinstance(value, (int, float, str)):
-        return value
     try:
         if not isinstance(value, Tensor) and hasattr(value, "__len__") and len(value) > _LONGEST:
             return len(value)
@@ -190,13 +190,12 @@ def fixed_statistics() -> AbstractContextManager[None]:
 
 
 def rounding(trainer: Any, *, plain: bool = True) -> float:
-    """Return the relative difference that precision explains: of the weights, or of autocast if it stays on."""
+    """Return the relative difference that precision explains: of the weights, and of autocast if it stays on."""
+    trained = [each for each in trainer.lightning_module.parameters() if each.requires_grad]
+    kinds = {each.dtype for each in trained if each.is_floating_point()}
     if not plain and hasattr(trainer.precision_plugin, "autocast_context_manager"):
-        return 5e-2 if "bf16" in str(trainer.precision) else 1e-2
-    dtypes = {p.dtype for p in trainer.lightning_module.parameters() if p.requires_grad and p.is_floating_point()}
-    if dtypes & {torch.float16, torch.bfloat16}:
-        return 5e-2 if torch.bfloat16 in dtypes else 1e-2
-    return 1e-6 if dtypes == {torch.float64} else 1e-4  # losses may be computed in fp32 all the same
+        kinds.add(torch.bfloat16 if "bf16" in str(trainer.precision) else torch.float16)
+    return max((_ROUNDING.get(kind, _SINGLE) for kind in kinds), default=_SINGLE)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.chunks import ChunkedModules
 from lightning_ga.errors import UserError
-from lightning_ga.fit.exactness.measure import SAMPLES, Moments, measure, measure_at_start
+from lightning_ga.fit.exactness.measure import SAMPLES, measure, measure_at_start
 from lightning_ga.loading.trial_batches import CutBatch
 from lightning_ga.plan.exactness import Exactness
 
@@ -354,15 +354,3 @@ def test_submodules_in_chunks_that_draw_random_numbers_are_told() -> None:
             return measure_at_start(trainer, Trials(100), lambda batch: batch, None, limit=100, chunked=chunked)
 
     assert in_training(module, run).cause == "random"
-
-
-def test_moments_are_rare() -> None:
-    moments = Moments()
-    places = sorted({2**power + more for power in range(21) for more in (-1, 0, 1)})
-    made = []
-    for steps in places:
-        if moments.is_due(steps, passes=0):
-            moments.note(steps)
-            made.append(steps)
-    assert made == [2**power for power in range(20)]
-    assert moments.is_due(2**21, passes=50_000)

@@ -1,0 +1,186 @@
+"""Run a batch and its parts, compare their gradients, and name the cause of what differs.
+
+Tested in tests/fit/exactness/test_measure.py.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.errors import UserError
+from lightning_ga.fit.exactness.differences import Differences, Gradient, compare, distance, norm
+from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics
+from lightning_ga.loading.trial_batches import CutBatch
+from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.plan.exactness import Cause, Exactness
+from lightning_ga.plan.window_weights import count_items
+
+if TYPE_CHECKING:
+    from lightning_ga.chunks import ChunkedModules
+
+_NOISE = 3.0  # by how much a difference has to exceed that of other random numbers
+_NO_GRADIENT = "its gradient is zero"
+_UNSEEDED = "two passes over one batch differ though they draw the same random numbers, so nothing can be measured"
+_RANDOM = (
+    "the step, or what makes its batch, draws random numbers: two passes over one batch differ by {:.1g} of its "
+    "gradient, so that no smaller error can be seen; each micro-batch draws its own"
+)
+PER_CHUNK = (
+    "BatchNorm layers in the submodules of whole= normalize by the statistics of each chunk, not of the whole batch; "
+    "GroupNorm (lightning_ga.models.to_group_norm) makes it exact"
+)
+RANDOM_CHUNKS = (
+    "the submodules of whole= draw random numbers, and chunks draw others than the whole: whether they treat samples "
+    "by themselves was not measured"
+)
+ELSEWHERE = "something outside of the module (or reads batch_idx)"
+
+
+def _is_of_parts(error: Exception) -> bool:
+    """Return whether an error of the parts of a batch says something of them, and is no user's mistake."""
+    is_mistake = isinstance(error, UserError) and not isinstance(error, LayoutError)
+    return not is_mistake and not is_out_of_memory(error)
+
+
+class Judgement:
+    """Runs a batch and its parts; ``remake`` makes the batch again with other random numbers."""
+
+    def __init__(
+        self, passes: Passes, batch: CutBatch, remake: Callable[[], CutBatch], normalize: Any, tolerance: float
+    ) -> None:
+        self._passes = passes
+        self._batch = batch
+        self._remake = remake
+        self._tolerance = tolerance
+        self._layers = batch_norm_layers(passes.module)
+        self._changed: tuple[str, ...] = ()  # by a pass over the whole batch
+        self._counts = [float(size) for size in batch.sizes]
+        if callable(normalize):
+            self._counts = [float(count_items(normalize, part)) for part in batch.parts]
+
+    def verdict(self) -> Exactness:
+        """Return the verdict."""
+        if not (min(self._counts) >= 0 and 0 < sum(self._counts) < math.inf):
+            return self._verdict("unmeasured", reason=f"normalize counts {self._counts} in the parts of a batch")
+        (whole,) = self._passes.run(self._batch.whole, watched=True)
+        self._changed = self._passes.changed
+        size = norm(whole)
+        if size == 0:
+            return self._verdict("unmeasured", reason=_NO_GRADIENT, has_gradient=False)
+        if not size < math.inf:
+            return self._verdict("unmeasured", reason=f"the norm of its gradient is {size}")
+        parts = attempt(self._passes.run, _is_of_parts, *self._batch.parts)
+        if parts.failure is None:
+            return self._compared(whole, *parts.result)
+        if self._layers and min(self._batch.sizes) < 2:  # these layers may refuse one sample
+            return self._verdict("batch_norm")
+        for part in self._batch.parts:  # if each part runs alone, the second one depends on what the first has left
+            self._passes.run(part)
+        return self._stateful(None)
+
+    def _compared(self, whole: Gradient, first: Gradient, second: Gradient) -> Exactness:
+        """Return the verdict on gradients of a whole batch and of its parts."""
+        found = self._compare(whole, first, second)
+        is_exact = found.error <= self._tolerance
+        if is_exact and not self._changed:
+            return self._verdict("exact", found)
+        alone = self._run_second()
+        if not self._are_same(alone, second):
+            if not self._are_same(alone, self._run_second()):
+                return self._verdict("random", reason=_UNSEEDED)
+            return self._stateful(found)
+        if is_exact:
+            return self._verdict("exact", found)
+        return self._named(whole, found)
+
+    def _run_second(self) -> Gradient:
+        (gradient,) = self._passes.run(self._batch.parts[1])
+        return gradient
+
+    def _are_same(self, one: Gradient, other: Gradient) -> bool:
+        """Return whether gradients of the same samples are equal, up to rounding; NaN is."""
+        tolerance = self._tolerance
+        if self._passes.is_on_host and tolerance <= 1e-4:
+            tolerance /= 100
+        return not distance(one, other) > tolerance
+
+    def _named(self, whole: Gradient, found: Differences) -> Exactness:
+        """Name the cause of a difference that is not due to state."""
+        (other,) = self._passes.run(self._remake().whole, seed=1)
+        noise = distance(whole, other)
+        level = self._tolerance
+        if noise > self._tolerance:
+            level = _NOISE * noise
+            if found.error <= level and self._layers:
+                return self._verdict("batch_norm")
+            if found.error <= level:
+                return self._verdict("random", reason=_RANDOM.format(noise))
+        if self._layers:
+            with fixed_statistics():
+                (fixed,) = self._passes.run(self._batch.whole)
+                of_loss = self._compare(fixed, *self._passes.run(*self._batch.parts))
+            if of_loss.error <= level:
+                return self._verdict("batch_norm", found)
+            found = replace(of_loss, error=found.error)
+        return self._verdict(found.cause(level), found)
+
+    def _compare(self, whole: Gradient, first: Gradient, second: Gradient) -> Differences:
+        return compare(whole, first, second, weight=self._counts[0] / sum(self._counts), enough=self._tolerance)
+
+    def _stateful(self, found: Differences | None) -> Exactness:
+        verdict = self._verdict("stateful", found)
+        return replace(verdict, tensors=self._changed or (ELSEWHERE,))
+
+    def _verdict(self, cause: Cause, found: Differences | None = None, **more: Any) -> Exactness:
+        return Exactness(
+            None if found is None else found.error,
+            self._tolerance,
+            cause,
+            layers=() if cause in ("exact", "random", "unmeasured") else self._layers,
+            tensors=self._changed,
+            micro_steps=self._passes.count,
+            **more,
+        )
+
+
+def judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tolerance: float) -> Exactness:
+    """Compare a pass whose submodules of ``whole=`` run in two chunks with a pass in which they run whole."""
+    samples = sum(batch.sizes)
+    in_two = (samples + 1) // 2
+
+    def gradient(size: int | None) -> Gradient:
+        chunked.size.use(size, window=samples)
+        (found,) = passes.run(batch.whole)
+        return found
+
+    def verdict(cause: Cause, error: float | None = None, **more: Any) -> Exactness:
+        return Exactness(error, tolerance, cause, micro_steps=passes.count, **more)
+
+    def refused(reason: str) -> UserError:
+        return UserError(f"whole={chunked.names!r}: {reason}")
+
+    whole = gradient(None)
+    for name, chunks in chunked.forwards.items():
+        if not chunks.is_called:
+            raise refused(f"training_step does not call {name} itself: name submodules that are called.")
+    if not 0 < norm(whole) < math.inf:
+        return verdict("unmeasured", reason=_NO_GRADIENT, has_gradient=False)
+    chunked.size.use(None, window=samples)
+    passes.run(batch.parts[1])  # another length shows which arguments have no samples
+    error = distance(whole, gradient(in_two))
+    if error <= tolerance:
+        return verdict("exact", error)
+    if any(chunks.draws for chunks in chunked.forwards.values()):
+        return verdict("random", reason=RANDOM_CHUNKS)
+    with fixed_statistics():
+        if distance(gradient(None), gradient(in_two)) > tolerance:
+            raise refused(
+                f"run in chunks, {', '.join(chunked.names)} made a gradient that is off by {error:.1g} of it, so what "
+                "it computes of a sample depends on the others: name submodules that treat samples by themselves."
+            )
+    layers: list[str] = []
+    for chunks in chunked.forwards.values():
+        layers += batch_norm_layers(chunks.module)
+    return verdict("batch_norm", error, reason=PER_CHUNK, layers=tuple(layers))
