@@ -84,8 +84,7 @@ class AllocatorMeter:
         """Return how many blocks were ever handed out, if a history tells which."""
         if not self._has_history:
             return 0
-        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return int(stats["allocation"]["all"]["allocated"]) if stats else 0
+        return int(torch.cuda.memory_stats(self.device).get("allocation.all.allocated", 0))
 
     # ``residents`` here and below: places of the tensors that are alive before a step, by address.
     def layout(self, residents: Mapping[int, int]) -> tuple[Segment, ...]:
@@ -201,8 +200,11 @@ def events_as_trace(
     places = [0] * len(sizes)
     for address, number in initial.items():
         places[number] = residents.get(address, 0)
-    layout = [Segment(small, address, ()) for small, address in begin.items()]
-    layout += [_layout(segment, initial) for segment in segments]
+    layout = []
+    for small, address in begin.items():
+        layout.append(Segment(small, address, ()))
+    for segment in segments:
+        layout.append(_layout(segment, initial))
     return MemoryTrace(
         samples,
         tuple(sizes),

@@ -72,9 +72,6 @@ class Block:
     mapped: bool = True
 
     def __post_init__(self) -> None:
-        self.link()
-
-    def link(self) -> None:
         """Let the neighbours know the block."""
         if self.before is not None:
             self.before.after = self
@@ -88,7 +85,7 @@ Entry = tuple[int, int, int, Block]  # a free block by its size, the age of its 
 class Segments:
     """The blocks and segments of an allocator, simulated; ``allocated`` and ``reserved`` are their bytes now."""
 
-    _splits_large_to_the_end = False  # otherwise less than 1 MiB is not cut off
+    _splits_large_to_the_end = False
 
     def __init__(self) -> None:
         self.allocated = self.reserved = 0
@@ -103,7 +100,8 @@ class Segments:
         small = size <= SMALL
         block = self._taken(size, small) or self._reserve(size, small)
         rest = block.size - size
-        if rest >= ROUNDING if small or self._splits_large_to_the_end else rest > SMALL:
+        least = ROUNDING if small or self._splits_large_to_the_end else SMALL + ROUNDING  # else it is not cut off
+        if rest >= least:
             block.size = size
             self._track(Block(block.address + size, rest, small, block.age, before=block, after=block.after))
         self._count(allocated=block.size)
@@ -112,10 +110,11 @@ class Segments:
     def adopt(self, segment: Segment, held: Iterable[bool]) -> list[Block]:
         """Add an existing segment, some of whose blocks are allocated."""
         blocks: list[Block] = []
+        last = None
         address = segment.address
         age = next(self._ages)
         for (size, _), is_held in zip(segment.blocks, held):
-            block = Block(address, size, segment.small, age, before=blocks[-1] if blocks else None)
+            block = last = Block(address, size, segment.small, age, before=last)
             blocks.append(block)
             address += size
             if is_held:
@@ -165,12 +164,12 @@ class Segments:
 
     def _gap(self, size: int) -> int:
         """Return the lowest address with so much room behind it."""
-        place = self._spans[0][0] if self._spans else 0
+        place = None
         for start, end in self._spans:
-            if start - place >= size:
+            if place is not None and start - place >= size:
                 break
             place = end
-        return place
+        return place or 0
 
     def _join(self, block: Block) -> Block:
         """Make a block free; free neighbours are joined to it."""
@@ -183,7 +182,7 @@ class Segments:
                     block.before = neighbour.before
                 else:
                     block.after = neighbour.after
-        block.link()
+        block.__post_init__()
         self._track(block)
         return block
 
@@ -215,8 +214,11 @@ class ExpandableSegments(Segments):
         if before is not None and blocks:
             before.after = blocks[0]
             blocks[0].before = before
-        end = segment.address + sum(block.size for block in blocks)
-        last = blocks[-1] if blocks else None
+        last = None
+        end = segment.address
+        if blocks:
+            last = blocks[-1]
+            end = last.address + last.size
         self._leave_unmapped(Block(end, _ENDLESS - end, segment.small, 0, before=last))
         return blocks
 
@@ -225,8 +227,9 @@ class ExpandableSegments(Segments):
         parts = self._unmapped[segment.small]
         if not parts:
             return None
-        parts[-1].size = segment.address - parts[-1].address
-        return parts[-1] if parts[-1].size > 0 else parts.pop().before
+        last = parts[-1]
+        last.size = segment.address - last.address
+        return last if last.size > 0 else parts.pop().before
 
     def _first(self, free: list[Entry], size: int) -> int:
         """Pass by a block that can grow as long as the next one is smaller than what it can grow to."""
@@ -246,7 +249,7 @@ class ExpandableSegments(Segments):
         if not self._grows_freely:
             self._count(needed=segment_size(size, small=small))
         if not self._unmapped[small]:
-            self._leave_unmapped(Block(_ENDLESS * (1 if small else 2), _ENDLESS, small, 0))
+            self._leave_unmapped(Block(_ENDLESS * (2 - small), _ENDLESS, small, 0))
         block = next(filter(None, (_with_room(part, size) for part in self._unmapped[small])))
         if not block.mapped:
             block = self._map(block, size)

@@ -6,6 +6,7 @@ Tested in tests/probe/test_prediction.py.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
+from operator import neg
 from typing import NamedTuple
 
 from lightning_ga.plan.accumulation import ceil_div
@@ -115,7 +116,7 @@ def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> in
 def bytes_alive(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> list[int]:
     """Return the bytes alive after each event."""
     changes = [rounded_up(size, rounding) for size in sizes]
-    changes += [-size for size in reversed(changes)]  # so that index ~n holds the release of storage n
+    changes += map(neg, reversed(changes[:]))  # so that index ~n holds the release of storage n
     return list(accumulate(map(changes.__getitem__, events)))
 
 

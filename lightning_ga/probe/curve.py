@@ -27,6 +27,11 @@ class Step:
         """Micro-batch size."""
         return self.trial.micro_batch_size
 
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that a budget had to leave, as far as is known."""
+        return max(self.trial.peak_bytes, self.reserved_bytes or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:

@@ -35,10 +35,12 @@ def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: boo
     Kernels of an accelerator use other temporaries for larger inputs, so there the traces are as large as a quarter of
     the memory allows.
     """
-    if high <= 3:
-        return (high,) if high < 3 else (2, 3)
-    second = min(affordable // 4, high // 2) if kernels_vary else 0
-    if second > 8:
+    if high < 3:
+        return (high,)
+    if high == 3:
+        return (2, 3)
+    second = min(affordable // 4, high // 2)
+    if kernels_vary and second > 8:
         return (second // 2, second)
     for pair in ((2 * first, 4 * first), (first, 2 * first)):
         if pair[1] <= min(high, affordable):

@@ -91,7 +91,7 @@ def test_a_search_foresees_what_will_be_reserved(mib: int) -> None:
     budget = mib * MIB
     device = Device(budget)
     search, trials = Search(Task(100_000, budget, rounding=512, rules=SegmentRules()), trace_sizes(100_000, budget)), []
-    while (size := search.propose().size) != search.limit:
+    while (size := search.propose()[0]) != search.limit:
         trial, trace = device.run(size)
         trials.append(trial)
         search.record(Step(trial, (trace,)))
