@@ -33,7 +33,8 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], 
 
     def make_ours(kwargs: Any, optimizer: Any, _: int) -> Any:
         """Return Lightning's own closure, so that Lightning notices if it is never called; calling it runs ours."""
-        lightning_closure = make(*(given := (kwargs, optimizer, place.index_in_window)))
+        given = (kwargs, optimizer, place.index_in_window)
+        lightning_closure = make(*given)
         vars(lightning_closure)["closure"] = wrap(ref(lightning_closure), make, *given)
         return lightning_closure
 
@@ -41,13 +42,15 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], 
         yield
 
 
-def run_closure(closure: Any) -> Any:
-    """Run the forward pass, the zeroing of gradients and the backward pass of Lightning's own closure.
+def run_closure(closure: Any, *, zeroes: bool = True) -> Any:
+    """Run forward pass, zeroing of gradients and backward pass of Lightning's own closure; or without the zeroing.
 
     It may be given by a weak reference, because a strong one would keep the closure, and with it a batch, alive.
     """
     if isinstance(closure, ref):
         closure = closure()
+    if not zeroes:
+        closure._zero_grad_fn = None
     return type(closure).closure(closure)
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from math import inf
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning_ga.compat import patching
 
-_LEFT = "_lightning_ga_left"  # an attribute of the Trainer between two fits
+_left: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by Trainer, between two fits: where the first ended
 _COUNTS = ("ready", "started", "processed", "completed")
 _REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"  # ``training_epoch_loop.py:225``
 
@@ -85,7 +86,7 @@ class LoopPlace(LoopReader):
 
     def take_back(self) -> Any:
         """Restore the recipe's factor after an earlier fit of this Trainer; return where that fit ended, if any."""
-        left = vars(self._trainer).pop(_LEFT, None)
+        left = _left.pop(self._trainer, None)
         if left is None:
             return None
         factor, recipe_factor, steps, position = left
@@ -97,7 +98,7 @@ class LoopPlace(LoopReader):
 
     def leave(self, recipe_factor: int, position: object) -> None:
         """Note for the next fit where this one ends. The factor stays, as with Lightning's own scheduler."""
-        vars(self._trainer)[_LEFT] = (self.factor, recipe_factor, self._trainer.global_step, position)
+        _left[self._trainer] = (self.factor, recipe_factor, self._trainer.global_step, position)
 
     def begin_epoch(self) -> None:
         """Count windows from the first micro-batch of the epoch on."""

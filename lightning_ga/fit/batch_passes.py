@@ -116,20 +116,16 @@ class BatchPasses(WholePasses):
         self._parts.values.merge()
         of_sample = weight // sum(self.sizes)
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
-        is_first = True
-        for piece, size, is_last in cut_in_pieces(self._cutter(), batch, self.sizes):
+        for number, (piece, size, is_last) in enumerate(cut_in_pieces(self._cutter(), batch, self.sizes)):
             self._compiled.mark(tensors_in(piece), size)
             closure = of_piece(piece)
-            if not is_first:
-                closure._zero_grad_fn = None
-            is_first = False
             share = self._parts.gradients.weigh_piece(piece, batch, weight=size * of_sample, batch_weight=weight)
             with ExitStack() as stack:
                 stack.enter_context(self._pass(is_last=is_last))
                 if not is_last:
                     stack.enter_context(closures.before_the_last(self._trainer))
                 stack.enter_context(pieces.piece(samples=size, weight=share, logs=is_last))
-                result = self._run_piece(closure)
+                result = self._run_piece(closure, zeroes=number == 0)
             if not is_last:
                 self._parts.gradients.settle()
             pieces.add(result.asdict() if result.loss is not None else None)
@@ -137,9 +133,9 @@ class BatchPasses(WholePasses):
         output = pieces.finish() or {}
         return type(result)(output.pop("loss", None), output)
 
-    def _run_piece(self, closure: Callable[[], Any]) -> Any:
+    def _run_piece(self, closure: Any, *, zeroes: bool) -> Any:
         try:
-            return closures.run_closure(closure)
+            return closures.run_closure(closure, zeroes=zeroes)
         except Exception as error:
             if not isinstance(error, UserError) and not is_out_of_memory(error):
                 error.add_note(IN_A_PIECE.format(samples=sum(self.sizes), sizes=", ".join(map(str, self.sizes))))

@@ -104,8 +104,8 @@ class _LoaderPieces:
             self._running = size
             with pieces.piece(samples=size, weight=float(size)):
                 pieces.add(step(piece))
-            others = exchanged() if in_pieces else None
-            if others is not None:
+            others = exchanged()
+            if in_pieces and others is not None:
                 raise messages.out_of_memory(self._trainer, self._stage, messages.OTHERS_WAIT, others)
         self._running = sizes[0]  # what follows needs the outputs of all
         return pieces.finish()

@@ -82,12 +82,11 @@ class Fit:
     def start(self) -> None:
         """Find the limit and begin the epoch with it; a restored run continues at its sample."""
         parts = self.parts
-        place = parts.progress.place
         windows = self.windows
         same_epoch = windows.begin_training()
-        epoch = place.epoch
         self._hold_to_budget()
-        parts.held.enter_context(parts.gradients.summed_in_float32())
+        parts.held.callback(parts.gradients.stop_zeroing)
+        parts.held.enter_context(parts.gradients.sums.in_float32())
         if parts.limit.chunked is not None:
             parts.held.enter_context(parts.limit.chunked.installed())
         parts.held.callback(self.search.recomputed.use, ())
@@ -95,31 +94,31 @@ class Fit:
         exchange = exchange_of(self.trainer, before_sending=parts.shares.note_sending)
         remedies = Remedies(parts, self._options, self.search, self._left_out)
         retries = self._options.on_oom != "raise"
-        self._rewinder = Rewinder(parts.progress, windows, remedies, self._reporter, exchange, retries=retries)
+        self._rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=retries)
         self.search.begin()
         parts.shares.follow_limits(parts.limit.samples)
         self._require_possible()
-        windows.begin_epoch(epoch)
+        windows.begin_epoch(parts.progress.place.epoch)
         self.verdict.measure_at_start()
-        members = [remedies.begin_window, windows.begin_window, parts.gradients.begin_window, parts.values.begin_window]
-        members += [self._begin_rates, self._left_out.begin_window]
+        self._begin_windows(remedies, exchange)
+        windows.begin_reading(same_epoch=same_epoch)
+
+    def _begin_windows(self, remedies: Remedies, exchange: AnyExchange | None) -> None:
+        """Let the loop run windows from here on; their members begin each of them in this order."""
+        assert self._rewinder is not None, "windows can run again"
+        parts = self.parts
+        members = [remedies.begin_window, self.windows.begin_window, parts.gradients.begin_window]
+        members += [parts.values.begin_window, self._begin_rates, self._left_out.begin_window]
         if exchange is not None:
             members.append(exchange.begin_window)
         members.append(parts.shares.begin_window)
-        self._install(members, exchange)
-        windows.begin_reading(same_epoch=same_epoch)
-
-    def _install(self, members: list[Callable[[], None]], exchange: AnyExchange | None) -> None:
-        """Let the loop run windows from here on, each of which these ``members`` begin in their order."""
-        assert self._rewinder is not None, "windows can run again"
-        held = self.parts.held
-        held.callback(self.parts.values.close)
-        held.callback(self._rates.give_back)
-        held.enter_context(self._rates.unscaled_for_schedulers())
+        parts.held.callback(parts.values.close)
+        parts.held.callback(self._rates.give_back)
+        parts.held.enter_context(self._rates.unscaled_for_schedulers())
         if self._options.on_oom == "skip":
-            held.enter_context(self._left_out.installed())
-        held.enter_context(self._rewinder.guarding(members))
-        held.enter_context(self.windows.patches(exchange))
+            parts.held.enter_context(self._left_out.installed())
+        parts.held.enter_context(self._rewinder.guarding(members))
+        parts.held.enter_context(self.windows.patches(exchange))
 
     def _tensors_kept(self) -> list[Tensor]:
         """Return what lies on the device so that a window can run again."""

@@ -3,21 +3,21 @@
 Tested in tests/integration/test_token_weights.py.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_ga.compat import gradient_dtype, ranks
+from lightning_ga.compat import ranks
 from lightning_ga.compat.step_values import Counted
 from lightning_ga.errors import ExactnessWarning
+from lightning_ga.fit.gradient_sums import GradientSums
 from lightning_ga.plan.config import Normalize, Options
 from lightning_ga.plan.window_weights import KnownWindow, LateWindow, WindowWeights, count_items
 from lightning_ga.plan.windows import Window
-from lightning_ga.snapshot.copies import coalesce_gradients, scale_gradients, sparse_parameters
+from lightning_ga.snapshot.copies import scale_gradients
 
 LEFT_OUT = (
     "training_step returned None for some micro-batches of a window and a loss for others: {meaning}. Return a loss "
@@ -46,34 +46,14 @@ class Gradients:
         self._known: KnownWindow | None = None  # once a window's samples have been known in advance
         self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counts is None)
         self._zeroing: list[Any] = []  # hooks during a pass of weight 0
-        self._sparse: list[torch.nn.Parameter] | None = None
-        self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
-        self._rounding_is_unreported = False  # whether a warning is due that torch rounds these sums
+        self.sums = GradientSums(trainer)
         self.passes = 0  # of the window, that have begun
         self._losses = 0  # of these passes, that have a loss
         self._has_warned = False
 
-    @contextmanager
-    def summed_in_float32(self) -> Iterator[None]:
-        """Return a context in which half-precision gradients are summed in float32, and rounded before each step."""
-        half = []
-        if ranks.gradients_are_ours(self._trainer):
-            half = gradient_dtype.half_parameters(self._trainer.lightning_module)
-        if gradient_dtype.has_grad_dtype():
-            self._half = half
-        else:
-            self._rounding_is_unreported = bool(half)
-        gradient_dtype.begin(self._half)
-        try:
-            yield
-        finally:
-            self._stop_zeroing()
-            gradient_dtype.end(self._half)
-            self._half = []
-
     def begin_window(self) -> None:
         """Begin a window, or begin it again after an error."""
-        self._stop_zeroing()
+        self.stop_zeroing()
         self.passes = 0
         self._losses = 0
 
@@ -157,26 +137,15 @@ class Gradients:
 
     def settle(self) -> None:
         """After a backward pass, coalesce sparse gradients and widen half-precision ones."""
-        self._stop_zeroing()
-        if self._sparse is None:
-            self._sparse = sparse_parameters(self._trainer.lightning_module)
-        if self._sparse:
-            coalesce_gradients(self._sparse)
-        if not self._half and not self._rounding_is_unreported:
-            return
-        is_sum = self._factor > 1 or self.passes > 1 or self.weights.weight != 1.0
-        if is_sum and self._half:
-            gradient_dtype.widen(self._half)
-        elif is_sum:
-            self._rounding_is_unreported = False
-            rank_zero_warn(gradient_dtype.SUMS_ARE_ROUNDED, category=ExactnessWarning)
+        self.stop_zeroing()
+        self.sums.settle(is_sum=self._factor > 1 or self.passes > 1 or self.weights.weight != 1.0)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients to the mean over the window, after the GradScaler's unscaling and before clipping."""
         scale = self.weights.close(self._factor)
         if scale != 1.0:
             scale_gradients(optimizer, scale)
-        gradient_dtype.narrow(self._half)
+        self.sums.round()
         if 0 < self._losses < self.passes and not self._has_warned:
             self._has_warned = True
             meaning = AS_ZEROS if self.normalize is None else AS_MEAN
@@ -184,6 +153,7 @@ class Gradients:
         self.passes = 0  # LBFGS and SAM evaluate the window again
         self._losses = 0
 
-    def _stop_zeroing(self) -> None:
+    def stop_zeroing(self) -> None:
+        """Let gradients come as they are again after a pass of weight 0."""
         while self._zeroing:
             self._zeroing.pop().remove()

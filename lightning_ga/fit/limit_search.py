@@ -31,7 +31,7 @@ from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.probe.budget import DoesNotFitError
 from lightning_ga.probe.cache import forget, hardware
 from lightning_ga.probe.probed_trainer import TrainingSetup
-from lightning_ga.probe.trainer_limit import Found, choose_recomputed, probe, recomputable
+from lightning_ga.probe.trainer_limit import choose_recomputed, probe, recomputable
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
 
@@ -106,13 +106,12 @@ class LimitSearch:
         """
         if self.fits is None or self._trainer.world_size > 1:
             return None
+        search = partial(self._probe, failed, self._setup(begins=False), self.chosen)
+        failure = attempt(search, lambda error: isinstance(error, Exception)).failure
         self.fits = None
-        setup = self._setup(begins=False)
-        search = partial(self._probe, setup, failed, self.chosen)
-        found: Found | None = attempt(search, lambda error: isinstance(error, Exception)).result
-        if found is None or found.probe is None or found.probe.limit >= failed:
+        if failure is not None or self.probe is None or self.probe.limit >= failed:
             return None
-        return found.probe.limit
+        return self.probe.limit
 
     def all_recomputable(self) -> tuple[str, ...]:
         """Return all submodules that can be computed again."""
@@ -175,7 +174,7 @@ class LimitSearch:
             begins=begins,
         )
 
-    def _find(self, high: int, known: RunState | None, setup: TrainingSetup) -> int:
+    def _find(self, high: int, restored: RunState | None, setup: TrainingSetup) -> int:
         """Return the most samples of a pass that fit, of ``high`` that are useful."""
         self._asked = high
         if self.probe is None:
@@ -183,24 +182,30 @@ class LimitSearch:
         varies = self._data.windows.epochs.source.varies
         if varies:  # first batches differ by rank
             high = ranks.smallest_over_ranks(self._trainer, high)
-        found = self._recall_or_ask(high, known, setup)
+        found = self._recall(high, restored) or self._ask(high, setup)
         if varies and found >= high and self._parts.limit.chunked is None:  # later batches may be larger
             found = NO_LIMIT
         if found < NO_LIMIT:
             found = min(high, found)
         return self._parts.request.capped(found)
 
-    def _recall_or_ask(self, high: int, restored: RunState | None, setup: TrainingSetup) -> int:
-        known = None if restored is None else restored.probe
-        if known is not None and known.recomputed is not None and self._options.checkpoint != "auto":
-            known = None
-        if known is not None and still_holds(known, known.budget_bytes, high):
-            self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
-            return known.fastest or known.limit
+    def _recall(self, high: int, restored: RunState | None) -> int | None:
+        """Return the limit that a checkpoint has kept; ``None`` if there is none, or if it does not hold here."""
+        if restored is None or restored.probe is None:
+            return None
+        known = restored.probe
+        may_recompute = known.recomputed is None or self._options.checkpoint == "auto"
+        if not may_recompute or not still_holds(known, known.budget_bytes, high):
+            return None
+        self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
+        return known.fastest or known.limit
+
+    def _ask(self, high: int, setup: TrainingSetup) -> int:
+        """Return the limit that trial steps show; a program for which they fail trains as its recipe says."""
         if evaluates_again(self._trainer.optimizers[0]) and self._options.budget is None:
             return high  # LBFGS's history outgrows a trial of one step: whole batches, until an error
         try:
-            return self._ask(setup, high)
+            self._probe_or_recompute(high, setup)
         except LayoutError:
             # Batches that cannot be cut run as they are, unless they are to be smaller.
             if self._options.budget is not None or self._parts.request.most is not None:
@@ -217,36 +222,32 @@ class LimitSearch:
                 "micro_batch_size=… to choose."
             )
             return recipe
+        if self.probe is None:
+            return high
+        return self.probe.fastest or self.probe.limit
 
-    def _ask(self, setup: TrainingSetup, high: int) -> int:
-        """Return ``high`` if a window fits as it is; else probe."""
+    def _probe_or_recompute(self, high: int, setup: TrainingSetup) -> None:
+        """Probe; if not one sample fits, and that is asked for, with submodules computed again."""
         if self._trainer.world_size > 1:
             _require_cut_on_all_ranks(self._trainer, setup.batches)
         self.fits = None
-        found = self._probe_or_recompute(setup, high)
-        self.fits = found.fits
-        if found.probe is None:
-            return high
-        return found.probe.fastest or found.probe.limit
-
-    def _probe_or_recompute(self, setup: TrainingSetup, high: int) -> Found:
-        """Probe; if not one sample fits, and that is asked for, with submodules computed again."""
         try:
-            return self._probe(setup, high, self.chosen, whole_first=not self._is_wanted_at_once)
+            self._probe(high, setup, self.chosen, whole_first=not self._is_wanted_at_once)
+            return
         except DoesNotFitError as error:
             if self._options.checkpoint != "auto" or self.recomputed.names:
                 raise
             plain = error.with_traceback(None)
         chosen = choose_recomputed(setup, self._options, plain)
         self.recomputed.use(chosen.names)
-        return self._probe(setup, high, chosen)
+        self._probe(high, setup, chosen)
 
-    def _probe(self, setup: TrainingSetup, high: int, chosen: Recomputed | None, *, whole_first: bool = False) -> Found:
+    def _probe(self, high: int, setup: TrainingSetup, chosen: Recomputed | None, *, whole_first: bool = False) -> None:
         """Probe with the submodules computed again that were chosen; first a whole window, if that may be enough."""
         found = probe(setup, self._options, high=high, chosen=chosen, whole_first=whole_first)
         self.probe = found.probe
+        self.fits = found.fits
         self._kind = found.kind
-        return found
 
     def _use_found(self) -> None:
         """Compute again what was chosen, and cut by the sizes of samples within the limit."""

@@ -123,7 +123,7 @@ class LoaderWindows:
         return epoch.number, epoch.batch.largest, plan.done, plan.micro_batch, batches, *plan.ratio
 
     @property
-    def several_passes(self) -> bool:
+    def has_several_passes(self) -> bool:
         """Whether a window is several micro-batches, other than items that are batches and cannot be one."""
         is_stock = self._source.recipe.batch_size == 1 and self.epochs.keeps_batches
         return self.epochs.plan.has_several_passes and not is_stock

@@ -37,18 +37,13 @@ class Remedies:
         self._before = (self._limit.mark(), search.recomputed.names)  # as it began
         self._failed: deque[int] = deque(maxlen=MANY[0])  # numbers of windows in which one sample did not fit
 
-    @property
-    def unit(self) -> str:
-        """What becomes smaller: ``"micro-batches"`` or ``"chunks"``."""
-        return self._limit.unit
-
     def begin_window(self) -> None:
         """Begin a window; nothing happens if it begins again after an error."""
         window = self._progress.window
         if window == self._window:
             return
         self._window = window
-        if self._number in self._failed and not self._are_many:
+        if self._number in self._failed and not self._are_many:  # the window before
             mark, names = self._before
             self._limit.go_back(mark)
             self._search.recomputed.use(names)
@@ -59,7 +54,7 @@ class Remedies:
     def _are_many(self) -> bool:
         return len(self._failed) == MANY[0] and self._number - self._failed[0] < MANY[1]
 
-    def smaller(self, failed: int, failure: Exception) -> int:
+    def next_limit(self, failed: int, failure: Exception) -> int:
         """Return the limit after a pass of ``failed`` samples has run out of memory; a last remedy keeps it.
 
         Raises:
@@ -72,7 +67,7 @@ class Remedies:
             give_up(self._progress.trainer, "training", failure, self._limit.unit)
         return failed
 
-    def lower(self, fits: int, failed: int) -> int:
+    def lower_limit(self, fits: int, failed: int) -> int:
         """Lower the limit to what a search finds below a pass that ``failed``, else to ``fits``; return it."""
         if fits < failed:
             fits = self._search.below(failed) or fits

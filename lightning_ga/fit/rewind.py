@@ -17,7 +17,7 @@ from lightning_ga.compat import advance, ranks
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
-from lightning_ga.fit.progress import Progress
+from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.remedies import Remedies
 from lightning_ga.fit.retry import undo_passes
 from lightning_ga.fit.training_data import Windows
@@ -38,7 +38,7 @@ class Rewinder:
 
     def __init__(
         self,
-        progress: Progress,
+        parts: FitParts,
         windows: Windows,
         remedies: Remedies,
         reporter: messages.OomReporter,
@@ -46,9 +46,10 @@ class Rewinder:
         *,
         retries: bool,
     ) -> None:
-        trainer = progress.trainer
+        trainer = parts.progress.trainer
         self._trainer = trainer
-        self._place = progress.place
+        self._place = parts.progress.place
+        self._limit = parts.limit
         self._windows = windows
         self._remedies = remedies
         self._reporter = reporter
@@ -163,11 +164,11 @@ class Rewinder:
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
         failed = self._windows.largest_pass
-        fits = self._remedies.smaller(failed, failure)
+        fits = self._remedies.next_limit(failed, failure)
         undo_passes(self._trainer, "training", failure, why_not_alone=self._why_not_alone, undo=self._undo)
-        fits = self._remedies.lower(fits, failed)
+        fits = self._remedies.lower_limit(fits, failed)
         self._windows.begin_again()
-        self._reporter.add(self._reporter.event("training", failed, fits, self._remedies.unit))
+        self._reporter.add(self._reporter.event("training", failed, fits, self._limit.unit))
 
     def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""

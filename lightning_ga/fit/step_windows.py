@@ -78,7 +78,7 @@ class StepWindows:
         return TrialBatches(samples, self._cutter(), self.epochs.batch_size, batch=batch, in_step=True)
 
     @property
-    def several_passes(self) -> bool:
+    def has_several_passes(self) -> bool:
         """Whether a window runs in several passes, or its pass in several chunks."""
         plan = self.epochs.plan
         return self._passes.in_pieces or (plan is not None and plan.has_several_passes)

@@ -41,7 +41,7 @@ class Verdict:
         may_be_cut = self._limit.chunked is not None or (
             windows.epochs.source.varies and self._limit.of_pass < NO_LIMIT
         )
-        is_cut = may_be_cut or windows.several_passes
+        is_cut = may_be_cut or windows.has_several_passes
         if self._options.verify and ranks.sum_over_ranks(self._trainer, float(is_cut)) > 0:
             found = self._measure_samples(begins=True)
             self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
@@ -52,7 +52,7 @@ class Verdict:
             return
         steps = int(self._trainer.global_step)
         if self.exactness is None:  # nothing was accumulated so far: as at the start, on samples that differ
-            if after_error or self._data.windows.several_passes:
+            if after_error or self._data.windows.has_several_passes:
                 self.exactness = self._measure_samples(begins=False)
         elif after_error or steps >= self._next_step:
             while self._next_step <= steps:
@@ -99,13 +99,13 @@ class Verdict:
 
     def agree(self) -> None:
         """Combine the verdicts of all ranks, which call this together as an epoch begins."""
-        known = [each for each in ranks.of_all_ranks(self._trainer, self.exactness) if each is not None]
+        known = [*filter(None, ranks.of_all_ranks(self._trainer, self.exactness))]
         if known:
             self.exactness = combined(known)
 
     def warn(self) -> None:
         """Warn once that accumulation is not exact, or not known to be, if windows take several passes."""
-        if self._has_warned or not self._data.windows.several_passes:
+        if self._has_warned or not self._data.windows.has_several_passes:
             return
         sentence = warning(self.exactness, batch_norm=self._options.batch_norm)
         if sentence is not None:
