@@ -112,7 +112,7 @@ def _settle_backward_threads() -> None:
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return isinstance(error, RuntimeError) and any(map(str(error).__contains__, texts))
 
 
 def _linked(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:

@@ -55,7 +55,7 @@ class MemoryTrace:
             blocks = tuple((size, storages.get(place, min(place, 0))) for size, place in segment.blocks)
             now.append(segment._replace(blocks=blocks))
             lost -= {number for _, number in blocks}
-        if not now or any(self.sizes[number] > small for number in lost):
+        if not now or max(map(self.sizes.__getitem__, lost), default=0) > small:
             return self
         return replace(self, layout=tuple(now))
 

@@ -27,10 +27,8 @@ MOST_TRIALS = 12  # if sizes are not exact
 HOLE_RESERVE = 0.005  # share of the budget that a first trial near it leaves to holes, if there is no margin
 WORTH_RECORDING = 0.03  # a step is recorded if sizes larger by this share might still fit
 WORTH_A_STEP = 1.05  # times the largest step: if nothing can be predicted, a smaller growth ends the search
-# After a failure that the curve did not predict: how far to stay below it, as a share of the budget if sizes are exact,
-# else of the size. A step that fits corrects the curve by what the allocator reserved, so one should come soon.
-EXACT_SPARES = (0.02, 0.04, 0.08)
-SPARES = (0.08, 0.08)
+SPARE = 0.08  # of a size that failed although the curve said that it fits: how far to stay below it,
+SPARED_FAILURES = 2  # after so many failures
 
 
 class Search:
@@ -96,7 +94,7 @@ class Search:
             return limit, False
         is_unsure = self._may_be_more(guess)
         if guess <= limit and not self._is_proven():
-            guess = self._unused_between_traces() or min(limit + _stride(self._steps), self.ceiling - 1)
+            guess = min(limit + _stride(self._steps), self.ceiling - 1)
         return guess, is_unsure
 
     def _guess(self) -> int:
@@ -119,9 +117,10 @@ class Search:
             guess = max(spared, largest_fitting(self._needs, low + 1, guess - guess // 100, self.task.budget))
         if guess < self.ceiling:
             return guess
-        guess = self._spared(curve)
-        if low < guess < self.ceiling:
-            return guess
+        # Memory may be fragmented. A step that fits corrects the curve, so one should come soon.
+        spared = self.ceiling - 1 - int(SPARE * self.ceiling)
+        if spared > low and len(self._failed) <= SPARED_FAILURES:
+            return spared
         return _between(low, self.ceiling)
 
     def _below_failures(self, guess: int) -> int:
@@ -134,29 +133,6 @@ class Search:
             return middle
         spared = self.ceiling - int(BACKOFF_AFTER_FAILURE * self.ceiling)
         return min(guess, max(middle, min(self.ceiling - 1, spared)))
-
-    def _spared(self, curve: Curve) -> int:
-        """Return a size below one that failed although the curve said that it fits: memory may be fragmented."""
-        high = self.ceiling - 1
-        spares = EXACT_SPARES if self.task.rounding == 1 else SPARES
-        misses = len(self._failed)
-        if misses > len(spares) or (curve.replay is None and len(curve.lines) == 1):
-            return 0
-        spare = spares[misses - 1]
-        if self.task.rounding > 1:
-            return high - int(spare * high)
-        return largest_fitting(curve.needs, self.limit + 1, high, self.task.budget - int(spare * self.task.budget))
-
-    def _unused_between_traces(self) -> int | None:
-        """Return a size whose trial confirms a replay that puts the limit at a trace, if there is one.
-
-        The alternative is to try one sample too many.
-        """
-        if self._replay is None or self._misled:
-            return None
-        low = self._replay.first.samples
-        middle = (low + self._replay.second.samples) // 2
-        return middle if middle > low else None
 
     def _approach(self, closest: float) -> int:
         """Return a larger size that is not near the budget: needed only if the streams do not align."""
