@@ -146,7 +146,10 @@ class ProbedTrainer(ProbedTraining):
         """Run plain steps, and see again which parameters have gradients."""
         super().forget()
         self._recomputed = ()
-        self._gradients = {}
+        if self._gradients or self._sparse:
+            self._gradients = {}
+            self._sparse = []
+            self.reset()
 
     def survey(self) -> tuple[int, Candidate]:
         """See what submodules would free, with the fewest samples that run: BatchNorm may refuse one."""

@@ -99,7 +99,8 @@ class Prober:
             gradients = bytes_of(owned[GRADIENTS])
             owned_bytes = bytes_of(chain(*owned.values()))
             bound = most_bytes(trace, samples, peak=measured.peak_bytes, owned=owned_bytes, gradients=gradients)
-        self._training.put_back()
+        if bound is None:
+            self._training.put_back()
         return bound
 
     def confirm(self, sizes: Sequence[int], *, predict_only: bool | None = None) -> tuple[int, int]:
