@@ -4,6 +4,7 @@ Tested in tests/integration/test_noise_scale.py.
 """
 
 from collections import deque
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -15,8 +16,7 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import Callback
 from lightning_ga.compat.step_log import log_step
 from lightning_ga.errors import UserError
-from lightning_ga.plan.critical_batch import NoiseScale as Estimate
-from lightning_ga.plan.critical_batch import noise_scale, window_moments
+from lightning_ga.plan.critical_batch import NoiseScaleEstimate, noise_scale, window_moments
 
 NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 
@@ -46,7 +46,7 @@ class NoiseScale(Callback):
         self._handles: list[Any] = []
 
     @property
-    def estimate(self) -> Estimate | None:
+    def estimate(self) -> NoiseScaleEstimate | None:
         """The noise scale and its standard error; ``None`` while the mean gradient is lost in the noise."""
         return noise_scale(self._moments)
 
@@ -102,7 +102,7 @@ class NoiseScale(Callback):
         known = [(count, float(norm)) for count, norm in self._passes if count]
         self._passes = []
         whole = sum(float(each.grad.float().square().sum()) for each in self._norms if each.grad is not None)
-        of_ranks = [each for rank in ranks.of_all_ranks(trainer, known) for each in rank]
+        of_ranks = [*chain.from_iterable(ranks.of_all_ranks(trainer, known))]
         if len(of_ranks) > 1 and self._gradients.weights.reached == sum(count for count, _ in known):
             moments = window_moments(of_ranks, whole)
             if all(map(isfinite, moments)):

@@ -3,5 +3,15 @@
 Tested in tests/plan/test_batch_schedule.py.
 """
 
-from lightning_ga.plan.batch_schedule import *  # noqa: F403
-from lightning_ga.plan.batch_schedule import __all__ as __all__
+from lightning_ga.plan.batch_schedule import (
+    Schedule,
+    ScheduleLike,
+    as_schedule,
+    by_samples,
+    by_step,
+    from_lr_decay,
+    geometric,
+    linear,
+)
+
+__all__ = ["Schedule", "ScheduleLike", "as_schedule", "by_samples", "by_step", "from_lr_decay", "geometric", "linear"]

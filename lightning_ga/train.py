@@ -5,7 +5,6 @@ Tested in tests/app/test_train.py.
 
 import argparse
 import os
-import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,12 +21,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightning_ga.app.folders import FOLDER, done_before, report_sweep
+from lightning_ga.app.folders import FOLDER, done_before
 from lightning_ga.app.mistakes import explain
-from lightning_ga.app.other_tools import check_words, config_folder
+from lightning_ga.app.other_tools import config_folder
 from lightning_ga.app.own_process import run_apart
-from lightning_ga.app.settings import check_typed, read_settings, shown, unread_groups
-from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence, warn
+from lightning_ga.app.settings import check_typed, read_settings, shown
+from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence
 from lightning_ga.errors import UserError
 
 TRACEBACK = "--traceback"
@@ -54,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
     try:
-        check_words(arguments, options())
         arguments = in_order([argument for argument in arguments if argument != TRACEBACK])
         if str(Path.cwd()) not in sys.path:  # for the user's own package, as ``python -m`` does
             sys.path.insert(0, str(Path.cwd()))
@@ -112,23 +110,24 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         os.environ.pop(FULL_ERROR, None)
         ran: Any = HydraConfig.instance().cfg  # in this process if other processes ran the jobs, too: OwnFolder sets it
         if ran is not None and ran.hydra.mode == RunMode.MULTIRUN:
+            from lightning_ga.app.sweep_report import report_sweep  # imports matplotlib: not before it is needed
+
             report_sweep(Path(ran.hydra.sweep.dir))
         sys.stdout.flush()  # here, because Hydra exits after --help
 
 
 def refuse(_: argparse.ArgumentParser, message: str) -> NoReturn:
     """Refuse options in one sentence, as any other mistake."""
-    raise UserError(f"{message}: --help shows examples, --hydra-help all options.")
+    raise UserError(
+        f"{message}: keys are set as KEY=VALUE, without dashes; --help shows examples, --hydra-help options."
+    )
 
 
 def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     """Do what a configuration says; return the optimized metric, for sweepers."""
     own = HydraConfig.get()
-    unread = check_typed(cfg, arguments, options())
+    check_typed(cfg, arguments)
     settings = read_settings(cfg)
-    unread_groups(cfg, arguments)
-    for sentence in unread:
-        warn(sentence)
     is_sweep = own.mode == RunMode.MULTIRUN
     folder = Path(own.runtime.output_dir)
     result = None
@@ -147,13 +146,17 @@ def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
 
 def options() -> dict[str, list[str]]:
     """The options of every group of the package."""
-    groups = sorted(path for path in config_folder().iterdir() if path.is_dir() and path.name != "hydra")
-    return {group.name: [file.stem for file in sorted(group.glob("[!_]*.yaml"))] for group in groups}
+    found: dict[str, list[str]] = {}
+    for file in sorted(config_folder().glob("*/[!_]*.yaml")):
+        found.setdefault(file.parent.name, []).append(file.stem)
+    del found["hydra"]
+    return found
 
 
 def in_order(arguments: Sequence[str]) -> list[str]:
     """The arguments with options first, as Hydra expects them, and ``--config-path`` in place of ``--config-dir``."""
     words: list[str] = []
+    groups = options()
     for word in arguments:
         option, _, value = word.partition("=")
         if words and words[-1] in ("--config-dir", "-cd"):
@@ -163,7 +166,11 @@ def in_order(arguments: Sequence[str]) -> list[str]:
             if not value:  # Hydra would run without it
                 raise UserError(f"{option} names no folder.")
             word = f"--config-path={Path(value).expanduser().absolute()}"
-        words.append(re.sub(rf"^({'|'.join(options())})=(null|None)$", r"~\1", word))
+        if option in groups and value in ("null", "None"):
+            word = f"~{option}"
+        elif option in groups and value.isdecimal():
+            raise UserError(f"{word} names no option. There are: {', '.join(groups[option])}.")
+        words.append(word)
     return sorted(words, key=lambda word: not word.startswith("-") and ("=" in word or word.startswith("~")))
 
 

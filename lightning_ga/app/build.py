@@ -4,7 +4,8 @@ Tested in tests/app/test_train.py.
 """
 
 import sys
-from importlib import import_module
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import isclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,31 +13,28 @@ from typing import Any, NamedTuple
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.arguments import check_arguments
+from lightning_ga.app.arguments import check_arguments, found_at
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
-from lightning_ga.app.mistakes import chain, is_named
-from lightning_ga.app.pictures import Pictures
-from lightning_ga.app.plan_report import PlanReport, schedule_text
+from lightning_ga.app.mistakes import link_of
+from lightning_ga.app.plan_report import PlanReport
 from lightning_ga.app.progress_lines import EpochLine, quiet_lightning
 from lightning_ga.app.settings import Progress, Settings, Task
 from lightning_ga.checkpoints import AtomicCheckpointIO
 from lightning_ga.elastic import CheckpointEvery
 from lightning_ga.errors import UserError
-from lightning_ga.plan.batch_schedule import PiecewiseSchedule, as_schedule
 
-GET = "hydra.utils.get_method"
-NO_VALUES = ("Schedule", "ScheduleLike", "as_schedule", "count_items")  # of the public names of schedules and weights
+SCHEDULED = ("effective_batch_size", "accumulate")  # keys of the section accumulate that may change in training
 
 
-class Fit(NamedTuple):
+class BuiltRun(NamedTuple):
     """Everything that a task needs; the run's files go to the folder."""
 
     config: DictConfig
@@ -48,27 +46,30 @@ class Fit(NamedTuple):
     metric: OptimizedMetric
 
 
-def build(cfg: DictConfig, settings: Settings, folder: Path) -> Fit:
+def build(cfg: DictConfig, settings: Settings, folder: Path) -> BuiltRun:
     """Seed, and build data, model and Trainer."""
     if settings.seed is not None:
         lightning.seed_everything(settings.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision((cfg.get("precision") or {}).get("float32_matmul", "highest"))
     metric = OptimizedMetric(settings.optimized_metric, getattr(settings.optimized_direction, "name", None))
+    if settings.elastic and settings.task is Task.fit:
+        keep_effective_batch(cfg)
     trainer = build_trainer(cfg, settings, folder, metric)
     data = make(cfg, "data")
     follow_classes(cfg, data)
     model = make(cfg, "model")
     if not isinstance(model, LightningModule) or not isinstance(data, LightningDataModule):
         raise UserError("model._target_ must name a LightningModule, and data._target_ a LightningDataModule.")
-    return Fit(cfg, settings, folder, model, data, trainer, metric)
+    return BuiltRun(cfg, settings, folder, model, data, trainer, metric)
 
 
 def follow_classes(cfg: DictConfig, data: LightningDataModule) -> None:
     """Give data and model the number of classes that was counted, and refuse a model with fewer outputs."""
     classes = getattr(data, "num_classes", None)
-    for section in (cfg.data, cfg.model):
-        if "num_classes" in section and section.num_classes is None:
-            section.num_classes = classes
+    for key in ("data", "model"):
+        with typed_told(key):
+            if "num_classes" in cfg[key] and cfg[key].num_classes is None:
+                cfg[key].num_classes = classes
     outputs = cfg.model.get("num_classes")
     if isinstance(outputs, int) and isinstance(classes, int) and outputs < classes:
         raise UserError(f"model.num_classes={outputs} is less than the {classes} classes of the data: leave it out.")
@@ -76,37 +77,47 @@ def follow_classes(cfg: DictConfig, data: LightningDataModule) -> None:
 
 def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: OptimizedMetric) -> Trainer:
     """The Trainer; a dry run has no loggers, no checkpoints and no bar."""
-    dry_run = settings.dry_run
-    progress = settings.progress
-    if settings.elastic and settings.task is Task.fit:
-        keep_effective_batch(cfg)
-    use_full_names(cfg.get("accumulate") or {})
-    accumulate = []
+    callbacks: list[Callback] = []
     if cfg.get("accumulate"):
-        accumulate = [make(cfg, "accumulate")]
-    schedule = batch_schedule(cfg)
-    text = schedule_text(schedule, "factor " * (getattr(schedule, "name", "") == "accumulate"))
-    others: list[Callback] = [] if dry_run else make_all(cfg, "callbacks")
-    if settings.checkpoint_every is not None and not dry_run:
-        others.append(CheckpointEvery(folder / "checkpoints", settings.checkpoint_every))
-    loggers: list[Logger] = [] if dry_run else make_all(cfg, "logger")
-    lines = []
-    if not (dry_run or progress is Progress.none):
-        lines = [EpochLine(schedule)]
-    pictures = [] if dry_run else [Pictures(folder)]
-    report = PlanReport(folder, dry_run=dry_run, schedule=text)
-    wants_bar = progress is Progress.bar or (progress is Progress.auto and sys.stdout.isatty())
-    made = {
-        "callbacks": [*accumulate, report, metric, *pictures, *others, *lines],
-        "logger": loggers or False,
-        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in others),
-        "enable_progress_bar": not dry_run and (wants_bar or any(isinstance(one, ProgressBar) for one in others)),
-    }
-    trainer: Trainer = make(cfg, "trainer", **made)
+        name_counter(cfg.accumulate)
+        callbacks.append(make(cfg, "accumulate"))
+    callbacks += [PlanReport(folder, dry_run=settings.dry_run, schedule=schedule_of(cfg)), metric]
+    loggers = []
+    has_bar = False
+    if not settings.dry_run:
+        callbacks += make_all(cfg, "callbacks")
+        if settings.checkpoint_every is not None:
+            callbacks.append(checkpoint_every(folder, settings.checkpoint_every))
+        if settings.progress is not Progress.none:
+            callbacks.append(EpochLine())
+        loggers = make_all(cfg, "logger")
+        wants_bar = settings.progress is Progress.bar or (settings.progress is Progress.auto and sys.stdout.isatty())
+        has_bar = wants_bar or has_kind(callbacks, ProgressBar)
+    trainer: Trainer = make(
+        cfg,
+        "trainer",
+        callbacks=callbacks,
+        logger=loggers or False,
+        enable_checkpointing=has_kind(callbacks, Checkpoint),
+        enable_progress_bar=has_bar,
+    )
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # one of the user's own stays
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     require_one_run(trainer, cfg, folder)
     return trainer
+
+
+def has_kind(callbacks: Sequence[Callback], kind: type[Callback]) -> bool:
+    """Whether one of the callbacks is of this kind."""
+    return any(isinstance(callback, kind) for callback in callbacks)
+
+
+def checkpoint_every(folder: Path, every: str) -> CheckpointEvery:
+    """The callback; its sentence begins with the key that it is about."""
+    try:
+        return CheckpointEvery(folder / "checkpoints", every)
+    except UserError as error:
+        raise UserError(f"checkpoint_every: {error}") from error
 
 
 def keep_effective_batch(cfg: DictConfig) -> None:
@@ -120,39 +131,25 @@ def keep_effective_batch(cfg: DictConfig) -> None:
     section.effective_batch_size = batch_size * cfg.trainer.get("accumulate_grad_batches", 1)
 
 
-def use_full_names(section: Any) -> None:
-    """Let ``accumulate.normalize=TargetTokens`` and ``{_target_: linear, …}`` name what ``lightning_ga`` has."""
-    for key, home in {"normalize": "weights", "effective_batch_size": "schedule", "accumulate": "schedule"}.items():
-        value = section.get(key)
-        node = value if OmegaConf.is_dict(value) else {}
-        name = node.get("_target_") or value
-        if not isinstance(name, str) or name == "samples" or (not node and home == "schedule"):
-            continue
-        known = [one for one in import_module(f"lightning_ga.{home}").__all__ if one not in NO_VALUES]
-        if "." not in name and name not in known:
-            raise UserError(
-                f"accumulate.{key}={name} is none of {', '.join(known)}: write one of these, or my_package.NAME."
-            )
-        full = name if "." in name else f"lightning_ga.{home}.{name}"
-        is_function = not node and not isclass(get_object(full))
-        if is_function:
-            section[key] = {"_target_": GET, "path": full}
-        else:
-            section[key] = {**node, "_target_": full}
+def name_counter(section: Any) -> None:
+    """Let ``accumulate.normalize=TargetTokens`` name a counter of the package, or the full name a class or function."""
+    name = section.get("normalize")
+    if not isinstance(name, str) or name == "samples":
+        return
+    path = name if "." in name else f"lightning_ga.counters.{name}"
+    if isclass(found_at("accumulate.normalize", path)):
+        section.normalize = {"_target_": path}
+    else:
+        section.normalize = {"_target_": "hydra.utils.get_method", "path": path}
 
 
-def batch_schedule(cfg: DictConfig) -> PiecewiseSchedule | None:
-    """How the configuration changes the batch or the factor in training, if it is written as a mapping or schedule."""
-    for name in ("effective_batch_size", "accumulate"):
-        if OmegaConf.is_dict((cfg.get("accumulate") or {}).get(name)):
-            content = make(cfg, f"accumulate.{name}")
-            if name == "accumulate" and isinstance(content, dict):
-                content = {0: 1, **content}
-            schedule = as_schedule(content, name=name)
-            if isinstance(schedule, PiecewiseSchedule):
-                return schedule
-            return None
-    return None
+def schedule_of(cfg: DictConfig) -> str:
+    """How the configuration changes the batch or the factor in training; empty if it does not."""
+    section: Any = cfg.get("accumulate") or {}
+    for key in SCHEDULED:
+        if OmegaConf.is_dict(section.get(key)):
+            return f"{key}={OmegaConf.to_container(section[key])}"
+    return ""
 
 
 def starts_processes(cfg: DictConfig) -> bool:
@@ -166,41 +163,54 @@ def starts_processes(cfg: DictConfig) -> bool:
 
 def require_one_run(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
     """Refuse files in the folder of another run."""
-    checkpoints = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-    for place in [*checkpoints, *(one.log_dir for one in trainer.loggers if isinstance(one, CSVLogger))]:
+    places = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    places += [logger.log_dir for logger in trainer.loggers if isinstance(logger, CSVLogger)]
+    for place in places:
         if place and not Path(place).resolve().is_relative_to(folder.resolve()):
             require_free(Path(place), cfg, leaves=("*.ckpt", "metrics.csv"))
 
 
 def make(cfg: DictConfig, key: str, **arguments: Any) -> Any:
-    """Build what a key names, of plain dicts and lists, which checkpoints can contain."""
-    node = OmegaConf.select(cfg, key)
-    raw, content = (OmegaConf.to_container(node, resolve=resolve) for resolve in (False, True))
-    check_arguments(key, raw, content)
+    """Build what a key names."""
+    with typed_told(key):
+        return built(OmegaConf.select(cfg, key), key, arguments)
+
+
+@contextmanager
+def typed_told(key: str) -> Iterator[None]:
+    """A context in which errors say what was typed of a section."""
+    try:
+        yield
+    except Exception as error:
+        words: Sequence[str] = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+        typed = [word for word in words if word.lstrip("+").startswith(f"{key}.")]
+        if typed and link_of(UserError, error) is None:
+            error.add_note(f"Typed there: {', '.join(typed)}.")
+        if f"{key}._target_=" in " ".join(typed) and f"{key}=own" not in words:
+            error.add_note(f"{key}._target_ alone keeps the keys of the {key} that is chosen: add {key}=own.")
+        raise
+
+
+def built(node: Any, key: str, arguments: Mapping[str, Any]) -> Any:
+    """Build a node of plain dicts and lists, which checkpoints can contain."""
+    content = OmegaConf.to_container(node, resolve=True)
+    check_arguments(key, content)
     OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     try:
         return instantiate(content, **arguments, _convert_="all")
     except Exception as error:
-        if not any(isinstance(link, UserError) for link in chain(error)):
-            check_arguments(key, raw, content, failed=True)
-            typed = [word for word in words_of(key) if not is_named(word, str(error))]
-            if typed:
-                error.add_note(f"Typed there: {', '.join(typed)}.")
+        if link_of(UserError, error) is None:
+            check_arguments(key, content, failed=True)
         raise
-
-
-def words_of(key: str) -> list[str]:
-    """What is typed of a section."""
-    words = []
-    if HydraConfig.initialized():
-        words = HydraConfig.get().overrides.task
-    return [word for word in words if word.lstrip("+").startswith(f"{key}.")]
 
 
 def make_all(cfg: DictConfig, group: str) -> list[Any]:
     """Build every named entry of a group; one that is null is left out."""
-    nodes = {name: node for name, node in (cfg.get(group) or {}).items() if node}
-    for name, node in nodes.items():
+    made = []
+    for name, node in (cfg.get(group) or {}).items():
+        if not node:
+            continue
         if not (OmegaConf.is_dict(node) and "_target_" in node):
             raise UserError(f"{group}.{name} has no _target_: choose {group}=OPTION, or give it a class.")
-    return [make(cfg, f"{group}.{name}") for name in nodes]
+        made.append(make(cfg, f"{group}.{name}"))
+    return made

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from lightning_ga.app.run_files import CONFIG
 from lightning_ga.checkpoints import read_safely
@@ -16,20 +16,31 @@ def find_checkpoint(
 ) -> Path:
     """The file that ``ckpt_path`` means; ``last`` is that of ``own``, else the latest that fits the weights."""
     if wanted in ("last", "best"):
-        mine = folders_of(own)
-        folders = mine or {path.parent for root in roots for path in root.glob("**/checkpoints/*.ckpt")}
-        files = [path for folder in folders if (path := in_folder(folder, wanted)).is_file()]
-        latest = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
-        remedy = f"no run of this model below {' or '.join(repr(str(root)) for root in roots)} has left one; train it."
-        found = next((path for path in latest if mine or fits(path, weights)), None)
-    else:
-        path = Path(wanted).expanduser()
-        places = [in_folder(one, name) for name in (kind, "last", "best") for one in (*folders_of(path), path)]
-        remedy = "neither a file nor a folder with checkpoints/last.ckpt or best.ckpt: give one of these, last or best."
-        found = next((file for file in (path, *places) if file.is_file()), None)
-    if found is None:
-        raise UserError(f"ckpt_path={wanted}: {remedy}")
-    return found
+        return latest_of(wanted, weights, roots, own)
+    path = Path(wanted).expanduser()
+    if path.is_file():
+        return path
+    for name in (kind, "last", "best"):
+        for folder in (*folders_of(path), path):
+            place = in_folder(folder, name)
+            if place.is_file():
+                return place
+    rule = "neither a file nor a folder with checkpoints/last.ckpt or best.ckpt"
+    raise UserError(f"ckpt_path={wanted}: {rule}: give one of these, last or best.")
+
+
+def latest_of(name: str, weights: Mapping[str, Tensor], roots: Sequence[Path], own: Path) -> Path:
+    """The newest ``NAME.ckpt``: of the run's own folder, else of all folders, if its weights fit."""
+    folders = {*folders_of(own)}
+    is_own = bool(folders)
+    for root in () if is_own else roots:
+        folders |= {path.parent for path in root.glob("**/checkpoints/*.ckpt")}
+    files = [in_folder(folder, name) for folder in folders]
+    for path in sorted(filter(Path.is_file, files), key=lambda path: path.stat().st_mtime, reverse=True):
+        if is_own or fits(path, weights):
+            return path
+    places = " or ".join(map(repr, map(str, roots)))
+    raise UserError(f"ckpt_path={name}: no run of this model below {places} has left one; train it.")
 
 
 def folders_of(run: Path) -> list[Path]:
@@ -39,21 +50,26 @@ def folders_of(run: Path) -> list[Path]:
 
 
 def in_folder(folder: Path, name: str) -> Path:
-    """``NAME.ckpt``; the best one may have another name, which the last one tells."""
+    """``NAME.ckpt``; the best one may have another name, or be in the folder of an earlier run: the last one tells."""
     path = folder / f"{name}.ckpt"
     with suppress(UserError, LookupError, AttributeError):
         if name == "best" and not path.is_file():
-            callbacks = read_safely(folder / "last.ckpt")["callbacks"]
-            found = {one["monitor"]: one["best_model_path"] for one in callbacks.values() if one.get("best_model_path")}
-            wanted = callbacks.get("OptimizedMetric", {}).get("name")
-            path = folder / Path(found.get(wanted) or next((found[one] for one in found if one), path)).name
+            states = read_safely(folder / "last.ckpt")["callbacks"]
+            optimized = states.get("OptimizedMetric", {}).get("name")
+            watching = [state for state in states.values() if state.get("monitor") and state.get("best_model_path")]
+            chosen = min(watching, key=lambda state: state["monitor"] != optimized, default=None)
+            best = Path(chosen["best_model_path"]) if chosen else path
+            path = best if best.is_file() else folder / best.name
     return path
 
 
 def fits(path: Path, weights: Mapping[str, Tensor]) -> bool:
     """Whether a checkpoint can be read and contains weights of these names and shapes."""
-    try:
-        saved = read_safely(path)["state_dict"]
-        return {name: one.shape for name, one in saved.items()} == {name: one.shape for name, one in weights.items()}
-    except (UserError, LookupError, TypeError, AttributeError):
-        return False
+    with suppress(UserError, LookupError, TypeError, AttributeError):
+        return shapes(read_safely(path)["state_dict"]) == shapes(weights)
+    return False
+
+
+def shapes(weights: Mapping[str, Tensor]) -> dict[str, Size]:
+    """The shape of every weight."""
+    return {name: weight.shape for name, weight in weights.items()}

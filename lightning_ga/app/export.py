@@ -18,26 +18,28 @@ def save_weights(folder: Path, model: LightningModule, checkpoint: Mapping[str, 
     arguments that checkpoints do not keep.
     """
     weights = checkpoint["state_dict"]
-    given = checkpoint.get("hyper_parameters", {})
-    kind = type(model)
-    parameters = signature(type(model)).parameters
     timm_call = getattr(model, "timm_call", None)
+    name = type(model).__name__
     if timm_call:
-        weights = {name.removeprefix("net."): one for name, one in weights.items() if name.startswith("net.")}
-        arguments = timm_call
-        first = "import timm\nimport torch"
-        function = "timm.create_model("
+        weights = {key.removeprefix("net."): weight for key, weight in weights.items() if key.startswith("net.")}
+        arguments = [f"{key}={value!r}" for key, value in timm_call.items()]
+        code = f"import timm\nimport torch\nmodel = timm.create_model({', '.join(arguments)})\n"
     else:
-        variable = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
-        needed = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in variable}
-        arguments = {name: given.get(name, ...) for name in parameters if name in given or name in needed}
-        first = f"import torch\nfrom {kind.__module__} import {kind.__name__}"
-        function = f"{kind.__name__}("
-    words = []
-    for name, value in arguments.items():
-        words.append(f"{name}=..." if value is ... else f"{name}={value!r}")
-    load = f"model.load_state_dict(torch.load({WEIGHTS!r}, weights_only=True))"
-    code = f"{first}\nmodel = {function}{', '.join(words)})\n{load}\n"
+        arguments = arguments_of(type(model), checkpoint.get("hyper_parameters", {}))
+        code = f"import torch\nfrom {type(model).__module__} import {name}\nmodel = {name}({', '.join(arguments)})\n"
+    code += f"model.load_state_dict(torch.load({WEIGHTS!r}, weights_only=True))\n"
     AtomicCheckpointIO().save_checkpoint(weights, folder / WEIGHTS)
     write_text(folder / LOADING, code)
     return code
+
+
+def arguments_of(kind: type, given: Mapping[str, Any]) -> list[str]:
+    """The arguments of a class as they are written in Python, of which some are given."""
+    words = []
+    for name, parameter in signature(kind).parameters.items():
+        is_variable = parameter.kind in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+        if name in given:
+            words.append(f"{name}={given[name]!r}")
+        elif parameter.default is Parameter.empty and not is_variable:
+            words.append(f"{name}=...")
+    return words

@@ -1,12 +1,9 @@
 """Folders of runs and sweeps: each belongs to one run, while Hydra itself would write into any folder."""
 
-import csv
-import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
-from itertools import count
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,11 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.mistakes import explain, one_line
+from lightning_ga.app.mistakes import explain
 from lightning_ga.app.run_files import PLAN, RESULT, read_config, read_json
 from lightning_ga.app.settings import Config
-from lightning_ga.app.terminal import columns, is_first_rank, number, report_error
-from lightning_ga.errors import UserError, printable
+from lightning_ga.app.terminal import is_first_rank, report_error
+from lightning_ga.errors import UserError
 
 LEAVES = (RESULT, PLAN, "checkpoints/*.ckpt", "csv/metrics.csv")  # files that show that a folder contains a run
 FOLDER = "${oc.select:run.folder,.}"  # of all ranks but the first, below the root of outputs
@@ -83,24 +80,32 @@ def set_aside(folder: Path) -> None:
         from lightning_ga.checkpoints import newest_checkpoint  # imports torch: not before it is needed
 
         newest_checkpoint(folder)
-    elif any(path for name in LEAVES for path in folder.glob(name)):
-        places = (folder.with_name(f"{folder.name}-before-{number}") for number in count(1))
-        place = next(place for place in places if not place.exists())
+    elif files_of_run(folder, LEAVES):
+        earlier = [*folder.parent.glob(f"{escape(folder.name)}-before-*")]
+        place = folder.with_name(f"{folder.name}-before-{len(earlier) + 1}")
         folder.rename(place)
         print(f"{folder} contained a run without checkpoints, which is in {place} now.")
 
 
+def files_of_run(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """The files of a folder that match one of the patterns."""
+    files: list[Path] = []
+    for pattern in patterns:
+        files += folder.glob(pattern)
+    return files
+
+
 def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[str] = LEAVES) -> None:
     """Refuse a folder that contains a run, unless ``ckpt_path`` resumes that very run."""
-    held = [path.name for name in leaves for path in folder.glob(name)]
+    held = [path.name for path in files_of_run(folder, leaves)]
     if not held or continues(config):
         return
-    wanted = config.get("ckpt_path")
-    is_fit = str(config.get("task", "fit")) == "fit"
-    names = {"last": ["last"], "best": ["best", "last"]}.get(str(wanted), [])  # the last one tells which is the best
-    own = any(path for name in names for path in folder.glob(f"**/checkpoints/{name}.ckpt"))
-    resumes = wanted and (own or Path(wanted).resolve().is_relative_to(folder.resolve()))
-    if is_fit and (resumes or any(folder.glob("hpc_ckpt_*.ckpt"))):
+    wanted = config.get("ckpt_path") or "/"  # nowhere
+    resuming = ["hpc_ckpt_*.ckpt"]  # which SLURM's requeue leaves
+    if wanted in ("last", "best"):
+        resuming += [f"**/checkpoints/{wanted}.ckpt", "**/checkpoints/last.ckpt"]  # this one tells which is the best
+    is_inside = Path(wanted).resolve().is_relative_to(folder.resolve())
+    if str(config.get("task", "fit")) == "fit" and (is_inside or files_of_run(folder, resuming)):
         return
     raise UserError(
         f"{str(folder)!r} contains files of a run ({', '.join(held[:3])}): give the new run another folder, or "
@@ -109,19 +114,9 @@ def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[st
 
 
 def roots_of_runs(config: Mapping[str, Any]) -> list[Path]:
-    """Folders below which runs are: those of ``paths``, and those of ``hydra.run.dir`` and ``hydra.sweep.dir``."""
+    """Folders below which runs are: those of ``paths``."""
     paths: Any = config.get("paths") or {}
-    roots = [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
-    own = HydraConfig.get()
-    written: Any = OmegaConf.to_container(own, resolve=False)
-    for kind in ("run", "sweep"):
-        parts = written[kind]["dir"].split("/")
-        place = Path(getattr(own, kind).dir)
-        first_by_clock = next((number for number, part in enumerate(parts) if "${now:" in part), len(parts) - 1)
-        root = place.parents[len(parts) - 1 - first_by_clock]
-        if not Path.cwd().is_relative_to(root.resolve()):  # that would be the whole project
-            roots.append(root)
-    return [*dict.fromkeys(roots)]
+    return [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
 
 
 def done_before(folder: Path, config: Config) -> Mapping[str, Any] | None:
@@ -130,40 +125,3 @@ def done_before(folder: Path, config: Config) -> Mapping[str, Any] | None:
         require_free(folder, config)
         return None
     return read_json(folder / RESULT) or None
-
-
-def report_sweep(folder: Path) -> None:
-    """Print the jobs of a sweep, the best first, and keep them as CSV; say how to run the missing ones."""
-    jobs = [path.parent.parent for path in sorted(folder.glob("**/.hydra/overrides.yaml"))]
-    if len(jobs) < 2:
-        return
-    results = {job: read_json(job / RESULT) for job in jobs}
-    overrides = {job: [*map(str, OmegaConf.load(job / ".hydra" / "overrides.yaml"))] for job in jobs}
-    shared = set.intersection(*map(set, overrides.values()))
-    if "dry_run=true" in map(str.lower, shared):  # plans, which nothing orders
-        return
-    found: dict[str, Any] = next((result for result in results.values() if result.get("optimized_metric")), {})
-    metric = found.get("optimized_metric", "metric")
-    sign = -1 if found.get("optimized_direction") == "max" else 1
-    values: dict[Path, Any] = {job: results[job].get(metric) for job in jobs}
-    print(f"\njob  {metric:12} overrides")
-    rows = [["job", metric, "outcome", "overrides"]]
-    for job in sorted(jobs, key=lambda job: math.inf if values[job] is None else sign * values[job]):
-        outcome = "done" if results[job] else "failed"
-        name = str(job.relative_to(folder))
-        value = values[job]
-        rows.append([name, value, outcome, " ".join(overrides[job])])
-        differing = " ".join(word for word in overrides[job] if word not in shared)
-        shown = outcome if value is None else number(value)
-        print(printable(f"{name:>3}  {shown:12} {differing}")[: columns()])
-    with (folder / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
-    try:
-        from lightning_ga.app.page import write_page  # imports matplotlib: not before it is needed
-
-        print(f"Page: {printable(write_page([folder]))}")
-    except Exception as error:  # it is for people only
-        print(f"Warning: report.html could not be written: {one_line(error)}", file=sys.stderr)
-    print(f"Files: {folder}")
-    if any(row[2] == "failed" for row in rows):
-        print(f"To run again what is missing, add hydra.sweep.dir={folder} to the same command line.")

@@ -40,8 +40,11 @@ def run_apart(folder: Path, arguments: Sequence[str]) -> Mapping[str, Any]:
 def words_of_job(folder: Path, arguments: Sequence[str]) -> list[str]:
     """The command line of this job alone: its overrides, in its folder, which the sweep has looked at."""
     own: Any = HydraConfig.get()
-    options = [word for word in arguments if word.startswith("-") or not ("=" in word or word.startswith("~"))]
-    words = [word for word in options if word not in ("-m", "--multirun")]
+    words = []
+    for word in arguments:
+        is_override = not word.startswith("-") and ("=" in word or word.startswith("~"))
+        if not is_override and word not in ("-m", "--multirun"):
+            words.append(word)
     task: Any = OmegaConf.to_container(own.overrides.task, resolve=False)
     words += task
     quoted = str(folder).replace("\\", "\\\\").replace('"', '\\"')

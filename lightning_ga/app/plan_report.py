@@ -5,20 +5,16 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_ga.app.mistakes import on_the_line
 from lightning_ga.app.plots import probe_figure
 from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import columns, log
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.batch_schedule import PiecewiseSchedule
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import Fits, ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
-
-MOST_CHANGES = 5  # of a schedule that are shown
-RECORDS = ("plan", "fits", "probe", "exactness")  # attributes of AutoAccumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +31,11 @@ class PlanRecords:
     schedule: str = ""
     fits: Fits | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a window is one micro-batch."""
+        return self.plan is not None and self.plan.factor == 1
+
     def rows(self) -> dict[str, str]:
         """Texts by name; more on memory if a batch is cut, or more than half of the memory is used."""
         rows = {"training": self.setting}
@@ -46,21 +47,17 @@ class PlanRecords:
             rows["fits"] = str(self.fits)
         if self.probe is not None:
             rows |= self._probe_rows(self.probe)
-        is_whole = self.plan is not None and self.plan.factor == 1
-        if is_whole and (self.fits is not None or self.exactness is not None):
+        if self.is_whole and (self.fits is not None or self.exactness is not None):
             rows["exactness"] = "whole windows: nothing is accumulated"
         elif self.exactness is not None:
-            rows["exactness"] = on_the_line(str(self.exactness))
+            rows["exactness"] = str(self.exactness)
         return rows
 
     def _probe_rows(self, probe: ProbeResult) -> dict[str, str]:
         peak = format_bytes(probe.peak_bytes)
         rows = {"memory": f"peak {peak} at the limit, of a budget of {format_bytes(probe.budget_bytes)}"}
-        is_whole = self.plan is not None and self.plan.factor == 1
-        if not is_whole or 2 * probe.peak_bytes > probe.budget_bytes:
+        if not self.is_whole or 2 * probe.peak_bytes > probe.budget_bytes:
             rows["limit"] = f"{counted(probe.limit, 'sample')} per micro-batch"
-            if self.plan is not None and is_whole and self.plan.micro_batch_size == probe.limit:
-                rows["limit"] += " or more"
             rows["probe"] = f"from the {probe.source}"
             if probe.source == "probe":
                 tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}"
@@ -85,8 +82,11 @@ class PlanReport(Callback):
         """Report the plan, which AutoAccumulate has by now, as it comes first among the callbacks."""
         if trainer.is_global_zero:
             found = find_accumulate(trainer)
-            known = {key: getattr(found, key, None) for key in RECORDS}
-            records = PlanRecords(**known, setting=setting_of(trainer, pl_module), schedule=self.schedule)
+            records = PlanRecords(setting=setting_of(trainer, pl_module), schedule=self.schedule)
+            if found is not None:
+                records = replace(
+                    records, plan=found.plan, fits=found.fits, probe=found.probe, exactness=found.exactness
+                )
             self._records = records
             save_plan(self.folder / "plan.json", records)
             if records.probe is not None:
@@ -108,7 +108,7 @@ class PlanReport(Callback):
 def setting_of(trainer: Trainer, module: LightningModule) -> str:
     """Model, number of parameters, precision and devices."""
     name = module.hparams.get("name", type(module).__name__)
-    count = sum(one.numel() for one in module.parameters())
+    count = count_parameters(module)
     size = f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
     place = module.device.type
     if trainer.world_size > 1:
@@ -116,18 +116,9 @@ def setting_of(trainer: Trainer, module: LightningModule) -> str:
     return f"{name}, {size} parameters, {trainer.precision}, on {place}"
 
 
-def schedule_text(schedule: Any, what: str) -> str:
-    """How a batch changes: ``32, from epoch 2 on 64``; empty for one number, and for functions of the epoch."""
-    if not isinstance(schedule, PiecewiseSchedule) or schedule.starts in ((), (0,)):
-        return ""
-    changes = [*zip(schedule.starts, schedule.counts)]
-    first = "the recipe's" if schedule.starts[0] else f"{changes.pop(0)[1]:,}"
-    unit = schedule.unit.removesuffix("s")
-    parts = [f"from {unit} {start:,} on {count:,}" for start, count in changes]
-    if len(parts) > MOST_CHANGES:
-        parts = [*parts[: MOST_CHANGES - 1], "…", parts[-1]]
-    counted_from = " (epochs count from 0)" if unit == "epoch" else ""
-    return ", ".join([f"{what}{first}", *parts]) + counted_from
+def count_parameters(module: LightningModule) -> int:
+    """The number of a module's parameters."""
+    return sum(map(torch.numel, module.parameters()))
 
 
 def find_accumulate(trainer: Trainer) -> Any:
@@ -141,8 +132,11 @@ def find_accumulate(trainer: Trainer) -> Any:
 
 def printed_plan(records: PlanRecords) -> str:
     """The plan before the first step, as wide as the terminal."""
-    rows = [f"  {name:<17}{value}" for name, value in records.rows().items()]
-    return "\n".join(["Plan", *(fill(row, columns(), subsequent_indent=" " * 19) for row in rows)])
+    lines = ["Plan"]
+    for name, value in records.rows().items():
+        row = f"  {name:<17}{value}"
+        lines.append(fill(row, columns(), subsequent_indent=" " * 19))
+    return "\n".join(lines)
 
 
 def save_plan(path: Path, records: PlanRecords) -> None:

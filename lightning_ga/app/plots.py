@@ -1,20 +1,21 @@
-"""The pictures that a run leaves: its curves, its confusion matrix, and what the probe found; those of a sweep.
+"""The pictures that a run leaves: its curves, its confusion matrix, and what the probe found.
 
 Tested in tests/app/test_page.py.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from html import escape
 from io import StringIO
-from typing import Any, NamedTuple
+from itertools import chain
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from sklearn.metrics import ConfusionMatrixDisplay
 
 from lightning_ga.app.run_files import Curve
@@ -22,33 +23,19 @@ from lightning_ga.app.terminal import number
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
+MIB = 2**20  # bytes
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or repeat what is seen
 
 
-class Stage(NamedTuple):
-    """How curves of a stage are drawn."""
-
-    beginning: str  # of the names of its metrics
-    words: str
-    line: str
-    mark: str
-
-
-STAGES = (
-    Stage("train", "training, ", "-", "o"),
-    Stage("val", "validation, ", "--", "s"),
-    Stage("test", "test, ", ":", "*"),
-    Stage("", "", "-.", "d"),
-)
+STYLES = {"train": "C0o-", "val": "C1s--", "test": "C2*:", "": "C3d-."}  # colours, marks, lines, by beginnings of names
 NAME = re.compile(
     r"^(?:train|training|val|valid|validation|test)[/_.-](?=.)|_(?:step|epoch)(?=$|/dataloader_idx)|/dataloader_idx_\d+$"
 )
 MOST_MARKS = 40  # points of a curve that are marked
 MOST_CLASSES = 20  # of a confusion matrix with numbers
 RING: Mapping[str, Any] = {"s": 170, "facecolors": "none", "edgecolors": "black", "linewidths": 1.5, "zorder": 4}
-WIDE_RANGE = 10  # times the lowest value of a sweep: the axis is logarithmic
-WIDE = 2.5  # times the highest value: a budget above is a text, not a line
+WIDE = 2.5  # times the highest peak: a budget above is not drawn
 
 
 def measure_of(name: str) -> str:
@@ -62,41 +49,31 @@ def brief(name: str) -> str:
     return short.replace("$", r"\$")  # no formula
 
 
-def curves_figure(runs: Mapping[str, Mapping[str, Curve]], measure: str, optimized: str = "", sign: int = 0) -> Figure:
-    """One measure by optimizer step: every stage that logs it, of each run; the best value of the optimized is ringed.
+def curves_figure(curves: Mapping[str, Curve], measure: str, optimized: str = "", direction: str = "") -> Figure:
+    """One measure by optimizer step: every stage that logs it; the best value of the optimized metric is ringed.
 
     Args:
-        runs: Curves by name, of each run.
+        curves: Curves by name.
         measure: What :func:`measure_of` says of the curves to draw.
         optimized: Name of the optimized metric.
-        sign: 1 if larger is better, -1 if smaller, 0 if that is not known.
+        direction: ``max`` or ``min``, which is better.
     """
-    several = len(runs) > 1
-    figure = Figure(figsize=(7, 4 + several * len(runs) / 3), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for number_of_run, (run, curves) in enumerate(runs.items()):
-        for name, curve in curves.items():
-            if measure_of(name) != measure:
-                continue
-            stage = [name.startswith(one.beginning) for one in STAGES].index(True)
-            label = STAGES[stage].words + brief(name)
-            axes.plot(
-                *zip(*curve),
-                linestyle=STAGES[stage].line if len(curve) > 1 else "",
-                marker=STAGES[stage].mark if len(curve) <= MOST_MARKS else "",
-                markersize=5,
-                color=f"C{(number_of_run if several else stage) % 10}",
-                label=f"run {brief(run)}, {label}" if several else label,
-            )
-            if name == optimized and sign:
-                step, value = max(curve, key=lambda point: sign * point[1])
-                axes.scatter([step], [value], label=f"best: {number(value)} at step {step:,}", **RING)
+    best = {"max": max, "min": min}.get(direction)
+    for name, curve in curves.items():
+        if measure_of(name) != measure:
+            continue
+        beginning = next(filter(name.startswith, STYLES))
+        lines = axes.plot(*np.array(curve).T, STYLES[beginning], markersize=5, label=brief(name))
+        if len(curve) > MOST_MARKS:
+            lines[0].set_marker("")
+        if name == optimized and best:
+            step, value = best(curve, key=itemgetter(1))
+            axes.scatter([step], [value], label=f"best: {number(value)} at step {step:,}", **RING)
     axes.set(xlabel="optimizer step", ylabel=brief(measure))
     tidy(axes)
-    if several:
-        figure.legend(frameon=False, fontsize="small", ncols=2, loc="outside lower center")
-    else:
-        axes.legend(frameon=False)
+    axes.legend(frameon=False)
     return figure
 
 
@@ -115,71 +92,30 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> F
     return figure
 
 
-def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, metric: str, best: int) -> Figure:
-    """The metric of every job of a sweep by one of its settings; the job at place ``best`` is ringed."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    places: Sequence[Any] = [*map(brief, settings)]
-    with suppress(ValueError):  # of words, which stand side by side
-        places = [*map(float, settings)]
-        if is_wide(places):
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")
-    if is_wide(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    axes.scatter(places, values, s=40)
-    axes.scatter(places[best : best + 1], values[best : best + 1], label=f"best: {number(values[best])}", **RING)
-    axes.legend(frameon=False)
-    axes.set(xlabel=brief(key), ylabel=brief(metric))
-    axes.margins(0.1)
-    frame(axes)
-    return figure
-
-
-def is_wide(values: Sequence[float]) -> bool:
-    """Whether values differ so much that their axis has to be logarithmic."""
-    return min(values) > 0 and max(values) >= WIDE_RANGE * min(values)
-
-
 def probe_figure(probe: ProbeResult) -> Figure:
     """Memory by micro-batch: predicted and measured peaks, the budget and the limit."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    fitting = [(trial.micro_batch_size, trial.peak_bytes) for trial in probe.trials if trial.fits]
-    failed = [(trial.micro_batch_size, trial.peak_bytes) for trial in probe.trials if not trial.fits]
-    top = max(peak for _, peak in (*probe.curve, *fitting, *failed, (probe.limit, probe.peak_bytes)))
-    budget = f"budget {format_bytes(probe.budget_bytes)}"
-    height = probe.budget_bytes
-    if height <= WIDE * top:
-        top = max(top, height)
-    else:
-        height = round(1.05 * top)
-        budget += ", far above"
-    unit = "GiB" if top >= 2**30 else "MiB"
-    scale = 2**30 if top >= 2**30 else 2**20
-    if height == probe.budget_bytes:
-        axes.axhline(height / scale, color="dimgray", linewidth=1, linestyle="--")
-    axes.text(0.01, height / scale, budget, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
-    for points, style, label in (
-        (probe.curve, "C0-", "predicted peak"),
-        (fitting, "C2o", "measured, fits"),
-        (failed, "C3X", "does not fit"),
-    ):
-        if points:
-            batches, peaks = np.array(points).T
-            axes.plot(batches, peaks / scale, style, linewidth=2, label=label)
+    points = {"predicted peak": [*probe.curve], "measured, fits": [], "does not fit": []}
+    for trial in probe.trials:
+        label = "measured, fits" if trial.fits else "does not fit"
+        points[label].append((trial.micro_batch_size, trial.peak_bytes))
     if probe.recomputed is not None:
-        plain = probe.recomputed.plain_bytes
-        beside = ([0, probe.recomputed.samples], [0, plain / scale])
-        axes.plot(*beside, ":", color="dimgray", marker="x", label="without computing again")
-        top = max(top, plain)
+        points["without computing again"] = [(0, 0), (probe.recomputed.samples, probe.recomputed.plain_bytes)]
+    limit = (probe.limit, probe.peak_bytes)
+    top = max(peak for _, peak in [limit, *chain.from_iterable(points.values())])
+    if probe.budget_bytes <= WIDE * top:
+        top = max(top, probe.budget_bytes)
+    for (label, pairs), style in zip(points.items(), ("C0-", "C2o", "C3X", "kx:")):
+        if pairs:
+            sizes, peaks = np.array(pairs).T
+            axes.plot(sizes, peaks / MIB, style, linewidth=2, label=label)
+    budget = f"budget {format_bytes(probe.budget_bytes)}"
+    axes.axhline(probe.budget_bytes / MIB, color="dimgray", linewidth=1, linestyle="--", label=budget)
     label = f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}"
-    axes.scatter([probe.limit], [probe.peak_bytes / scale], label=label, **RING)
+    axes.scatter([probe.limit], [probe.peak_bytes / MIB], label=label, **RING)
     axes.legend(frameon=False, loc="lower right")
-    axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", xlim=(0, None), ylim=(0, 1.15 * top / scale))
+    axes.set(xlabel="micro-batch, samples", ylabel="peak memory, MiB", xlim=(0, None), ylim=(0, 1.15 * top / MIB))
     axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")
     tidy(axes)
     return figure
@@ -188,11 +124,6 @@ def probe_figure(probe: ProbeResult) -> Figure:
 def tidy(axes: Axes) -> None:
     """Whole numbers below, a faint grid, and no frame."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    frame(axes)
-
-
-def frame(axes: Axes) -> None:
-    """A faint grid, and no frame."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -6,109 +6,87 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
+from contextlib import ExitStack, contextmanager
 from textwrap import fill
 from typing import Any
 from unittest.mock import patch
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lightning_ga import optimizer_steps  # imports both namespaces, which sets their loggers' levels
-from lightning_ga.app.mistakes import on_the_line
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.terminal import columns, log, number
-from lightning_ga.plan.batch_schedule import PiecewiseSchedule
 
 INFORMATION = ("lightning", "pytorch_lightning", "lightning_utilities")  # loggers
 NOISE = (  # warnings about choices that this application makes on purpose
     r".*does not have many workers.*",
     r".*is smaller than the logging interval.*",
     r".*exists and is not empty.*",  # the output folder: Hydra has written its own files
-    r".*could not find the monitored key.*",  # app/metric.py says it
     r".*callbacks used to create the checkpoint.*",  # a dry run has none of them
     r".*Validating sparse tensor invariants.*",
     r".*The dirpath has changed from.*",  # every run has a folder of its own
     r".*isinstance\(treespec, LeafSpec\).*",  # Lightning 2.6.6 on torch 2.15
 )
-
-
 LINE_EVERY = 60.0  # seconds between two lines in an epoch
 
 
 class EpochLine(Callback):
     """Prints one line for every epoch, with its validation, and one a minute in between if there is no progress bar."""
 
-    def __init__(self, schedule: PiecewiseSchedule | None = None) -> None:
-        self._schedule = schedule
-        self._validated = False
-        self._fit_began = self._epoch_began = self._line_at = 0.0  # seconds of the clock
-        self._validation_began = self._validation_seconds = 0.0  # of the epoch
-        self._first_step = 0  # optimizer steps, of this process
-        self._last_step = math.inf
+    def __init__(self) -> None:
+        self._is_validated = False  # in this epoch
+        self._epoch_began = 0.0  # seconds of the clock
+        self._batch_ended = 0.0
+        self._line_at = math.inf
         self._done_before = 0  # samples, or optimizer steps, before the epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where training begins, as a resumed one has steps behind it, and where it ends, if that is known."""
-        self._fit_began = self._line_at = time.perf_counter()
-        self._first_step = trainer.global_step
-        with suppress(MisconfigurationException):  # Lightning counts none with a schedule of its own
-            self._last_step = optimizer_steps(trainer)
+        """Note the time, because the first line comes a minute later."""
+        self._line_at = time.perf_counter()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the time, and what was done before."""
         self._epoch_began = time.perf_counter()
-        self._validated = False
-        self._validation_seconds = 0.0
+        self._is_validated = False
         self._done_before = done(trainer)[0]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Print how far training is, once a minute if there is no bar."""
-        now = time.perf_counter()
-        if trainer.progress_bar_callback is not None or not trainer.is_global_zero or now < self._line_at + LINE_EVERY:
-            return
-        self._line_at = now
-        epoch = of(trainer.current_epoch + 1, trainer.max_epochs)
-        step = of(trainer.global_step, self._last_step)
-        line = f"Epoch {epoch}, step {step}, {self._rate(trainer)}"
-        done_here = trainer.global_step - self._first_step
-        if done_here and self._last_step < math.inf:
-            left = (now - self._fit_began) / done_here * (self._last_step - trainer.global_step)
-            line += f", {timedelta(seconds=round(left))} left"
-        self._print(line)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the time: samples a second are those of training."""
-        self._validation_began = time.perf_counter()
+        self._batch_ended = time.perf_counter()
+        is_due = self._batch_ended >= self._line_at + LINE_EVERY
+        if is_due and trainer.progress_bar_callback is None and trainer.is_global_zero:
+            self._line_at = self._batch_ended
+            epoch = of(trainer.current_epoch + 1, trainer.max_epochs)
+            self._print(f"Epoch {epoch}, step {trainer.global_step:,}, {self._rate(trainer)}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that the values of validation are of this epoch."""
-        self._validated = True
-        self._validation_seconds += time.perf_counter() - self._validation_began
+        self._is_validated = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the epoch; all ranks ask a model for its ``epoch_means``, which it logs only after this."""
-        found = {**trainer.callback_metrics}
+        known = {**trainer.callback_metrics}
         means = getattr(pl_module, "epoch_means", None)
         if callable(means):
-            found |= means()
+            known |= means()
         if not trainer.is_global_zero:
             return
-        metrics = {name: float(found[name]) for name in found if self._validated or not name.startswith("val")}
+        metrics = {}
+        for name, value in known.items():
+            if self._is_validated or not name.startswith("val"):
+                metrics[name] = float(value)
         seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
-        self._print(f"{line}, {self._rate(trainer)}{batch_of(trainer, self._schedule)}")
+        self._print(f"{line}, {self._rate(trainer)}")
 
     def _rate(self, trainer: Trainer) -> str:
-        """What was done in a second of training in this epoch: ``1,234 samples/s``, or optimizer steps."""
+        """What was done in a second until the epoch's latest batch: ``1,234 samples/s``, or optimizer steps."""
         count, unit = done(trainer)
-        seconds = time.perf_counter() - self._epoch_began - self._validation_seconds
-        rate = (count - self._done_before) / max(seconds, 1e-9)
-        return f"{rate:,.{0 if rate >= 10 else 2}f} {unit}/s"
+        rate = (count - self._done_before) / max(self._batch_ended - self._epoch_began, 1e-9)
+        digits = 0 if rate >= 10 else 2
+        return f"{rate:,.{digits}f} {unit}/s"
 
     def _print(self, line: str) -> None:
         """Print a line without breaking a progress bar; only a terminal has a width."""
@@ -121,40 +99,30 @@ class EpochLine(Callback):
 def done(trainer: Trainer) -> tuple[int, str]:
     """What training has done so far over all ranks: the samples, which AutoAccumulate counts, else optimizer steps."""
     accumulate = find_accumulate(trainer)
-    state = {} if accumulate is None else accumulate.state_dict()
-    position = state.get("position")
-    if position is None:
-        return trainer.global_step, "steps"
-    return position["samples_before"] + position["samples_done"], "samples"
+    if accumulate is not None:
+        position = accumulate.state_dict().get("position")
+        if position is not None:
+            return position["samples_before"] + position["samples_done"], "samples"
+    return trainer.global_step, "steps"
 
 
-def of(count: int, total: float | None) -> str:
+def of(count: int, total: int | None) -> str:
     """A count and its end, if it has one: ``3/10``."""
-    if total is None or total <= 0 or total == math.inf:
+    if total is None or total <= 0:
         return f"{count:,}"
     return f"{count:,}/{total:,}"
 
 
 def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:
     """One epoch in words: ``Epoch 1/4: train loss 0.5000, acc 0.7500; val loss 0.4123; 3.2 s``."""
-    stages: dict[str, list[str]] = {"train": [], "val": []}
+    stages: dict[str, str] = {"train": "", "val": ""}
     for name, value in metrics.items():
         stage, _, measure = name.rpartition("/")
         if measure != "top5":  # a line has 80 columns
-            stages.setdefault(stage, []).append(f"{measure} {number(value)}")
-    parts = [f"{stage} {', '.join(values)}".strip() for stage, values in stages.items() if values]
+            before = f"{stages[stage]}," if stages.get(stage) else stage
+            stages[stage] = f"{before} {measure} {number(value)}".lstrip()
+    parts = filter(None, stages.values())
     return f"Epoch {of(epoch, epochs)}: {'; '.join([*parts, f'{seconds:.1f} s'])}"
-
-
-def batch_of(trainer: Trainer, schedule: PiecewiseSchedule | None) -> str:
-    """The batch of the epoch's last optimizer step, if a schedule changes it."""
-    plan = getattr(find_accumulate(trainer), "plan", None)
-    if schedule is None or plan is None or len(schedule.counts) < 2 or schedule.unit == "samples":
-        return ""
-    batch = plan.effective_batch_size
-    if schedule.by_window and not schedule.name.startswith("accumulate"):
-        batch = schedule.at(trainer.global_step - 1, 0) or batch
-    return f"; batch {batch:,}"
 
 
 @contextmanager
@@ -177,4 +145,4 @@ def quiet_lightning() -> Iterator[None]:
 
 def as_sentence(message: Any, *_: Any) -> str:
     """A warning without its place in a file."""
-    return f"Warning: {on_the_line(str(message))}"
+    return f"Warning: {message}"

@@ -5,7 +5,8 @@ Tested in tests/app/test_folders.py.
 
 import csv
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ RESULT = "result.json"
 PLAN = "plan.json"
 SCORES = "classification_report.json"
 CONFUSION = "confusion_matrix.json"
-PICTURES = "pictures.json"
 SWEEP = "multirun.yaml"  # which Hydra writes into the folder of a sweep
 WEIGHTS = "weights.pt"  # of task=export
 LOADING = "load_weights.py"  # beside them
@@ -37,7 +37,6 @@ class RunFiles:
     plan: Mapping[str, Any]
     scores: Mapping[str, Any]
     confusion: Mapping[str, Any]  # names of ``classes``, and ``counts`` by class and prediction
-    pictures: Mapping[str, Any]  # by chapter: ``[PNG in base64, text]`` of each
     loading: str  # code that loads exported weights
     curves: Mapping[str, Curve]
 
@@ -58,7 +57,6 @@ def read_run(folder: Path) -> RunFiles:
         plan=read_json(folder / PLAN),
         scores=read_json(folder / SCORES),
         confusion=read_json(folder / CONFUSION),
-        pictures=read_json(folder / PICTURES),
         loading=text_of(folder / LOADING),
         curves=read_curves(folder / "csv"),
     )
@@ -73,17 +71,35 @@ class Job:
     settings: Mapping[str, str]  # by key, as they were typed or drawn
 
 
-def read_sweep(folder: Path) -> list[Job]:
-    """Read the jobs of a sweep; there are none in another folder."""
-    jobs: list[Job] = []
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The jobs of a sweep, the best first, then those without a value."""
+
+    jobs: Sequence[Job]
+    metric: str
+    direction: str
+
+
+def read_sweep(folder: Path) -> Sweep | None:
+    """Read the jobs of a sweep; ``None`` for another folder."""
     if not (folder / SWEEP).is_file():
-        return jobs
+        return None
+    jobs = []
+    metric = "metric"
+    direction = "min"
     for path in sorted(folder.glob("**/.hydra/overrides.yaml")):
-        words = [str(word).partition("=") for word in OmegaConf.load(path)]
-        settings = {key.lstrip("+~"): value for key, _, value in words}
-        job = path.parent.parent
-        jobs.append(Job(str(job.relative_to(folder)), read_json(job / RESULT), settings))
-    return jobs
+        settings = {}
+        for word in OmegaConf.load(path):
+            key, _, value = str(word).partition("=")
+            settings[key.lstrip("+~")] = value
+        result = read_json(path.parents[1] / RESULT)
+        metric = result.get("optimized_metric", metric)
+        direction = result.get("optimized_direction", direction)
+        jobs.append(Job(str(path.parents[1].relative_to(folder)), result, settings))
+    sign = -1 if direction == "max" else 1
+    values: dict[str, Any] = {job.name: job.result.get(metric) for job in jobs}
+    jobs.sort(key=lambda job: math.inf if values[job.name] is None else sign * values[job.name])
+    return Sweep(jobs, metric, direction)
 
 
 def text_of(path: Path) -> str:
@@ -104,8 +120,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of a run, with its interpolations as they are written; empty if there is none."""
     path = folder / CONFIG
-    content: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
-    return {str(key): value for key, value in content.items()}
+    if not path.is_file():
+        return {}
+    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return dict(content)
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
@@ -118,20 +136,6 @@ def read_curves(folder: Path) -> dict[str, Curve]:
                     with suppress(LookupError, TypeError, ValueError):  # half a row, if its run was killed
                         curves.setdefault(name, {})[int(row["step"])] = float(value)
     return {name: sorted(curve.items()) for name, curve in curves.items()}
-
-
-def put_aside(path: Path, place: Path, *, before: int | None) -> None:
-    """Move the curves of a run that is resumed, without the rows of steps that will be done again."""
-    rows = [*csv.DictReader(text_of(path).splitlines())]
-    path.replace(place)
-    if before is None or not rows:
-        return
-    with place.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0]])
-        writer.writeheader()
-        for row in rows:
-            if str(row.get("step")).isdigit() and int(row["step"]) < before and None not in row:
-                writer.writerow(row)
 
 
 def write_text(path: Path, text: str) -> None:

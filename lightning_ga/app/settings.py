@@ -3,9 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.other_tools import OWN_KEYS, SECTIONS, Groups, in_our_words
+from lightning_ga.app.other_tools import SECTIONS
 from lightning_ga.errors import UserError
 
 Config = dict[str, Any]
@@ -24,11 +23,12 @@ LARGER_IS_BETTER = re.compile(  # words of metrics, without their digits: f is t
     "acc|accuracy|top|auroc|auc|auprc|ap|map|ar|mar|f|fbeta|precision|recall|sensitivity|specificity|m?iou|giou|jaccard|"
     "dice|kappa|mcc|matthews|r|psnr|ssim|snr|sdr|bleu|rouge|meteor|chrf|pearson|spearman|kendall|ndcg|mrr|pq|score|reward"
 )
-SMALLER_IS_BETTER = re.compile("loss|error|err")  # they win over one of the others, as in dice_loss
+SMALLER_IS_BETTER = re.compile(  # they win over one of the others, as in dice_loss
+    "loss|error|err|r?mse|mae|mape|smape|nll|bce|ce|elbo|ppl|perplexity|wer|cer|mer|fid|kid|lpips|kl|brier|ece|distance"
+)
 NUMBER = r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 RANGES: Sequence[Mapping[str, Any]] = json.loads(Path(__file__).with_name("ranges.json").read_text("utf-8"))
 RANGE_OF = {key: one for one in RANGES for key in one["keys"]}  # of typed numbers, by the last part of the key
-GROUPS_OF_MODELS = ("optimizer", "lr_scheduler")  # that are read by models which ask for them
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Settings:
     ckpt_path: str | None = None
     dry_run: bool = False
     test: bool = True
-    optimized_metric: str | None = None
+    optimized_metric: str | None = "val/loss"
     optimized_direction: Direction | None = None
     progress: Progress = Progress.auto
     checkpoint_every: str | None = None  # a number of windows, or a time
@@ -53,77 +53,60 @@ def read_settings(cfg: DictConfig) -> Settings:
     result: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), given))
     if result.elastic and result.checkpoint_every is None:
         result.checkpoint_every = "60s"
+    name = result.optimized_metric
+    if name is not None and result.optimized_direction is None:
+        direction = direction_of(name)
+        if direction is None:
+            raise UserError(
+                f"optimized_metric={name} does not say which is better: add optimized_direction=min or max."
+            )
+        result.optimized_direction = Direction[direction]
+    for group in ("experiment", "debug"):
+        if OmegaConf.is_dict(cfg.get(group)):
+            raise UserError(f"The keys of {group}=… are below {group}: begin its file with # @package _global_.")
     if result.dry_run and result.task is not Task.fit:
         raise UserError(f"dry_run=true shows the plan of a training, and task={result.task.name} has none: drop one.")
     if {"callbacks", "logger"} & {*(cfg.get("trainer") or ())}:
         raise UserError("trainer.callbacks and trainer.logger are read by nothing: set callbacks.NAME._target_=…")
-    if cfg.get("train") is False:  # of lightning-hydra-template
-        added = "" if "task" in cfg else "+"
-        raise UserError(f"train=false is read by nothing here: write {added}task=test ckpt_path=best.")
     for name in ("model", "data", "trainer"):
         if "_target_" not in [*(cfg.get(name) or ())]:
             raise UserError(f"{name}._target_ is missing: choose {name}=OPTION.")
     return result  # type: ignore[no-any-return]
 
 
-def unread_groups(cfg: DictConfig, arguments: Sequence[str] = ()) -> set[str]:
-    """The groups for models that no class reads; a typed key of one, such as ``optimizer.lr``, is refused."""
-    texts = texts_of(cfg)
-    unread = {*GROUPS_OF_MODELS}
-    for name in (*GROUPS_OF_MODELS, *GROUPS_OF_MODELS):  # a schedule may read the optimizer's rate
-        if is_referred_to(name, texts, unread):
-            unread.discard(name)
-    for word in arguments:
-        if re.split(r"[.=]", word)[0] in unread:
-            raise UserError(
-                f"{word} is read by nothing, as {cfg.model.get('_target_')} makes its own: set a key of model, or "
-                "write optimizer: ${optimizer} in the file of your model, as conf/model/mlp.yaml does."
-            )
+def unread_groups(cfg: DictConfig) -> set[str]:
+    """The groups for models that no class reads: no other section takes its value from them."""
+    texts = {str(key): str(value) for key, value in to_plain(cfg).items()}
+    unread = set()
+    for name in ("lr_scheduler", "optimizer"):  # in this order, because a schedule may read the optimizer's rate
+        text = texts.pop(name, "")
+        if re.search(rf"[{{:]{name}\b", "".join(texts.values())):
+            texts[name] = text
+        else:
+            unread.add(name)
     return unread
 
 
-def texts_of(cfg: DictConfig) -> dict[str, str]:
-    """Every section of a configuration as a text, with interpolations as they are written."""
+def to_plain(cfg: DictConfig) -> dict[str, Any]:
+    """A configuration as plain values, with interpolations as they are written."""
     content: Any = OmegaConf.to_container(cfg)
-    return {str(key): str(value) for key, value in content.items()}
+    return content  # type: ignore[no-any-return]
 
 
-def is_referred_to(name: str, texts: Mapping[str, str], left_out: Collection[str]) -> bool:
-    """Whether an interpolation in another section than those names a section."""
-    readers = [text for key, text in texts.items() if key not in left_out]
-    return re.search(rf"[{{:]{re.escape(name)}\b", "".join(readers)) is not None
-
-
-def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[str]:
-    """Refuse numbers out of their range and mistyped sections; return warnings of other keys that nothing reads."""
-    texts = texts_of(cfg)
-    known = (*SECTIONS, *OWN_KEYS, *groups, "hydra")
-    for group in ("experiment", "debug"):
-        if OmegaConf.is_dict(cfg.get(group)):
-            raise UserError(f"The keys of {group}=… are below {group}: begin its file with # @package _global_.")
-    warnings = []
-    for key in texts.keys() - {*known}:
-        for nearest in get_close_matches(key, known, n=1, cutoff=0.85):
-            if not is_referred_to(key, texts, ()):
-                warnings.append(f"{key} in a configuration file is read by nothing: did you mean {nearest}?")
+def check_typed(cfg: DictConfig, words: Sequence[str]) -> None:
+    """Refuse values out of their range, and keys of a group that no class reads, such as ``optimizer.lr``."""
+    unread = unread_groups(cfg)
     for word in words:
-        if word.startswith("-"):
-            continue
         key, _, value = word.lstrip("+~").partition("=")
-        check_value(word, key, value)
         section = re.split(r"[./@]", key)[0]
-        if section in known or word.startswith("~") or is_referred_to(section, texts, (section,)):
-            continue
-        ours = in_our_words(key, value, groups)
-        if ours is None:
-            for nearest in get_close_matches(section, known, n=1, cutoff=0.75):
-                ours = f"{key.replace(section, nearest, 1)}={value}"
-        elif ours.partition("=")[0] in {*OWN_KEYS} - texts.keys():  # not in a train.yaml of one's own
-            ours = f"+{ours}"
-        if ours is not None:
-            raise UserError(f"{word} is read by nothing: write {ours}.")
-        warnings.append(f"{word} is read by nothing here: it only goes to loggers and into config.yaml.")
-    return warnings
+        if section in unread:
+            target = OmegaConf.select(cfg, "model._target_")
+            raise UserError(
+                f"{word} is read by nothing, as {target} makes its own: set a key of model, or write "
+                "optimizer: ${optimizer} in the file of your model, as conf/model/mlp.yaml does."
+            )
+        if section in (*SECTIONS, "seed"):
+            check_value(word, key, value)
 
 
 def check_value(word: str, key: str, value: str) -> None:
@@ -131,8 +114,7 @@ def check_value(word: str, key: str, value: str) -> None:
     if value == "None":
         raise UserError(f"{word} is the text None: write {key}=null for no value.")
     found = RANGE_OF.get(key.rpartition(".")[2])
-    is_ours = re.split(r"[./@]", key)[0] in (*SECTIONS, "seed")
-    if found is None or not is_ours or not re.fullmatch(NUMBER, value):
+    if found is None or not re.fullmatch(NUMBER, value):
         return
     is_inside = found["least"] <= float(value) <= (found["most"] or math.inf)
     is_none = value == "-1" and "-1" in found["rule"]
@@ -142,9 +124,10 @@ def check_value(word: str, key: str, value: str) -> None:
 
 def shown(cfg: DictConfig) -> Config:
     """The configuration for others to read: ``${oc.env:NAME}`` stays as it is written, unread groups are left out."""
-    content: Any = OmegaConf.to_container(cfg)
-    unread = unread_groups(cfg)
-    return {str(key): value for key, value in content.items() if key not in unread}
+    content = to_plain(cfg)
+    for name in unread_groups(cfg):
+        content.pop(name, None)
+    return content
 
 
 def walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -156,14 +139,24 @@ def walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def direction_of(metric: str | None) -> str:
-    """Whether a metric of this name is to be small or large; ``min`` for names that are not known."""
-    last = str(metric).rpartition("/")[2]
-    split = re.sub(r"([a-z0-9])([A-Z])|([A-Z])([A-Z][a-z])", r"\1\3 \2\4", last)  # F1Score: f1 score
-    words = re.findall(r"[a-z]+", f"{split} {last}".lower())
+def direction_of(metric: str) -> str | None:
+    """Whether a metric of this name is to be small or large: ``min``, ``max``, or ``None`` for unknown names."""
+    name = metric.partition("/dataloader_idx_")[0].rpartition("/")[2]
+    split = re.sub(r"([a-z0-9])([A-Z])|([A-Z])([A-Z][a-z])", r"\1\3 \2\4", name)  # F1Score: f1 score
+    words = re.findall(r"[a-z]+", f"{split} {name}".lower())
     if any(map(SMALLER_IS_BETTER.fullmatch, words)):
         return "min"
-    return "max" if any(map(LARGER_IS_BETTER.fullmatch, words)) else "min"
+    if any(map(LARGER_IS_BETTER.fullmatch, words)):
+        return "max"
+    return None
+
+
+def optimized(what: str, *, _root_: DictConfig) -> str | None:
+    """The ``metric`` that decides which checkpoint is the best, or its ``direction``, for callbacks that watch it."""
+    metric = _root_.get("optimized_metric", Settings.optimized_metric)
+    if what == "metric":
+        return metric  # type: ignore[no-any-return]
+    return _root_.get("optimized_direction") or direction_of(str(metric)) or "min"
 
 
 def named(name: Any) -> str:
@@ -177,5 +170,6 @@ def elastic(key: str) -> Any:
 
 
 OmegaConf.register_new_resolver("elastic", elastic, replace=True, use_cache=True)
+OmegaConf.register_new_resolver("optimized", optimized, replace=True)
 OmegaConf.register_new_resolver("named", named, replace=True)
 OmegaConf.register_new_resolver("of_several", lambda k: "" if k in (0, 1) else "-{epoch}-{step}", replace=True)

@@ -4,8 +4,8 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -19,26 +19,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from sklearn.metrics import classification_report
 
-from lightning_ga.app import ckpt_path
-from lightning_ga.app.build import Fit, build
+from lightning_ga.app.build import BuiltRun, build
+from lightning_ga.app.ckpt_path import find_checkpoint
 from lightning_ga.app.export import save_weights
 from lightning_ga.app.folders import continues, roots_of_runs
 from lightning_ga.app.mistakes import one_line
-from lightning_ga.app.page import measures, write_page
-from lightning_ga.app.plan_report import find_accumulate
-from lightning_ga.app.plots import curves_figure
+from lightning_ga.app.page import PAGE, run_page
+from lightning_ga.app.plan_report import count_parameters, find_accumulate
 from lightning_ga.app.progress_lines import quiet_lightning
-from lightning_ga.app.run_files import (
-    CONFIG,
-    CONFUSION,
-    RESULT,
-    SCORES,
-    put_aside,
-    read_config,
-    read_run,
-    write_json,
-    write_text,
-)
+from lightning_ga.app.run_files import CONFIG, CONFUSION, RESULT, SCORES, read_config, read_run, write_json, write_text
 from lightning_ga.app.settings import Config, Settings, Task, shown, walk
 from lightning_ga.app.terminal import interruptions_reported, log, number, warn
 from lightning_ga.checkpoints import RECORD, newest_checkpoint, read_safely, resumable_steps
@@ -63,29 +52,36 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
-            done = None
-            if checkpoint is not None:
-                done = resumable_steps(checkpoint)
             for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
-                put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=done)
+                path.replace(path.with_name(f"metrics-{time.time_ns()}.csv"))
         for logger in run.trainer.loggers:
-            logger.log_hyperparams({**written, "parameters": sum(one.numel() for one in run.model.parameters())})
-        with interruptions_reported(lambda: outcome(run)):
+            logger.log_hyperparams({**written, "parameters": count_parameters(run.model)})
+        with interruptions_reported(lambda: outcome(run)), resume_explained(checkpoint):
             metrics = TASKS[settings.task](run, checkpoint)
-            optimized = {"optimized_metric": run.metric.name, "optimized_direction": run.metric.direction}
             result: dict[str, Any] = {**metrics}
             if run.metric.name in metrics:
-                result |= optimized
+                result |= {"optimized_metric": run.metric.name, "optimized_direction": run.metric.direction}
             if run.trainer.is_global_zero and not settings.dry_run:
                 summarize(run, metrics, result, time.perf_counter() - started)
     return result
 
 
-def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
+@contextmanager
+def resume_explained(checkpoint: Path | None) -> Iterator[None]:
+    """A context in which errors of a run that begins with a checkpoint say what it may be of."""
+    try:
+        yield
+    except (RuntimeError, KeyError, ValueError) as error:
+        if checkpoint is not None and not isinstance(error, UserError):
+            remedy = "choose model, data, optimizer and lr_scheduler as the config.yaml of its run does."
+            error.add_note(f"If {checkpoint} is of another model, optimizer or schedule: {remedy}")
+        raise
+
+
+def wanted_checkpoint(run: BuiltRun, written: Config) -> Path | None:
     """The file of ``ckpt_path``, which is printed; only a fit and published weights need none."""
     wanted = run.settings.ckpt_path
-    is_fit = run.settings.task is Task.fit
-    model = written["model"]
+    task = run.settings.task
     if continues(run.config):
         newest = newest_checkpoint(run.folder)
         if newest is not None:
@@ -93,22 +89,21 @@ def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
                 require_same_training(run.folder, written)
             return announced(run, newest)
         if wanted == "auto":
-            wanted = None
-    if wanted == "auto" and not is_fit:
-        raise UserError(
-            f"ckpt_path=auto is for task=fit, and this is task={run.settings.task.name}: give ckpt_path=best."
-        )
-    if wanted is None:
-        if is_fit or model.get("pretrained"):
             return None
-        raise UserError(f"task={run.settings.task.name} needs trained weights: give ckpt_path=best, last or a path.")
-    roots = roots_of_runs(run.config)
-    weights = run.model.state_dict()
-    kind = "last" if is_fit else "best"
-    return announced(run, ckpt_path.find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder))
+    if wanted == "auto":
+        raise UserError(f"ckpt_path=auto is for task=fit, and this is task={task.name}: give ckpt_path=best.")
+    is_fit = task is Task.fit
+    if wanted is not None:
+        weights = run.model.state_dict()
+        kind = "last" if is_fit else "best"
+        roots = roots_of_runs(run.config)
+        return announced(run, find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder))
+    if not is_fit and not written["model"].get("pretrained"):
+        raise UserError(f"task={task.name} needs trained weights: give ckpt_path=best, last or a path.")
+    return None
 
 
-def announced(run: Fit, path: Path) -> Path:
+def announced(run: BuiltRun, path: Path) -> Path:
     """A checkpoint, which is printed; a file that is none of a run is refused."""
     is_sharded = path.is_dir()
     content = read_safely(path / RECORD if is_sharded else path)  # Lightning 2.5 would load anything
@@ -124,25 +119,19 @@ def announced(run: Fit, path: Path) -> Path:
     return path
 
 
-def typed(value: Any) -> str:
-    """A value as the command line takes it."""
-    return "null" if value is None else repr(value)
-
-
 def require_same_training(folder: Path, written: Config) -> None:
     """Refuse to continue a run with other data, another model, optimizer or batch."""
     before = dict(walk(read_config(folder)))
     now = dict(walk(written))
     for key in sorted({*before, *now}):
-        value = before.get(key)
-        if key.startswith(OF_TRAINING) and not key.endswith("num_workers") and value != now.get(key):
-            raise UserError(
-                f"{key} was {typed(value)} in the run in {str(folder)!r} and is {typed(now.get(key))} now: repeat the "
-                "run's value, or give another hydra.run.dir."
-            )
+        is_of_training = key.startswith(OF_TRAINING) and not key.endswith("num_workers")
+        value = now.get(key)
+        if is_of_training and before.get(key) != value:
+            change = f"was {before.get(key)!r} in the run in {str(folder)!r} and is {value!r} now"
+            raise UserError(f"{key} {change}: repeat the run's value, or give another hydra.run.dir.")
 
 
-def fit(run: Fit, checkpoint: Path | None) -> Metrics:
+def fit(run: BuiltRun, checkpoint: Path | None) -> Metrics:
     """Train, from a checkpoint if there is one; then test the best weights."""
     trainer = run.trainer
     trainer.fit(run.model, datamodule=run.data, ckpt_path=checkpoint)
@@ -153,15 +142,13 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     if trainer.should_stop and trainer.early_stopping_callbacks:
         log.info(f"Early stopping ended the training after epoch {trainer.current_epoch}.")
     metrics = measured(run)
-    callbacks = trainer.checkpoint_callbacks
-    watching = [one for one in callbacks if isinstance(one, ModelCheckpoint) and one.monitor and one.save_top_k]
-    best = min(watching, key=lambda one: one.monitor != run.metric.name, default=None)
-    kept = {}
-    if best is not None and best.best_model_path:
+    kept: Mapping[str, Any] = {}
+    best = best_of(run)
+    if best is not None:
         kept = read_safely(Path(best.best_model_path))
+        metrics |= kept.get("callbacks", {}).get(run.metric.state_key, {}).get("values", {})  # of the same epoch
     if best is not None and best.best_model_score is not None:
         metrics[str(best.monitor)] = float(best.best_model_score)
-    metrics |= kept.get("callbacks", {}).get(run.metric.state_key, {}).get("values", {})  # of the same epoch
     if run.settings.test and is_overridden("test_step", run.model) and is_overridden("test_dataloader", run.data):
         if kept:  # not by ckpt_path: there, Lightning's weight averaging loads the weights that are not averaged
             run.model.load_state_dict(kept["state_dict"])
@@ -169,21 +156,31 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     return metrics
 
 
-def validate(run: Fit, checkpoint: Path | None) -> Metrics:
+def best_of(run: BuiltRun) -> ModelCheckpoint | None:
+    """The callback that has kept the best checkpoint: by the optimized metric, else by another of the user's own."""
+    kept = []
+    for callback in run.trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
+            kept.append(callback)
+    return min(kept, key=lambda each: (each.monitor != run.metric.name, each.monitor is None), default=None)
+
+
+def validate(run: BuiltRun, checkpoint: Path | None) -> Metrics:
     """Measure on the validation set."""
     run.trainer.validate(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     return measured(run)
 
 
-def test(run: Fit, checkpoint: Path | None) -> Metrics:
+def test(run: BuiltRun, checkpoint: Path | None) -> Metrics:
     """Measure on the test set, with a report per class."""
     run.trainer.test(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     metrics = measured(run)
     confusion = getattr(run.model, "confusion", None)  # of ours; an own model's may be a metric
     if confusion and isinstance(confusion, list):
-        names = [printable(name) for name in getattr(run.data, "class_names", ())]
+        names = [*map(printable, getattr(run.data, "class_names", ()))]
         text, scores = class_report(confusion, names)
-        metrics |= {f"test/{kind}_f1": scores[f"{kind} avg"]["f1-score"] for kind in ("macro", "weighted")}
+        for kind in ("macro", "weighted"):
+            metrics[f"test/{kind}_f1"] = scores[f"{kind} avg"]["f1-score"]
         if run.trainer.is_global_zero:
             write_text(run.folder / "classification_report.txt", text)
             write_json(run.folder / SCORES, scores)
@@ -193,75 +190,77 @@ def test(run: Fit, checkpoint: Path | None) -> Metrics:
     return metrics
 
 
-def predict(run: Fit, checkpoint: Path | None) -> Metrics:
+def predict(run: BuiltRun, checkpoint: Path | None) -> Metrics:
     """Write what is predicted for every test sample, as the model returns it: probabilities of classes, too."""
     if run.trainer.world_size > 1:
         raise UserError("task=predict runs on one device: use trainer.devices=1.")
     batches: Any = run.trainer.predict(run.model, datamodule=run.data, ckpt_path=checkpoint)
-    save_predictions(run.folder / "predictions", batches)
+    save_predictions(run.folder / "predictions.pt", batches)
     return {}
 
 
-def export(run: Fit, checkpoint: Path | None) -> Metrics:
+def export(run: BuiltRun, checkpoint: Path | None) -> Metrics:
     """Write the weights without optimizer and Trainer, and show the lines that load them."""
     if run.trainer.is_global_zero:
-        made = {"state_dict": run.model.state_dict(), "hyper_parameters": dict(run.model.hparams)}
-        content = made
+        content: Any = {"state_dict": run.model.state_dict(), "hyper_parameters": dict(run.model.hparams)}
         if checkpoint is not None:
             content = read_safely(checkpoint)
         run.model.configure_model()
         run.model.load_state_dict(content["state_dict"], strict=run.model.strict_loading)  # another model's are refused
-        log.info(f"Load them with:\n{indent(save_weights(run.folder, run.model, content), '  ').rstrip()}")
+        code = save_weights(run.folder, run.model, content)
+        log.info(f"Load them with:\n{indent(code, '  ').rstrip()}")
     return {}
 
 
-TASKS: Mapping[Task, Callable[[Fit, Path | None], Metrics]]
+TASKS: Mapping[Task, Callable[[BuiltRun, Path | None], Metrics]]
 TASKS = {Task.fit: fit, Task.validate: validate, Task.test: test, Task.predict: predict, Task.export: export}
 
 
-def measured(run: Fit) -> Metrics:
+def measured(run: BuiltRun) -> Metrics:
     """The metrics of the last stage as plain numbers."""
     return {name: float(value) for name, value in run.trainer.callback_metrics.items()}
 
 
-def outcome(run: Fit) -> str:
+def outcome(run: BuiltRun) -> str:
     """What a run that was ended early has saved, and the command that resumes it."""
     if (run.folder / RESULT).is_file() or run.settings.task is not Task.fit:
         return f"what was done is in {run.folder}."
     steps = f"{run.trainer.global_step:,} optimizer steps were done"
+    left_out = ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
+    line = ["python", "-m", "lightning_ga.train"]
+    line += [word for word in sys.argv[1:] if not word.startswith(left_out)]
+    own = HydraConfig.get()
+    if own.mode == RunMode.MULTIRUN:  # a checkpoint is that of one job
+        command = shlex.join([*line, f"hydra.sweep.dir={own.sweep.dir}"])
+        return f"{steps} in this job. Run what is missing: {command}"
     path = None
     with suppress(UserError):  # none of them is whole
         path = newest_checkpoint(run.folder)
-    own = HydraConfig.get()
-    left_out = ("ckpt_path=", "hydra.run.dir=", "hydra.sweep.dir=")
-    typed = [argument for argument in sys.argv[1:] if not argument.startswith(left_out)]
-    line = shlex.join(["python", "-m", "lightning_ga.train", *typed])
-    if own.mode == RunMode.MULTIRUN:  # a checkpoint is that of one job
-        return f"{steps} in this job. Run what is missing: {line} {shlex.quote(f'hydra.sweep.dir={own.sweep.dir}')}"
     if path is None:
-        return f"{steps}, and no checkpoint had been saved yet. Start again: {line}"
-    line = f"{line} ckpt_path={shlex.quote(str(path))}"
-    return f"{steps}; the state after step {resumable_steps(path):,} is in {path}. Resume with: {line}"
+        return f"{steps}, and no checkpoint had been saved yet. Start again: {shlex.join(line)}"
+    command = shlex.join([*line, f"ckpt_path={path}"])
+    return f"{steps}; the state after step {resumable_steps(path):,} is in {path}. Resume with: {command}"
 
 
-def summarize(run: Fit, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:
+def summarize(run: BuiltRun, metrics: Metrics, result: dict[str, Any], seconds: float) -> None:
     """The result, on the screen as the last lines, in ``result.json``, and on a page."""
-    survived = getattr(find_accumulate(run.trainer), "oom_events", 0)
-    seen = [name for name in sorted(metrics) if name == run.metric.name or not name.startswith("train")]
-    values = [f"{name} {number(metrics[name])}" for name in seen]
-    broken = [name for name in sorted(metrics) if not math.isfinite(metrics[name])]
-    log.info(f"\nResult after {seconds:.0f} s: {', '.join(values) or run.settings.task.name + ' done'}")
+    texts = []
+    broken = []
+    for name, value in sorted(metrics.items()):
+        if name == run.metric.name or not name.startswith("train"):
+            texts.append(f"{name} {number(value)}")
+        if not math.isfinite(value):
+            broken.append(name)
+    log.info(f"\nResult after {seconds:.0f} s: {', '.join(texts) or run.settings.task.name + ' done'}")
     if broken:
         warn(f"{', '.join(broken)} is not finite: training has diverged, or the metric has nothing to measure.")
+    survived = getattr(find_accumulate(run.trainer), "oom_events", 0)
     if survived:
         log.info(f"Survived {counted(survived, 'out-of-memory error')}: see the warnings above.")
         result["oom_events"] = survived
     write_json(run.folder / RESULT, {**result, "seconds": round(seconds, 1)})
     try:
-        files = read_run(run.folder)
-        for measure in measures([files])[:1]:
-            curves_figure({"": files.curves}, measure).savefig(run.folder / "curves.png", dpi=150)
-        write_page([run.folder])
+        write_text(run.folder / PAGE, run_page(read_run(run.folder)))
     except Exception as error:  # it is for people only; what was trained is kept
         warn(f"report.html could not be written: {one_line(error)}")
     log.info(printable(f"Files: {run.folder}"))
@@ -270,31 +269,20 @@ def summarize(run: Fit, metrics: Metrics, result: dict[str, Any], seconds: float
 def class_report(confusion: Sequence[Sequence[int]], names: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
     """Scores of every class and their averages, as text and as numbers, of counts ``confusion[target][prediction]``."""
     counts = np.asarray(confusion)
-    targets, predictions = (np.repeat(labels, counts.ravel()) for labels in np.indices(counts.shape).reshape(2, -1))
+    targets, predictions = np.indices(counts.shape).reshape(2, -1).repeat(counts.ravel(), axis=1)
     settings: dict[str, Any] = {"labels": range(len(counts)), "digits": 4, "zero_division": 0}
     if len(names) == len(counts):
         settings["target_names"] = names
-    else:
-        settings["target_names"] = None
     text = classification_report(targets, predictions, **settings)
     return text, classification_report(targets, predictions, **settings, output_dict=True)
 
 
 def save_predictions(path: Path, batches: Sequence[Any]) -> None:
-    """Keep tensors as ``.npy``, dicts of tensors as ``.npz``, samples along the first axis; else as ``.pt``."""
-    parts: list[Any] = [batch if isinstance(batch, Mapping) else {"": batch} for batch in batches]
-    names = dict.fromkeys(str(name) for part in parts for name in part)
-    try:
-        joined = {name: torch.cat([part[name] for part in parts]).cpu() for name in names}
-        arrays = {}
-        for name, tensor in joined.items():
-            values = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-            arrays[name] = values.numpy()
-    except (LookupError, RuntimeError, TypeError):  # not of one kind or shape
-        arrays = {}
-    if not arrays:
-        torch.save(list(batches), path.with_suffix(".pt"))
-    elif "" in arrays:
-        np.save(path.with_suffix(".npy"), arrays[""])
-    else:
-        np.savez(path.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
+    """Keep what the batches gave, joined along the first axis if all are tensors, or dicts of tensors."""
+    joined: Any = list(batches)
+    with suppress(LookupError, RuntimeError, TypeError, AttributeError):  # not of one kind or shape
+        if isinstance(batches[0], Mapping):
+            joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        else:
+            joined = torch.cat([*batches])
+    torch.save(joined, path)

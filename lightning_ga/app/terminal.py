@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from lightning_ga.app.mistakes import chain
+from lightning_ga.app.mistakes import chain, link_of
 from lightning_ga.errors import RankError, printable
 
 log = logging.getLogger("lightning_ga.app")
@@ -74,7 +74,7 @@ def report_error(sentence: str, error: BaseException | None = None, *, trace: bo
     rank = getattr(getattr(rank_zero, "rank_zero_only", None), "rank", None)
     if rank is None:
         rank = int(not is_first_rank())
-    if rank and not any(isinstance(link, RankError) for link in chain(error)):
+    if rank and (error is None or link_of(RankError, error) is None):
         return
     where = f" on rank {rank}" if rank else ""
     text = f"Error{where}: {printable(sentence)}"

@@ -105,18 +105,12 @@ class Layout:
             return take(node, role.axis, *spans[role.loader])
         if isinstance(role, SampleCount):
             start, stop = spans[role.loader]
-            return _like(node, stop - start)
+            count = stop - start
+            return node.new_tensor(count) if isinstance(node, torch.Tensor) else type(node)(count)
         if role != "fields":
             return node
         children = open_container(node) or []
         return rebuild(node, [self._cut(spans, path + name, child) for name, child in children])
-
-
-def _like(number: Any, value: int) -> Any:
-    """Return a number of the same type."""
-    if isinstance(number, torch.Tensor):
-        return number.new_tensor(value)
-    return type(number)(value)
 
 
 def uncuttable(why: str) -> LayoutError:
@@ -198,7 +192,7 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
     """Cut a batch into slices of these sizes, in order, each when it is asked for.
 
     Structure and types are kept. Dense tensors and arrays are views of the batch, so a slice costs
-    no memory until it is moved; packed, sparse and nested tensors copy at most the slice.
+    no memory until it is moved; sparse and nested tensors copy at most the slice, and packed ones are padded for that.
 
     Args:
         batch: Tensors in any structure.

@@ -251,9 +251,9 @@ def _same_values_of_type(one: Any, other: Any) -> bool:
     children = open_container(one)
     others = open_container(other)
     if children is not None and others is not None:
-        names, values = _columns(children)
-        other_names, other_values = _columns(others)
-        return names == other_names and all(map(same_values, values, other_values))
+        ours = dict(children)
+        theirs = dict(others)
+        return [*ours] == [*theirs] and all(map(same_values, ours.values(), theirs.values()))
     if is_array(one):
         return _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
     if one == other or (isinstance(one, float) and one != one and other != other):
@@ -262,10 +262,6 @@ def _same_values_of_type(one: Any, other: Any) -> bool:
         return False
     state = object.__getstate__(one)  # with what __slots__ name; many objects are equal only to themselves
     return state is not None and same_values(state, object.__getstate__(other))
-
-
-def _columns(children: list[tuple[str, Any]]) -> tuple[list[str], list[Any]]:
-    return [name for name, _ in children], [child for _, child in children]
 
 
 def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -33,7 +33,8 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], 
 
     def make_ours(kwargs: Any, optimizer: Any, _: int) -> Any:
         """Return Lightning's own closure, so that Lightning notices if it is never called; calling it runs ours."""
-        lightning_closure = make(*(given := (kwargs, optimizer, place.index_in_window)))
+        given = (kwargs, optimizer, place.index_in_window)
+        lightning_closure = make(*given)
         vars(lightning_closure)["closure"] = wrap(ref(lightning_closure), make, *given)
         return lightning_closure
 

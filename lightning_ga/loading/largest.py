@@ -98,10 +98,7 @@ class _Kept:
     def _is_largest(self, place: tuple[str, int], extent: int, seen: _Seen) -> bool:
         """Return whether a sample is the largest so far along an axis of a field, and then keep it."""
         known = self._largest.get(place)
-        if known is None:
-            is_larger = len(self._largest) < _FIELDS
-        else:
-            is_larger = (extent, seen) > known
+        is_larger = len(self._largest) < _FIELDS if known is None else (extent, seen) > known
         if is_larger:
             self._largest[place] = (extent, seen)
         return is_larger

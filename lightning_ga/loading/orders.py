@@ -94,10 +94,8 @@ class FromSampler:
         self._dataset = dataset
         self._batch = batch
         self._shuffles = shuffles
-        self._drawn_for: tuple[int, int, int] | None = None  # epoch, seed and length of the sampler
-        self._drawn: list[Any] = []  # to plan an epoch
-        self._begun_for: tuple[int, int] | None = None  # epoch and seed
-        self._begun: list[Any] = []  # of the epoch that training has begun
+        self._drawn: tuple[Any, list[Any]] = (None, [])  # to plan: epoch, seed and length of the sampler, and indices
+        self._begun: tuple[Any, list[Any]] = (None, [])  # by training: epoch and seed, and indices
         self._changes = False
 
     def size(self, epoch: int, seed: int) -> int:
@@ -106,25 +104,23 @@ class FromSampler:
 
     def draw(self, epoch: int, seed: int) -> list[Any]:
         """Return the sampler's own order for one epoch; of the epoch that training has begun, what that runs."""
-        if self._begun_for == (epoch, seed):
-            return self._begun
+        if self._begun[0] == (epoch, seed):
+            return self._begun[1]
         wanted = epoch, seed, len(self._sampler)  # which may change before the epoch begins
-        if self._drawn_for != wanted:
+        if self._drawn[0] != wanted:
             with borrowed(self._sampler, self._dataset) as sampler:
-                self._drawn = self._read(sampler, epoch, seed)
+                drawn = self._read(sampler, epoch, seed)
                 if sampler is not self._sampler:
-                    self._changes |= not same_values(self._drawn, self._read(sampler, epoch, seed))
-            self._drawn_for = wanted
-        return self._drawn
+                    self._changes |= not same_values(drawn, self._read(sampler, epoch, seed))
+            self._drawn = wanted, drawn
+        return self._drawn[1]
 
     def begin(self, epoch: int, seed: int) -> list[Any]:
         """Return the order that training begins an epoch with; once it has begun, the same."""
-        if self._begun_for != (epoch, seed):
-            self._begun = self._read(self._sampler, epoch, seed)
-            self._begun_for = epoch, seed
-            self._drawn = []
-            self._drawn_for = None
-        return self._begun
+        if self._begun[0] != (epoch, seed):
+            self._begun = (epoch, seed), self._read(self._sampler, epoch, seed)
+            self._drawn = (None, [])
+        return self._begun[1]
 
     def changes(self, epoch: int, seed: int) -> bool:
         """Return whether the sampler yields another order each time that it is asked for one epoch."""
@@ -133,10 +129,11 @@ class FromSampler:
 
     def kept(self) -> str | None:
         """Return the running epoch's order for a checkpoint, if nothing else gives it again; ``None`` if too long."""
-        if not self._changes or len(self._begun) > MOST_KEPT:
+        _, indices = self._begun
+        if not self._changes or len(indices) > MOST_KEPT:
             return None
         try:
-            return b64encode(zlib.compress(array("q", self._begun).tobytes())).decode()
+            return b64encode(zlib.compress(array("q", indices).tobytes())).decode()
         except TypeError:  # indices may be of any type
             return None
 
@@ -144,8 +141,7 @@ class FromSampler:
         """Begin an epoch with the order that a checkpoint has kept."""
         indices = array("q")
         indices.frombytes(zlib.decompress(b64decode(kept)))
-        self._begun = indices.tolist()
-        self._begun_for = epoch, seed
+        self._begun = (epoch, seed), indices.tolist()
         self._changes = True
 
     def pool(self, epoch: int, seed: int) -> Sequence[Any]:

@@ -93,14 +93,14 @@ class SampleSizes:
         if callable(size_of):
             with untouched(dataset):
                 return array("q", map(partial(_called, size_of, dataset), indices))
-        measure: Callable[[Iterable[Any]], list[int]] = partial(_by_name, name=size_of)
+        measure: Callable[[Any], int] = partial(_by_name, name=size_of)
         if size_of == "auto":  # read from a few samples
             text = self._loader.collate_fn is not default_collate  # that leaves text as it is
             few = KnownSamples(self._loader, indices, trusted=True).first
             measure = partial(_by_shape, axes=_varying_axes(few, text), text=text)
         lists = BatchSampler(indices, SAMPLES_AT_ONCE, drop_last=False)
         workers = max(1, self._loader.num_workers)
-        with KnownSamples(self._loader).fetched(lists, measure, workers=workers) as reports:
+        with KnownSamples(self._loader).fetched(lists, partial(_measured, measure), workers=workers) as reports:
             return array("q", chain.from_iterable(reports))
 
 
@@ -140,16 +140,11 @@ def _column(dataset: Any, size_of: SizeOf) -> SizeOf:
     return size_of
 
 
-def _by_name(samples: Iterable[Any], *, name: str) -> list[int]:
-    sizes = []
-    for sample in samples:
-        value = sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
-        if value is None:
-            raise UserError(
-                f"size_of={name!r} is neither an attribute of the dataset nor of a sample, nor a key of one."
-            )
-        sizes.append(_size(value, f"{name!r} names"))
-    return sizes
+def _by_name(sample: Any, *, name: str) -> int:
+    value = sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
+    if value is None:
+        raise UserError(f"size_of={name!r} is neither an attribute of the dataset nor of a sample, nor a key of one.")
+    return _size(value, f"{name!r} names")
 
 
 def _extents(sample: Any, *, text: bool) -> dict[_Axis, int]:
@@ -164,10 +159,12 @@ def _varying_axes(samples: Sequence[Any], text: bool) -> set[_Axis]:
     return {axis for (axis, _), count in times.items() if count < len(samples)}
 
 
-def _by_shape(samples: Iterable[Any], *, axes: set[_Axis], text: bool) -> list[int]:
+def _by_shape(sample: Any, *, axes: set[_Axis], text: bool) -> int:
     """Return the largest of the extents that vary; 1 if none does."""
-    sizes = []
-    for sample in samples:
-        extents = _extents(sample, text=text)
-        sizes.append(max(map(extents.__getitem__, axes & extents.keys()), default=1))
-    return sizes
+    extents = _extents(sample, text=text)
+    return max(map(extents.__getitem__, axes & extents.keys()), default=1)
+
+
+def _measured(measure: Callable[[Any], int], samples: Iterable[Any]) -> list[int]:
+    """Return the sizes of samples; a data worker sends only these."""
+    return list(map(measure, samples))

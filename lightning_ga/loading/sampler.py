@@ -60,11 +60,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
             of_window = listed(drawn[window.start : window.end])
             for position in range(len(window.sizes)):
                 places = plan.places(window, position)
-                if isinstance(places, range):
-                    found = of_window[places.start - window.start : places.stop - window.start]
-                else:
-                    left = window.start + len(of_window)
-                    found = [of_window[place - window.start] for place in places if place < left]
+                found = [of_window[place - window.start] for place in places if place - window.start < len(of_window)]
                 if found:  # always, unless hooks have made the user's sampler shorter since the plan
                     yield found
 

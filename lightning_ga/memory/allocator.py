@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from lightning_ga.memory.device import memory_fraction, require_statistics
-from lightning_ga.memory.segments import ROUNDING, SMALL_SEGMENT, SegmentRules
+from lightning_ga.memory.device import require_statistics
+from lightning_ga.memory.segments import ROUNDING
 from lightning_ga.memory.trace import MemoryTrace, Segment, canonical, rounded_up
 
 _MOST_EVENTS = 2_000_000
-# Settings by which blocks are rounded, cut or returned in other ways (``CUDAAllocatorConfig.h``, torch 2.15).
+# Settings by which blocks are rounded, cut or returned in other ways (``CUDAAllocatorConfig.h``, torch 2.15), beside
+# ``expandable_segments``.
 _OTHER_SETTINGS = ("large_segment", "max_non_split", "max_split_size", "roundup_power2", "garbage_collection")
 
 
@@ -56,25 +57,21 @@ class AllocatorMeter:
         self._residents: Mapping[int, int] = {}
 
     @property
-    def rules(self) -> SegmentRules | None:
-        """How the allocator cuts blocks out of segments, as it is now; ``None`` if that is not known.
+    def cuts_segments(self) -> bool:
+        """Whether the allocator cuts blocks out of segments by its own rules, as it is set now.
 
         Its settings are those of the environment, for CUDA with what was set since.
         """
         if not _is_native(self.device):
-            return None
+            return False
         if self.device.type == "cuda":
             settings: dict[str, Any] = torch.cuda.memory._snapshot(self.device)["allocator_settings"]
-            is_bounded = memory_fraction(self.device) < 1
         else:
             of_all = os.environ.get("PYTORCH_ALLOC_CONF", "")
             settings = {"PYTORCH_CUDA_ALLOC_CONF": f"{of_all},{os.environ.get('PYTORCH_XPU_ALLOC_CONF', '')}"}
-            is_bounded = False
         text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
-        if any(name in text for name in _OTHER_SETTINGS):
-            return None
-        expandable = settings.get("expandable_segments", "expandable_segments:true" in text)
-        return SegmentRules(expandable, grows_freely=expandable and not is_bounded)
+        is_expandable = settings.get("expandable_segments", "expandable_segments:true" in text)
+        return not is_expandable and not any(name in text for name in _OTHER_SETTINGS)
 
     def allocated(self) -> int:
         """Return the bytes that tensors take now."""
@@ -84,8 +81,7 @@ class AllocatorMeter:
         """Return how many blocks were ever handed out, if a history tells which."""
         if not self._has_history:
             return 0
-        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return int(stats["allocation"]["all"]["allocated"]) if stats else 0
+        return int(torch.cuda.memory_stats(self.device).get("allocation.all.allocated", 0))
 
     # ``residents`` here and below: places of the tensors that are alive before a step, by address.
     def layout(self, residents: Mapping[int, int]) -> tuple[Segment, ...]:
@@ -176,11 +172,7 @@ def events_as_trace(
     stream = []
     initial: dict[int, int] = {}  # by address
     held: dict[int, int] = {}
-    begin: dict[bool, int] = {}  # lowest address of the small and of the large segment that grows
     for event in events:
-        if event["action"] == "segment_map":
-            small = event["size"] == SMALL_SEGMENT
-            begin[small] = min(event["addr"], begin.get(small, event["addr"]))
         if event["action"] not in ("alloc", "free_requested"):
             continue  # segments, and failures, which have no address
         address = event["addr"]
@@ -201,13 +193,11 @@ def events_as_trace(
     places = [0] * len(sizes)
     for address, number in initial.items():
         places[number] = residents.get(address, 0)
-    layout = [Segment(small, address, ()) for small, address in begin.items()]
-    layout += [_layout(segment, initial) for segment in segments]
     return MemoryTrace(
         samples,
         tuple(sizes),
         canonical([0, *initial.values(), *stream]),
-        layout=tuple(layout),
+        layout=tuple(_layout(segment, initial) for segment in segments),
         addresses=tuple(addresses),
         residents=tuple(places),
     )

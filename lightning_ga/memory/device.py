@@ -1,4 +1,4 @@
-"""The kinds of accelerators, in one table; how much memory a device has, and how much of it training may use.
+"""How much memory a device has, and how much of it training may use.
 
 All amounts are bytes. On a CPU, the machine's free memory and the limits of the control group
 (containers, SLURM) both apply: a process that exceeds the smaller is killed. Inside
@@ -8,122 +8,15 @@ All amounts are bytes. On a CPU, the machine's free memory and the limits of the
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import LiveTensorMeter
+from lightning_ga.memory.vendors import vendor_of
 from lightning_ga.plan.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Vendor:
-    """A kind of accelerator whose module in torch has the functions of ``torch.cuda``."""
-
-    kind: str  # type of its devices and name of its module
-    out_of_memory: tuple[str, ...]  # texts of errors that mean that memory ran out
-    ambiguous: tuple[str, ...] = ()  # texts of errors that may mean it
-    keeps_statistics: bool = True  # whether its allocator counts peaks and retries
-
-    @property
-    def backend(self) -> Any:
-        """The vendor's module in torch."""
-        return getattr(torch, self.kind)
-
-    def is_in_use(self) -> bool:
-        """Return whether this process has started a device of this kind."""
-        return bool(self.backend.is_initialized())
-
-    def generators(self) -> Iterator[torch.Generator]:
-        """Yield the default generator of each device, if the kind is in use."""
-        yield from self.backend.default_generators
-
-    def devices(self) -> Iterator[torch.device]:
-        """Yield the devices on which tensors lie, if the kind is in use."""
-        for place in range(self.backend.device_count()):
-            if self.backend.memory_allocated(place):
-                yield torch.device(self.kind, place)
-
-    def memory(self, device: torch.device) -> tuple[int, int]:
-        """Return free and total bytes of a device."""
-        free, total = self.backend.mem_get_info(device)
-        return int(free), int(total)
-
-
-class _Metal(Vendor):
-    """Apple's: one device, which does not tell whether it has been started."""
-
-    def is_in_use(self) -> bool:
-        return torch.backends.mps.is_available()
-
-    def generators(self) -> Iterator[torch.Generator]:
-        yield torch.mps._get_default_mps_generator()  # torch/mps/__init__.py, torch 2.6 to 2.15
-
-    def devices(self) -> Iterator[torch.device]:
-        if torch.mps.current_allocated_memory():
-            yield torch.device(self.kind)
-
-    def memory(self, device: torch.device) -> tuple[int, int]:
-        total = int(torch.mps.recommended_max_memory())
-        return total - int(torch.mps.driver_allocated_memory()), total
-
-
-_CUDA = Vendor(  # and ROCm
-    "cuda",
-    out_of_memory=(
-        "CUDA out of memory",
-        "CUDA error: out of memory",
-        "CUDA driver error: out of memory",
-        "Triton Error [CUDA]: out of memory",
-        "CUDA ran out of memory outside PyTorch's allocator",
-        "HIP out of memory",
-        "HIP error: out of memory",
-        "_STATUS_ALLOC_FAILED",  # of CUBLAS, HIPBLAS, CUDNN, CUSOLVER, CUSPARSE
-        "FFT_ALLOC_FAILED",  # of CUFFT, HIPFFT
-        "miopenStatusAllocFailed",
-        "Not enough memory for workspace!",
-        "NVML_SUCCESS == r INTERNAL ASSERT",
-    ),
-    # cuDNN reports a workspace that it could not get as an engine that does not exist or as a failure of its own, and
-    # cuBLAS a handle that it could not make as one that was never asked for.
-    ambiguous=(
-        "Unable to find a valid cuDNN algorithm",
-        "FIND was unable to find an engine",
-        "GET was unable to find an engine",
-        "CUDNN_STATUS_NOT_SUPPORTED",
-        "CUDNN_STATUS_INTERNAL_ERROR",
-        "CUDNN_STATUS_EXECUTION_FAILED",
-        "CUBLAS_STATUS_NOT_INITIALIZED",
-    ),
-)
-_XPU = Vendor(
-    "xpu",
-    out_of_memory=("XPU out of memory", "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY"),
-    ambiguous=("UR_RESULT_ERROR_OUT_OF_RESOURCES",),
-)
-_MPS = _Metal(
-    "mps",
-    # A buffer may be too large for any device of this kind.
-    out_of_memory=("MPS backend out of memory", "Invalid buffer size: "),
-    keeps_statistics=False,
-)
-VENDORS = (_CUDA, _XPU, _MPS)
-WITH_STATISTICS = tuple(vendor.kind for vendor in VENDORS if vendor.keeps_statistics)
-
-
-def vendors_in_use() -> Iterator[Vendor]:
-    """Yield the vendors of the devices that this process uses; on a Mac that has one, Apple's in any case."""
-    return (vendor for vendor in VENDORS if vendor.is_in_use())
-
-
-def vendor_of(device: torch.device) -> Vendor | None:
-    """Return the vendor of a device; ``None`` for the host and for kinds that are not known."""
-    return {vendor.kind: vendor for vendor in VENDORS}.get(device.type)
-
 
 # Share of the available memory that is left free. A probe counts the holes of CUDA's allocator, but does not see
 # modules that are loaded later, nor other processes.
@@ -137,9 +30,10 @@ _unenforced: ContextVar[float | None] = ContextVar("unenforced", default=None)  
 def available_memory(device: torch.device | str) -> int:
     """Return the bytes that this process can still use on a device, including unused cached blocks of CUDA."""
     device = torch.device(device)
-    limits = [limit.budget - limit.live_bytes for limit in _active_limits(device) if limit.budget is not None]
+    limits = _emulated_limits(device)
     if device.type == "cpu":
-        free = min([psutil.virtual_memory().available, *(limit - used for limit, used in control_group_limits())])
+        free = psutil.virtual_memory().available
+        limits += control_group_limits()
     elif device.type == "cuda":
         require_statistics(device)
         free, total = _device_memory(device)
@@ -149,25 +43,38 @@ def available_memory(device: torch.device | str) -> int:
     else:
         free, total = _device_memory(device)
         free -= int(_MARGIN * total)
-    return max(0, min([free, *limits]))
+    for limit, used in limits:
+        free = min(free, limit - used)
+    return max(0, free)
 
 
 def total_memory(device: torch.device | str) -> int:
     """Return the bytes of memory of a device, to which shares of it refer."""
     device = torch.device(device)
-    limits = [limit.budget for limit in _active_limits(device) if limit.budget is not None]
+    limits = _emulated_limits(device)
     if device.type == "cpu":
-        return min([psutil.virtual_memory().total, *(limit for limit, _ in control_group_limits()), *limits])
-    return min([_device_memory(device)[1], *limits])
+        total = psutil.virtual_memory().total
+        limits += control_group_limits()
+    else:
+        total = _device_memory(device)[1]
+    for limit, _used in limits:
+        total = min(total, limit)
+    return total
 
 
 def is_emulated(device: torch.device | str) -> bool:
     """Return whether ``limit_memory`` emulates this device, so that running out of memory is safe."""
-    return bool(_active_limits(torch.device(device)))
+    return bool(_emulated_limits(torch.device(device)))
 
 
-def _active_limits(device: torch.device) -> list[LiveTensorMeter]:
-    return [limit for limit in LiveTensorMeter.active if limit.device is None or limit.device.type == device.type]
+def _emulated_limits(device: torch.device) -> list[tuple[int, int]]:
+    """Return the budgets of ``limit_memory`` for a device, and the bytes that are used of each."""
+    found = []
+    for meter in LiveTensorMeter.active:
+        is_of_device = meter.device is None or meter.device.type == device.type
+        if is_of_device and meter.budget is not None:
+            found.append((meter.budget, meter.live_bytes))
+    return found
 
 
 def require_statistics(device: torch.device) -> None:

@@ -39,11 +39,11 @@ def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1, pe
     seen = max(totals)
     begun = trace.events[: totals.index(seen) + 1]
     past = {*begun}
-    alive = {event for event in past if event > 0 and ~event not in past}
     last = _last_phases(trace, origins)
     held = Counter({holder.UNNAMED: max(0, peak - seen)})
-    for number in alive:
-        held[_part(origins.made.get(number), last[number])] += rounded_up(trace.sizes[number], rounding)
+    for number in past:
+        if number > 0 and ~number not in past:
+            held[_part(origins.made.get(number), last[number])] += rounded_up(trace.sizes[number], rounding)
     before = rounded_up(trace.sizes[0], rounding)
     for name, size in origins.resident.items():
         held[name] += min(size, before)

@@ -127,7 +127,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._touch(item)
             elif kind not in _LEAVES and getattr(arg, "_is_param", False):
                 self._touch(arg)
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self._see((out,), func, args, kwargs)
         elif isinstance(out, (list, tuple)):
@@ -180,8 +180,10 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         older: set[int] | None = None
         for tensor in outputs:
             if not _has_storage(tensor):
-                sparse_sum = func is _ADDS and tensor.layout is torch.sparse_coo
-                self._see(plain_tensors(tensor), _CREATES[0] if sparse_sum else func, args, kwargs)
+                made_by = func
+                if func is _ADDS and tensor.layout is torch.sparse_coo:
+                    made_by = _CREATES[0]
+                self._see(plain_tensors(tensor), made_by, args, kwargs)
                 continue
             storage = tensor.untyped_storage()
             held = self._held.get(storage._cdata)
@@ -239,7 +241,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _taken(args: Any, kwargs: Any) -> set[int]:
     """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
     found: set[int] = set()
-    for value in (*args, *kwargs.values()) if kwargs else args:
+    for value in (*args, *(kwargs or {}).values()):
         if isinstance(value, Tensor):
             found.update(addresses((value,)))
         elif isinstance(value, (list, tuple)):

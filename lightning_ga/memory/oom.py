@@ -7,15 +7,16 @@ inside ``except ... as error``: ``attempt`` keeps the error, leaves the block, t
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_ga.memory.device import VENDORS, vendors_in_use
+from lightning_ga.memory.vendors import VENDORS, vendors_in_use
 
 _OUT_OF_MEMORY = (
-    *(text for vendor in VENDORS for text in vendor.out_of_memory),
+    *chain.from_iterable(vendor.out_of_memory for vendor in VENDORS),
     "C10 Out of Memory",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -38,14 +39,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return False
     kinds = (torch.OutOfMemoryError, MemoryError)
-    return any(isinstance(link, kinds) or _says(link, _OUT_OF_MEMORY) for link in _chain(error))
+    return any(isinstance(link, kinds) or _says(link, _OUT_OF_MEMORY) for link in _linked(error))
 
 
 def is_ambiguous_out_of_memory(error: BaseException) -> bool:
     """Return whether an error may mean that memory ran out: it does if a smaller size passes."""
     if not isinstance(error, Exception) or is_out_of_memory(error):
         return False
-    return any(_says(link, _AMBIGUOUS) for link in _chain(error))
+    return any(_says(link, _AMBIGUOUS) for link in _linked(error))
 
 
 def may_be_out_of_memory(error: BaseException) -> bool:
@@ -85,7 +86,7 @@ def release(error: BaseException) -> None:
 
     Call it outside the ``except`` block. Frames die with the tracebacks of the error and of its chain.
     """
-    for link in _chain(error, suppressed=True):
+    for link in _linked(error, suppressed=True):
         link.__traceback__ = None
     _settle_backward_threads()
     gc.collect()
@@ -103,7 +104,7 @@ def _settle_backward_threads() -> None:
 
     An error wakes the main thread before that (``Engine::thread_main`` in ``torch/csrc/autograd/engine.cpp``).
     """
-    for device in [device for vendor in vendors_in_use() for device in vendor.devices()]:
+    for device in chain.from_iterable(vendor.devices() for vendor in vendors_in_use()):
         # Memory may be short even now; a budget of live tensors, which is a mode, still counts that thread's memory.
         with suppress(Exception), _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             some = torch.zeros((), device=device, requires_grad=True)
@@ -111,10 +112,10 @@ def _settle_backward_threads() -> None:
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return isinstance(error, RuntimeError) and any(map(str(error).__contains__, texts))
 
 
-def _chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
+def _linked(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
     """Yield the error, its members if it is a group, and those it was raised from or while handling, each once."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()

@@ -138,13 +138,17 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if func is _ADD and torch._C._current_graph_task_id() != -1:
             self._note_sum(recording, args[0], *outputs)
         if _described(func)[1]:
-            floating = [value for value in args if isinstance(value, Tensor) and value.is_floating_point()]
-            self._name(recording, floating, holder.LOGITS)
+            for value in args:
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    self._name(recording, [value], holder.LOGITS)
 
     def _note_sum(self, recording: Recording, gradient: Tensor, total: Tensor) -> None:
         """Note the storages of a gradient and of its sum with another, both of this step."""
-        held = [self._held.get(storage) for storage in addresses((gradient, total))]
-        numbers = [each.number for each in held if each is not None and each.recording is recording]
+        numbers = []
+        for storage in addresses((gradient, total)):
+            held = self._held.get(storage)
+            if held is not None and held.recording is recording:
+                numbers.append(held.number)
         if len(numbers) == 2:
             recording.sums.append((numbers[0], numbers[1]))
 

@@ -6,6 +6,7 @@ Tested in tests/probe/test_prediction.py.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
+from operator import neg
 from typing import NamedTuple
 
 from lightning_ga.plan.accumulation import ceil_div
@@ -54,13 +55,9 @@ class MemoryTrace:
             blocks = tuple((size, storages.get(place, min(place, 0))) for size, place in segment.blocks)
             now.append(segment._replace(blocks=blocks))
             lost -= {number for _, number in blocks}
-        if not now or any(self.sizes[number] > small for number in lost):
+        if not now or max(map(self.sizes.__getitem__, lost), default=0) > small:
             return self
-        begin = []
-        for kind in {segment.small for segment in self.layout if not segment.blocks}:  # that grow
-            lowest = min(segment.address for segment in self.layout if segment.small == kind)
-            begin.append(Segment(kind, lowest, ()))
-        return replace(self, layout=(*begin, *now))
+        return replace(self, layout=tuple(now))
 
     def peak(self, rounding: int = 1) -> int:
         """Return the most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""
@@ -115,7 +112,7 @@ def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> in
 def bytes_alive(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> list[int]:
     """Return the bytes alive after each event."""
     changes = [rounded_up(size, rounding) for size in sizes]
-    changes += [-size for size in reversed(changes)]  # so that index ~n holds the release of storage n
+    changes += map(neg, reversed(changes[:]))  # so that index ~n holds the release of storage n
     return list(accumulate(map(changes.__getitem__, events)))
 
 

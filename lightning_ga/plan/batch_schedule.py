@@ -80,7 +80,6 @@ def constant(batch: int) -> PiecewiseSchedule:
     return PiecewiseSchedule(str(batch), "step", (0,), (batch,))
 
 
-__all__ = ["Schedule", "ScheduleLike", "as_schedule", "by_samples", "by_step", "from_lr_decay", "geometric", "linear"]
 ScheduleLike = int | Mapping[int, int] | Callable[[int], int] | PiecewiseSchedule
 Schedule = Callable[[int], int | None]
 

@@ -12,7 +12,7 @@ from statistics import covariance, fmean, harmonic_mean, stdev, variance
 
 
 @dataclass(frozen=True, slots=True)
-class NoiseScale:
+class NoiseScaleEstimate:
     """A noise scale in samples, and its standard error."""
 
     value: float
@@ -31,7 +31,7 @@ def window_moments(passes: Sequence[tuple[float, float]], whole: float) -> tuple
     return spread, whole - spread * total
 
 
-def noise_scale(moments: Sequence[tuple[float, float]]) -> NoiseScale | None:
+def noise_scale(moments: Sequence[tuple[float, float]]) -> NoiseScaleEstimate | None:
     """Return tr Σ / |G|² of several windows' estimates; ``None`` if |G|² is not clearly above zero.
 
     The error is that of a ratio of means, to first order.
@@ -46,7 +46,7 @@ def noise_scale(moments: Sequence[tuple[float, float]]) -> NoiseScale | None:
         return None
     value = spread / square
     mixed = variance(spreads) - 2 * value * covariance(spreads, squares) + value**2 * variance(squares)
-    return NoiseScale(value, sqrt(max(0.0, mixed) / number) / square)
+    return NoiseScaleEstimate(value, sqrt(max(0.0, mixed) / number) / square)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,8 @@ class KnownWindow(WindowWeights):
         if planned is None:
             planned = count
         if count and planned == window and self.world_size == 1:  # one micro-batch is its own mean, to the bit
-            window = planned = count
+            window = count
+            planned = count
         self.weight = factor * self.world_size * count / window
         self.window = window
         self.seen = planned if first else self.seen + planned

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha256
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,7 @@ def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int)
         "model": _digest(_module(module)),
         "code": _digest(sorted({_digest(_code(type(part))) for part in module.modules()})),
         "batch": str(_value(small)),
-        "optimizers": [_optimizer(optimizer) for optimizer in trainer.optimizers],
+        "optimizers": [*map(_optimizer, trainer.optimizers)],
         "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
         "clipping": [str(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         "strategy": type(trainer.strategy).__name__,
@@ -114,7 +113,7 @@ def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int)
         "objective": [objective, windows, options.on_oom],
         "chunks": [str(options.whole), rank_samples] if options.whole else None,
         "checkpoint": str(options.checkpoint),
-        "versions": {name: version(name) for name in _VERSIONS},
+        "versions": dict(zip(_VERSIONS, map(version, _VERSIONS))),
     }
 
 
@@ -123,7 +122,7 @@ def _value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _value(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_value(inner) for inner in value]
+        return [*map(_value, value)]
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{tuple(value.shape)} {value.dtype}"
     if isinstance(value, (str, bytes)):
@@ -155,17 +154,24 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
 def _code(thing: Any) -> list[str]:
     """Describe what a function does, or a class with its bases: byte code, constants and names, not their place."""
     if isinstance(thing, type):
-        values = (value for base in thing.__mro__ for _, value in sorted(vars(base).items()))
-        methods = (_code(value) for value in values if isinstance(value, types.FunctionType))
-        return [f"{thing.__module__}.{thing.__qualname__}", *chain.from_iterable(methods)]
+        lines = [f"{thing.__module__}.{thing.__qualname__}"]
+        for base in thing.__mro__:
+            for _, value in sorted(vars(base).items()):
+                if isinstance(value, types.FunctionType):
+                    lines += _code(value)
+        return lines
     code = thing
     if not isinstance(thing, types.CodeType):
         code = getattr(thing, "__code__", None)
     if code is None:
         return [getattr(thing, "__qualname__", type(thing).__qualname__)]
-    inner = (_code(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    plain = (repr(constant) for constant in code.co_consts if isinstance(constant, (*_PLAIN, bytes, tuple)))
-    return [code.co_code.hex(), *code.co_names, *plain, *chain.from_iterable(inner)]
+    lines = [code.co_code.hex(), *code.co_names]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            lines += _code(constant)
+        elif isinstance(constant, (*_PLAIN, bytes, tuple)):
+            lines.append(repr(constant))
+    return lines
 
 
 def _is_setting(value: Any) -> bool:

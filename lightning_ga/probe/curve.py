@@ -5,7 +5,7 @@ Tested in tests/probe/test_prediction.py.
 
 from dataclasses import dataclass, field, replace
 
-from lightning_ga.memory.segments import SMALL, Peaks, SegmentRules, replay_segments
+from lightning_ga.memory.segments import SMALL, Peaks, replay_segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate, paired
@@ -27,6 +27,11 @@ class Step:
         """Micro-batch size."""
         return self.trial.micro_batch_size
 
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that a budget had to leave, as far as is known."""
+        return max(self.trial.peak_bytes, self.reserved_bytes or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -40,7 +45,7 @@ class Curve:
     samples: tuple[int, int]  # the two sizes that were traced or measured
     lines: tuple[tuple[int, int], ...]  # bytes at these two sizes
     rounding: int = 1  # of the allocator: 1 if sizes are exact
-    rules: SegmentRules | None = None  # how the allocator cuts its blocks out of segments, if it does
+    in_segments: bool = False  # whether the allocator cuts blocks out of segments, by the rules of ``memory.segments``
     # Above ``start`` bytes, the predicted need is corrected by real ÷ predicted growth up to the largest step.
     start: int = 0
     grown: tuple[int, int] = (1, 1)  # the real growth up to that step, and the predicted one
@@ -61,7 +66,7 @@ class Curve:
 
     def begun_at(self, layout: tuple[Segment, ...]) -> "Curve":
         """Return the curve of steps that find these segments, which are those that an earlier one has left."""
-        if self.replay is None or self.rules is None:
+        if self.replay is None or not self.in_segments:
             return self
         second = self.replay.second.begun_at(layout, small=SMALL)
         return replace(self, replay=replace(self.replay, second=second), replayed={})
@@ -73,11 +78,11 @@ class Curve:
         """
         needed = step.trial.peak_bytes if step.reserved_bytes is None else step.reserved_bytes
         traced = self.replay is not None and step.samples <= self.samples[1]
-        if traced and self.rules is not None:  # recording changes what a step reserves
+        if traced and self.in_segments:  # recording changes what a step reserves
             return self
         foreseen = self.foreseen(step.samples)
         # On a flat curve a small correction would move the limit far.
-        if self.rules is not None and 0 <= foreseen - needed <= TOLERANCE * needed:
+        if self.in_segments and 0 <= foreseen - needed <= TOLERANCE * needed:
             return replace(self, start=0, grown=(1, 1), less=0)
         start = 0 if traced or self.replay is None else self.foreseen(self.samples[1])
         if min(needed, foreseen) <= start:
@@ -98,7 +103,7 @@ class Curve:
 
     def foreseen(self, samples: int, *, at_least: bool = False) -> int:
         """Return the bytes that a budget must leave by the traces, ``at_least`` if temporaries grow no more."""
-        return self._unseen(samples) + self._seen(samples, at_least=at_least).needed
+        return self._unseen(samples) + self._seen(samples, at_least=at_least).reserved
 
     def _unseen(self, samples: int) -> int:
         low, high = self.samples
@@ -109,17 +114,17 @@ class Curve:
 
     def _seen(self, samples: int, *, at_least: bool = False) -> Peaks:
         if self.replay is None:
-            return Peaks(0, 0, 0)
-        if self.rules is not None:
+            return Peaks(0, 0)
+        if self.in_segments:
             if (samples, at_least) not in self.replayed:
                 sizes = self.replay.sizes(samples, at_least=at_least)
-                self.replayed[samples, at_least] = replay_segments(sizes, self.replay.second, self.rules)
+                self.replayed[samples, at_least] = replay_segments(sizes, self.replay.second)
             return self.replayed[samples, at_least]
         peak = self.replay(samples, at_least=at_least)
-        return Peaks(peak, peak, peak)
+        return Peaks(peak, peak)
 
 
-def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None = None) -> Curve | None:
+def fit_curve(fitting: list[Step], rounding: int, *, in_segments: bool = False) -> Curve | None:
     """Fit the curve to steps in rising order: by replay, then by phase, if two traces allow, else by their peaks.
 
     It goes through the largest step. ``None`` if there are not two steps.
@@ -129,7 +134,7 @@ def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None 
         return None
     curve = None
     if len(traced) == 2:
-        curve = _of_traces(traced[0], traced[1], rounding, rules)
+        curve = _of_traces(traced[0], traced[1], rounding, in_segments)
     if curve is None:
         small = fitting[-2]
         large = fitting[-1]
@@ -138,17 +143,17 @@ def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None 
     return curve.through(fitting[-1])
 
 
-def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
+def _of_traces(small: Step, large: Step, rounding: int, in_segments: bool) -> Curve | None:
     samples = (small.samples, large.samples)
     pairs = list(zip(small.traces, large.traces))
     blocks = paired(small.traces, large.traces)  # an allocator's records: nothing is unseen
     replay = None if blocks is None else extrapolate(*blocks, rounding=rounding)
     if replay is not None:
-        return Curve(replay, samples, ((0, 0),), rounding, rules)
+        return Curve(replay, samples, ((0, 0),), rounding, in_segments)
     for first, second in pairs:
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:
-            seen = Curve(replay, samples, ((0, 0),), rounding, rules)
+            seen = Curve(replay, samples, ((0, 0),), rounding, in_segments)
             start = small.trial.peak_bytes - seen(small.samples)
             end = large.trial.peak_bytes - seen(large.samples)
             return replace(seen, lines=((start, end),))

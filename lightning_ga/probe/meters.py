@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.device import WITH_STATISTICS, available_memory, is_emulated
+from lightning_ga.memory.device import available_memory, is_emulated
 from lightning_ga.memory.holders import StepOrigins, attribute
 from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.segments import ROUNDING
 from lightning_ga.memory.step_recorder import StepRecorder
 from lightning_ga.memory.trace import MemoryTrace, Segment
+from lightning_ga.memory.vendors import WITH_STATISTICS
 from lightning_ga.plan.records import Attribution
 from lightning_ga.probe.prediction import extrapolate
 from lightning_ga.probe.training import ProbedTraining
@@ -55,8 +56,11 @@ class StepMeter:
         self.device = device
         # Whether running out of memory ends the process instead of raising an error.
         self.deadly = device.type == "cpu" and not is_emulated(device)
-        self.allocator = AllocatorMeter(device) if device.type in WITH_STATISTICS else None
-        self.rounding = 1 if self.allocator is None else ROUNDING
+        self.allocator = None
+        self.rounding = 1
+        if device.type in WITH_STATISTICS:
+            self.allocator = AllocatorMeter(device)
+            self.rounding = ROUNDING
         self.tensors = StepRecorder(training.owned, self.allocator, device=device, rounding=self.rounding)
         self._residents: dict[int, int] = {}  # by address: which of the tensors that are alive before a step
 
@@ -75,8 +79,10 @@ class StepMeter:
 
     def room(self) -> int:
         """Return the bytes that the device can still give; a share of them if it must not run out."""
-        share = CPU_SHARE if self.deadly else 1.0
-        return int(share * available_memory(self.device))
+        room = available_memory(self.device)
+        if self.deadly:
+            room = int(CPU_SHARE * room)
+        return room
 
     def layout(self) -> tuple[Segment, ...]:
         """Return the segments that the next step finds, with the tensors that were counted last."""
@@ -148,7 +154,9 @@ class PeakHolders:
         if recorded is not None:
             return attribute(*recorded, rounding=self._rounding, peak=peak)
         ran = self._complete()
-        return attribute(*self._steps[ran[-1]], rounding=self._rounding) if ran else None
+        if not ran:
+            return None
+        return attribute(*self._steps[ran[-1]], rounding=self._rounding)
 
     def _complete(self) -> list[int]:
         return sorted(size for size, (_, origins) in self._steps.items() if origins.complete)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_ga.memory.device import WITH_STATISTICS, total_memory
+from lightning_ga.memory.device import total_memory
 from lightning_ga.memory.step_recorder import StepRecorder
+from lightning_ga.memory.vendors import WITH_STATISTICS
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.budget import Budget

@@ -31,6 +31,7 @@ from lightning_ga.plan.accumulation import ceil_div, whole_multiples
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import RETRIES
 from lightning_ga.probe.cache import describe_step
+from lightning_ga.probe.probed_loop import numbered
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.recompute.choice import Candidate
 from lightning_ga.recompute.survey import survey
@@ -65,6 +66,7 @@ class ProbedTrainer(ProbedTraining):
     ) -> None:
         super().__init__()
         self.trainer = setup.trainer
+        self.device = numbered(setup.trainer.strategy.root_device)
         self.batches = setup.batches
         self._setup = setup
         self._restore = restore
@@ -144,14 +146,19 @@ class ProbedTrainer(ProbedTraining):
         """Run plain steps, and see again which parameters have gradients."""
         super().forget()
         self._recomputed = ()
-        self._gradients = {}
+        if self._gradients or self._sparse:
+            self._gradients = {}
+            self._sparse = []
+            self.reset()
 
     def survey(self) -> tuple[int, Candidate]:
         """See what submodules would free, with the fewest samples that run: BatchNorm may refuse one."""
         self.announce("Looking for submodules to compute again …")
         self._restore()  # there are no gradients
         found = attempt(self._survey_of, lambda error: not is_out_of_memory(error), 1).result
-        return (2, self._survey_of(2)) if found is None else (1, found)
+        if found is None:
+            return 2, self._survey_of(2)
+        return 1, found
 
     def _survey_of(self, samples: int) -> Candidate:
         step = partial(self.first_pass, samples)
@@ -165,9 +172,11 @@ class ProbedTrainer(ProbedTraining):
         if chunks is not None:  # a phase ends with the loss, which may need more memory than a chunk
             chunks.use(samples, window=window, on_recompute=meter.mark)
         try:
-            batch, whole = self.batch(samples if chunks is None else window)
+            batch, whole = self.batch(window if chunks is not None else samples)
             meter.note_batch(tensors_in((whole, batch)))
-            place = LAST_OF_WINDOW if chunks is None and self._gradients else WHOLE_WINDOW
+            place = LAST_OF_WINDOW
+            if chunks is not None or not self._gradients:
+                place = WHOLE_WINDOW
             with recomputed(self.trainer.lightning_module, self._recomputed):
                 run_pass(self.trainer, batch, place, after_backward=partial(self._after_backward, meter))
         finally:
@@ -191,8 +200,12 @@ class ProbedTrainer(ProbedTraining):
         """Return the sizes to try for the first step: large chunks first, because a window has many chunks of two."""
         if self._setup.chunks is None:
             return super().first_sizes(high)
-        fewer = (high // (FIRST_CHUNKS * 4**power) for power in range(8))
-        return [*(size for size in fewer if size > 2), *super().first_sizes(high)]
+        sizes = []
+        size = high // FIRST_CHUNKS
+        while size > 2:
+            sizes.append(size)
+            size //= 4
+        return [*sizes, *super().first_sizes(high)]
 
     def useful(self, samples: int, limit: int) -> int:
         """Return the size of as many chunks of near-equal size, or of one fewer if these are known to fit."""

@@ -4,10 +4,11 @@ Tested in tests/integration/test_probe.py.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import may_reserve
@@ -20,7 +21,6 @@ from lightning_ga.probe.search import Search
 from lightning_ga.probe.trace_sizes import MARGIN, Task, affordable_samples, most_bytes, trace_sizes
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.probe.trials import Trials
-from lightning_ga.recompute.choice import Candidate, ChosenSet, choose
 
 CLOSEST = 0.25  # share of the budget that a trial may use if nothing can be predicted and running out ends the process
 
@@ -99,7 +99,8 @@ class Prober:
             gradients = bytes_of(owned[GRADIENTS])
             owned_bytes = bytes_of(chain(*owned.values()))
             bound = most_bytes(trace, samples, peak=measured.peak_bytes, owned=owned_bytes, gradients=gradients)
-        self._training.put_back()
+        if bound is None:
+            self._training.put_back()
         return bound
 
     def confirm(self, sizes: Sequence[int], *, predict_only: bool | None = None) -> tuple[int, int]:
@@ -116,35 +117,6 @@ class Prober:
                 if self._trials.run(size, record=False, lenient=True).trial.fits:
                     return size, self._trials.steps
         return 0, self._trials.steps
-
-    def choose(self, root: Candidate, size: int, use: Callable[[tuple[str, ...]], None]) -> ChosenSet:
-        """Choose the submodules that are computed again so that a step of so many samples fits; ``use`` sets them.
-
-        The first step with an optimizer needs less memory than later ones, so its state is made before.
-
-        Raises:
-            DoesNotFitError: If no set fits.
-        """
-        with self._trials.running():
-            warmed = attempt(self._training.warm_up).failure is None
-            self._training.put_back()
-            alive, budget = self._trials.prepare()
-            budget = self._training.smallest(budget)
-            if not self._training.agree(warmed and alive <= budget):
-                what = "The model, its gradients and its optimizer's states, which checkpointing cannot lower, take"
-                raise self._budget.shortage(what, alive, budget)
-
-            def peak_with(names: tuple[str, ...]) -> int | None:
-                use(names)
-                trial = self._trials.run(size, record=False, lenient=True).trial
-                return self._training.largest(trial.peak_bytes) if trial.fits else None
-
-            chosen = choose(root, peak_with, budget)
-            if not chosen.names:
-                what = f"With micro_batch_size={size} and all submodules computed again that can be, a step"
-                what += " takes more than"
-                raise self._budget.shortage(what, budget, budget)
-            return chosen
 
     def _is_cautious(self, alive: int, predict_only: bool | None) -> bool:
         """Return whether no rank may run a step near the budget: it might end the process, or the caller forbids it."""
@@ -171,7 +143,7 @@ class Prober:
             peak = trial.peak_bytes
         holders = None
         if not cautious:
-            holders = self._trials.holders(limit, peak)
+            holders = self._trials.holders.at(limit, peak)
         return replace(
             known,
             limit=limit,
@@ -200,7 +172,7 @@ class Prober:
             step = self._trials.run(size, record=record)
             self._tried.append(step.trial)
             search.record(step)
-        if search.task.rules is not None:
+        if search.task.in_segments:
             self._training.put_back()
         limit = search.limit
         if cautious:
@@ -242,7 +214,7 @@ class Prober:
             high,
             budget,
             rounding,
-            rules=None if allocator is None else allocator.rules,
+            in_segments=allocator is not None and allocator.cuts_segments,
             has_margin=may_reserve(self._meter.device, budget + int(MARGIN * budget)),
             closest=closest,
         )
@@ -250,14 +222,14 @@ class Prober:
 
     def _next(self, search: Search) -> tuple[int, bool]:
         """Return the next size to try, at most the limit if there is none, and whether to record it."""
-        if search.task.rules is not None:
+        if search.task.in_segments:
             self._trials.prepare()
             search.begin_at(self._meter.layout())
-        proposal = search.propose()
-        size = self._training.useful(self._training.smallest(proposal.size), search.limit)
+        size, record = search.propose()
+        size = self._training.useful(self._training.smallest(size), search.limit)
         if size >= search.ceiling:
             size = search.limit
-        return size, proposal.record
+        return size, record
 
     def _result(self, search: Search, limit: int) -> ProbeResult:
         measured = {trial.micro_batch_size: trial.peak_bytes for trial in self._tried}
@@ -273,7 +245,7 @@ class Prober:
             seconds=time.perf_counter() - self._started,
             method=search.method,
             curve=search.curve(limit),
-            holders=self._trials.holders(limit, peak),
+            holders=self._trials.holders.at(limit, peak),
         )
 
     def _does_not_fit(self, alive: int, budget: int, high: int, *, cautious: bool) -> DoesNotFitError:
@@ -288,10 +260,10 @@ class Prober:
         else:
             least = " at least"
             refused = [trial for trial in self._tried if trial.peak_bytes > budget] or self._tried
-            trial = min(refused, key=lambda trial: trial.micro_batch_size)
+            trial = min(refused, key=attrgetter("micro_batch_size"))
             needed = trial.peak_bytes
         size = trial.micro_batch_size
-        holders = self._trials.holders(size, trial.peak_bytes)
+        holders = self._trials.holders.at(size, trial.peak_bytes)
         what = f"A training step with micro_batch_size={size}, the smallest that runs, takes{least}"
         return self._budget.shortage(what, needed, budget, measured=smallest is not None, holders=holders)
 
@@ -305,8 +277,9 @@ class Prober:
             return None
         smallest = None
         for size in self._training.first_sizes(high):
-            tried = [self._trials.run(size, record=True, bounded=False) for _ in range(2)]
-            if all(step.trial.fits for step in tried):
-                needed = max(max(step.trial.peak_bytes, step.reserved_bytes or 0) for step in tried)
-                smallest = tried[-1].trial, self._training.largest(needed)
+            first = self._trials.run(size, record=True, bounded=False)
+            second = self._trials.run(size, record=True, bounded=False)
+            if first.trial.fits and second.trial.fits:
+                needed = max(first.needed_bytes, second.needed_bytes)
+                smallest = second.trial, self._training.largest(needed)
         return smallest

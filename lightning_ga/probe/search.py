@@ -10,7 +10,6 @@ there the search ends when at most one sample in a hundred could be gained, or a
 """
 
 from math import isqrt, sqrt
-from typing import NamedTuple
 
 from lightning_ga.memory.trace import Segment
 from lightning_ga.plan.records import Method
@@ -28,17 +27,8 @@ MOST_TRIALS = 12  # if sizes are not exact
 HOLE_RESERVE = 0.005  # share of the budget that a first trial near it leaves to holes, if there is no margin
 WORTH_RECORDING = 0.03  # a step is recorded if sizes larger by this share might still fit
 WORTH_A_STEP = 1.05  # times the largest step: if nothing can be predicted, a smaller growth ends the search
-# After a failure that the curve did not predict: how far to stay below it, as a share of the budget if sizes are exact,
-# else of the size. A step that fits corrects the curve by what the allocator reserved, so one should come soon.
-EXACT_SPARES = (0.02, 0.04, 0.08)
-SPARES = (0.08, 0.08)
-
-
-class Proposal(NamedTuple):
-    """A size to try next; the limit so far if no trial is worth it."""
-
-    size: int
-    record: bool  # whether the step should be recorded; it need not be, if recording disturbs it
+SPARE = 0.08  # of a size that failed although the curve said that it fits: how far to stay below it,
+SPARED_FAILURES = 2  # after so many failures
 
 
 class Search:
@@ -80,11 +70,14 @@ class Search:
         if self._curve is not None:
             self._curve = self._curve.begun_at(layout)
 
-    def propose(self) -> Proposal:
-        """Return the next size to try, below ``ceiling``, and whether to record it; ``limit`` at the end."""
+    def propose(self) -> tuple[int, bool]:
+        """Return the next size to try, below ``ceiling``, or ``limit`` at the end; and whether to record the step.
+
+        A step need not be recorded, if that disturbs it.
+        """
+        is_first = len(self._fitting) < len(self._sizes)
         size, is_unsure = self._next()
-        first = len(self._fitting) < len(self._sizes)
-        return Proposal(size, self.task.closest is not None or is_unsure or first)
+        return size, is_unsure or is_first or self.task.closest is not None
 
     def _next(self) -> tuple[int, bool]:
         """Return the next size to try, and whether much more might fit."""
@@ -101,15 +94,17 @@ class Search:
             return limit, False
         is_unsure = self._may_be_more(guess)
         if guess <= limit and not self._is_proven():
-            guess = self._unused_between_traces() or min(limit + _stride(self._steps), self.ceiling - 1)
+            guess = min(limit + _stride(self._steps), self.ceiling - 1)
         return guess, is_unsure
 
     def _guess(self) -> int:
         """Guess the limit from the predicted curve and from the trials that contradict it."""
         low = self.limit
         curve = self._curve
+        if curve is None and self._failed:
+            return _between(low, self.ceiling)
         if curve is None:
-            return _between(low, self.ceiling) if self._failed else min(2 * low, self.ceiling - 1)
+            return min(2 * low, self.ceiling - 1)
         is_exact = self.task.rounding == 1
         is_large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
         guess = largest_fitting(self._needs, low + 1, self.task.high, self.task.budget)
@@ -122,8 +117,11 @@ class Search:
             guess = max(spared, largest_fitting(self._needs, low + 1, guess - guess // 100, self.task.budget))
         if guess < self.ceiling:
             return guess
-        guess = self._spared(curve)
-        return guess if low < guess < self.ceiling else _between(low, self.ceiling)
+        # Memory may be fragmented. A step that fits corrects the curve, so one should come soon.
+        spared = self.ceiling - 1 - int(SPARE * self.ceiling)
+        if spared > low and len(self._failed) <= SPARED_FAILURES:
+            return spared
+        return _between(low, self.ceiling)
 
     def _below_failures(self, guess: int) -> int:
         """Return a guess that trusts a failure just above more than the last bytes of a prediction."""
@@ -135,30 +133,6 @@ class Search:
             return middle
         spared = self.ceiling - int(BACKOFF_AFTER_FAILURE * self.ceiling)
         return min(guess, max(middle, min(self.ceiling - 1, spared)))
-
-    def _spared(self, curve: Curve) -> int:
-        """Return a size below one that failed although the curve said that it fits: memory may be fragmented."""
-        high = self.ceiling - 1
-        is_exact = self.task.rounding == 1
-        spares = EXACT_SPARES if is_exact else SPARES
-        misses = len(self._failed)
-        if misses > len(spares) or (curve.replay is None and len(curve.lines) == 1):
-            return 0
-        spare = spares[misses - 1]
-        if not is_exact:
-            return high - int(spare * high)
-        return largest_fitting(curve.needs, self.limit + 1, high, self.task.budget - int(spare * self.task.budget))
-
-    def _unused_between_traces(self) -> int | None:
-        """Return a size whose trial confirms a replay that puts the limit at a trace, if there is one.
-
-        The alternative is to try one sample too many.
-        """
-        if self._replay is None or self._misled:
-            return None
-        low = self._replay.first.samples
-        high = self._replay.second.samples
-        return (low + high) // 2 if high - low > 1 else None
 
     def _approach(self, closest: float) -> int:
         """Return a larger size that is not near the budget: needed only if the streams do not align."""
@@ -199,7 +173,7 @@ class Search:
                 self._sizes = after_first_failure(self._sizes, step.samples)
             return
         if step.traces or self._replay is None or self._curve is None:
-            self._curve = fit_curve(fitting, self.task.rounding, rules=self.task.rules)
+            self._curve = fit_curve(fitting, self.task.rounding, in_segments=self.task.in_segments)
         else:
             self._curve = self._curve.through(fitting[-1])
         if len(fitting) < len(self._sizes):
@@ -219,9 +193,9 @@ class Search:
     def _is_enough(self, guess: int) -> bool:
         """Return whether the limit, tried beyond the traces, is near enough to the guess, or trials are used up."""
         limit = self.limit
-        many = len(self._steps) >= MANY_TRIALS
-        enough = limit >= (NEARLY if many else ENOUGH) * guess
-        enough |= many and limit >= NEARLY_OF_FAILED * self.ceiling
+        enough = limit >= ENOUGH * guess
+        if len(self._steps) >= MANY_TRIALS:
+            enough = limit >= NEARLY * guess or limit >= NEARLY_OF_FAILED * self.ceiling
         is_beyond = limit > max(self._sizes) or bool(self._failed)
         return (is_beyond and enough) or (limit > 0 and len(self._steps) >= MOST_TRIALS)
 

@@ -6,7 +6,6 @@ Tested in tests/probe/test_search.py.
 from dataclasses import dataclass, replace
 from math import isqrt
 
-from lightning_ga.memory.segments import SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.probe.curve import Curve, Step
@@ -24,7 +23,7 @@ class Task:
     high: int
     budget: int
     rounding: int = 1  # of the allocator, in bytes: 512 on CUDA; sizes are exact to the byte if it is 1
-    rules: SegmentRules | None = None  # of the segments that the budget bounds, if there are any
+    in_segments: bool = False  # whether the budget bounds the segments that blocks are cut out of
     has_margin: bool = False  # whether there is one percent more than the budget, for an allocator's holes
     closest: float | None = None  # share of the budget that a trial may come to; ``None`` if every size may be tried
 
@@ -35,10 +34,12 @@ def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: boo
     Kernels of an accelerator use other temporaries for larger inputs, so there the traces are as large as a quarter of
     the memory allows.
     """
-    if high <= 3:
-        return (high,) if high < 3 else (2, 3)
-    second = min(affordable // 4, high // 2) if kernels_vary else 0
-    if second > 8:
+    if high < 3:
+        return (high,)
+    if high == 3:
+        return (2, 3)
+    second = min(affordable // 4, high // 2)
+    if kernels_vary and second > 8:
         return (second // 2, second)
     for pair in ((2 * first, 4 * first), (first, 2 * first)):
         if pair[1] <= min(high, affordable):

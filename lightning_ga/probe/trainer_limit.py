@@ -26,12 +26,12 @@ from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, Timing
 from lightning_ga.probe.budget import Budget, DoesNotFitError
 from lightning_ga.probe.cache import remember, remembered
 from lightning_ga.probe.meters import StepMeter
-from lightning_ga.probe.probed_loop import numbered
 from lightning_ga.probe.probed_trainer import ProbedTrainer, TrainingSetup
 from lightning_ga.probe.prober import Prober
 from lightning_ga.probe.size_limits import limits_by_size
 from lightning_ga.probe.throughput import fastest, time_windows
-from lightning_ga.recompute.choice import PARTS
+from lightning_ga.probe.trials import Trials
+from lightning_ga.recompute.choice import PARTS, Candidate, ChosenSet, choose
 
 TIMED = 3  # passes of a size, after one to warm up
 
@@ -122,15 +122,17 @@ def _remembered_by_all(training: ProbedTrainer, kind: Mapping[str, Any]) -> Prob
 
 
 def _prober(training: ProbedTrainer, options: Options) -> Prober:
-    """Return what runs the steps of a training, within the budget that was asked for."""
-    device = numbered(training.trainer.strategy.root_device)
+    """Return what looks for the limit of a training, within the budget that was asked for."""
+    return Prober(training, StepMeter(training.device, training), _budget(training, options))
+
+
+def _budget(training: ProbedTrainer, options: Options) -> Budget:
     advice = ""
     if options.whole:
         advice = "give a smaller effective_batch_size, as whole= makes a window one pass; or "
     if options.checkpoint != "auto":
         advice += 'give checkpoint="auto", which computes activations again; or '
-    budget = Budget(options.budget, total_memory(device), advice=advice)
-    return Prober(training, StepMeter(device, training), budget)
+    return Budget(options.budget, total_memory(training.device), advice=advice)
 
 
 def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
@@ -139,7 +141,6 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
     Ranks choose from what the first of them has seen, unless each probes alone.
     """
     with _probed(setup) as training:
-        prober = _prober(training, options)
         training.see_gradients()
         seen = attempt(training.survey)
         if not training.agree(seen.failure is None):  # not even a forward pass fits
@@ -148,12 +149,39 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
         if not setup.alone:
             size, root = ranks.of_all_ranks(setup.trainer, seen.result)[0]
         training.reset()
-        chosen = prober.choose(root, size, training.recompute)
+        chosen = _chosen_within(_budget(training, options), training, root, size)
     plain_bytes = chosen.peak_bytes or 0
     for each in root.all():
         if each.name in chosen.names:
             plain_bytes += each.frees
     return Recomputed(chosen.names, chosen.share, size, max(plain.needed, plain_bytes), plain.left)
+
+
+def _chosen_within(allowed: Budget, training: ProbedTrainer, root: Candidate, size: int) -> ChosenSet:
+    """Return the submodules that are computed again so that a step of so many samples fits; raise if no set does.
+
+    The first step with an optimizer needs less memory than later ones, so its state is made before.
+    """
+    trials = Trials(training, StepMeter(training.device, training), allowed.asked)
+    with trials.running():
+        warmed = attempt(training.warm_up).failure is None
+        training.put_back()
+        alive, budget = trials.prepare()
+        budget = training.smallest(budget)
+        if not training.agree(warmed and alive <= budget):
+            what = "The model, its gradients and its optimizer's states, which checkpointing cannot lower, take"
+            raise allowed.shortage(what, alive, budget)
+
+        def peak_with(names: tuple[str, ...]) -> int | None:
+            training.recompute(names)
+            trial = trials.run(size, record=False, lenient=True).trial
+            return training.largest(trial.peak_bytes) if trial.fits else None
+
+        chosen = choose(root, peak_with, budget)
+    if not chosen.names:
+        what = f"With micro_batch_size={size} and all submodules computed again that can be, a step takes more than"
+        raise allowed.shortage(what, budget, budget)
+    return chosen
 
 
 def recomputable(setup: TrainingSetup) -> tuple[str, ...]:
@@ -187,10 +215,10 @@ def timed_windows(training: ProbedTrainer, *, rank_samples: int, limit: int) -> 
         for _ in range(1 + TIMED):
             training.reset()
             batch, _whole = training.batch(size)
-            synchronize(trainer.strategy.root_device)
+            synchronize(training.device)
             started = time.perf_counter()
             run_pass(trainer, batch, place)
-            synchronize(trainer.strategy.root_device)
+            synchronize(training.device)
             seconds.append(time.perf_counter() - started)
         training.reset()
         return float(max(ranks.of_all_ranks(trainer, min(seconds[1:]))))

@@ -1,5 +1,6 @@
 """A training to probe: its steps, what is alive when they begin, and how it is put back after them."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
@@ -107,15 +108,7 @@ class ProbedTraining:
         bound = 1
         while self.agree(value >= bound):
             bound *= 2
-        low = bound // 2
-        high = bound - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.agree(value >= middle):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_left(range(bound), True, bound // 2 + 1, key=lambda size: not self.agree(value >= size)) - 1
 
     def largest(self, value: int) -> int:
         """Return the largest value over ranks, in the same way."""

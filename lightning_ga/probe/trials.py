@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ga.memory.device import enforced_budget, lifted_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
-from lightning_ga.plan.records import Attribution, Trial
+from lightning_ga.plan.records import Trial
 from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import Measurement, PeakHolders, StepMeter
 from lightning_ga.probe.training import ProbedTraining
@@ -43,10 +43,10 @@ class Trials:
 
     def __init__(self, training: ProbedTraining, meter: StepMeter, asked: int | None) -> None:
         self.steps = 0  # that have run so far
+        self.holders = PeakHolders(meter.rounding)
         self._training = training
         self._meter = meter
         self._asked = asked  # bytes of the budget; ``None`` is what the device has free
-        self._holders = PeakHolders(meter.rounding)
         self._smallest: float = inf  # size whose step ran
         self._largest_failed = 0
         self._collects = True
@@ -108,7 +108,7 @@ class Trials:
                 budget = alive + self._meter.room()
             measured = self._meter.run(self._training.step, size, budget=budget, record=record)
         if measured.origins is not None:
-            self._holders.record(measured.traces[-1], measured.origins)
+            self.holders.record(measured.traces[-1], measured.origins)
         failure = measured.failure
         is_fatal = failure is not None and bounded and not self._means_too_large(failure, size, lenient=lenient)
         if failure is not None and not is_fatal:
@@ -143,7 +143,3 @@ class Trials:
             return True
         # BatchNorm refuses one sample: with two known to be too many, no size is left.
         return size == 1 < self._largest_failed
-
-    def holders(self, samples: int, peak: int) -> Attribution | None:
-        """Say what holds the memory at the peak of a step of so many samples."""
-        return self._holders.at(samples, peak)

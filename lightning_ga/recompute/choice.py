@@ -1,7 +1,9 @@
 """Choose the submodules that are computed again, from what each frees and some trial steps. Pure."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 PARTS = (8, 2)  # submodules that would free more than this part of all are split, if their parts free half of that
 MOST_TRIALS = 8
@@ -93,6 +95,7 @@ def choose(
         if not candidates and fits([*found]):
             candidates = found
     ranked = _ranked(candidates)
+    sums = [0, *accumulate(candidates[name].frees for name in ranked)]
 
     def first(count: int) -> tuple[str, ...]:
         """Return so many of the best, as they are called."""
@@ -105,11 +108,7 @@ def choose(
         peak = ran[first(high)]
         middle = (low + high) // 2
         if has_fitted and peak is not None:
-            middle = high - 1
-            room = budget - peak - candidates[ranked[middle]].frees
-            while middle - 1 > low and room >= candidates[ranked[middle - 1]].frees:
-                middle -= 1
-                room -= candidates[ranked[middle]].frees
+            middle = bisect_left(sums, sums[high] - (budget - peak), low + 1, high - 1)
         has_fitted = fits(first(middle))
         if has_fitted:
             high = middle

@@ -8,6 +8,7 @@ and leaves the state that it finds.
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_ga.batch.pytree import is_constant
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.recompute.state import ForwardEffects
-from lightning_ga.snapshot.copies import versions, with_own_containers
+from lightning_ga.snapshot.copies import by_id, versions, with_own_containers
 from lightning_ga.snapshot.random_numbers import GENERATORS, generators_in
 
 
@@ -115,19 +116,11 @@ class RunTwice:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled code keeps its activations
             return self._forward(*arguments, **named)
         given = [(arguments, named)]  # the caller sees what the first pass does to them
-        places: dict[int, _Place] = {}
-        tensors: list[Tensor] = []  # each once: attention asks whether query is key
-
-        def kept(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return own_containers(leaf)
-            if id(leaf) not in places:
-                places[id(leaf)] = _Place(len(tensors))
-                tensors.append(leaf)
-            return places[id(leaf)]
-
         leaves, structure = tree_flatten((arguments, named))
-        leaves = list(map(kept, leaves))  # the caller may change its containers later, as DenseNet does
+        tensors = by_id(filter(torch.is_tensor, leaves))  # each once: attention asks whether query is key
+        places = dict(zip(tensors, map(_Place, range(len(tensors)))))
+        # The caller may change its containers later, as DenseNet does.
+        leaves = [places.get(id(leaf)) or own_containers(leaf) for leaf in leaves]
 
         def run(*tensors: Any) -> Any:
             if given:
@@ -137,17 +130,17 @@ class RunTwice:
                 arguments, named = tree_unflatten(map(partial(_given, tensors), leaves), structure)
             return self._forward(*arguments, **named)
 
-        written = versions(tensors)
+        written = versions(tensors.values())
         before = self._effects.before_call(generators_in(leaves))
         output = checkpoint(
             run,
-            *tensors,
+            *tensors.values(),
             use_reentrant=False,
             preserve_rng_state=False,  # ``before`` has more generators than PyTorch keeps
             context_fn=lambda: (nullcontext(), before),
         )
         self._effects.after_call(before)
-        if versions(tensors) != written:
+        if versions(tensors.values()) != written:
             raise UserError(
                 f"{self._name} cannot be computed again, because its forward pass writes to its arguments: leave it "
                 "out, or name the module around it."
@@ -155,13 +148,16 @@ class RunTwice:
         return output
 
 
-class _Place(int):
+@dataclass(frozen=True, slots=True)
+class _Place:
     """Stands for a tensor among the arguments of a call."""
+
+    number: int
 
 
 def _given(tensors: Sequence[Tensor], leaf: Any) -> Any:
     """Return what an argument of the first pass is in the second."""
-    return tensors[leaf] if isinstance(leaf, _Place) else own_containers(leaf)
+    return tensors[leaf.number] if isinstance(leaf, _Place) else own_containers(leaf)
 
 
 def own_containers(leaf: Any) -> Any:

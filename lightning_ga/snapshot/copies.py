@@ -23,11 +23,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return how often each tensor was written to; those of inference mode do not know."""
     with torch._C.DisableTorchFunction():  # lazy parameters refuse most
-        return list(map(_version, tensors))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def is_writable(tensor: Tensor) -> bool:

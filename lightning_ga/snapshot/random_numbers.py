@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.memory.device import vendors_in_use
+from lightning_ga.memory.vendors import vendors_in_use
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 

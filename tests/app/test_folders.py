@@ -1,7 +1,5 @@
 """A run's folder is its own: two runs do not mix, and none overwrites another unasked."""
 
-import csv
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from lightning_ga import UserError
-from lightning_ga.app.folders import continues, report_sweep, require_free, set_aside
+from lightning_ga.app.folders import continues, require_free, set_aside
+from lightning_ga.app.run_files import read_curves
 from lightning_ga.train import rank_overrides
 
 
@@ -71,7 +70,7 @@ def test_a_run_without_checkpoints_begins_anew_in_a_new_folder(tmp_path, capsys)
 
 
 def test_auto_both_starts_and_continues(command):
-    """The same command line, twice and with one more epoch; rows of the logs come once each."""
+    """The same command line, twice and with one more epoch; each step is in the curves once."""
     line = (*TINY, "test=false", "ckpt_path=auto", "checkpoint_every=3", "trainer.limit_train_batches=1.0")
     first = command(*line)
     assert first.code == 0, first.err
@@ -84,11 +83,7 @@ def test_auto_both_starts_and_continues(command):
     assert "Checkpoint: " in again.out
     assert "step-39.ckpt (epoch 1, 39 optimizer steps)" in again.out
     assert "Epoch 1/1" in again.out
-    files = sorted(again.folder.glob("csv/metrics*.csv"))
-    rows = [row for path in files for row in csv.DictReader(path.read_text().splitlines())]
-    assert [int(row["step"]) for row in rows if row.get("train/loss_step") or row.get("train/loss")] == [*range(41)], (
-        rows
-    )
+    assert [step for step, _ in read_curves(again.folder / "csv")["train/loss"]] == [*range(41)]
     longer = command(*line, "trainer.max_epochs=2")
     assert "(epoch 1, 41 optimizer steps)" in longer.out
     assert "Epoch 2/2" in longer.out
@@ -168,38 +163,6 @@ def test_a_second_run_in_a_folder_changes_nothing_there(command, shared):
     assert contents(first.folder) == before
 
 
-def test_a_sweep_ends_with_a_table(tmp_path, capsys):
-    """The best first, up or down, then those without a number."""
-    results = {"0": 0.5, "1": None, "2": 0.75, "3": "failed", "4": 0.25}
-    for direction, order in (("max", "20413"), ("min", "40213")):
-        for name, value in results.items():
-            (tmp_path / name / ".hydra").mkdir(parents=True, exist_ok=True)
-            (tmp_path / name / ".hydra" / "overrides.yaml").write_text(f"- seed={name}\n- same=1\n")
-            if value != "failed":
-                optimized = {"optimized_metric": "val/x", "optimized_direction": direction}
-                (tmp_path / name / "result.json").write_text(json.dumps({"val/x": value, **optimized}))
-        report_sweep(tmp_path)
-        lines = capsys.readouterr().out.strip().splitlines()
-        assert "".join(line.split()[0] for line in lines[1:6]) == order
-        assert lines[1].split()[1:] == [f"{results[order[0]]:.4f}", f"seed={order[0]}"]
-        assert lines[-1].startswith("To run again what is missing")
-    with (tmp_path / "sweep.csv").open() as file:
-        lengths = {len(row) for row in csv.reader(file)}
-        file.seek(0)
-        assert lengths == {4}
-        assert [row["outcome"] for row in csv.DictReader(file)] == ["done", "done", "done", "done", "failed"]
-
-
-def test_a_sweep_of_plans_has_no_table(tmp_path, capsys):
-    """Its jobs have no result, and have not failed."""
-    for name in ("0", "1"):
-        (tmp_path / name / ".hydra").mkdir(parents=True)
-        (tmp_path / name / ".hydra" / "overrides.yaml").write_text(f"- seed={name}\n- dry_run=True\n")
-    report_sweep(tmp_path)
-    assert capsys.readouterr().out == ""
-    assert not (tmp_path / "sweep.csv").exists()
-
-
 def test_a_sweep_goes_on_where_it_ended(command):
     """What is done is not run again; another sweep is refused there."""
     line = ("-m", *TINY, "test=false", "hydra.sweep.dir=many")
@@ -212,16 +175,6 @@ def test_a_sweep_goes_on_where_it_ended(command):
     assert again.code == 0, again.err
     assert Path("many/0/result.json").is_file()
     assert Path("many/1/result.json").stat().st_mtime_ns == stamp
-
-
-def test_the_last_run_of_a_project_s_own_folders_is_found(command):
-    """Its configuration says where runs are."""
-    where = "hydra.run.dir=logs/mine/runs/${now:%Y-%m-%d_%H-%M-%S-%f}"
-    line = (*TINY, "test=false", "logger=none", where)
-    assert command(*line).code == 0
-    resumed = command(*line, "ckpt_path=last", "trainer.max_epochs=2")
-    assert "Checkpoint: logs/mine/runs/" in resumed.out
-    assert "Epoch 2/2" in resumed.out
 
 
 @pytest.mark.parametrize(
@@ -237,7 +190,7 @@ def test_a_resume_that_cannot_go_on_says_what_to_change(command, shared, changed
     """Another model, another optimizer, another schedule."""
     first = shared(*TINY, folder="first")
     run = command(*TINY, "test=false", f"ckpt_path={first.folder}", changed, "trainer.max_epochs=2", folder="changed")
-    assert f"Error: ckpt_path={first.folder} is of another" in run.err
+    assert f"If {first.folder}/checkpoints/last.ckpt is of another model, optimizer or schedule: choose" in run.err
     assert "as the config.yaml of its run does." in run.err
 
 

@@ -107,6 +107,27 @@ def test_the_limit_is_exact_where_a_window_does_not_fit() -> None:
         train(limit + 1)
 
 
+class PartlyUsed(Wide):
+    """Has a parameter that no step uses: its optimizer keeps no state for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(1000, dtype=torch.float64))
+
+
+@pytest.mark.loader_only(reason="its micro-batches are larger than the loader's batches")
+def test_a_window_that_failed_does_not_change_the_limit() -> None:
+    """All trained parameters are treated as having gradients there; the search sees which have."""
+    limits = []
+    for settings in ({}, {"memory_budget": 1.0}):
+        callback = AutoAccumulate(64, cache=False, verify=False, **settings)  # type: ignore[arg-type]
+        dataset = Samples(64)
+        with limit_memory(BUDGET):
+            fit(DataLoader(dataset, batch_size=64), callback, module=PartlyUsed(), max_epochs=1)
+        limits.append(callback.probe.limit)
+    assert 1 < limits[0] == limits[1] < 64
+
+
 class Plain(Wide):
     """Trains by SGD, from the same weights each time."""
 

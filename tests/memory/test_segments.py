@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ga.memory.segments import KIB, MIB, ExpandableSegments, SegmentRules, Segments, replay_segments
+from lightning_ga.memory.segments import KIB, MIB, Segments, replay_segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.curve import Step
@@ -90,8 +90,8 @@ def test_a_search_foresees_what_will_be_reserved(mib: int) -> None:
     """
     budget = mib * MIB
     device = Device(budget)
-    search, trials = Search(Task(100_000, budget, rounding=512, rules=SegmentRules()), trace_sizes(100_000, budget)), []
-    while (size := search.propose().size) != search.limit:
+    search, trials = Search(Task(100_000, budget, rounding=512, in_segments=True), trace_sizes(100_000, budget)), []
+    while (size := search.propose()[0]) != search.limit:
         trial, trace = device.run(size)
         trials.append(trial)
         search.record(Step(trial, (trace,)))
@@ -102,30 +102,3 @@ def test_a_search_foresees_what_will_be_reserved(mib: int) -> None:
     curve = search.curve(search.limit)
     found = ProbeResult(search.limit, budget, 1, tuple(trials), len(trials), 0.1, search.method, curve=curve)
     assert still_holds(found, budget, high=100_000), "a cache is of use"
-
-
-@pytest.mark.parametrize(
-    ("mib", "freely", "peaks", "again"),
-    [
-        pytest.param([3, 30], False, (33, 40, 50), 38, id="17 free MiB and a page of 20; needed is a whole segment"),
-        pytest.param([3, 30], True, (33, 40, 40), 38, id="no share of the device was set"),
-        pytest.param([1, 1, 1], False, (3, 4, 4), 1, id="small blocks have a segment of their own"),
-    ],
-)
-def test_a_segment_grows_by_pages_behind_what_is_free(mib, freely, peaks, again):
-    segments = ExpandableSegments(grows_freely=freely)
-    blocks = [segments.allocate(size * MIB) for size in mib]
-    assert segments.peaks == tuple(peak * MIB for peak in peaks)
-    for block in blocks:
-        segments.release(block)
-    segments.allocate(again * MIB)
-    assert segments.reserved == peaks[1] * MIB
-
-
-def test_the_lowest_addresses_with_room_are_mapped() -> None:
-    segments = ExpandableSegments(grows_freely=False)
-    parts = [Segment(False, start * MIB, ((20 * MIB, 0),)) for start in (1000, 1040)]
-    adopted = [segments.adopt(part, [True])[0].address for part in parts]
-    found = [segments.allocate(size * MIB).address // MIB for size in (30, 15)]
-    assert adopted == [1000 * MIB, 1040 * MIB]
-    assert found == [1060, 1020]

@@ -7,13 +7,9 @@ import torch
 from vendors import use_device
 
 from lightning_ga.errors import UserError
-from lightning_ga.memory.device import (
-    available_memory,
-    total_memory,
-    vendor_of,
-    vendors_in_use,
-)
+from lightning_ga.memory.device import available_memory, total_memory
 from lightning_ga.memory.oom import empty_caches
+from lightning_ga.memory.vendors import vendor_of, vendors_in_use
 
 KINDS = ["cuda", "xpu", "mps"]
 

@@ -225,7 +225,8 @@ def test_ranks_run_the_same_sizes_and_find_the_smallest_limit() -> None:
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Of a CUDA device of a million bytes that holds nothing."""
-    fake = Mock(rules=None, **{"allocated.return_value": 0, "handed_out.return_value": 0, "trace.return_value": None})
+    returns = {"allocated.return_value": 0, "handed_out.return_value": 0, "trace.return_value": None}
+    fake = Mock(cuts_segments=False, **returns)
     fake.layout.return_value, fake.finish.return_value, fake.reserved_peak.return_value = (), (0, True), 0
     monkeypatch.setattr("lightning_ga.probe.meters.AllocatorMeter", lambda device: fake)
     monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10**6)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, streams
 
-from lightning_ga.memory.segments import MIB, SegmentRules
+from lightning_ga.memory.segments import MIB
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.curve import Step, fit_curve
@@ -22,7 +22,7 @@ def step(trial: Trial, trace: MemoryTrace | None) -> Step:
 
 
 def run(device: Callable[[int], tuple[Trial, MemoryTrace | None]], search: Search) -> Search:
-    while (size := search.propose().size) != search.limit:
+    while (size := search.propose()[0]) != search.limit:
         assert size < search.ceiling
         search.record(step(*device(size)))
     return search
@@ -64,11 +64,11 @@ class Allocator(FakeDevice):
 
     def search(self, high: int, sizes: tuple[int, ...] = (4, 8)) -> Search:
         search = Search(Task(high, self.budget, rounding=512), sizes)
-        while (proposal := search.propose()).size != search.limit:
-            size = proposal.size
+        while (proposal := search.propose())[0] != search.limit:
+            size, record = proposal
             self.tried.append(size)
             fits, trace = self.reserved(size) <= self.budget, self.trace(size)
-            traces = [trace] if proposal.record and fits else []
+            traces = [trace] if record and fits else []
             peak = min(trace.peak(512), self.reserved(size))  # a large step may take less than small ones lead to
             trial = Trial(size, peak if fits else self.budget + 1, fits, 0.0)
             search.record(Step(trial, tuple(traces), self.reserved(size) if fits else None))
@@ -109,12 +109,11 @@ def test_where_temporaries_may_have_ended_growing_a_step_near_the_limit_is_recor
         return blocks, replace(tensors, handed_out=(0, 1, 3))
 
     search = Search(Task(10**6, budget, rounding=512), (60, 90))
-    while (proposal := search.propose()).size != search.limit:
-        size = proposal.size
+    while (proposal := search.propose())[0] != search.limit:
+        size, wants = proposal
         tried.append(size)
         blocks, tensors = device(size)
         peak = blocks.peak(512)
-        wants = proposal.record
         recorded += [size] if wants else []
         search.record(Step(Trial(size, peak, peak <= budget, 0.0), (blocks, tensors) if wants else ()))
     assert recorded == tried[:3]
@@ -158,7 +157,7 @@ def test_a_step_that_took_hardly_less_than_foreseen_leaves_the_curve_as_it_is() 
     """Where a curve is nearly flat, a percent of the bytes would be many samples; one that took much less counts."""
     traces = [MemoryTrace(size, (0, 30 * MIB * size), (0, 1, ~1)) for size in (2, 4)]
     steps = [Step(Trial(trace.samples, trace.peak(512), True, 0.0), (trace,)) for trace in traces]
-    curve = fit_curve(steps, 512, rules=SegmentRules())
+    curve = fit_curve(steps, 512, in_segments=True)
     assert curve is not None
     assert curve.needs(10) == 300 * MIB
     for reserved, needed in ((300, 360), (297, 360), (240, 300), (360, 440)):

@@ -13,7 +13,7 @@ import torch
 from forks import forked
 
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.segments import MIB, SEGMENT_ROUNDING, SegmentRules, Segments, replay_segments, segments_of
+from lightning_ga.memory.segments import MIB, SEGMENT_ROUNDING, Segments, replay_segments
 
 pytestmark = pytest.mark.skipif(
     not device_counters.is_loaded(), reason="needs the simulated CUDA device: make test-cuda"
@@ -28,7 +28,6 @@ SIZES: dict[str, Sizes] = {
 }
 MOST = 60  # blocks held at once
 BUDGET = 400 * MIB
-EXPANDABLE = "expandable_segments:True"
 
 
 def random_steps(
@@ -65,23 +64,13 @@ def each_program(programs: int) -> Iterator[tuple[str, Sizes, int]]:
             yield name, sizes, seed
 
 
-def set_rules(meter: AllocatorMeter, setting: str) -> SegmentRules:
-    """The rules after a setting at run time."""
-    if setting:
-        torch._C._accelerator_setAllocatorSettings(setting)
-    rules = meter.rules
-    assert rules is not None
-    assert (rules == SegmentRules()) == (not setting)
-    return rules
-
-
-def same_replay(programs: int, setting: str) -> None:
+def same_replay(programs: int) -> None:
     """A recorded step is replayed to the peaks that the allocator reports, whatever was there before it.
 
     Where it was, and where what was there before it lies in other places.
     """
     meter = AllocatorMeter(torch.device("cuda", 0))
-    rules = set_rules(meter, setting)
+    assert meter.cuts_segments
     for name, sizes, seed in each_program(programs):
         choices, held = random.Random(seed), []
         random_steps(choices, sizes, held, on_device, 120)
@@ -92,11 +81,9 @@ def same_replay(programs: int, setting: str) -> None:
         trace = meter.trace(1)
         assert undisturbed
         assert trace is not None
-        assert replay_segments(trace.sizes, trace, rules)[:2] == (peak, meter.reserved_peak()), (name, seed)
+        assert replay_segments(trace.sizes, trace) == (peak, meter.reserved_peak()), (name, seed)
         held.clear()
         torch.cuda.empty_cache()
-        if setting:
-            continue
         # Older segments lie below younger ones: snapshots do not tell how old they are.
         order = choices.sample(range(len(wanted)), len(wanted))
         others = {place: (on_device(sizes(choices)), on_device(wanted[place])) for place in order}
@@ -108,7 +95,7 @@ def same_replay(programs: int, setting: str) -> None:
         assert undisturbed
         now = trace.begun_at(layout, small=0)
         assert now is not trace or not layout, (name, seed)
-        assert replay_segments(now.sizes, now, rules)[:2] == (peak, meter.reserved_peak()), (name, seed)
+        assert replay_segments(now.sizes, now) == (peak, meter.reserved_peak()), (name, seed)
         held.clear()
 
 
@@ -116,13 +103,12 @@ def places(held: list[torch.Tensor]) -> dict[int, int]:
     return {tensor.data_ptr(): place for place, tensor in enumerate(held, 1)}
 
 
-@pytest.mark.parametrize("setting", ["", EXPANDABLE])
-def test_a_recorded_step_is_replayed_to_the_byte(setting: str, tmp_path: Path) -> None:
-    ended = forked(same_replay, 40, setting, folder=tmp_path)
+def test_a_recorded_step_is_replayed_to_the_byte(tmp_path: Path) -> None:
+    ended = forked(same_replay, 40, folder=tmp_path)
     assert ended.code == 0, ended.output
 
 
-def same_under_pressure(programs: int, setting: str, others: bool) -> None:
+def same_under_pressure(programs: int, others: bool) -> None:
     """The books are the same up to the first request that finds no room, and that is foreseen.
 
     Whether others take the rest of the memory, of which PyTorch's allocator does not know, or a set fraction.
@@ -134,10 +120,9 @@ def same_under_pressure(programs: int, setting: str, others: bool) -> None:
     else:
         torch.cuda.set_per_process_memory_fraction((BUDGET + 0.5) / torch.cuda.mem_get_info()[1])
     meter, ended = AllocatorMeter(torch.device("cuda", 0)), 0
-    rules = set_rules(meter, setting)
     for name, sizes, seed in each_program(programs):
         assert torch.cuda.memory_reserved() == 0
-        choices, segments, held = random.Random(seed), segments_of(rules), []
+        choices, segments, held = random.Random(seed), Segments(), []
         before = meter.troubles()
         for step in range(400):
             with suppress(torch.OutOfMemoryError):
@@ -145,28 +130,26 @@ def same_under_pressure(programs: int, setting: str, others: bool) -> None:
             if meter.troubles() != before:
                 ended += 1
                 break
-            assert segments.peaks.needed <= BUDGET, (name, seed, step)
+            assert segments.peaks.reserved <= BUDGET, (name, seed, step)
             real = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             assert real == (segments.allocated, segments.reserved), (name, seed, step)
-        assert (meter.troubles() != before) == (segments.peaks.needed > BUDGET), (name, seed)
+        assert (meter.troubles() != before) == (segments.peaks.reserved > BUDGET), (name, seed)
         held.clear()
     assert programs < ended < len(SIZES) * programs  # others went to their end
 
 
-@pytest.mark.parametrize("setting", ["", EXPANDABLE])
 @pytest.mark.parametrize("others", [False, True])
-def test_the_books_are_the_allocators_and_foresee_the_first_request_without_room(
-    setting: str, others: bool, tmp_path: Path
-) -> None:
-    ended = forked(same_under_pressure, 6, setting, others, folder=tmp_path)
+def test_the_books_are_the_allocators_and_foresee_the_first_request_without_room(others: bool, tmp_path: Path) -> None:
+    ended = forked(same_under_pressure, 6, others, folder=tmp_path)
     assert ended.code == 0, ended.output
 
 
 def told_of_settings() -> None:
     """Rules that ``Segments`` does not know are noticed, also where they were set at run time."""
     meter = AllocatorMeter(torch.device("cuda", 0))
-    assert meter.rules == SegmentRules()
+    assert meter.cuts_segments
     for setting in (
+        "expandable_segments:True",
         "garbage_collection_threshold:0.5",
         "max_split_size_mb:64",
         "roundup_power2_divisions:[4:2,>:1]",
@@ -174,9 +157,9 @@ def told_of_settings() -> None:
         "max_split_size_mb:64,max_non_split_rounding_mb:64",
     ):
         torch._C._accelerator_setAllocatorSettings(setting)
-        assert meter.rules is None, setting
+        assert not meter.cuts_segments, setting
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        assert meter.rules == SegmentRules(), setting
+        assert meter.cuts_segments, setting
 
 
 def test_settings_that_change_the_rules_are_noticed(tmp_path: Path) -> None:
