@@ -156,21 +156,19 @@ class AutoAccumulate(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Intercept the loader of a fit and the errors of evaluation; the rest follows as training starts."""
+        reporter = OomReporter(trainer, events=0 if stage == "fit" else self.oom_events)
+        self._reporter = reporter
         if stage == "fit":
-            self._begin_fit(trainer)
-        else:
-            self._reporter = OomReporter(trainer, events=self.oom_events)
-        assert self._reporter is not None
-        self._evaluation = Evaluation(trainer, self._reporter, self._options)
+            self._begin_fit(trainer, reporter)
+        self._evaluation = Evaluation(trainer, reporter, self._options)
 
-    def _begin_fit(self, trainer: Any) -> None:
+    def _begin_fit(self, trainer: Any, reporter: OomReporter) -> None:
         def is_installed() -> bool:
             return self in trainer.callbacks
 
         self._is_fitting = True
         self._fit = None
-        self._reporter = OomReporter(trainer)
-        self._fit = Fit(trainer, self._request, self._options, self._reporter, is_installed)
+        self._fit = Fit(trainer, self._request, self._options, reporter, is_installed)
         # First, so that other callbacks see its gradients.
         trainer.callbacks = [self, *(other for other in trainer.callbacks if other is not self)]
 

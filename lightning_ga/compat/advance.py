@@ -73,6 +73,7 @@ def first_batch(trainer: Any) -> Any:
     if fetched is not None:
         fetcher.iterator = _then(_as_if_read_now(fetched, before, RandomState()), fetcher.iterator)
     before.restore()
+    # The fetcher has counted the batch, and may have seen the end behind it; the loop begins as if it had not.
     fetcher.fetched = 0
     fetcher.done = False
     return None if fetched is None else fetched[0]

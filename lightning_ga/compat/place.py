@@ -154,11 +154,11 @@ class LoopPlace(LoopReader):
     def begin_at(self, window: int, *, same_epoch: bool) -> None:
         """Let a restored loop begin with a window of the epoch, in this run's micro-batches."""
         loop = self._loop
-        pending = loop.restarted_on_train_batch_end  # which 2.5 reads off the counts
+        batch_end_is_due = loop.restarted_on_train_batch_end  # before ``_set``: Lightning 2.5 reads it off the counts
         if not same_epoch:
             self._begin_next_epoch()
         loop.batch_progress.is_last_batch = same_epoch and loop.batch_progress.is_last_batch
-        self._set(window * self.factor, pending=pending, total=same_epoch)
+        self._set(window * self.factor, batch_end_is_due=batch_end_is_due, total=same_epoch)
         self._align_logger_steps()
 
     def begin_epoch_after_last_batch(self) -> None:
@@ -171,11 +171,12 @@ class LoopPlace(LoopReader):
         """Start the epoch's iterator anew, as ``training_epoch_loop.py`` does from the second epoch on."""
         iter(self._fit_loop._data_fetcher)
 
-    def _set(self, at: int, *, pending: bool = False, total: bool = True) -> None:
+    def _set(self, at: int, *, batch_end_is_due: bool = False, total: bool = True) -> None:
+        """Set the counts of the epoch's batches, and with ``total`` those of the whole training."""
         progress = self._loop.batch_progress
         before = progress.total.ready - progress.current.ready
         for name in _COUNTS:
-            count = at - int(pending and name == "completed")
+            count = at - int(batch_end_is_due and name == "completed")
             setattr(progress.current, name, count)
             if total:
                 setattr(progress.total, name, before + count)

@@ -31,12 +31,12 @@ def obstacle(trainer: Any) -> str | None:
         return "SyncBatchNorm layers let ranks wait for each other in forward passes"
     if not is_alone and any(map(_measures_time, trainer.callbacks)):
         return "max_time= or train_time_interval= lets ranks wait for each other after every batch"
-    is_usual = is_alone
+    has_own_way = any(getattr(module, way, 0) for way in _OWN_WAYS)
     if isinstance(module, DistributedDataParallel):
-        is_usual = not (module.static_graph and module._comm_hooks)
-    if is_usual and not any(getattr(module, way, 0) for way in _OWN_WAYS):
-        return None
-    return f"{name} exchanges gradients in a way of its own"
+        has_own_way = has_own_way or (module.static_graph and bool(module._comm_hooks))
+    elif not is_alone:
+        has_own_way = True
+    return f"{name} exchanges gradients in a way of its own" if has_own_way else None
 
 
 def _measures_time(callback: Any) -> bool:

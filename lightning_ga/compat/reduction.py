@@ -126,7 +126,8 @@ class Exchange:
             return
         if self._noting.forgets:
             self._module.reducer._reset_state()
-        self._stage = Stage.DONE if self._noting.count or not self._is_noted else Stage.PASSES
+        has_sent = self._noting.count > 0 or not self._is_noted
+        self._stage = Stage.DONE if has_sent else Stage.PASSES
 
     def failed(self) -> str | None:
         """Prepare a failed window to run again; return why that is not possible, ``None`` if it is.
@@ -144,7 +145,8 @@ class Exchange:
         self._repeats = True
         self._noting.keep(was_cut_off=was_sending and self._is_ordered)
         # A reset reducer waits for no gradient, has no order of buckets, and forgets what was used under ``no_sync``.
-        if module.find_unused_parameters or (self._is_noted and (self._noting.forgets or not self._is_ordered)):
+        lacks_order = self._is_noted and (self._noting.forgets or not self._is_ordered)
+        if module.find_unused_parameters or lacks_order:
             module.reducer._reset_state()
         return None
 

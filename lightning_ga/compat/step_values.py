@@ -246,10 +246,10 @@ def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
-    """Return whether each ``batch_size`` was counted in its pass, and is not a constant such as the loader's.
-
-    Passes of as many samples each may have counted as many tokens each. A rank without a sample runs a stand-in.
-    """
-    if len(set(sizes)) > 1:
+    """Return whether each ``batch_size`` was counted in its pass, and is not a constant such as the loader's."""
+    if len({*sizes}) > 1 or [*sizes] == [*samples]:
         return True
-    return len(set(samples)) == 1 and samples[0] != 0 and sizes[0] != sum(samples)
+    if len({*samples}) > 1 or samples[0] == 0:  # a rank without a sample runs a stand-in
+        return False
+    counts_tokens = int(sizes[0]) % samples[0] == 0  # as many in each pass
+    return counts_tokens and sizes[0] != sum(samples)

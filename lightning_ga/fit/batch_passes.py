@@ -63,7 +63,7 @@ class BatchPasses(WholePasses):
         self._batch_size = batch_size  # of a batch whose samples cannot be counted
         self.samples = 0  # of the window's batches so far, on this rank
         self.sizes: tuple[int, ...] = ()  # of the pieces of the batch that runs
-        self.in_pieces = False  # whether a batch was cut
+        self.has_cut = False  # whether a batch of this fit was cut
 
     def exchange_through(self, exchange: AnyExchange | None) -> None:
         """Exchange gradients in the last pass of each window from here on, if there are ranks to do so."""
@@ -73,7 +73,7 @@ class BatchPasses(WholePasses):
         """Begin a window, or begin it again."""
         self.samples = 0
 
-    def begin_batch(self) -> None:
+    def forget_sizes(self) -> None:
         """Forget the sizes of the batch before."""
         self.sizes = ()
 
@@ -84,7 +84,7 @@ class BatchPasses(WholePasses):
         self.samples += sum(self.sizes)
         if len(self.sizes) == 1:
             return partial(self._run_whole, lightning_closure, batch, weight)
-        self.in_pieces = True
+        self.has_cut = True
 
         def of_piece(piece: Any) -> Any:
             return make({**given, "batch": piece}, *others)
@@ -114,7 +114,7 @@ class BatchPasses(WholePasses):
     def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, weight: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
         self._parts.values.merge()
-        of_sample = weight // sum(self.sizes)
+        of_sample = weight // sum(self.sizes)  # several loaders give a sample more than one
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
         for number, (piece, size, is_last) in enumerate(cut_in_pieces(self._cutter(), batch, self.sizes)):
             self._compiled.mark(tensors_in(piece), size)
@@ -124,7 +124,8 @@ class BatchPasses(WholePasses):
                 stack.enter_context(self._pass(is_last=is_last))
                 if not is_last:
                     stack.enter_context(closures.before_the_last(self._trainer))
-                stack.enter_context(pieces.piece(samples=size, weight=share, logs=is_last))
+                # The last pass logs at once, because other ranks may exchange values in it.
+                stack.enter_context(pieces.piece(samples=size, weight=share, logs_at_once=is_last))
                 result = self._run_piece(closure, zeroes=number == 0)
             if not is_last:
                 self._parts.gradients.settle()

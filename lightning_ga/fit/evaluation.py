@@ -92,7 +92,7 @@ class _LoaderPieces:
     def run(self, step: Callable[[Any], Any], batch: Any, kept_batch: Any, exchanged: Callable[[], str | None]) -> Any:
         """Run the step on a batch, or on pieces of its copy."""
         self._running = 0
-        sizes: Sequence[int] = (0,)
+        sizes: Sequence[int] = (0,)  # not counted
         if self._limit is not None:
             sizes = piece_sizes(self._cutter.count(kept_batch), self._limit)
         in_pieces = len(sizes) > 1

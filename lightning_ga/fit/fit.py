@@ -3,6 +3,7 @@
 Tested in tests/integration/test_fits.py and tests/integration/test_schedules.py.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning_ga.fit.rewind import Rewinder
 from lightning_ga.fit.shares import Shares
 from lightning_ga.fit.training_data import TrainingData, Windows
 from lightning_ga.fit.verdict import Verdict
-from lightning_ga.memory.device import enforced_budget, total_memory
+from lightning_ga.memory.device import enforced_budget, is_emulated, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan, require_effective_batch, require_few_chunks
 from lightning_ga.plan.config import Options, Request
@@ -51,7 +52,7 @@ class Fit:
         self._options = options
         self._reporter = reporter
         place = LoopPlace(trainer)
-        earlier = place.take_back()
+        earlier = place.take_back()  # first: it restores the recipe's factor, which others read
         check_trainer(trainer, trainer.lightning_module, request)
         limit = Limit(trainer, options.whole)
         shares = Shares(trainer, options)
@@ -75,15 +76,18 @@ class Fit:
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before the data are set up."""
-        return self.windows.epochs.plan if self.data.is_set_up else None
+        return self.windows.planner.plan if self.data.is_set_up else None
 
     # --- training ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Find the limit and begin the epoch with it; a restored run continues at its sample."""
+        device = self.trainer.strategy.root_device
+        if device.type != "cpu" or is_emulated(device):  # tensors that nobody refers to use memory of the device
+            gc.collect()
         parts = self.parts
         windows = self.windows
-        same_epoch = windows.begin_training()
+        same_epoch = windows.begin_training()  # first: it may reopen the loop's epoch
         self._hold_to_budget()
         parts.held.callback(parts.gradients.stop_zeroing)
         parts.held.enter_context(parts.gradients.sums.in_float32())
@@ -94,30 +98,35 @@ class Fit:
         exchange = exchange_of(self.trainer, before_sending=parts.shares.note_sending)
         remedies = Remedies(parts, self._options, self.search, self._left_out)
         retries = self._options.on_oom != "raise"
-        self._rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=retries)
+        rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=retries)
+        self._rewinder = rewinder
         self.search.begin()
         parts.shares.follow_limits(parts.limit.samples)
         self._require_possible()
-        windows.begin_epoch(parts.progress.place.epoch)
+        windows.begin_epoch(parts.progress.place.epoch)  # the hook of the epoch's start finds it begun
         self.verdict.measure_at_start()
-        self._begin_windows(remedies, exchange)
+        self._begin_windows(rewinder, remedies, exchange)
         windows.begin_reading(same_epoch=same_epoch)
 
-    def _begin_windows(self, remedies: Remedies, exchange: AnyExchange | None) -> None:
+    def _begin_windows(self, rewinder: Rewinder, remedies: Remedies, exchange: AnyExchange | None) -> None:
         """Let the loop run windows from here on; their members begin each of them in this order."""
-        assert self._rewinder is not None, "windows can run again"
         parts = self.parts
-        members = [remedies.begin_window, self.windows.begin_window, parts.gradients.begin_window]
-        members += [parts.values.begin_window, self._begin_rates, self._left_out.begin_window]
+        members = [
+            remedies.begin_window,  # takes limits back, by which windows are planned
+            self.windows.begin_window,
+            parts.gradients.begin_window,
+            parts.values.begin_window,
+            self._begin_rates,  # after the window is planned
+        ]
         if exchange is not None:
             members.append(exchange.begin_window)
-        members.append(parts.shares.begin_window)
+        members.append(parts.shares.begin_window)  # last, so that a window's time begins with its passes
         parts.held.callback(parts.values.close)
         parts.held.callback(self._rates.give_back)
         parts.held.enter_context(self._rates.unscaled_for_schedulers())
         if self._options.on_oom == "skip":
             parts.held.enter_context(self._left_out.installed())
-        parts.held.enter_context(self._rewinder.guarding(members))
+        parts.held.enter_context(rewinder.guarding(members))
         parts.held.enter_context(self.windows.patches(exchange))
 
     def _tensors_kept(self) -> list[Tensor]:
@@ -135,7 +144,7 @@ class Fit:
     def _require_possible(self) -> None:
         """Refuse a schedule that would fail in a later epoch, before any work is lost."""
         parts = self.parts
-        world_size = self.windows.epochs.recipe.world_size
+        world_size = self.windows.planner.recipe.world_size
         for epoch in parts.progress.place.epochs:
             effective = parts.request.effective(epoch)
             if effective is not None:
@@ -146,7 +155,7 @@ class Fit:
         """Scale and log the rates of a window by its effective batch."""
         plan = self.plan
         if plan is not None and not self.parts.progress.place.skips_backward:
-            self._rates.begin_window(plan.effective_batch_size, self.windows.epochs.recipe.effective)
+            self._rates.begin_window(plan.effective_batch_size, self.windows.planner.recipe.effective)
 
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict.
@@ -155,7 +164,7 @@ class Fit:
         """
         parts = self.parts
         parts.shares.follow_limits(parts.limit.samples)
-        parts.shares.follow_speeds()
+        parts.shares.follow_speeds()  # the epoch is cut anew in any case
         if not parts.shares.differ:
             parts.limit.agree()
         self.verdict.agree()
@@ -182,7 +191,9 @@ class Fit:
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
         known = self.verdict.exactness
-        if known is not None and known.cause != "exact" and not self.parts.limit.has_fallen:  # else a report said so
+        if (
+            known is not None and known.cause != "exact" and not self.parts.limit.has_fallen
+        ):  # else report_pending has told it
             self.verdict.warn()
 
     def end_micro_batch(self) -> None:
@@ -233,7 +244,7 @@ class Fit:
         last = self.trainer.max_epochs
         if last is None or last < 0 or not self.data.is_set_up:
             return None
-        steps = self.windows.epochs.steps(range(max(1, last)))
+        steps = self.windows.planner.steps(range(max(1, last)))
         if steps is None or self.trainer.max_steps == -1:
             return steps
         return min(steps, int(self.trainer.max_steps))
@@ -263,7 +274,7 @@ class Fit:
     def warn_at_start(self) -> None:
         """Warn of inexact gradients, and of an effective batch larger than the data."""
         self.verdict.warn()
-        advice = self.windows.epochs.advice(self.parts.progress.place.epochs)
+        advice = self.windows.planner.advice(self.parts.progress.place.epochs)
         if advice:
             rank_zero_warn(advice)
 

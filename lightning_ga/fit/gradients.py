@@ -70,10 +70,11 @@ class Gradients:
         ``None`` if they could not be counted.
         """
         planned = window.sizes[position]
-        count = planned if samples is None or not planned else samples
+        is_stand_in = planned == 0  # for no sample
+        count = planned if samples is None or is_stand_in else samples
         items = float(count)
         if self._counts is not None:
-            items = count_items(self._counts, batch) if planned else 0.0
+            items = 0.0 if is_stand_in else count_items(self._counts, batch)
         self.counted = Counted(count, items)
         if self._counts is not None:
             self._weigh_late(items)
@@ -81,8 +82,8 @@ class Gradients:
             is_summed = self._world_size > 1 and (may_drop or self._leaves_out)
             self._weigh_known(items, planned=planned, window=window.samples, is_summed=is_summed)
 
-    def begin_batch(self) -> None:
-        """Begin a batch that the step cuts."""
+    def reset_counted(self) -> None:
+        """Count anew, in a batch that the step cuts."""
         self.counted = Counted()
 
     def weigh_piece(self, piece: Any, batch: Any, *, weight: int, batch_weight: int) -> float:
@@ -102,7 +103,7 @@ class Gradients:
             self.passes += 1
         elif is_window and total:
             self._weigh_known(count, planned=count, window=total)
-        elif is_window and self._counts is None:  # without samples, the loss is whatever the step says
+        elif is_window and self._counts is None:  # nothing to divide by: it weighs as one whole
             self._weigh_known(1.0, planned=1.0, window=1.0)
         else:
             self._weigh_late(count)

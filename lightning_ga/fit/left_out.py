@@ -34,7 +34,6 @@ class LeftOut:
         self._progress = parts.progress
         self._gradients = parts.gradients
         self._data = data
-        self._window = (-1, -1)  # as ``Progress`` names it
         self._places: set[int] = set()  # of the window's passes
         self._running: tuple[int, str] | None = None  # place of the pass that runs, and shapes of its batch
         self._count = 0  # of samples left out in this fit
@@ -49,7 +48,7 @@ class LeftOut:
 
         def training_step(batch: Any, *others: Any) -> Any:
             place = self._gradients.passes - 1
-            if self._running is None or self._running[0] != place:  # a trial after an error has the same place
+            if self._running is None or self._running[0] != place:  # a trial's batch after an error has the same place
                 self._running = (place, " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch)))
             if place not in self._places:
                 return step(batch, *others)
@@ -60,11 +59,8 @@ class LeftOut:
             yield
 
     def begin_window(self) -> None:
-        """Begin a window; nothing happens if it begins again."""
-        window = self._progress.window
-        if window != self._window:
-            self._window = window
-            self._places = set()
+        """Begin another window, of which no sample is left out so far."""
+        self._places = set()
 
     def end_pass(self) -> None:
         """Note that the loop's batch is done."""
@@ -81,7 +77,7 @@ class LeftOut:
         place, sizes = self._running
         self._places.add(place)
         self._count += 1
-        epoch, window = self._window
+        epoch, window = self._progress.window
         row = {
             "epoch": epoch,
             "window": window,

@@ -46,12 +46,12 @@ class Limit:
         """The limit after errors, which a resumed run keeps; ``None`` without any."""
         return self.samples if self.has_fallen else None
 
-    def first_micro_batch(self, recipe: int) -> int:
+    def micro_batch_at_start(self, recipe: int) -> int:
         """Return the micro-batch as training began; that of the ``recipe`` if no limit bounded it."""
         return recipe if self.of_first_passes == NO_LIMIT else self.of_first_passes
 
     def use(self, samples: int) -> None:
-        """Use a limit that was found or given."""
+        """Use a limit that was found or given; the first one is that of training's start."""
         self.samples = samples
         if not self.is_known:
             self.is_known = True

@@ -29,7 +29,8 @@ from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
 from lightning_ga.plan.run_state import RunState
 from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.probe.budget import DoesNotFitError
-from lightning_ga.probe.cache import forget, hardware
+from lightning_ga.probe.cache import forget
+from lightning_ga.probe.cache import hardware as describe_hardware
 from lightning_ga.probe.probed_trainer import TrainingSetup
 from lightning_ga.probe.trainer_limit import choose_recomputed, probe, recomputable
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
@@ -69,7 +70,7 @@ class LimitSearch:
 
     def hardware(self) -> str:
         """Describe the hardware; a limit found on other hardware is not used."""
-        return hardware(self._trainer, self._options.budget)
+        return describe_hardware(self._trainer, self._options.budget)
 
     # --- questions -----------------------------------------------------------------------------
 
@@ -92,7 +93,10 @@ class LimitSearch:
     def follow_windows(self) -> None:
         """Find the limit again if windows have grown so that nothing is known of them."""
         limit = self._parts.limit
-        if limit.has_fallen or self._parts.request.micro_batch is not None or limit.samples < self._asked:
+        is_given = self._parts.request.micro_batch is not None
+        if (
+            is_given or limit.has_fallen or limit.samples < self._asked
+        ):  # a limit below the question is the device's own
             return
         high = self._most_useful()
         if high > self._asked:
@@ -104,10 +108,10 @@ class LimitSearch:
 
         Ranks do not, because the others wait for one.
         """
-        if self.fits is None or self._trainer.world_size > 1:
+        if self.fits is None or self._trainer.world_size > 1:  # if a window fitted, no search has run yet
             return None
         search = partial(self._probe, failed, self._setup(begins=False), self.chosen)
-        failure = attempt(search, lambda error: isinstance(error, Exception)).failure
+        failure = attempt(search, lambda _: True).failure
         self.fits = None
         if failure is not None or self.probe is None or self.probe.limit >= failed:
             return None
@@ -115,8 +119,12 @@ class LimitSearch:
 
     def all_recomputable(self) -> tuple[str, ...]:
         """Return all submodules that can be computed again."""
+        names = self.recomputed.names
         self.recomputed.use(())  # what is computed again shows nothing
-        return recomputable(self._setup(begins=False))
+        try:
+            return recomputable(self._setup(begins=False))
+        finally:
+            self.recomputed.use(names)
 
     def forget_limit(self) -> None:
         """Let the next run probe again, because memory has run out in this one."""
@@ -151,7 +159,7 @@ class LimitSearch:
         epochs = self._parts.progress.place.epochs
         if not self._is_wanted_at_once:
             epochs = epochs[:1]
-        return self._data.windows.epochs.useful_limit(epochs)
+        return self._data.windows.planner.useful_limit(epochs)
 
     def _setup(self, *, begins: bool) -> TrainingSetup:
         """Return the training as trial steps run it."""
@@ -159,7 +167,7 @@ class LimitSearch:
         epoch = self._parts.progress.place.epoch
         shares = self._parts.shares
         chunked = self._parts.limit.chunked
-        rank_samples = windows.epochs.effective(epoch)  # a rank may have nearly all, if shares differ
+        rank_samples = windows.planner.effective(epoch)  # a rank may have nearly all, if shares differ
         if not shares.differ:
             rank_samples = ceil_div(rank_samples, ranks.data_ranks(self._trainer)[0])
         return TrainingSetup(
@@ -170,22 +178,22 @@ class LimitSearch:
             chunks=None if chunked is None else chunked.size,
             multiple=self._parts.request.multiple,
             alone=shares.differ,
-            sizes=windows.epochs.source.sizes,
+            sizes=windows.planner.source.sizes,
             begins=begins,
         )
 
     def _find(self, high: int, restored: RunState | None, setup: TrainingSetup) -> int:
         """Return the most samples of a pass that fit, of ``high`` that are useful."""
         self._asked = high
-        if self.probe is None:
+        if self.probe is None:  # else what it has chosen is in use
             self.recomputed.use(self._always)
-        varies = self._data.windows.epochs.source.varies
+        varies = self._data.windows.planner.source.varies
         if varies:  # first batches differ by rank
             high = ranks.smallest_over_ranks(self._trainer, high)
         found = self._recall(high, restored) or self._ask(high, setup)
         if varies and found >= high and self._parts.limit.chunked is None:  # later batches may be larger
             found = NO_LIMIT
-        if found < NO_LIMIT:
+        if found < NO_LIMIT:  # what was recalled may be for larger windows
             found = min(high, found)
         return self._parts.request.capped(found)
 
@@ -214,7 +222,7 @@ class LimitSearch:
         except Exception as error:
             if may_be_out_of_memory(error) or isinstance(error, UserError) or self._trainer.world_size > 1:
                 raise  # ranks probe together or not at all
-            recipe = min(high, self._data.windows.epochs.micro_batch)
+            recipe = min(high, self._data.windows.planner.micro_batch)
             said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
             rank_zero_warn(
                 "The probe found no limit, because a trial step, in which the probe records memory, ended in "
@@ -232,7 +240,7 @@ class LimitSearch:
             _require_cut_on_all_ranks(self._trainer, setup.batches)
         self.fits = None
         try:
-            self._probe(high, setup, self.chosen, whole_first=not self._is_wanted_at_once)
+            self._probe(high, setup, self.chosen, whole_first=not self._is_wanted_at_once and self.chosen is None)
             return
         except DoesNotFitError as error:
             if self._options.checkpoint != "auto" or self.recomputed.names:
@@ -253,7 +261,7 @@ class LimitSearch:
         """Compute again what was chosen, and cut by the sizes of samples within the limit."""
         if self.chosen is not None:
             self.recomputed.use(self.chosen.names)
-        sizes = self._data.windows.epochs.source.sizes
+        sizes = self._data.windows.planner.source.sizes
         if sizes is None:
             return
         most = self._parts.request.most or NO_LIMIT

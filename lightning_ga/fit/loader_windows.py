@@ -1,6 +1,6 @@
 """Windows that the loader cuts: it yields micro-batches, and the loop accumulates those of a window.
 
-``loader_epochs.py`` says how it cuts an epoch; here the loop follows.
+``loader_planner.py`` says how it cuts an epoch; here the loop follows.
 
 Tested in tests/integration/test_survive.py and tests/differential/test_differential.py.
 """
@@ -11,13 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.compat import advance, closures, loaders, place, schedulers, validation
+from lightning_ga.compat import advance, closures, loaders, schedulers, validation
 from lightning_ga.compat.compiled import CompiledModules
 from lightning_ga.compat.patching import replaced
+from lightning_ga.compat.place import positions_are_kept
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import WholePasses
-from lightning_ga.fit.loader_epochs import LoaderEpochs
+from lightning_ga.fit.loader_planner import LoaderPlanner
 from lightning_ga.fit.parts import FitParts
+from lightning_ga.fit.windows import CutWindows
 from lightning_ga.loading.samples_left import SamplesLeft
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
@@ -25,33 +27,26 @@ from lightning_ga.plan.recipe import WindowSpan
 from lightning_ga.plan.windows import NO_WINDOW
 
 
-class LoaderWindows:
+class LoaderWindows(CutWindows):
     """Sets the loop up for the loader's epochs, and follows it through their windows."""
 
     in_step = False
-    keeps = None  # the samples of a window are read again by their indices
-    batches = ()
 
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], source: LoaderSource) -> None:
-        self._parts = parts
-        self._cutter = cutter
-        self._trainer = parts.progress.trainer
-        self._place = parts.progress.place
-        self.epochs = LoaderEpochs(parts, source)
+        super().__init__(parts, cutter)
+        self.planner = LoaderPlanner(parts, source)
         self._begun: tuple[LoaderSource, int] | None = None  # the epoch that the loop is set up for
         self._window = NO_WINDOW  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
         self._first: Any = None  # micro-batch, if training alone reads samples, until it begins
-        self._reads = False  # whether the loop has begun to read
-        self._iterated_for: Any = None  # what the loop's iterator was made for
-        self._uses_intervals = False  # whether the loop's counts have been others than the recipe's
+        self._key_of_iterator: Any = None  # of the loop's iterator, once it was made
         self._compiled = CompiledModules(self._trainer)
         self._samples_left = SamplesLeft(cutter)
         self._prepare()
 
     def use(self, source: Any) -> None:
         """Cut a loader that is loaded again."""
-        self.epochs.use(source)
+        self.planner.use(source)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -60,11 +55,11 @@ class LoaderWindows:
         position = self._parts.progress.position
         if restored is not None and 0 < position.samples_done < self._source.epoch(position.epoch).samples:
             self._source.restore_order(restored.order, position.epoch)
-        self.epochs.arrange(self._place.epoch, enabled=self._parts.limit.is_known)
+        self.planner.arrange(self._place.epoch, enabled=self._parts.limit.is_known)
 
     @property
     def _source(self) -> LoaderSource:
-        return self.epochs.source
+        return self.planner.source
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -95,38 +90,38 @@ class LoaderWindows:
         samples = self._source.samples
         if samples.first:
             return TrialBatches(samples, self._cutter(), self._source.largest_micro_batch(epoch))
-        if not self._reads and self._iterated_for is None:
+        if not self._reads and self._key_of_iterator is None:
             self._read_first()
-        return TrialBatches(samples, self._cutter(), self.epochs.most_read or 0, batch=self._first)
+        return TrialBatches(samples, self._cutter(), self.planner.most_read or 0, batch=self._first)
 
     def _read_first(self) -> None:
         """Read the first micro-batch, which training still gets; it is a whole share if the limit is not known."""
         if self._begun is None:
-            self.epochs.arrange(self._place.epoch)
+            self.planner.arrange(self._place.epoch)
             self._place.size_epoch(self._source.plan.length)
         loader = self._source.loader
-        with replaced(loader, seeds=loader.seeds):  # workers have the same if it begins again
+        with replaced(loader, seeds=loader.seeds):  # iterating uses seeds up, and training's iterator needs them again
             self._iterate()
-        self.epochs.note_first()
+        self.planner.note_first()
         self._first = advance.first_batch(self._trainer)
 
     def _iterate(self) -> None:
         """Let the loop's iterator begin with the window that comes next."""
         self._place.iterate_again()
-        self._iterated_for = self._cut_now()
+        self._key_of_iterator = self._iterator_key()
 
-    def _cut_now(self) -> tuple[int | None, ...]:
+    def _iterator_key(self) -> tuple[int | None, ...]:
         """Return what the loop's iterator depends on."""
-        epoch = self.epochs.epoch
+        epoch = self.planner.planned
         plan = self._source.plan
         batches = self._place.batches_of_epoch
-        return epoch.number, epoch.batch.largest, plan.done, plan.micro_batch, batches, *plan.ratio
+        return epoch.number, epoch.schedule.largest, plan.done, plan.micro_batch, batches, *plan.ratio
 
     @property
     def has_several_passes(self) -> bool:
         """Whether a window is several micro-batches, other than items that are batches and cannot be one."""
-        is_stock = self._source.recipe.batch_size == 1 and self.epochs.keeps_batches
-        return self.epochs.plan.has_several_passes and not is_stock
+        is_stock = self._source.recipe.batch_size == 1 and self.planner.keeps_batches
+        return self.planner.plan.has_several_passes and not is_stock
 
     # --- epochs --------------------------------------------------------------------------------
 
@@ -138,7 +133,7 @@ class LoaderWindows:
         self._begun = (self._source, number)
         progress = self._parts.progress
         progress.enter(number)
-        self.epochs.arrange(number)
+        self.planner.arrange(number)
         if is_first and self._place.batches_before_epoch != progress.position.batches_before:
             self._use_intervals()
         self._place.begin_epoch()
@@ -146,7 +141,7 @@ class LoaderWindows:
 
     def _size_loop(self) -> None:
         """Let the loop expect as many micro-batches as are planned; if they are the recipe's, leave its own number."""
-        if not self.epochs.is_recipe:
+        if not self.planner.counts_as_recipe:
             self._use_intervals()
         length = self._source.batches_at_set_up
         if self._uses_intervals:
@@ -155,8 +150,8 @@ class LoaderWindows:
 
     def _follow_length(self) -> None:
         """Plan the epoch again if a hook has changed the length of the data since it began."""
-        if self.epochs.has_changed_length:
-            self.epochs.arrange(self.epochs.epoch.number)
+        if self.planner.has_changed_length:
+            self.planner.arrange(self.planner.planned.number)
             self._size_loop()
 
     def _use_intervals(self) -> None:
@@ -186,11 +181,11 @@ class LoaderWindows:
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin its first epoch, at the window that comes next."""
         if self._place.restarts:
-            self._parts.held.enter_context(place.positions_are_kept())
+            self._parts.held.enter_context(positions_are_kept())
             self._place.begin_at(self._source.plan.done, same_epoch=same_epoch)
         self._reads = True
         self._first = None
-        if self._iterated_for != self._cut_now():
+        if self._key_of_iterator != self._iterator_key():
             self._iterate()
 
     # --- windows -------------------------------------------------------------------------------
@@ -199,17 +194,17 @@ class LoaderWindows:
         """Set the factor of the window that the loop has come to, and the batches that are done after it."""
         position = self._parts.progress.position
         number = position.windows_done
-        if self._place.skips_backward or number >= self._source.plan.count:
+        if self._place.skips_backward or number >= self._source.plan.count:  # none is planned
             return
         if self._parts.shares.follow_speeds():
             self.begin_again()
         window = self._source.window(number)
-        epoch = self.epochs.epoch
-        if not epoch.batch.is_constant:
-            self.epochs.plan_window(number, window.start)
+        epoch = self.planner.planned
+        if not epoch.schedule.is_constant:
+            self.planner.plan_window(number, window.start)
             factor = len(window.sizes)
             if factor != self._place.factor:
-                self._place.relocate(factor, at=number * factor, end=self._source.plan.count * factor)
+                self._relocate(number, factor)
         self._window = window
         done = epoch.recipe.batches_done(window.end)
         self._span = WindowSpan(self._source.recipe.factor, position.batches_done, done, position.batches_before)
@@ -243,13 +238,9 @@ class LoaderWindows:
 
     # --- errors --------------------------------------------------------------------------------
 
-    def index_of(self, place: int) -> Any:
-        """Return the index in the dataset of a micro-batch of one sample of the running window."""
-        return self._source.index_of(self._window, place)
-
-    def can_read_again(self, batches_before: int) -> bool:
-        """Return true: the sampler knows the window's samples."""
-        return True
+    def index_of(self, number: int) -> Any:
+        """Return the index in the dataset of the only sample of a micro-batch of the running window, by its number."""
+        return self._source.index_of(self._window, number)
 
     @property
     def largest_pass(self) -> int:
@@ -261,25 +252,28 @@ class LoaderWindows:
     def begin_again(self) -> None:
         """Plan the same windows with smaller micro-batches, and move the loop to the start of the running one."""
         number = self._parts.progress.position.windows_done
-        self.epochs.cut(start=number)
+        self.planner.cut(start=number)
         self._use_intervals()
         self._place.iterate_again()
         plan = self._source.plan
-        if self.epochs.epoch.batch.is_constant:
+        if self.planner.planned.schedule.is_constant:
             self._place.relocate(plan.factor, at=number * plan.factor, end=plan.length)
         else:
-            factor = plan.factor_of(number)
-            self._place.relocate(factor, at=number * factor, end=plan.count * factor)
+            self._relocate(number, plan.factor_of(number))
+
+    def _relocate(self, window: int, factor: int) -> None:
+        """Move the loop to a window; its counts are rewritten as if every window of the epoch had this factor."""
+        self._place.relocate(factor, at=window * factor, end=self._source.plan.count * factor)
 
     # --- words ---------------------------------------------------------------------------------
 
     def how_cut(self) -> str:
         """Say that validation waits for the end of a window, if it has to, and that batches are kept."""
         found = []
-        if self.epochs.keeps_batches and self.epochs.plan.factor > 1:
+        if self.planner.keeps_batches and self.planner.plan.factor > 1:
             found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
         every = getattr(self._trainer, "val_check_interval", None)
-        batches = self.epochs.epoch.batch.largest / self._source.recipe.samples_of(1)
+        batches = self.planner.planned.schedule.largest / self._source.recipe.samples_of(1)
         if self._uses_intervals and isinstance(every, int) and every % batches != 0:
             found.append(f"validation at the end of the window in which val_check_interval={every} batches are done")
         return "; ".join(found)

@@ -40,11 +40,10 @@ class Pieces:
         ] = {}  # by hook, name and its first, second … time in a piece
 
     @contextmanager
-    def piece(self, *, samples: int, weight: float, logs: bool = False) -> Iterator[None]:
+    def piece(self, *, samples: int, weight: float, logs_at_once: bool = False) -> Iterator[None]:
         """Return a context for the pass over the next piece, whose logged values are kept; an error discards all.
 
-        If the last piece ``logs``, each value is logged when that piece logs it, and not after the pass: other ranks
-        may exchange it there.
+        With ``logs_at_once``, for the last piece, each value is logged as that piece logs it.
         """
         if self._pieces:  # free the graph of the piece before
             self._pieces[-1].output = _plain(self._pieces[-1].output)
@@ -56,7 +55,7 @@ class Pieces:
             times[fx, name] += 1
             key = (fx, name, times[fx, name])
             self._logged.setdefault(key, []).append((value, settings, samples, weight))
-            if logs:
+            if logs_at_once:
                 self._log(key, log)
 
         try:

@@ -16,7 +16,8 @@ from lightning_ga.memory.oom import is_ambiguous_out_of_memory
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.piece_sizes import halved
 
-MANY = (3, 30)  # so many windows, of so many, in which one sample did not fit: then later ones begin as these ended
+MANY = 3  # windows in which one sample did not fit: if there are so many,
+AMONG = 30  # among so many windows, later ones begin as these ended
 
 
 class Remedies:
@@ -35,7 +36,7 @@ class Remedies:
         self._window: tuple[int, int] | None = None  # the running one, as ``Progress`` names it
         self._number = 0  # of the running window, in this fit
         self._before = (self._limit.mark(), search.recomputed.names)  # as it began
-        self._failed: deque[int] = deque(maxlen=MANY[0])  # numbers of windows in which one sample did not fit
+        self._failed: deque[int] = deque(maxlen=MANY)  # numbers of windows in which one sample did not fit
 
     def begin_window(self) -> None:
         """Begin a window; nothing happens if it begins again after an error."""
@@ -43,6 +44,7 @@ class Remedies:
         if window == self._window:
             return
         self._window = window
+        self._left_out.begin_window()
         if self._number in self._failed and not self._are_many:  # the window before
             mark, names = self._before
             self._limit.go_back(mark)
@@ -52,7 +54,7 @@ class Remedies:
 
     @property
     def _are_many(self) -> bool:
-        return len(self._failed) == MANY[0] and self._number - self._failed[0] < MANY[1]
+        return len(self._failed) == MANY and self._number - self._failed[0] < AMONG
 
     def next_limit(self, failed: int, failure: Exception) -> int:
         """Return the limit after a pass of ``failed`` samples has run out of memory; a last remedy keeps it.
@@ -67,7 +69,7 @@ class Remedies:
             give_up(self._progress.trainer, "training", failure, self._limit.unit)
         return failed
 
-    def lower_limit(self, fits: int, failed: int) -> int:
+    def search_and_lower(self, fits: int, failed: int) -> int:
         """Lower the limit to what a search finds below a pass that ``failed``, else to ``fits``; return it."""
         if fits < failed:
             fits = self._search.below(failed) or fits

@@ -75,24 +75,24 @@ class Rewinder:
         if self._savepoint is None:
             return advance.guarded_advance(self._trainer, self.run)
         self._members.append(self._savepoint.take)
-        return advance.guarded_advance(self._trainer, self.run, self._windows.keeps)
+        return advance.guarded_advance(self._trainer, self.run, self._windows.keep_batch)
 
     def run(self, stock_advance: Callable[[], None]) -> None:
         """Run the loop's next micro-batch; if memory runs out, the window's first one, smaller."""
         while True:
-            batches = 0
+            kept_before = 0
             try:
                 if self._place.begins_window:
                     self._begin_window()
                     if self._lower_after_retries():
                         continue
-                batches = len(self._windows.batches)
+                kept_before = len(self._windows.batches)
                 stock_advance()
                 return
             except Exception as error:
                 if isinstance(error, UserError) or not may_be_out_of_memory(error):
                     raise
-                is_read = self._windows.can_read_again(batches)
+                is_read = self._windows.can_read_again(kept_before)
                 if not self._can_go_back(is_read=is_read):
                     self._explain(error, is_read=is_read)
                     raise
@@ -164,9 +164,9 @@ class Rewinder:
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
         failed = self._windows.largest_pass
-        fits = self._remedies.next_limit(failed, failure)
+        halved = self._remedies.next_limit(failed, failure)
         undo_passes(self._trainer, "training", failure, why_not_alone=self._why_not_alone, undo=self._undo)
-        fits = self._remedies.lower_limit(fits, failed)
+        fits = self._remedies.search_and_lower(halved, failed)  # trial steps, which need the state from before
         self._windows.begin_again()
         self._reporter.add(self._reporter.event("training", failed, fits, self._limit.unit))
 

@@ -4,50 +4,41 @@ Tested in tests/integration/test_survive.py and tests/differential/test_differen
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning_ga.compat import advance, closures, loaders, ranks, schedulers
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import BatchPasses
 from lightning_ga.fit.parts import FitParts
-from lightning_ga.fit.step_epochs import StepEpochs
+from lightning_ga.fit.step_planner import StepPlanner
+from lightning_ga.fit.windows import CutWindows
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.snapshot.kept_batch import KeptBatch
 
 
-class StepWindows:
+class StepWindows(CutWindows):
     """Sets how many batches make a window, and keeps these until it is done."""
 
     in_step = True
 
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], source: StepSource) -> None:
-        self.epochs = StepEpochs(parts, source)
-        self.batches: list[KeptBatch] = []
-        self._parts = parts
-        self._cutter = cutter
-        self._trainer = parts.progress.trainer
-        self._place = parts.progress.place
+        super().__init__(parts, cutter)
+        self.planner = StepPlanner(parts, source)
         self._begun: tuple[StepSource, int] | None = None  # the epoch that the loop is set up for
-        self._reads = False  # whether the loop has begun to read
-        self._uses_intervals = False  # whether windows have been others than the recipe's
-        self._passes = BatchPasses(parts, cutter, lambda: self.epochs.batch_size)
+        self._passes = BatchPasses(parts, cutter, lambda: self.planner.batch_size)
 
     def use(self, source: Any) -> None:
         """Use a loader that is loaded again."""
-        self.epochs.use(source)
+        self.planner.use(source)
 
     @property
     def _source(self) -> StepSource:
-        return self.epochs.source
+        return self.planner.source
 
     # --- data ----------------------------------------------------------------------------------
-
-    def setting_up(self) -> AbstractContextManager[None]:
-        """Return a context in which the loop sets up the user's loader as it is."""
-        return nullcontext()
 
     def data_are_set_up(self, loader: Any) -> None:
         """Show the user's loader to others."""
@@ -59,13 +50,11 @@ class StepWindows:
         if self._source.batch_size is None:
             batch = advance.first_batch(self._trainer)
             if batch is not None:
-                self.epochs.see(batch, self._cutter())
+                self.planner.see(batch, self._cutter())
+        # If the length of an epoch is not known, the batches that are done are enough.
         batches = self._place.batches_of_epoch or self._place.batches_done()
-        recipe = self.epochs.recipe
+        recipe = self.planner.recipe
         return self._parts.progress.take_over(RecipeEpoch(recipe, batches, recipe.samples_of(batches)))
-
-    def kept_order(self) -> None:
-        """Return nothing: a resumed loop skips batches of the user's loader."""
 
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement: after an error, the batch that failed."""
@@ -75,13 +64,13 @@ class StepWindows:
             batch = self.batches[-1].batch
         elif not self._reads and (self._source.varies or not samples.first):
             batch = advance.first_batch(self._trainer)
-        return TrialBatches(samples, self._cutter(), self.epochs.batch_size, batch=batch, in_step=True)
+        return TrialBatches(samples, self._cutter(), self.planner.batch_size, batch=batch, in_step=True)
 
     @property
     def has_several_passes(self) -> bool:
         """Whether a window runs in several passes, or its pass in several chunks."""
-        plan = self.epochs.plan
-        return self._passes.in_pieces or (plan is not None and plan.has_several_passes)
+        plan = self.planner.plan
+        return self._passes.has_cut or (plan is not None and plan.has_several_passes)
 
     # --- epochs --------------------------------------------------------------------------------
 
@@ -96,7 +85,7 @@ class StepWindows:
 
     def _plan_window(self) -> None:
         """Set how many batches make the next window."""
-        factor = self.epochs.plan_window()
+        factor = self.planner.plan_window()
         self._place.set_factor(factor)
         if factor != self._source.recipe_factor and not self._uses_intervals:
             self._uses_intervals = True
@@ -138,7 +127,7 @@ class StepWindows:
 
     def weigh(self, batch: Any, position: int) -> None:
         """Leave the weights to the pieces."""
-        self._parts.gradients.begin_batch()
+        self._parts.gradients.reset_counted()
 
     @property
     def is_over(self) -> bool:
@@ -148,24 +137,25 @@ class StepWindows:
     def end_window(self) -> None:
         """Note that a window is done, and the samples of its batches."""
         samples = self._passes.samples * self._source.world_size
-        if self._parts.request.is_by_samples:
+        if self._parts.request.is_by_samples:  # no other schedule is worth an exchange
             samples = int(ranks.sum_over_ranks(self._trainer, self._passes.samples))
         progress = self._parts.progress
         progress.end_window(samples=progress.position.samples_done + samples, batches=self._place.ready)
 
     # --- errors --------------------------------------------------------------------------------
 
-    def index_of(self, place: int) -> None:
-        """Return nothing: the loader's indices are not seen."""
+    @property
+    def keep_batch(self) -> Callable[[Any], None]:
+        """Gets each batch of the loop as the loader made it, because steps change containers."""
+        return self._keep
 
-    def keeps(self, batch: Any) -> None:
-        """Keep a batch as the loader made it, because steps change containers."""
-        self._passes.begin_batch()
+    def _keep(self, batch: Any) -> None:
+        self._passes.forget_sizes()
         self.batches.append(KeptBatch(batch))
 
-    def can_read_again(self, batches_before: int) -> bool:
+    def can_read_again(self, kept_before: int) -> bool:
         """Return whether the batch that failed had been read, so that it is kept."""
-        return len(self.batches) != batches_before
+        return len(self.batches) != kept_before
 
     @property
     def largest_pass(self) -> int:
@@ -176,7 +166,7 @@ class StepWindows:
         largest = max(self._passes.sizes, default=1)
         if largest > 1:
             return largest
-        return min(limit.samples, self.epochs.batch_size)  # before the first pass, or in a batch of one sample
+        return min(limit.samples, self.planner.batch_size)  # before the first pass, or in a batch of one sample
 
     def begin_again(self) -> None:
         """Give the window's batches back to the loop, which begins it again in smaller pieces."""

@@ -21,7 +21,6 @@ from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.plan.config import Options
 
 Windows = LoaderWindows | StepWindows
-"""A window is all samples between two optimizer steps. Nothing but ``TrainingData`` asks where they are cut."""
 
 
 class TrainingData:
@@ -35,7 +34,7 @@ class TrainingData:
         self._windows: Windows | None = None
         self._source: LoaderSource | StepSource | None = None  # of the loader that the loop reads
         self._setting_up = ExitStack()
-        self._read: Any = None  # the user's loader that the loop is being set up with
+        self._users_loader: Any = None  # that the loop is being set up with; ``None`` if it keeps the data that it has
         self._cutter: BatchCutter | None = None  # of batches of training, once it has been asked for
 
     @property
@@ -58,11 +57,11 @@ class TrainingData:
             return self._read_loader(loader)
 
         def around(set_up: Callable[[], None]) -> None:
-            self._read = None
-            with self._setting_up:
+            self._users_loader = None
+            with self._setting_up:  # ``read`` enters contexts meanwhile
                 set_up()
-            if self._read is not None:
-                self.windows.data_are_set_up(self._read)
+            if self._users_loader is not None:
+                self.windows.data_are_set_up(self._users_loader)
 
         return loaders.intercepted_loaders(self._trainer, read, around)
 
@@ -90,7 +89,7 @@ class TrainingData:
             )
         self._cutter = None
         self._source = source
-        self._read = loader
+        self._users_loader = loader
         self._windows = self._windows_of(source)
         self._setting_up.enter_context(self._windows.setting_up())
         return source.loader

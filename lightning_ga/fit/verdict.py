@@ -39,7 +39,7 @@ class Verdict:
         """Measure before training, if windows of some rank are cut, or later ones may be; all ranks call it."""
         windows = self._data.windows
         may_be_cut = self._limit.chunked is not None or (
-            windows.epochs.source.varies and self._limit.of_pass < NO_LIMIT
+            windows.planner.source.varies and self._limit.of_pass < NO_LIMIT
         )
         is_cut = may_be_cut or windows.has_several_passes
         if self._options.verify and ranks.sum_over_ranks(self._trainer, float(is_cut)) > 0:
@@ -48,7 +48,7 @@ class Verdict:
 
     def begin_window(self, batch: Any, *, after_error: bool) -> None:
         """Measure on the micro-batch that begins a window, if that is due; a rank may be the only one that does."""
-        if not self._options.verify or self._options.whole or is_inexact(self.exactness):
+        if not self._options.verify or self._limit.chunked is not None or is_inexact(self.exactness):
             return
         steps = int(self._trainer.global_step)
         if self.exactness is None:  # nothing was accumulated so far: as at the start, on samples that differ

@@ -63,36 +63,36 @@ class Judgement:
     def verdict(self) -> Exactness:
         """Return the verdict."""
         if not (min(self._counts) >= 0 and 0 < sum(self._counts) < math.inf):
-            return self._verdict("unmeasured", reason=f"normalize counts {self._counts} in the parts of a batch")
+            return self._exactness("unmeasured", reason=f"normalize counts {self._counts} in the parts of a batch")
         (whole,) = self._passes.run(self._batch.whole, watched=True)
         self._changed = self._passes.changed
         size = norm(whole)
         if size == 0:
-            return self._verdict("unmeasured", reason=_NO_GRADIENT, has_gradient=False)
+            return self._exactness("unmeasured", reason=_NO_GRADIENT, has_gradient=False)
         if not size < math.inf:
-            return self._verdict("unmeasured", reason=f"the norm of its gradient is {size}")
+            return self._exactness("unmeasured", reason=f"the norm of its gradient is {size}")
         parts = attempt(self._passes.run, _is_of_parts, *self._batch.parts)
         if parts.failure is None:
-            return self._compared(whole, *parts.result)
+            return self._judge_gradients(whole, *parts.result)
         if self._layers and min(self._batch.sizes) < 2:  # these layers may refuse one sample
-            return self._verdict("batch_norm")
+            return self._exactness("batch_norm")
         for part in self._batch.parts:  # if each part runs alone, the second one depends on what the first has left
             self._passes.run(part)
         return self._stateful(None)
 
-    def _compared(self, whole: Gradient, first: Gradient, second: Gradient) -> Exactness:
+    def _judge_gradients(self, whole: Gradient, first: Gradient, second: Gradient) -> Exactness:
         """Return the verdict on gradients of a whole batch and of its parts."""
-        found = self._compare(whole, first, second)
+        found = self._differences(whole, first, second)
         is_exact = found.error <= self._tolerance
         if is_exact and not self._changed:
-            return self._verdict("exact", found)
+            return self._exactness("exact", found)
         alone = self._run_second()
         if not self._are_same(alone, second):
             if not self._are_same(alone, self._run_second()):
-                return self._verdict("random", reason=_UNSEEDED)
+                return self._exactness("random", reason=_UNSEEDED)
             return self._stateful(found)
         if is_exact:
-            return self._verdict("exact", found)
+            return self._exactness("exact", found)
         return self._named(whole, found)
 
     def _run_second(self) -> Gradient:
@@ -114,26 +114,26 @@ class Judgement:
         if noise > self._tolerance:
             level = _NOISE * noise
             if found.error <= level and self._layers:
-                return self._verdict("batch_norm")
+                return self._exactness("batch_norm")
             if found.error <= level:
-                return self._verdict("random", reason=_RANDOM.format(noise))
+                return self._exactness("random", reason=_RANDOM.format(noise))
         if self._layers:
             with fixed_statistics():
                 (fixed,) = self._passes.run(self._batch.whole)
-                of_loss = self._compare(fixed, *self._passes.run(*self._batch.parts))
+                of_loss = self._differences(fixed, *self._passes.run(*self._batch.parts))
             if of_loss.error <= level:
-                return self._verdict("batch_norm", found)
+                return self._exactness("batch_norm", found)
             found = replace(of_loss, error=found.error)
-        return self._verdict(found.cause(level), found)
+        return self._exactness(found.cause(level), found)
 
-    def _compare(self, whole: Gradient, first: Gradient, second: Gradient) -> Differences:
+    def _differences(self, whole: Gradient, first: Gradient, second: Gradient) -> Differences:
         return compare(whole, first, second, weight=self._counts[0] / sum(self._counts), enough=self._tolerance)
 
     def _stateful(self, found: Differences | None) -> Exactness:
-        verdict = self._verdict("stateful", found)
+        verdict = self._exactness("stateful", found)
         return replace(verdict, tensors=self._changed or (ELSEWHERE,))
 
-    def _verdict(self, cause: Cause, found: Differences | None = None, **more: Any) -> Exactness:
+    def _exactness(self, cause: Cause, found: Differences | None = None, **more: Any) -> Exactness:
         return Exactness(
             None if found is None else found.error,
             self._tolerance,
@@ -167,7 +167,6 @@ def judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tol
             raise refused(f"training_step does not call {name} itself: name submodules that are called.")
     if not 0 < norm(whole) < math.inf:
         return verdict("unmeasured", reason=_NO_GRADIENT, has_gradient=False)
-    chunked.size.use(None, window=samples)
     passes.run(batch.parts[1])  # another length shows which arguments have no samples
     error = distance(whole, gradient(in_two))
     if error <= tolerance:

@@ -116,14 +116,15 @@ def _tried(
     normalize: Any,
     *,
     plain: bool,
+    begins: bool,
+    in_step: bool,
     chunked: "ChunkedModules | None" = None,
-    **place: bool,
 ) -> Exactness | None:
     """Run what ``make(passes, seed)`` returns and its parts, and judge the gradients; ``None`` if memory ran out."""
     tolerance = rounding(trainer, plain=plain)
 
     def judged() -> Exactness:
-        with passes_of(trainer, plain=plain, **place) as passes:
+        with passes_of(trainer, plain=plain, begins=begins, in_step=in_step) as passes:
             batch = make(passes, 0)
             if batch is None:
                 return _unmeasured(trainer, "the training data have no two samples that stay in one batch")

@@ -18,15 +18,15 @@ class PlannedEpoch:
 
     number: int
     recipe: RecipeEpoch
-    batch: PiecewiseSchedule
+    schedule: PiecewiseSchedule  # of its effective batches
     samples_done: int  # before its first window
     windows_done: int
 
 
-class LoaderEpochs:
-    """Plans epochs by what was asked for and what fits: ``epoch`` is the last, and ``plan`` cuts its full windows."""
+class LoaderPlanner:
+    """Plans epochs by what was asked for and what fits: last the epoch ``planned``, with ``plan`` for full windows."""
 
-    epoch: PlannedEpoch
+    planned: PlannedEpoch
     plan: AccumulationPlan
 
     def __init__(self, parts: FitParts, source: LoaderSource) -> None:
@@ -49,8 +49,8 @@ class LoaderEpochs:
 
     @property
     def micro_batch(self) -> int:
-        """The micro-batch that ``accumulate=`` multiplies: that of the recipe while the limit is not known."""
-        known = self._parts.limit.first_micro_batch(self.recipe.batch_size)
+        """The micro-batch that ``accumulate=`` multiplies, in multiples: the recipe's while the limit is not known."""
+        known = self._parts.limit.micro_batch_at_start(self.recipe.batch_size)
         return self._parts.request.in_multiples(known)
 
     def effective(self, epoch: int) -> int:
@@ -81,12 +81,12 @@ class LoaderEpochs:
         steps = 0
         samples = 0
         for epoch in epochs:
-            more, seen = self.source.steps_of(epoch, self._batch_of(epoch, steps=steps, samples=samples))
+            more, seen = self.source.steps_of(epoch, self._schedule_of(epoch, steps=steps, samples=samples))
             steps += more
             samples += seen
         return steps
 
-    def _batch_of(self, epoch: int, *, steps: int, samples: int) -> PiecewiseSchedule:
+    def _schedule_of(self, epoch: int, *, steps: int, samples: int) -> PiecewiseSchedule:
         """Return the effective batches of an epoch that begins after so many steps and samples."""
         growth = self._parts.request.growth(self.micro_batch, self.recipe.world_size, steps, samples)
         return growth or constant(self.effective(epoch))
@@ -107,22 +107,22 @@ class LoaderEpochs:
     def arrange(self, number: int, *, enabled: bool = True) -> None:
         """Plan an epoch; the loader yields nothing until that is ``enabled``."""
         position = self._parts.progress.position_in(number)
-        batch = self._batch_of(number, steps=position.steps_before, samples=position.samples_before)
+        schedule = self._schedule_of(number, steps=position.steps_before, samples=position.samples_before)
         recipe = self.source.epoch(number)
-        self.epoch = PlannedEpoch(number, recipe, batch, position.samples_done, position.windows_done)
+        self.planned = PlannedEpoch(number, recipe, schedule, position.samples_done, position.windows_done)
         self.cut(enabled=enabled)
 
     def cut(self, *, enabled: bool = True, start: int | None = None) -> None:
         """Cut the windows of the planned epoch by the limit; the loader begins with the window ``start``."""
-        epoch = self.epoch
+        epoch = self.planned
         shares = self._parts.shares
-        ranks = 1 if shares.limits else self.recipe.world_size  # a rank may get nearly all
-        micro_batch = ceil_div(epoch.batch.largest, ranks)
+        ranks = 1 if shares.limits else self.recipe.world_size  # shares are equal until the limits of ranks are known
+        micro_batch = ceil_div(epoch.schedule.largest, ranks)
         if enabled:
             micro_batch = self._within_limit(micro_batch)
         self.plan = self.source.arrange(
             epoch.number,
-            epoch.batch,
+            epoch.schedule,
             micro_batch,
             multiple=self._parts.request.multiple,
             limits=shares.limits,
@@ -136,7 +136,7 @@ class LoaderEpochs:
 
     def plan_window(self, number: int, start: int) -> None:
         """Plan a window of an epoch in which windows grow; it begins after ``start`` samples."""
-        size = self.epoch.batch.at(number, start)
+        size = self.planned.schedule.at(number, start)
         self.plan = plan_accumulation(
             size,
             micro_batch=self._within_limit(size),
@@ -152,7 +152,7 @@ class LoaderEpochs:
     @property
     def has_changed_length(self) -> bool:
         """Whether a hook has changed the length of the data since the epoch was planned."""
-        return self.source.epoch(self.epoch.number) != self.epoch.recipe
+        return self.source.epoch(self.planned.number) != self.planned.recipe
 
     @property
     def keeps_batches(self) -> bool:
@@ -160,15 +160,12 @@ class LoaderEpochs:
         return self.plan.micro_batch_size == self.recipe.batch_size and not self.source.joins_batches
 
     @property
-    def is_recipe(self) -> bool:
-        """Whether the loop's batches and windows are the recipe's.
-
-        Ranks must validate together, also after an error on one of them. So windows of several batches validate as they
-        end on all ranks.
-        """
+    def counts_as_recipe(self) -> bool:
+        """Whether the loop's batches and windows are the recipe's."""
         plan = self.source.plan
+        # Ranks must validate together, also after an error on one of them: as windows of several batches end.
         is_alone = self.recipe.world_size == 1 or plan.factor == 1
         if self._parts.request.is_by_window or not is_alone or self._parts.shares.limits:
             return False
-        recipe_effective = self.source.within_epoch(self.recipe.effective, self.epoch.number)
-        return self.epoch.batch.largest == recipe_effective and plan.length == self.epoch.recipe.batches
+        recipe_effective = self.source.within_epoch(self.recipe.effective, self.planned.number)
+        return self.planned.schedule.largest == recipe_effective and plan.length == self.planned.recipe.batches

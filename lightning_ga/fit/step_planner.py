@@ -16,7 +16,7 @@ from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of, plan_
 from lightning_ga.plan.recipe import Recipe
 
 
-class StepEpochs:
+class StepPlanner:
     """Plans windows by what was asked for and what fits."""
 
     def __init__(self, parts: FitParts, source: StepSource) -> None:
@@ -48,8 +48,8 @@ class StepEpochs:
 
     @property
     def micro_batch(self) -> int:
-        """The micro-batch that ``accumulate=`` multiplies: that of the recipe while the limit is not known."""
-        return self._parts.limit.first_micro_batch(self._parts.request.capped(self.batch_size))
+        """The micro-batch that ``accumulate=`` multiplies; the recipe's while the limit is not known."""
+        return self._parts.limit.micro_batch_at_start(self._parts.request.capped(self.batch_size))
 
     def effective(self, epoch: int) -> int:
         """Return the largest effective batch of an epoch."""
