@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_ga.compat.place import LoopPlace
 from lightning_ga.compat.replicas import AnyExchange, exchange_of
 from lightning_ga.compat.step_values import StepValues
-from lightning_ga.fit.checks import check_automatic, check_trainer
+from lightning_ga.fit.checks import BY_HAND, check_automatic, check_trainer
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.left_out import LeftOut
 from lightning_ga.fit.limit import Limit
@@ -210,7 +210,9 @@ class Fit:
         self._reporter.report_pending(self.verdict.exactness)
 
     def fail(self, error: BaseException) -> None:
-        """After an error: add what holds the memory, if memory ran out; restore the user's factor."""
+        """After an error: add a note if that helps, such as what holds the memory; restore the user's factor."""
+        if "multiple optimizers" in str(error):  # Lightning proposes manual optimization, which is refused
+            error.add_note(f"AutoAccumulate steers the automatic optimization of one optimizer: {BY_HAND}")
         probe = self.search.probe
         if is_out_of_memory(error) and probe is not None and probe.holders is not None:
             error.add_note(f"As the probe recorded it: {probe.holders.sentence()}")

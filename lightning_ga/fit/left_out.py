@@ -21,9 +21,10 @@ from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
+from lightning_ga.plan.accumulation import ceil_div
 
-FEW = 10  # samples that may be left out in any training
-RARE = 100  # beyond these, one sample in so many
+MOST_IN_A_ROW = 10  # samples that may be left out, until a window is whole again
+MOST_OF_EPOCH = 100  # one sample of the epoch in so many
 
 
 class LeftOut:
@@ -36,7 +37,9 @@ class LeftOut:
         self._data = data
         self._places: set[int] = set()  # of the window's passes
         self._running: tuple[int, str] | None = None  # place of the pass that runs, and shapes of its batch
-        self._count = 0  # of samples left out in this fit
+        self._in_row = 0  # left out since a window was whole
+        self._in_epoch = 0
+        self._epoch = -1  # of the running window
         self._folder = Path()
 
     @contextmanager
@@ -60,7 +63,13 @@ class LeftOut:
 
     def begin_window(self) -> None:
         """Begin another window, of which no sample is left out so far."""
+        if not self._places:
+            self._in_row = 0
         self._places = set()
+        epoch = self._progress.window[0]
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._in_epoch = 0
 
     def end_pass(self) -> None:
         """Note that the loop's batch is done."""
@@ -76,7 +85,8 @@ class LeftOut:
             return False
         place, sizes = self._running
         self._places.add(place)
-        self._count += 1
+        self._in_row += 1
+        self._in_epoch += 1
         epoch, window = self._progress.window
         row = {
             "epoch": epoch,
@@ -87,15 +97,24 @@ class LeftOut:
             "rank": self._trainer.global_rank,
         }
         self._write(row)
-        seen = self._progress.position.samples_seen
-        if self._count > max(FEW, seen / RARE):
+        most = self._most_of_epoch()
+        if self._in_row > MOST_IN_A_ROW or (most is not None and self._in_epoch > most):
             raise UserError(
-                f"{self._count} of {seen:,} samples did not fit and were left out, more than {FEW} and one in {RARE}: "
-                "raise memory_budget, or make samples smaller; skipped.csv lists them."
+                f"{self._in_row} samples in a row and {self._in_epoch} of this epoch did not fit and were left out, "
+                f"more than {MOST_IN_A_ROW}, or one in {MOST_OF_EPOCH}: raise memory_budget, or make samples smaller; "
+                "skipped.csv lists them."
             )
         said = ", ".join(f"{name} {value}" for name, value in row.items())
         print(rank_prefixed_message(f"AutoAccumulate: a sample is left out: {said}.", self._trainer.global_rank))
         return True
+
+    def _most_of_epoch(self) -> int | None:
+        """Return the most samples of this epoch that may be left out; ``None`` if its length is not known."""
+        planner = self._data.windows.planner
+        steps = planner.steps(range(self._epoch, self._epoch + 1))
+        if steps is None:
+            return None
+        return ceil_div(steps * planner.effective(self._epoch), MOST_OF_EPOCH)
 
     def _write(self, row: dict[str, Any]) -> None:
         path = self._folder / "skipped.csv"

@@ -138,6 +138,10 @@ class ProbedTrainer(ProbedTraining):
     def _trained(self) -> list[Tensor]:
         return [each for each in self.trainer.lightning_module.parameters() if each.requires_grad]
 
+    def updates_in_proportion(self) -> bool:
+        """Return whether all optimizers are PyTorch's own: others, such as Shampoo, may keep matrices of any size."""
+        return all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in self.trainer.optimizers)
+
     def recompute(self, names: tuple[str, ...]) -> None:
         """Let steps compute these submodules again."""
         self._recomputed = names

@@ -94,7 +94,7 @@ class Prober:
         bound = None
         if measured.failure is not None:
             release(measured.failure)  # a search follows, and meets it again
-        elif trace.marks:  # a backward pass
+        elif trace.marks and self._training.updates_in_proportion():  # a mark: there was a backward pass
             owned = self._training.owned()
             gradients = bytes_of(owned[GRADIENTS])
             owned_bytes = bytes_of(chain(*owned.values()))

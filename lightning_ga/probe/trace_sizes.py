@@ -11,7 +11,7 @@ from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.probe.curve import Curve, Step
 from lightning_ga.probe.prediction import largest_fitting
 
-UPDATE = 8  # bytes of state and temporaries for a byte of gradients: Adam takes 2 to 5, Shampoo about 6
+UPDATE = 8  # bytes that optimizers of PyTorch need at most for a byte of gradients: Adam takes 2 to 5
 FAR = 8  # times the traced size: a prediction beyond needs a third trace in between
 MARGIN = 0.01  # share of the budget that holes may use in addition, if a device keeps a margin for them
 

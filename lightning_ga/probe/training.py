@@ -35,6 +35,10 @@ class ProbedTraining:
         """Run forward and backward of the first pass of a window, without the optimizer's step."""
         raise NotImplementedError
 
+    def updates_in_proportion(self) -> bool:
+        """Return whether the optimizers' steps are known to need memory in proportion to the gradients."""
+        return False
+
     def see_gradients(self) -> None:
         """See which parameters have gradients in later steps, as far as the first step has not shown it."""
 

@@ -76,6 +76,20 @@ def test_what_cannot_be_is_refused_before_the_first_step(name: str) -> None:
     assert not module.gradients
 
 
+class Two(Regression):
+    """Has two optimizers."""
+
+    def configure_optimizers(self) -> Any:
+        return [super().configure_optimizers()] * 2
+
+
+def test_several_optimizers_are_not_sent_in_a_circle() -> None:
+    with pytest.raises(RuntimeError, match="multiple optimizers") as caught:
+        fit(loader(SAMPLES, 16), AutoAccumulate(), module=Two())
+    (note,) = caught.value.__notes__
+    assert "leave AutoAccumulate out of the callbacks and cut each batch in training_step" in note
+
+
 class Nothing(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(())

@@ -87,6 +87,25 @@ def test_a_bound_that_does_not_fit_leads_to_a_search(monkeypatch: pytest.MonkeyP
     assert (callback.probe.limit, callback.plan.factor) == (64, 1)
 
 
+class Preconditioned(torch.optim.SGD):
+    """Keeps a matrix that is out of proportion to the gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("matrix", torch.zeros(1000, 1000))
+        return super().step(closure)
+
+
+def test_of_an_optimizer_that_is_not_pytorchs_a_step_is_measured() -> None:
+    """No bound is known for its state, so that a forward and backward pass alone shows too little."""
+    callback = AutoAccumulate(cache=False)
+    module = Counted()
+    module.configure_optimizers = lambda: Preconditioned(module.parameters(), lr=0.1)  # type: ignore[method-assign]
+    fit(DataLoader(Samples(64), batch_size=32), callback, module=module, max_epochs=1)
+    assert callback.fits is None
+    assert callback.probe.peak_bytes > 4 * 1000 * 1000 * len([*module.parameters()])
+
+
 @pytest.mark.loader_only(reason="its micro-batches are larger than the loader's batches")
 def test_the_limit_is_exact_where_a_window_does_not_fit() -> None:
     """By one step more than if it is looked for at once; training at the limit fits, and one sample more does not."""
