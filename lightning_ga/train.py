@@ -23,10 +23,10 @@ from omegaconf import DictConfig
 
 from lightning_ga.app.folders import FOLDER, done_before
 from lightning_ga.app.mistakes import explain
-from lightning_ga.app.other_tools import config_folder
+from lightning_ga.app.other_tools import check_words, config_folder
 from lightning_ga.app.own_process import run_apart
 from lightning_ga.app.settings import check_typed, read_settings, shown
-from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence
+from lightning_ga.app.terminal import Interrupted, is_first_rank, report_error, silence, warn
 from lightning_ga.errors import UserError
 
 TRACEBACK = "--traceback"
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
     try:
+        check_words(arguments, options())
         arguments = in_order([argument for argument in arguments if argument != TRACEBACK])
         if str(Path.cwd()) not in sys.path:  # for the user's own package, as ``python -m`` does
             sys.path.insert(0, str(Path.cwd()))
@@ -118,16 +119,16 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
 
 def refuse(_: argparse.ArgumentParser, message: str) -> NoReturn:
     """Refuse options in one sentence, as any other mistake."""
-    raise UserError(
-        f"{message}: keys are set as KEY=VALUE, without dashes; --help shows examples, --hydra-help options."
-    )
+    raise UserError(f"{message}: --help shows examples, --hydra-help all options.")
 
 
 def run_job(cfg: DictConfig, arguments: Sequence[str]) -> float | None:
     """Do what a configuration says; return the optimized metric, for sweepers."""
     own = HydraConfig.get()
-    check_typed(cfg, arguments)
+    unread = check_typed(cfg, arguments, options())
     settings = read_settings(cfg)
+    for sentence in unread:
+        warn(sentence)
     is_sweep = own.mode == RunMode.MULTIRUN
     folder = Path(own.runtime.output_dir)
     result = None

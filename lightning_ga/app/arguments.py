@@ -1,56 +1,68 @@
 """What a configuration gives a class, compared with the signature of the class: keys by their names, as typed."""
 
 import inspect
+import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import Parameter
 from pkgutil import resolve_name
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 
-from lightning_ga.app.mistakes import LIBRARIES, one_line
+from lightning_ga.app.mistakes import one_line
+from lightning_ga.app.other_tools import LIBRARIES
 from lightning_ga.errors import UserError
 
+UNIONS = (Union, types.UnionType)
 LISTS = (list, tuple, Sequence, Iterable, Collection)
-WORDS: Mapping[Any, str] = {  # of annotations that a plain value can be compared with
+KINDS: Mapping[Any, str] = {  # of annotations that a plain value can be compared with, in words
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "a text",
     type(None): "null",
-    list: "a list ([VALUE, …])",
-    dict: "a mapping ({KEY: VALUE})",
-    Callable: "a class ({_target_: NAME})",
+    list: "a list ([VALUE, …], each {})",
+    dict: "a mapping ({{KEY: VALUE}})",
+    Callable: "a class ({{_target_: NAME}})",
 }
 Known = Mapping[str, Parameter]
 
 
-def check_arguments(key: str, content: Any, *, failed: bool = False) -> None:
-    """Refuse arguments that no class can be called with, and values that contradict annotations of libraries.
+def check_arguments(key: str, raw: Any, content: Any, *, failed: bool = False) -> None:
+    """Refuse arguments that no class can be called with, and values that contradict annotations.
+
+    Those of libraries always count, those of other classes for what is typed.
 
     Args:
         key: The key of the node.
+        raw: The node with its interpolations as they are written.
         content: The node as plain values.
-        failed: Whether the class could not be built: annotations of other classes then count too.
+        failed: Whether the class could not be built: what it lacks, and values that are not typed, are then named too.
 
     Raises:
         UserError: With the key, its value, and what the class takes.
     """
+    if not isinstance(raw, type(content)):  # an interpolation
+        raw = content
     if isinstance(content, list):
         for number, value in enumerate(content):
-            check_arguments(f"{key}.{number}", value, failed=failed)
-    elif isinstance(content, dict):
-        for name, value in content.items():
-            check_arguments(f"{key}.{name}", value, failed=failed)
-        if content.get("_target_", "???") != "???":
-            check_call(key, content, failed=failed)
+            check_arguments(f"{key}.{number}", raw[number], value, failed=failed)
+    if not isinstance(content, dict):
+        return
+    keys = {}
+    for name, value in content.items():
+        keys[name] = referred(raw[name]) or f"{key}.{name}"
+        check_arguments(keys[name], raw[name], value, failed=failed)
+    if content.get("_target_", "???") != "???":
+        check_call(key, keys, content, failed=failed)
 
 
-def check_call(key: str, content: Mapping[Any, Any], *, failed: bool) -> None:
-    """Compare the values of one node with what its class takes."""
+def check_call(key: str, keys: Mapping[Any, str], content: Mapping[Any, Any], *, failed: bool) -> None:
+    """Compare the values of one node, whose own keys are given, with what its class takes."""
     target = found_at(f"{key}._target_", str(content["_target_"]))
     known, is_closed = arguments_of(target)
     is_library = target.__module__.partition(".")[0] in LIBRARIES
@@ -58,16 +70,34 @@ def check_call(key: str, content: Mapping[Any, Any], *, failed: bool) -> None:
         if name.startswith("_") and name.endswith("_"):  # for Hydra
             continue
         if name in known:
-            is_true = failed or (is_library and value is not None)
+            is_true = failed or (is_library and value is not None) or is_typed(keys[name])
             if is_true and not fits_parameter(value, known[name]):
                 takes = f"{target.__name__} takes {described(known[name].annotation)} as {name}"
-                raise UserError(f"{key}.{name}={value} does not fit: {takes}.")
+                raise UserError(f"{keys[name]}={written(value)} does not fit: {takes}.")
         elif is_closed or (failed and known):
-            hint = ": it"
-            for nearest in get_close_matches(name, known, n=1, cutoff=0.6):
-                hint = f"; did you mean {nearest}? It"
-            text = f"{key}.{name}={value}: {target.__name__} got an unexpected keyword argument {name!r}"
-            raise UserError(f"{text}{hint} takes {', '.join(known)}.")
+            refuse_unknown(f"{key}.{name}={written(value)}", target.__name__, name, known)
+    if failed and not content.get("_partial_"):
+        require_all(key, target.__name__, known, content)
+
+
+def refuse_unknown(word: str, target: str, name: str, known: Known) -> NoReturn:
+    """Refuse an argument that a class does not have, with the nearest one and all others."""
+    hint = ": it"
+    for nearest in get_close_matches(name, known, n=1, cutoff=0.6):
+        hint = f"; did you mean {nearest}? It"
+    listed = [one for one, parameter in known.items() if parameter.annotation is not type(None)]  # some are removed
+    raise UserError(f"{word}: {target} got an unexpected keyword argument {name!r}{hint} takes {', '.join(listed)}.")
+
+
+def require_all(key: str, target: str, known: Known, content: Mapping[Any, Any]) -> None:
+    """Refuse a node without an argument that its class needs."""
+    for name, parameter in known.items():
+        if parameter.default is not Parameter.empty or name in content:
+            continue
+        added = f"{name}=VALUE"
+        if name in ("params", "optimizer"):
+            added = "_partial_=true, as the module gives it"
+        raise UserError(f"{key}.{name} is missing, which {target} needs: add +{key}.{added}.")
 
 
 def found_at(key: str, path: str) -> Any:
@@ -80,6 +110,26 @@ def found_at(key: str, path: str) -> Any:
         for nearest in get_close_matches(name, dir(sys.modules.get(home, object)), n=1, cutoff=0.6):
             remedy = f"did you mean {home}.{nearest}?"
         raise UserError(f"{key}={path} cannot be imported ({one_line(error)}): {remedy}") from error
+
+
+def referred(raw: Any) -> str | None:
+    """The key that an interpolation takes its value from: ``optimizer`` of ``${optimizer}``."""
+    found = re.fullmatch(r"\$\{(?:oc\.select:)?([\w.]+)\}", str(raw))
+    if found:
+        return found[1]
+    return None
+
+
+def is_typed(key: str) -> bool:
+    """Whether a key, or a mapping around it, is set on the command line."""
+    if not HydraConfig.initialized():
+        return False
+    own = HydraConfig.get()
+    for word in own.overrides.task:
+        typed = word.lstrip("+").partition("=")[0]
+        if typed not in own.runtime.choices and f"{key}.".startswith(f"{typed}."):
+            return True
+    return False
 
 
 def arguments_of(target: Any) -> tuple[Known, bool]:
@@ -112,22 +162,13 @@ def fits_parameter(value: Any, parameter: Parameter) -> bool:
     """Whether a plain value is of the annotation's kind, or of the default's own; what is to be built is."""
     if value == "???" or (isinstance(value, Mapping) and "_target_" in value):
         return True
-    return type(value) is type(parameter.default) or any(fits(value, one) for one in members(parameter.annotation))
-
-
-def members(annotation: Any) -> Iterator[Any]:
-    """The members of a union, else the annotation itself."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        for member in get_args(annotation):
-            yield from members(member)
-    else:
-        yield annotation
+    return type(value) is type(parameter.default) or fits(value, parameter.annotation)
 
 
 def kind_of(annotation: Any) -> Any:
-    """The entry of ``WORDS`` that an annotation is; ``Callable`` if it has to be built, ``None`` if not known."""
+    """The entry of ``KINDS`` that an annotation is; ``Callable`` if it has to be built, ``None`` if not known."""
     origin = get_origin(annotation) or annotation
-    if origin in WORDS:
+    if origin in KINDS:
         return origin
     if origin in LISTS:
         return list
@@ -139,22 +180,38 @@ def kind_of(annotation: Any) -> Any:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether a member of an annotation allows a plain value; annotations by classes allow anything."""
-    if get_origin(annotation) is Literal:
-        return value in get_args(annotation)
+    """Whether an annotation allows a plain value; what is to be built, and annotations by classes, allow anything."""
+    origin = get_origin(annotation)
+    inner = get_args(annotation)
+    if value == "???" or (isinstance(value, Mapping) and "_target_" in value):
+        return True
+    if origin in UNIONS:
+        return any(fits(value, member) for member in inner)
+    if origin is Literal:
+        return value in inner
     kind = kind_of(annotation)
+    if kind is list and isinstance(value, list) and inner and origin is not tuple:
+        return all(fits(each, inner[0]) for each in value)
     is_whole_number = type(value) is int and kind in (bool, float)
     return kind is None or type(value) is kind or is_whole_number
 
 
 def described(annotation: Any) -> str:
     """An annotation in words."""
-    texts: dict[str, None] = {}
-    for member in members(annotation):
-        if get_origin(member) is Literal:
-            texts |= dict.fromkeys(map(str, get_args(member)))
-        elif member is not torch.Tensor:
-            texts[WORDS[kind_of(member) or Callable]] = None
-    if WORDS[float] in texts:
-        texts.pop(WORDS[int], None)
+    inner = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(str, inner))
+    if get_origin(annotation) not in UNIONS:
+        kind = kind_of(annotation) or Callable
+        each = described(inner[0]) if kind is list and inner else "a value"
+        return KINDS[kind].format(each)
+    texts = dict.fromkeys(described(member) for member in inner if member is not torch.Tensor)
+    if KINDS[float] in texts:
+        texts.pop(KINDS[int], None)
     return " or ".join(texts)
+
+
+def written(value: Any) -> str:
+    """A value as it is typed."""
+    text = str(value).replace("'", "")
+    return {"None": "null", "True": "true", "False": "false"}.get(text, text)

@@ -6,6 +6,7 @@ Tested in tests/app/test_train.py.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from inspect import isclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,15 +24,20 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_ga.app.arguments import check_arguments, found_at
 from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
-from lightning_ga.app.mistakes import link_of
-from lightning_ga.app.plan_report import PlanReport
+from lightning_ga.app.mistakes import is_named, link_of
+from lightning_ga.app.pictures import Pictures
+from lightning_ga.app.plan_report import PlanReport, schedule_text
 from lightning_ga.app.progress_lines import EpochLine, quiet_lightning
 from lightning_ga.app.settings import Progress, Settings, Task
 from lightning_ga.checkpoints import AtomicCheckpointIO
 from lightning_ga.elastic import CheckpointEvery
 from lightning_ga.errors import UserError
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule, as_schedule
 
+GET = "hydra.utils.get_method"
 SCHEDULED = ("effective_batch_size", "accumulate")  # keys of the section accumulate that may change in training
+SHORT_NAMES = {"normalize": "lightning_ga.counters", **dict.fromkeys(SCHEDULED, "lightning_ga.schedule")}  # by key
+NO_VALUES = {"Schedule", "ScheduleLike", "as_schedule", "count_items"}  # of the public names of these modules
 
 
 class BuiltRun(NamedTuple):
@@ -79,17 +85,19 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
     """The Trainer; a dry run has no loggers, no checkpoints and no bar."""
     callbacks: list[Callback] = []
     if cfg.get("accumulate"):
-        name_counter(cfg.accumulate)
+        use_full_names(cfg.accumulate)
         callbacks.append(make(cfg, "accumulate"))
-    callbacks += [PlanReport(folder, dry_run=settings.dry_run, schedule=schedule_of(cfg)), metric]
+    batches = schedule_of(cfg)
+    text = schedule_text(batches, "factor " if batches is not None and batches.name == "accumulate" else "")
+    callbacks += [PlanReport(folder, dry_run=settings.dry_run, schedule=text), metric]
     loggers = []
     has_bar = False
     if not settings.dry_run:
-        callbacks += make_all(cfg, "callbacks")
+        callbacks += [Pictures(folder), *make_all(cfg, "callbacks")]
         if settings.checkpoint_every is not None:
-            callbacks.append(checkpoint_every(folder, settings.checkpoint_every))
+            callbacks.append(CheckpointEvery(folder / "checkpoints", settings.checkpoint_every))
         if settings.progress is not Progress.none:
-            callbacks.append(EpochLine())
+            callbacks.append(EpochLine(batches))
         loggers = make_all(cfg, "logger")
         wants_bar = settings.progress is Progress.bar or (settings.progress is Progress.auto and sys.stdout.isatty())
         has_bar = wants_bar or has_kind(callbacks, ProgressBar)
@@ -112,14 +120,6 @@ def has_kind(callbacks: Sequence[Callback], kind: type[Callback]) -> bool:
     return any(isinstance(callback, kind) for callback in callbacks)
 
 
-def checkpoint_every(folder: Path, every: str) -> CheckpointEvery:
-    """The callback; its sentence begins with the key that it is about."""
-    try:
-        return CheckpointEvery(folder / "checkpoints", every)
-    except UserError as error:
-        raise UserError(f"checkpoint_every: {error}") from error
-
-
 def keep_effective_batch(cfg: DictConfig) -> None:
     """Fix the effective batch, which would else be that of one rank × the number of ranks."""
     section: Any = cfg.get("accumulate") or {}
@@ -131,25 +131,45 @@ def keep_effective_batch(cfg: DictConfig) -> None:
     section.effective_batch_size = batch_size * cfg.trainer.get("accumulate_grad_batches", 1)
 
 
-def name_counter(section: Any) -> None:
-    """Let ``accumulate.normalize=TargetTokens`` name a counter of the package, or the full name a class or function."""
-    name = section.get("normalize")
-    if not isinstance(name, str) or name == "samples":
-        return
-    path = name if "." in name else f"lightning_ga.counters.{name}"
-    if isclass(found_at("accumulate.normalize", path)):
-        section.normalize = {"_target_": path}
-    else:
-        section.normalize = {"_target_": "hydra.utils.get_method", "path": path}
+def use_full_names(section: Any) -> None:
+    """Let ``accumulate.normalize=TargetTokens`` and ``{_target_: linear, …}`` name what ``lightning_ga`` has."""
+    for key, home in SHORT_NAMES.items():
+        value = section.get(key)
+        node = value if OmegaConf.is_dict(value) else {}
+        name = node.get("_target_") or value
+        is_named = bool(node) or key == "normalize"  # a text for the batch is no name
+        if not isinstance(name, str) or name == "samples" or not is_named:
+            continue
+        path = full_name(f"accumulate.{key}", name, home)
+        if node or isclass(found_at(f"accumulate.{key}", path)):
+            section[key] = {**node, "_target_": path}
+        else:
+            section[key] = {"_target_": GET, "path": path}
 
 
-def schedule_of(cfg: DictConfig) -> str:
-    """How the configuration changes the batch or the factor in training; empty if it does not."""
+def full_name(key: str, name: str, home: str) -> str:
+    """The name with its module; one without dots must be a public name of the package."""
+    if "." in name:
+        return name
+    known = sorted({*import_module(home).__all__} - NO_VALUES)
+    if name not in known:
+        raise UserError(f"{key}={name} is none of {', '.join(known)}: write one of these, or my_package.NAME.")
+    return f"{home}.{name}"
+
+
+def schedule_of(cfg: DictConfig) -> PiecewiseSchedule | None:
+    """How the configuration changes the batch or the factor in training, if it is written as a mapping or schedule."""
     section: Any = cfg.get("accumulate") or {}
     for key in SCHEDULED:
-        if OmegaConf.is_dict(section.get(key)):
-            return f"{key}={OmegaConf.to_container(section[key])}"
-    return ""
+        if not OmegaConf.is_dict(section.get(key)):
+            continue
+        content = make(cfg, f"accumulate.{key}")
+        if key == "accumulate" and isinstance(content, dict):
+            content = {0: 1, **content}
+        batches = as_schedule(content, name=key)
+        if isinstance(batches, PiecewiseSchedule):
+            return batches
+    return None
 
 
 def starts_processes(cfg: DictConfig) -> bool:
@@ -184,8 +204,9 @@ def typed_told(key: str) -> Iterator[None]:
     except Exception as error:
         words: Sequence[str] = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
         typed = [word for word in words if word.lstrip("+").startswith(f"{key}.")]
-        if typed and link_of(UserError, error) is None:
-            error.add_note(f"Typed there: {', '.join(typed)}.")
+        unnamed = [word for word in typed if not is_named(word, str(error))]
+        if unnamed and link_of(UserError, error) is None:
+            error.add_note(f"Typed there: {', '.join(unnamed)}.")
         if f"{key}._target_=" in " ".join(typed) and f"{key}=own" not in words:
             error.add_note(f"{key}._target_ alone keeps the keys of the {key} that is chosen: add {key}=own.")
         raise
@@ -193,14 +214,15 @@ def typed_told(key: str) -> Iterator[None]:
 
 def built(node: Any, key: str, arguments: Mapping[str, Any]) -> Any:
     """Build a node of plain dicts and lists, which checkpoints can contain."""
+    raw = OmegaConf.to_container(node)
     content = OmegaConf.to_container(node, resolve=True)
-    check_arguments(key, content)
+    check_arguments(key, raw, content)
     OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     try:
         return instantiate(content, **arguments, _convert_="all")
     except Exception as error:
         if link_of(UserError, error) is None:
-            check_arguments(key, content, failed=True)
+            check_arguments(key, raw, content, failed=True)
         raise
 
 

@@ -114,9 +114,29 @@ def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[st
 
 
 def roots_of_runs(config: Mapping[str, Any]) -> list[Path]:
-    """Folders below which runs are: those of ``paths``."""
+    """Folders below which runs are: those of ``paths``, and those of ``hydra.run.dir`` and ``hydra.sweep.dir``."""
     paths: Any = config.get("paths") or {}
-    return [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
+    roots = [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
+    own = HydraConfig.get()
+    written: Any = OmegaConf.to_container(own, resolve=False)
+    for kind in ("run", "sweep"):
+        root = root_of(Path(getattr(own, kind).dir), written[kind]["dir"])
+        if not Path.cwd().is_relative_to(root.resolve()):  # that would be the whole project
+            roots.append(root)
+    return [*dict.fromkeys(roots)]
+
+
+def root_of(place: Path, written: str) -> Path:
+    """The folder around the first part of a place that is named by the clock; else the folder that contains the place.
+
+    ``logs`` of ``logs/${now:%Y}/${now:%H}`` and of ``logs/mine``.
+    """
+    parts = written.split("/")
+    first = len(parts) - 1
+    for number, part in enumerate(parts):
+        if "${now:" in part:
+            first = min(first, number)
+    return place.parents[len(parts) - 1 - first]
 
 
 def done_before(folder: Path, config: Config) -> Mapping[str, Any] | None:

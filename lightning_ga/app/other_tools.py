@@ -1,4 +1,4 @@
-"""Keys of other programs, in the words of this command line. Nothing here imports torch.
+"""What users of other programs type, in the words of this command line. Nothing here imports torch.
 
 ``words.json`` lists it: names of timm's ``train.py``, lightning-hydra-template, LightningCLI and Ultralytics, and the
 plugins of Hydra.
@@ -7,8 +7,11 @@ plugins of Hydra.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from lightning_ga.errors import UserError
 
 Groups = Mapping[str, Sequence[str]]
 TABLES: Mapping[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
@@ -16,6 +19,9 @@ WORDS = {theirs: ours for ours, names in TABLES["words"].items() for theirs in n
 PLUGINS = TABLES["plugins"]  # how each is installed, by group and option
 SECTIONS = TABLES["sections_here"]
 OWN_KEYS = TABLES["keys_here"]
+MAY_TAKE_A_VALUE = TABLES["options_with_a_value_here"]  # of Hydra
+OPTIONS = (*TABLES["options_here"], *MAY_TAKE_A_VALUE)  # of Hydra and of this program
+LIBRARIES = ("lightning", "pytorch_lightning", "torch", "lightning_ga")  # whose classes are not the user's own
 OF_TIMM = {"model": "model=timm model.name={}", "optimizer": "optimizer=timm optimizer.name={}"}
 
 
@@ -30,15 +36,16 @@ def config_folder() -> Path:
 
 def in_our_words(typed: str, value: str, groups: Groups) -> str | None:
     """Return what to type here for a key or option of another program; ``None`` for names that are not known."""
-    ours = WORDS.get(f"{typed}={value}".lower()) or WORDS.get(typed)
+    name = typed.lstrip("-").rstrip("+").replace("-", "_").replace(".init_args", "")
+    ours = WORDS.get(f"{name}={value}".lower()) or WORDS.get(name)
     if ours is None:
         for theirs, section in TABLES["sections"].items():
-            if typed.startswith(f"{theirs}."):
-                ours = section + typed.removeprefix(theirs) + "={}"
-    if typed in ("model", "data") and re.fullmatch(r"[^\W\d]\w*\.[^/]*", value):
-        ours = f"{typed}=own {typed}._target_={{}}"
-    elif typed in groups:
-        ours = _option(typed, value, groups)
+            if name.startswith(f"{theirs}."):
+                ours = section + name.removeprefix(theirs) + "={}"
+    if name in ("model", "data") and re.fullmatch(r"[^\W\d]\w*\.[^/]*", value):
+        ours = f"{name}=own {name}._target_={{}}"
+    elif name in groups:
+        ours = _option(name, value, groups)
     elif ours == "optimizer={}":
         ours = _option("optimizer", value, groups)
     if ours is None:
@@ -51,3 +58,66 @@ def _option(group: str, value: str, groups: Groups) -> str:
     if value.lower() in groups.get(group, ()):
         return f"{group}={value.lower()}"
     return OF_TIMM.get(group, f"{group}={{}}")
+
+
+def check_words(words: Sequence[str], groups: Groups) -> None:
+    """Refuse words that are neither options of this command line nor KEY=VALUE, with what to type instead of them."""
+    theirs: list[str] = []
+    ours: list[str] = []
+    before = ""
+    left = [*words]
+    while left:
+        word = left.pop(0)
+        after = left[0] if left else ""
+        name, equals, value = word.partition("=")
+        takes_next = after != "" and not equals and not re.match(r"-|.*=", after)
+        if not re.match("-.", word):
+            _require_quotes(word, after)
+            if not equals and not word.startswith("~"):
+                theirs.append(word)
+                ours.append(_word_in_ours(word, before, after))
+        elif name in OPTIONS and not (name == "-c" and after.endswith("ml")):
+            if takes_next and name in MAY_TAKE_A_VALUE:
+                left.pop(0)
+        else:
+            theirs.append(word)
+            if takes_next:
+                value = left.pop(0)
+                theirs.append(value)
+            ours.append(_option_in_ours(name, value or "true", groups))
+        before = word
+    if theirs:
+        are = "are words" if len(theirs) > 1 else "is a word"
+        instead = " ".join(filter(None, ours))
+        raise UserError(f"{' '.join(theirs)} {are} of another program; here is KEY=VALUE: write {instead}.")
+
+
+def _require_quotes(word: str, after: str) -> None:
+    if after and re.search(r"=[\[{(].*,$", word):  # model.hidden=[32, 64]
+        raise UserError(f"{word} {after} …: quote a value with blanks because of the shell: '{word} {after} …'.")
+
+
+def _option_in_ours(name: str, value: str, groups: Groups) -> str:
+    ours = in_our_words(name, value, groups)
+    if ours is not None:
+        return ours
+    key = name.lstrip("-").replace(".init_args", "")
+    if key.partition(".")[0] in (*OWN_KEYS, *SECTIONS):
+        return f"{key}={value}"
+    hint = "keys are set as KEY=VALUE, without dashes; --help lists them."
+    for nearest in get_close_matches(name, OPTIONS, n=1, cutoff=0.7):
+        hint = f"did you mean {nearest}?"
+    raise UserError(f"{name} is no option of this command line: {hint}")
+
+
+def _word_in_ours(word: str, before: str, after: str) -> str:
+    if after.startswith("=") or before.endswith("="):  # trainer.max_epochs = 3
+        raise UserError(f"{word} stands alone: write KEY=VALUE without blanks around the =.")
+    if word in TABLES["commands"]:
+        return str(TABLES["commands"][word])
+    if "/" in word:
+        return f"data=image_folder data.root={word}"
+    key, colon, value = word.partition(":")
+    if colon:
+        raise UserError(f"{word} stands alone: write KEY=VALUE, such as {key}={value}.")
+    raise UserError(f"{word} stands alone: write KEY=VALUE; --help lists the keys.")

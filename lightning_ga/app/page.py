@@ -1,6 +1,8 @@
-"""The page of a run: a single file made of ``templates``, without scripts or network."""
+"""The page of a run, and that of several: a single file made of ``templates``, without scripts or network."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -17,6 +19,7 @@ PAGE = "report.html"
 TEMPLATES = Environment(loader=PackageLoader("lightning_ga.app"), autoescape=True, trim_blocks=True)
 TEMPLATES.globals["better"] = {"max": "larger is better", "min": "smaller is better"}
 TEMPLATES.globals["number"] = number
+FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # ends of keys: every run has its own
 NO_METRICS = ("seconds", "oom_events", "optimized_metric", "optimized_direction")  # keys of result.json
 
 
@@ -26,6 +29,35 @@ def run_page(run: RunFiles) -> str:
     for function in (title, warning, facts, optimized_metric, curves, memory, confusion, config):
         parts[function.__name__] = function(run)
     return TEMPLATES.get_template("run.html").render(parts, run=run)
+
+
+def comparison_page(runs: Sequence[RunFiles]) -> str:
+    """Several runs side by side: a table of differing settings and results, and their curves."""
+    settings = []
+    for run in runs:
+        settings.append({key: str(value) for key, value in walk(run.config) if not key.endswith(FOLDERS)})
+    plans = [run.plan.get("table", {}) for run in runs]
+    return TEMPLATES.get_template("comparison.html").render(
+        title=f"{len(runs)} runs side by side",
+        names=[run.name for run in runs],
+        results=beside_each_other([*map(facts, runs)]),
+        plans=beside_each_other(plans),
+        differing=differing(settings),
+        curves=curves(*runs),
+    )
+
+
+def beside_each_other(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Rows of a name and its text in every column; a dash if a column lacks it."""
+    rows = []
+    for name in dict.fromkeys(chain.from_iterable(columns)):
+        rows.append([name, *(column.get(name, "–") for column in columns)])
+    return rows
+
+
+def differing(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """The rows whose texts are not all the same."""
+    return [row for row in beside_each_other(columns) if len({*row[1:]}) > 1]
 
 
 def title(run: RunFiles) -> str:
@@ -62,16 +94,25 @@ def optimized_metric(run: RunFiles) -> str:
     return str(run.result.get("optimized_metric") or run.config.get("optimized_metric") or "val/loss")
 
 
-def curves(run: RunFiles) -> dict[str, str]:
-    """A picture for each measure that the run logs, that of the optimized metric first."""
-    optimized = optimized_metric(run)
-    direction = str(run.result.get("optimized_direction"))
-    measures = dict.fromkeys(map(measure_of, run.curves))
+def curves(*runs: RunFiles) -> dict[str, str]:
+    """A picture for each measure that the runs log, that of the optimized metric first."""
+    optimized = optimized_metric(runs[0])
+    direction = str(runs[0].result.get("optimized_direction"))
+    by_run = {run.name: run.curves for run in runs}
     pictures = {}
-    for measure in sorted(measures, key=lambda measure: measure != measure_of(optimized)):
-        figure = curves_figure(run.curves, measure, optimized, direction)
+    for measure in measures(*runs):
+        figure = curves_figure(by_run, measure, optimized, direction)
         pictures[measure] = as_svg(figure, f"Curves of {measure}")
     return pictures
+
+
+def measures(*runs: RunFiles) -> list[str]:
+    """What the runs log, that of the optimized metric first."""
+    logged: dict[str, None] = {}
+    for run in runs:
+        logged |= dict.fromkeys(map(measure_of, run.curves))
+    first = measure_of(optimized_metric(runs[0]))
+    return sorted(logged, key=lambda measure: measure != first)
 
 
 def warning(run: RunFiles) -> str | None:

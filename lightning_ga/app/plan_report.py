@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ga.app.mistakes import on_the_line
 from lightning_ga.app.plots import probe_figure
 from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import columns, log
 from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import Fits, ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
+
+MOST_CHANGES = 5  # of a schedule that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class PlanRecords:
         if self.is_whole and (self.fits is not None or self.exactness is not None):
             rows["exactness"] = "whole windows: nothing is accumulated"
         elif self.exactness is not None:
-            rows["exactness"] = str(self.exactness)
+            rows["exactness"] = on_the_line(str(self.exactness))
         return rows
 
     def _probe_rows(self, probe: ProbeResult) -> dict[str, str]:
@@ -58,6 +62,8 @@ class PlanRecords:
         rows = {"memory": f"peak {peak} at the limit, of a budget of {format_bytes(probe.budget_bytes)}"}
         if not self.is_whole or 2 * probe.peak_bytes > probe.budget_bytes:
             rows["limit"] = f"{counted(probe.limit, 'sample')} per micro-batch"
+            if self.plan is not None and self.is_whole and self.plan.micro_batch_size == probe.limit:
+                rows["limit"] += " or more"
             rows["probe"] = f"from the {probe.source}"
             if probe.source == "probe":
                 tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}"
@@ -119,6 +125,22 @@ def setting_of(trainer: Trainer, module: LightningModule) -> str:
 def count_parameters(module: LightningModule) -> int:
     """The number of a module's parameters."""
     return sum(map(torch.numel, module.parameters()))
+
+
+def schedule_text(schedule: Any, what: str = "") -> str:
+    """How a batch changes: ``32, from epoch 2 on 64``; empty for one number, and for functions of the epoch."""
+    if not isinstance(schedule, PiecewiseSchedule) or schedule.starts in ((), (0,)):
+        return ""
+    unit = schedule.unit.removesuffix("s")
+    parts = []
+    for start, count in zip(schedule.starts, schedule.counts):
+        parts.append(f"from {unit} {start:,} on {count:,}" if start else f"{count:,}")
+    if schedule.starts[0]:
+        parts.insert(0, "the recipe's")
+    if len(parts) > MOST_CHANGES + 1:
+        parts[MOST_CHANGES:-1] = ["…"]
+    text = what + ", ".join(parts)
+    return f"{text} (epochs count from 0)" if unit == "epoch" else text
 
 
 def find_accumulate(trainer: Trainer) -> Any:

@@ -1,21 +1,23 @@
-"""The pictures that a run leaves: its curves, its confusion matrix, and what the probe found.
+"""The pictures that a run leaves: its curves, its confusion matrix, and what the probe found; those of a sweep.
 
 Tested in tests/app/test_page.py.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from io import StringIO
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator
 from sklearn.metrics import ConfusionMatrixDisplay
 
 from lightning_ga.app.run_files import Curve
@@ -23,19 +25,33 @@ from lightning_ga.app.terminal import number
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 
-MIB = 2**20  # bytes
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or repeat what is seen
 
 
-STYLES = {"train": "C0o-", "val": "C1s--", "test": "C2*:", "": "C3d-."}  # colours, marks, lines, by beginnings of names
+class Style(NamedTuple):
+    """How curves of a stage are drawn."""
+
+    words: str
+    color: str
+    line: str
+    mark: str
+
+
+STYLES = {  # by beginnings of names
+    "train": Style("training, ", "C0", "-", "o"),
+    "val": Style("validation, ", "C1", "--", "s"),
+    "test": Style("test, ", "C2", ":", "*"),
+    "": Style("", "C3", "-.", "d"),
+}
 NAME = re.compile(
     r"^(?:train|training|val|valid|validation|test)[/_.-](?=.)|_(?:step|epoch)(?=$|/dataloader_idx)|/dataloader_idx_\d+$"
 )
 MOST_MARKS = 40  # points of a curve that are marked
 MOST_CLASSES = 20  # of a confusion matrix with numbers
 RING: Mapping[str, Any] = {"s": 170, "facecolors": "none", "edgecolors": "black", "linewidths": 1.5, "zorder": 4}
-WIDE = 2.5  # times the highest peak: a budget above is not drawn
+WIDE_RANGE = 10  # times the lowest value of a sweep: the axis is logarithmic
+WIDE = 2.5  # times the highest value: a budget above is a text, not a line
 
 
 def measure_of(name: str) -> str:
@@ -45,36 +61,56 @@ def measure_of(name: str) -> str:
 
 def brief(name: str) -> str:
     """A name as matplotlib shows it, with at most 25 signs: the beginning and the end of a longer one."""
-    short = name if len(name) <= 25 else f"{name[:12]}…{name[-12:]}"
-    return short.replace("$", r"\$")  # no formula
+    if len(name) > 25:
+        name = f"{name[:12]}…{name[-12:]}"
+    return name.replace("$", r"\$")  # no formula
 
 
-def curves_figure(curves: Mapping[str, Curve], measure: str, optimized: str = "", direction: str = "") -> Figure:
-    """One measure by optimizer step: every stage that logs it; the best value of the optimized metric is ringed.
+def curves_figure(
+    runs: Mapping[str, Mapping[str, Curve]], measure: str, optimized: str = "", direction: str = ""
+) -> Figure:
+    """One measure by optimizer step: every stage that logs it, of each run; the best value of the optimized is ringed.
 
     Args:
-        curves: Curves by name.
+        runs: Curves by name, of each run.
         measure: What :func:`measure_of` says of the curves to draw.
         optimized: Name of the optimized metric.
-        direction: ``max`` or ``min``, which is better.
+        direction: ``max`` or ``min``, which is better; empty if that is not known.
     """
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    several = len(runs) > 1
+    figure = Figure(figsize=(7, 4 + several * len(runs) / 3), layout="constrained")
     axes = figure.subplots()
     best = {"max": max, "min": min}.get(direction)
-    for name, curve in curves.items():
-        if measure_of(name) != measure:
-            continue
-        beginning = next(filter(name.startswith, STYLES))
-        lines = axes.plot(*np.array(curve).T, STYLES[beginning], markersize=5, label=brief(name))
-        if len(curve) > MOST_MARKS:
-            lines[0].set_marker("")
-        if name == optimized and best:
-            step, value = best(curve, key=itemgetter(1))
-            axes.scatter([step], [value], label=f"best: {number(value)} at step {step:,}", **RING)
+    for number_of_run, (run, curves) in enumerate(runs.items()):
+        for name, curve in curves.items():
+            if measure_of(name) != measure:
+                continue
+            (line,) = axes.plot(*np.array(curve).T, markersize=5)
+            set_style(line, name, len(curve))
+            if several:
+                line.set_color(f"C{number_of_run % 10}")
+                line.set_label(f"run {brief(run)}, {line.get_label()}")
+            if name == optimized and best:
+                step, value = best(curve, key=itemgetter(1))
+                axes.scatter([step], [value], label=f"best: {number(value)} at step {step:,}", **RING)
     axes.set(xlabel="optimizer step", ylabel=brief(measure))
     tidy(axes)
-    axes.legend(frameon=False)
+    if several:
+        figure.legend(frameon=False, fontsize="small", ncols=2, loc="outside lower center")
+    else:
+        axes.legend(frameon=False)
     return figure
+
+
+def set_style(line: Line2D, name: str, points: int) -> None:
+    """Give a curve the colour, line, marks and label of its stage."""
+    beginning = next(filter(name.startswith, STYLES))
+    style = STYLES[beginning]
+    line.set(color=style.color, linestyle=style.line, label=style.words + brief(name))
+    if points == 1:
+        line.set_linestyle("")
+    if points <= MOST_MARKS:
+        line.set_marker(style.mark)
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
@@ -92,38 +128,86 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> F
     return figure
 
 
+def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, metric: str, best: int) -> Figure:
+    """The metric of every job of a sweep by one of its settings; the job at place ``best`` is ringed."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    places: Sequence[Any] = [*map(brief, settings)]
+    with suppress(ValueError):  # of words, which stand side by side
+        places = [*map(float, settings)]
+        if is_wide(places):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+    if is_wide(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.scatter(places, values, s=40)
+    axes.scatter(places[best : best + 1], values[best : best + 1], label=f"best: {number(values[best])}", **RING)
+    axes.legend(frameon=False)
+    axes.set(xlabel=brief(key), ylabel=brief(metric))
+    axes.margins(0.1)
+    frame(axes)
+    return figure
+
+
+def is_wide(values: Sequence[float]) -> bool:
+    """Whether values differ so much that their axis has to be logarithmic."""
+    return min(values) > 0 and max(values) >= WIDE_RANGE * min(values)
+
+
 def probe_figure(probe: ProbeResult) -> Figure:
     """Memory by micro-batch: predicted and measured peaks, the budget and the limit."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    points = {"predicted peak": [*probe.curve], "measured, fits": [], "does not fit": []}
-    for trial in probe.trials:
-        label = "measured, fits" if trial.fits else "does not fit"
-        points[label].append((trial.micro_batch_size, trial.peak_bytes))
-    if probe.recomputed is not None:
-        points["without computing again"] = [(0, 0), (probe.recomputed.samples, probe.recomputed.plain_bytes)]
+    points = points_of(probe)
     limit = (probe.limit, probe.peak_bytes)
     top = max(peak for _, peak in [limit, *chain.from_iterable(points.values())])
-    if probe.budget_bytes <= WIDE * top:
-        top = max(top, probe.budget_bytes)
+    budget = f"budget {format_bytes(probe.budget_bytes)}"
+    height = probe.budget_bytes
+    if height <= WIDE * top:
+        top = max(top, height)
+    else:
+        height = round(1.05 * top)
+        budget += ", far above"
+    unit, scale = ("GiB", 2**30) if top >= 2**30 else ("MiB", 2**20)
+    if height == probe.budget_bytes:
+        axes.axhline(height / scale, color="dimgray", linewidth=1, linestyle="--")
+    axes.text(0.01, height / scale, budget, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
     for (label, pairs), style in zip(points.items(), ("C0-", "C2o", "C3X", "kx:")):
         if pairs:
-            sizes, peaks = np.array(pairs).T
-            axes.plot(sizes, peaks / MIB, style, linewidth=2, label=label)
-    budget = f"budget {format_bytes(probe.budget_bytes)}"
-    axes.axhline(probe.budget_bytes / MIB, color="dimgray", linewidth=1, linestyle="--", label=budget)
+            sizes, bytes_of_sizes = np.array(pairs).T
+            axes.plot(sizes, bytes_of_sizes / scale, style, linewidth=2, label=label)
     label = f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}"
-    axes.scatter([probe.limit], [probe.peak_bytes / MIB], label=label, **RING)
+    axes.scatter([probe.limit], [probe.peak_bytes / scale], label=label, **RING)
     axes.legend(frameon=False, loc="lower right")
-    axes.set(xlabel="micro-batch, samples", ylabel="peak memory, MiB", xlim=(0, None), ylim=(0, 1.15 * top / MIB))
+    axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", xlim=(0, None), ylim=(0, 1.15 * top / scale))
     axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")
     tidy(axes)
     return figure
 
 
+def points_of(probe: ProbeResult) -> dict[str, list[tuple[int, int]]]:
+    """Sizes and peaks in bytes, by what is known of them."""
+    points: dict[str, list[tuple[int, int]]] = {"predicted peak": [*probe.curve]}
+    points |= {"measured, fits": [], "does not fit": []}
+    for trial in probe.trials:
+        label = "measured, fits" if trial.fits else "does not fit"
+        points[label].append((trial.micro_batch_size, trial.peak_bytes))
+    if probe.recomputed is not None:
+        points["without computing again"] = [(0, 0), (probe.recomputed.samples, probe.recomputed.plain_bytes)]
+    return points
+
+
 def tidy(axes: Axes) -> None:
     """Whole numbers below, a faint grid, and no frame."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    frame(axes)
+
+
+def frame(axes: Axes) -> None:
+    """A faint grid, and no frame."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

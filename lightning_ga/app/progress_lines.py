@@ -6,22 +6,28 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from textwrap import fill
 from typing import Any
 from unittest.mock import patch
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from lightning_ga import optimizer_steps
+from lightning_ga.app.mistakes import on_the_line
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.terminal import columns, log, number
+from lightning_ga.plan.batch_schedule import PiecewiseSchedule
 
 INFORMATION = ("lightning", "pytorch_lightning", "lightning_utilities")  # loggers
 NOISE = (  # warnings about choices that this application makes on purpose
     r".*does not have many workers.*",
     r".*is smaller than the logging interval.*",
     r".*exists and is not empty.*",  # the output folder: Hydra has written its own files
+    r".*could not find the monitored key.*",  # metric.py says it
     r".*callbacks used to create the checkpoint.*",  # a dry run has none of them
     r".*Validating sparse tensor invariants.*",
     r".*The dirpath has changed from.*",  # every run has a folder of its own
@@ -33,37 +39,53 @@ LINE_EVERY = 60.0  # seconds between two lines in an epoch
 class EpochLine(Callback):
     """Prints one line for every epoch, with its validation, and one a minute in between if there is no progress bar."""
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: PiecewiseSchedule | None = None) -> None:
+        self._schedule = schedule
         self._is_validated = False  # in this epoch
-        self._epoch_began = 0.0  # seconds of the clock
-        self._batch_ended = 0.0
+        self._fit_began = 0.0  # seconds of the clock
+        self._epoch_began = 0.0
         self._line_at = math.inf
+        self._validation_began = 0.0
+        self._validation_seconds = 0.0  # of the epoch
+        self._first_step = 0  # optimizer steps, of this process
+        self._last_step: int | None = None  # None: Lightning does not know the end
         self._done_before = 0  # samples, or optimizer steps, before the epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the time, because the first line comes a minute later."""
-        self._line_at = time.perf_counter()
+        """Note where training begins, as a resumed one has steps behind it, and where it ends, if that is known."""
+        self._fit_began = time.perf_counter()
+        self._line_at = self._fit_began
+        self._first_step = trainer.global_step
+        with suppress(MisconfigurationException):  # Lightning counts none with a schedule of its own
+            self._last_step = finite(optimizer_steps(trainer))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the time, and what was done before."""
         self._epoch_began = time.perf_counter()
         self._is_validated = False
+        self._validation_seconds = 0.0
         self._done_before = done(trainer)[0]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Print how far training is, once a minute if there is no bar."""
-        self._batch_ended = time.perf_counter()
-        is_due = self._batch_ended >= self._line_at + LINE_EVERY
+        now = time.perf_counter()
+        is_due = now >= self._line_at + LINE_EVERY
         if is_due and trainer.progress_bar_callback is None and trainer.is_global_zero:
-            self._line_at = self._batch_ended
+            self._line_at = now
             epoch = of(trainer.current_epoch + 1, trainer.max_epochs)
-            self._print(f"Epoch {epoch}, step {trainer.global_step:,}, {self._rate(trainer)}")
+            step = of(trainer.global_step, self._last_step)
+            self._print(f"Epoch {epoch}, step {step}, {self._rate(trainer)}{self._left(trainer, now)}")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the time: samples a second are those of training."""
+        self._validation_began = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that the values of validation are of this epoch."""
         self._is_validated = True
+        self._validation_seconds += time.perf_counter() - self._validation_began
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the epoch; all ranks ask a model for its ``epoch_means``, which it logs only after this."""
@@ -79,12 +101,21 @@ class EpochLine(Callback):
                 metrics[name] = float(value)
         seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
-        self._print(f"{line}, {self._rate(trainer)}")
+        self._print(f"{line}, {self._rate(trainer)}{batch_of(trainer, self._schedule)}")
+
+    def _left(self, trainer: Trainer, now: float) -> str:
+        """The time until the last optimizer step, by those of this process: ``, 0:12:03 left``; empty if not known."""
+        steps_here = trainer.global_step - self._first_step
+        if self._last_step is None or not steps_here:
+            return ""
+        seconds = (now - self._fit_began) / steps_here * (self._last_step - trainer.global_step)
+        return f", {timedelta(seconds=round(seconds))} left"
 
     def _rate(self, trainer: Trainer) -> str:
-        """What was done in a second until the epoch's latest batch: ``1,234 samples/s``, or optimizer steps."""
+        """What was done in a second of training in this epoch: ``1,234 samples/s``, or optimizer steps."""
         count, unit = done(trainer)
-        rate = (count - self._done_before) / max(self._batch_ended - self._epoch_began, 1e-9)
+        seconds = time.perf_counter() - self._epoch_began - self._validation_seconds
+        rate = (count - self._done_before) / max(seconds, 1e-9)
         digits = 0 if rate >= 10 else 2
         return f"{rate:,.{digits}f} {unit}/s"
 
@@ -106,6 +137,11 @@ def done(trainer: Trainer) -> tuple[int, str]:
     return trainer.global_step, "steps"
 
 
+def finite(steps: float) -> int | None:
+    """A number of steps; ``None`` if there is no end."""
+    return None if math.isinf(steps) else int(steps)
+
+
 def of(count: int, total: int | None) -> str:
     """A count and its end, if it has one: ``3/10``."""
     if total is None or total <= 0:
@@ -123,6 +159,17 @@ def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], sec
             stages[stage] = f"{before} {measure} {number(value)}".lstrip()
     parts = filter(None, stages.values())
     return f"Epoch {of(epoch, epochs)}: {'; '.join([*parts, f'{seconds:.1f} s'])}"
+
+
+def batch_of(trainer: Trainer, schedule: PiecewiseSchedule | None) -> str:
+    """The batch of the epoch's last optimizer step, if a schedule changes it."""
+    plan = getattr(find_accumulate(trainer), "plan", None)
+    if schedule is None or plan is None or len(schedule.counts) < 2 or schedule.unit == "samples":
+        return ""
+    batch = plan.effective_batch_size
+    if schedule.by_window and not schedule.name.startswith("accumulate"):
+        batch = schedule.at(trainer.global_step - 1, 0) or batch
+    return f"; batch {batch:,}"
 
 
 @contextmanager
@@ -145,4 +192,4 @@ def quiet_lightning() -> Iterator[None]:
 
 def as_sentence(message: Any, *_: Any) -> str:
     """A warning without its place in a file."""
-    return f"Warning: {message}"
+    return f"Warning: {on_the_line(str(message))}"

@@ -20,6 +20,7 @@ Curve = list[tuple[int, float]]
 CONFIG = "config.yaml"
 RESULT = "result.json"
 PLAN = "plan.json"
+PICTURES = "pictures.json"
 SCORES = "classification_report.json"
 CONFUSION = "confusion_matrix.json"
 SWEEP = "multirun.yaml"  # which Hydra writes into the folder of a sweep
@@ -37,6 +38,7 @@ class RunFiles:
     plan: Mapping[str, Any]
     scores: Mapping[str, Any]
     confusion: Mapping[str, Any]  # names of ``classes``, and ``counts`` by class and prediction
+    pictures: Mapping[str, Any]  # by chapter: ``[PNG in base64, text]`` of each
     loading: str  # code that loads exported weights
     curves: Mapping[str, Curve]
 
@@ -57,6 +59,7 @@ def read_run(folder: Path) -> RunFiles:
         plan=read_json(folder / PLAN),
         scores=read_json(folder / SCORES),
         confusion=read_json(folder / CONFUSION),
+        pictures=read_json(folder / PICTURES),
         loading=text_of(folder / LOADING),
         curves=read_curves(folder / "csv"),
     )
@@ -69,6 +72,7 @@ class Job:
     name: str  # its folder in that of the sweep
     result: Mapping[str, Any]  # empty if it has failed
     settings: Mapping[str, str]  # by key, as they were typed or drawn
+    overrides: str  # all of them on one line, as they were typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +93,14 @@ def read_sweep(folder: Path) -> Sweep | None:
     direction = "min"
     for path in sorted(folder.glob("**/.hydra/overrides.yaml")):
         settings = {}
-        for word in OmegaConf.load(path):
-            key, _, value = str(word).partition("=")
+        words = [*map(str, OmegaConf.load(path))]
+        for word in words:
+            key, _, value = word.partition("=")
             settings[key.lstrip("+~")] = value
         result = read_json(path.parents[1] / RESULT)
         metric = result.get("optimized_metric", metric)
         direction = result.get("optimized_direction", direction)
-        jobs.append(Job(str(path.parents[1].relative_to(folder)), result, settings))
+        jobs.append(Job(str(path.parents[1].relative_to(folder)), result, settings, " ".join(words)))
     sign = -1 if direction == "max" else 1
     values: dict[str, Any] = {job.name: job.result.get(metric) for job in jobs}
     jobs.sort(key=lambda job: math.inf if values[job.name] is None else sign * values[job.name])
@@ -136,6 +141,20 @@ def read_curves(folder: Path) -> dict[str, Curve]:
                     with suppress(LookupError, TypeError, ValueError):  # half a row, if its run was killed
                         curves.setdefault(name, {})[int(row["step"])] = float(value)
     return {name: sorted(curve.items()) for name, curve in curves.items()}
+
+
+def put_aside(path: Path, place: Path, *, before: int | None) -> None:
+    """Move the curves of a run that is resumed, without the rows of steps that will be done again."""
+    rows = [*csv.DictReader(text_of(path).splitlines())]
+    path.replace(place)
+    if before is None or not rows:
+        return
+    with place.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[0]])
+        writer.writeheader()
+        for row in rows:
+            if str(row.get("step")).isdigit() and int(row["step"]) < before and None not in row:
+                writer.writerow(row)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.other_tools import SECTIONS
+from lightning_ga.app.other_tools import OWN_KEYS, SECTIONS, Groups, in_our_words
 from lightning_ga.errors import UserError
 
 Config = dict[str, Any]
@@ -23,9 +24,7 @@ LARGER_IS_BETTER = re.compile(  # words of metrics, without their digits: f is t
     "acc|accuracy|top|auroc|auc|auprc|ap|map|ar|mar|f|fbeta|precision|recall|sensitivity|specificity|m?iou|giou|jaccard|"
     "dice|kappa|mcc|matthews|r|psnr|ssim|snr|sdr|bleu|rouge|meteor|chrf|pearson|spearman|kendall|ndcg|mrr|pq|score|reward"
 )
-SMALLER_IS_BETTER = re.compile(  # they win over one of the others, as in dice_loss
-    "loss|error|err|r?mse|mae|mape|smape|nll|bce|ce|elbo|ppl|perplexity|wer|cer|mer|fid|kid|lpips|kl|brier|ece|distance"
-)
+SMALLER_IS_BETTER = re.compile("loss|error|err")  # they win over one of the others, as in dice_loss
 NUMBER = r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 RANGES: Sequence[Mapping[str, Any]] = json.loads(Path(__file__).with_name("ranges.json").read_text("utf-8"))
 RANGE_OF = {key: one for one in RANGES for key in one["keys"]}  # of typed numbers, by the last part of the key
@@ -40,7 +39,7 @@ class Settings:
     ckpt_path: str | None = None
     dry_run: bool = False
     test: bool = True
-    optimized_metric: str | None = "val/loss"
+    optimized_metric: str | None = None
     optimized_direction: Direction | None = None
     progress: Progress = Progress.auto
     checkpoint_every: str | None = None  # a number of windows, or a time
@@ -53,14 +52,6 @@ def read_settings(cfg: DictConfig) -> Settings:
     result: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), given))
     if result.elastic and result.checkpoint_every is None:
         result.checkpoint_every = "60s"
-    name = result.optimized_metric
-    if name is not None and result.optimized_direction is None:
-        direction = direction_of(name)
-        if direction is None:
-            raise UserError(
-                f"optimized_metric={name} does not say which is better: add optimized_direction=min or max."
-            )
-        result.optimized_direction = Direction[direction]
     for group in ("experiment", "debug"):
         if OmegaConf.is_dict(cfg.get(group)):
             raise UserError(f"The keys of {group}=… are below {group}: begin its file with # @package _global_.")
@@ -68,6 +59,9 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise UserError(f"dry_run=true shows the plan of a training, and task={result.task.name} has none: drop one.")
     if {"callbacks", "logger"} & {*(cfg.get("trainer") or ())}:
         raise UserError("trainer.callbacks and trainer.logger are read by nothing: set callbacks.NAME._target_=…")
+    if cfg.get("train") is False:  # of lightning-hydra-template
+        added = "" if "task" in cfg else "+"
+        raise UserError(f"train=false is read by nothing here: write {added}task=test ckpt_path=best.")
     for name in ("model", "data", "trainer"):
         if "_target_" not in [*(cfg.get(name) or ())]:
             raise UserError(f"{name}._target_ is missing: choose {name}=OPTION.")
@@ -80,11 +74,16 @@ def unread_groups(cfg: DictConfig) -> set[str]:
     unread = set()
     for name in ("lr_scheduler", "optimizer"):  # in this order, because a schedule may read the optimizer's rate
         text = texts.pop(name, "")
-        if re.search(rf"[{{:]{name}\b", "".join(texts.values())):
+        if is_referred_to(name, texts):
             texts[name] = text
         else:
             unread.add(name)
     return unread
+
+
+def is_referred_to(name: str, texts: Mapping[str, str]) -> bool:
+    """Whether an interpolation in one of the texts names a section."""
+    return re.search(rf"[{{:]{re.escape(name)}\b", "".join(texts.values())) is not None
 
 
 def to_plain(cfg: DictConfig) -> dict[str, Any]:
@@ -93,10 +92,22 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
     return content  # type: ignore[no-any-return]
 
 
-def check_typed(cfg: DictConfig, words: Sequence[str]) -> None:
-    """Refuse values out of their range, and keys of a group that no class reads, such as ``optimizer.lr``."""
+def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[str]:
+    """Refuse values out of their range and mistyped keys; return warnings of other keys that nothing reads.
+
+    Keys of a group that no class reads are refused, too, such as ``optimizer.lr``.
+    """
+    texts = {str(key): str(value) for key, value in to_plain(cfg).items()}
+    known = (*SECTIONS, *OWN_KEYS, *groups, "hydra")
+    warnings = []
+    for key in texts.keys() - {*known}:
+        for nearest in get_close_matches(key, known, n=1, cutoff=0.85):
+            if not is_referred_to(key, texts):
+                warnings.append(f"{key} in a configuration file is read by nothing: did you mean {nearest}?")
     unread = unread_groups(cfg)
     for word in words:
+        if word.startswith("-"):
+            continue
         key, _, value = word.lstrip("+~").partition("=")
         section = re.split(r"[./@]", key)[0]
         if section in unread:
@@ -107,6 +118,27 @@ def check_typed(cfg: DictConfig, words: Sequence[str]) -> None:
             )
         if section in (*SECTIONS, "seed"):
             check_value(word, key, value)
+        others = {name: text for name, text in texts.items() if name != section}
+        if section in known or word.startswith("~") or is_referred_to(section, others):
+            continue
+        ours = nearest_word(key, value, known, groups)
+        if ours is None:
+            warnings.append(f"{word} is read by nothing here: it only goes to loggers and into config.yaml.")
+            continue
+        added = "+" if ours.partition("=")[0] in {*OWN_KEYS} - texts.keys() else ""  # with a train.yaml of one's own
+        raise UserError(f"{word} is read by nothing: write {added}{ours}.")
+    return warnings
+
+
+def nearest_word(key: str, value: str, known: Sequence[str], groups: Groups) -> str | None:
+    """What to type for a key that was added and is not read: another program's word, or a section of a near name."""
+    ours = in_our_words(key, value, groups)
+    if ours is not None:
+        return ours
+    section, dot, rest = key.partition(".")
+    for nearest in get_close_matches(section, known, n=1, cutoff=0.75):
+        return f"{nearest}{dot}{rest}={value}"
+    return None
 
 
 def check_value(word: str, key: str, value: str) -> None:
@@ -139,8 +171,8 @@ def walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def direction_of(metric: str) -> str | None:
-    """Whether a metric of this name is to be small or large: ``min``, ``max``, or ``None`` for unknown names."""
+def direction_of(metric: str) -> str:
+    """Whether a metric of this name is to be small or large; ``min`` for names that are not known."""
     name = metric.partition("/dataloader_idx_")[0].rpartition("/")[2]
     split = re.sub(r"([a-z0-9])([A-Z])|([A-Z])([A-Z][a-z])", r"\1\3 \2\4", name)  # F1Score: f1 score
     words = re.findall(r"[a-z]+", f"{split} {name}".lower())
@@ -148,15 +180,7 @@ def direction_of(metric: str) -> str | None:
         return "min"
     if any(map(LARGER_IS_BETTER.fullmatch, words)):
         return "max"
-    return None
-
-
-def optimized(what: str, *, _root_: DictConfig) -> str | None:
-    """The ``metric`` that decides which checkpoint is the best, or its ``direction``, for callbacks that watch it."""
-    metric = _root_.get("optimized_metric", Settings.optimized_metric)
-    if what == "metric":
-        return metric  # type: ignore[no-any-return]
-    return _root_.get("optimized_direction") or direction_of(str(metric)) or "min"
+    return "min"
 
 
 def named(name: Any) -> str:
@@ -170,6 +194,5 @@ def elastic(key: str) -> Any:
 
 
 OmegaConf.register_new_resolver("elastic", elastic, replace=True, use_cache=True)
-OmegaConf.register_new_resolver("optimized", optimized, replace=True)
 OmegaConf.register_new_resolver("named", named, replace=True)
 OmegaConf.register_new_resolver("of_several", lambda k: "" if k in (0, 1) else "-{epoch}-{step}", replace=True)

@@ -1,34 +1,70 @@
-"""The end of a sweep: a table on the screen and a page in its folder, the best job first."""
+"""The end of a sweep: a table on the screen, ``sweep.csv`` and a page in its folder, the best job first."""
 
+import csv
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_ga.app.mistakes import one_line
-from lightning_ga.app.page import PAGE, TEMPLATES
-from lightning_ga.app.run_files import Sweep, read_sweep, write_text
+from lightning_ga.app.page import PAGE, TEMPLATES, differing
+from lightning_ga.app.plots import as_svg, sweep_figure
+from lightning_ga.app.run_files import Job, Sweep, read_sweep, write_text
 from lightning_ga.app.terminal import columns, number
 from lightning_ga.errors import printable
 from lightning_ga.plan.units import counted
 
+MOST_COMPARED = 3  # runs in the command that compares the best of a sweep
+
 
 def sweep_page(folder: Path, sweep: Sweep) -> str:
-    """The jobs, with the settings that differ."""
+    """The jobs, the best first, the metric by every setting that differs, and how to compare the best."""
     name = "/".join(folder.resolve().parts[-2:])
+    done = [job for job in sweep.jobs if job.result.get(sweep.metric) is not None]
+    keys = differing_keys(sweep)
+    command = ""
+    if len(done) > 1:
+        places = [str(folder / job.name) for job in done[:MOST_COMPARED]]
+        command = printable(shlex.join(["python", "-m", "lightning_ga.report", *places]))
     return TEMPLATES.get_template("sweep.html").render(
         title=f"Sweep {name}: {counted(len(sweep.jobs), 'job')}",
-        keys=differing_keys(sweep),
+        keys=keys,
         sweep=sweep,
+        command=command,
+        pictures=pictures_of(done, sweep.metric, keys),
     )
+
+
+def pictures_of(done: Sequence[Job], metric: str, keys: Sequence[str]) -> list[str]:
+    """The metric of the jobs that have one, the best first, by each of these keys."""
+    pictures: list[str] = []
+    if not done:
+        return pictures
+    values = [job.result[metric] for job in done]
+    for key in keys:
+        settings = [job.settings.get(key, "–") for job in done]
+        figure = sweep_figure(settings, values, key, metric, best=0)
+        pictures.append(as_svg(figure, f"{metric} by {key}"))
+    return pictures
 
 
 def differing_keys(sweep: Sweep) -> Sequence[str]:
     """The keys whose values are not the same in all jobs."""
-    values: dict[str, set[str]] = {}
+    settings = [job.settings for job in sweep.jobs]
+    return [key for key, *_ in differing(settings)]
+
+
+def write_table(path: Path, sweep: Sweep) -> None:
+    """Write the jobs as CSV, with all that was set in each."""
+    rows: list[list[Any]] = [["job", sweep.metric, "outcome", "overrides"]]
     for job in sweep.jobs:
-        for key, value in job.settings.items():
-            values.setdefault(key, set()).add(value)
-    return [key for key in values if len(values[key]) > 1]
+        outcome = "failed"
+        if job.result:
+            outcome = "done"
+        rows.append([job.name, job.result.get(sweep.metric), outcome, job.overrides])
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
 
 
 def report_sweep(folder: Path) -> None:
@@ -48,6 +84,7 @@ def report_sweep(folder: Path) -> None:
         words = [f"{key}={job.settings[key]}" for key in keys if key in job.settings]
         line = f"{job.name:>3}  {outcome:12} {' '.join(words)}"
         print(printable(line)[: columns()])
+    write_table(folder / "sweep.csv", sweep)
     try:
         write_text(folder / PAGE, sweep_page(folder, sweep))
         print(f"Page: {printable(folder / PAGE)}")

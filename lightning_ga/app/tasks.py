@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -24,10 +25,21 @@ from lightning_ga.app.ckpt_path import find_checkpoint
 from lightning_ga.app.export import save_weights
 from lightning_ga.app.folders import continues, roots_of_runs
 from lightning_ga.app.mistakes import one_line
-from lightning_ga.app.page import PAGE, run_page
+from lightning_ga.app.page import PAGE, measures, run_page
 from lightning_ga.app.plan_report import count_parameters, find_accumulate
+from lightning_ga.app.plots import curves_figure
 from lightning_ga.app.progress_lines import quiet_lightning
-from lightning_ga.app.run_files import CONFIG, CONFUSION, RESULT, SCORES, read_config, read_run, write_json, write_text
+from lightning_ga.app.run_files import (
+    CONFIG,
+    CONFUSION,
+    RESULT,
+    SCORES,
+    put_aside,
+    read_config,
+    read_run,
+    write_json,
+    write_text,
+)
 from lightning_ga.app.settings import Config, Settings, Task, shown, walk
 from lightning_ga.app.terminal import interruptions_reported, log, number, warn
 from lightning_ga.checkpoints import RECORD, newest_checkpoint, read_safely, resumable_steps
@@ -52,8 +64,11 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
+            steps = None
+            if checkpoint is not None:
+                steps = resumable_steps(checkpoint)
             for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
-                path.replace(path.with_name(f"metrics-{time.time_ns()}.csv"))
+                put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=steps)
         for logger in run.trainer.loggers:
             logger.log_hyperparams({**written, "parameters": count_parameters(run.model)})
         with interruptions_reported(lambda: outcome(run)), resume_explained(checkpoint):
@@ -119,6 +134,11 @@ def announced(run: BuiltRun, path: Path) -> Path:
     return path
 
 
+def typed(value: Any) -> str:
+    """A value as the command line takes it."""
+    return "null" if value is None else repr(value)
+
+
 def require_same_training(folder: Path, written: Config) -> None:
     """Refuse to continue a run with other data, another model, optimizer or batch."""
     before = dict(walk(read_config(folder)))
@@ -127,7 +147,7 @@ def require_same_training(folder: Path, written: Config) -> None:
         is_of_training = key.startswith(OF_TRAINING) and not key.endswith("num_workers")
         value = now.get(key)
         if is_of_training and before.get(key) != value:
-            change = f"was {before.get(key)!r} in the run in {str(folder)!r} and is {value!r} now"
+            change = f"was {typed(before.get(key))} in the run in {str(folder)!r} and is {typed(value)} now"
             raise UserError(f"{key} {change}: repeat the run's value, or give another hydra.run.dir.")
 
 
@@ -195,7 +215,7 @@ def predict(run: BuiltRun, checkpoint: Path | None) -> Metrics:
     if run.trainer.world_size > 1:
         raise UserError("task=predict runs on one device: use trainer.devices=1.")
     batches: Any = run.trainer.predict(run.model, datamodule=run.data, ckpt_path=checkpoint)
-    save_predictions(run.folder / "predictions.pt", batches)
+    save_predictions(run.folder / "predictions", batches)
     return {}
 
 
@@ -260,7 +280,10 @@ def summarize(run: BuiltRun, metrics: Metrics, result: dict[str, Any], seconds: 
         result["oom_events"] = survived
     write_json(run.folder / RESULT, {**result, "seconds": round(seconds, 1)})
     try:
-        write_text(run.folder / PAGE, run_page(read_run(run.folder)))
+        files = read_run(run.folder)
+        for measure in measures(files)[:1]:
+            curves_figure({"": files.curves}, measure).savefig(run.folder / "curves.png", dpi=150)
+        write_text(run.folder / PAGE, run_page(files))
     except Exception as error:  # it is for people only; what was trained is kept
         warn(f"report.html could not be written: {one_line(error)}")
     log.info(printable(f"Files: {run.folder}"))
@@ -278,11 +301,27 @@ def class_report(confusion: Sequence[Sequence[int]], names: Sequence[str] = ()) 
 
 
 def save_predictions(path: Path, batches: Sequence[Any]) -> None:
-    """Keep what the batches gave, joined along the first axis if all are tensors, or dicts of tensors."""
-    joined: Any = list(batches)
-    with suppress(LookupError, RuntimeError, TypeError, AttributeError):  # not of one kind or shape
-        if isinstance(batches[0], Mapping):
-            joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-        else:
-            joined = torch.cat([*batches])
-    torch.save(joined, path)
+    """Keep tensors as ``.npy``, dicts of tensors as ``.npz``, samples along the first axis; else as ``.pt``."""
+    arrays: dict[str, Any] = {}
+    with suppress(LookupError, RuntimeError, TypeError):  # not of one kind or shape
+        arrays = joined(batches)
+    if not arrays:
+        torch.save(list(batches), path.with_suffix(".pt"))
+    elif "" in arrays:
+        np.save(path.with_suffix(".npy"), arrays[""])
+    else:
+        np.savez(path.with_suffix(".npz"), **arrays)
+
+
+def joined(batches: Sequence[Any]) -> dict[str, Any]:
+    """The samples of all batches as arrays by name; the name of tensors without one is empty."""
+    parts: list[Any] = []
+    for batch in batches:
+        parts.append(batch if isinstance(batch, Mapping) else {"": batch})
+    arrays = {}
+    for name in dict.fromkeys(chain.from_iterable(parts)):
+        tensor = torch.cat([part[name] for part in parts]).cpu()
+        if tensor.dtype == torch.bfloat16:  # which NumPy lacks
+            tensor = tensor.float()
+        arrays[str(name)] = tensor.numpy()
+    return arrays

@@ -1,7 +1,6 @@
 """What a configuration gives a class, by the annotations of the class."""
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter
 from typing import Any, Literal
 
 import pytest
@@ -9,14 +8,14 @@ import torch
 from torch import nn
 
 from lightning_ga import UserError
-from lightning_ga.app.arguments import arguments_of, check_arguments, described, fits_parameter
+from lightning_ga.app.arguments import arguments_of, check_arguments, described, fits, referred
 
 FIT = [
     (int, 3, True), (int, 3.0, False), (int, True, False), (int, "3", False), (float, 3, True), (float, "fast", False),
     (bool, False, True), (bool, 1, True), (bool, "yes", False), (str, "a", True), (str, 1, False),
     (int | None, None, True),
     (int, None, False), (Sequence[int], [1, 2], True), (Sequence[int], 1, False), (Sequence[str], "abc", False),
-    (tuple[int, int], [1, 2], True), (Mapping[str, int], {"a": 1}, True),
+    (list[float], [1, "a"], False), (tuple[int, int], [1, 2], True), (Mapping[str, int], {"a": 1}, True),
     (dict, [1], False), (Literal["a", "b"], "c", False), (Literal["a"], "a", True), (Callable[..., Any], "sgd", False),
     (Callable[..., Any], {"_target_": "x.y"}, True), (float | torch.Tensor, "fast", False), (nn.Module, "net", False),
     (torch.device, "cpu", True), (Any, "x", True), (int, "???", True), ("Net", 3, True),
@@ -26,12 +25,12 @@ FIT = [
 @pytest.mark.parametrize(("hint", "value", "expected"), FIT)
 def test_plain_values_fit_annotations(hint, value, expected):
     """Annotations by classes allow anything: a configuration says ``cpu`` for a device."""
-    assert fits_parameter(value, Parameter("x", Parameter.KEYWORD_ONLY, annotation=hint)) is expected
+    assert fits(value, hint) is expected
 
 
 def test_annotations_are_told_in_words():
     assert described(int | float | None) == "a number or null"
-    assert described(Sequence[int]) == "a list ([VALUE, …])"
+    assert described(Sequence[int]) == "a list ([VALUE, …], each a whole number)"
     assert described(Literal["a", "b"]) == "a or b"
     assert described(float | torch.Tensor) == "a number"
 
@@ -67,20 +66,35 @@ HERE = f"{__name__}."
             "model.size=2: Closed got an unexpected keyword argument 'size'; did you mean sizes?",
         ),
         ({"hidden": "big"}, "model.hidden=big does not fit: Closed takes a whole number as hidden."),
+        ({}, "model.hidden is missing, which Closed needs: add +model.hidden=VALUE."),
     ],
 )
 def test_what_a_failed_class_was_given_is_told(content, sentence):
-    """Its annotations need not be true, so they count only then."""
+    """What nobody typed may fit another annotation, so it is told only then."""
     content = {"_target_": f"{HERE}Closed", **content}
     with pytest.raises(UserError) as caught:
-        check_arguments("model", content, failed=True)
+        check_arguments("model", content, content, failed=True)
     assert str(caught.value).startswith(sentence)
 
 
 def test_a_value_of_the_default_s_own_kind_fits():
     """Whatever the annotation says."""
     content = {"_target_": f"{HERE}Closed", "hidden": 1, "sizes": 7}
-    check_arguments("model", content, failed=True)
+    check_arguments("model", content, content, failed=True)
+
+
+def test_a_partial_may_lack_what_it_is_called_with():
+    content = {"_target_": f"{HERE}Closed", "_partial_": True}
+    check_arguments("model.part", content, content, failed=True)
+
+
+def test_a_value_is_told_by_the_key_that_it_was_taken_from():
+    assert referred("${optimizer.lr}") == "optimizer.lr"
+    assert referred("${oc.select:lr_scheduler}") == "lr_scheduler"
+    assert referred("${a} ${b}") is None
+    raw = {"_target_": f"{HERE}Closed", "hidden": "${data.hidden}"}
+    with pytest.raises(UserError, match="data.hidden=big does not fit"):
+        check_arguments("model", raw, {**raw, "hidden": "big"}, failed=True)
 
 
 def test_a_class_that_is_not_there_is_told_with_the_nearest():
@@ -88,4 +102,4 @@ def test_a_class_that_is_not_there_is_told_with_the_nearest():
     with pytest.raises(
         UserError, match=r"a\._target_=torch\.optim\.AdamWW cannot .* did you mean torch\.optim\.AdamW\?"
     ):
-        check_arguments("a", content)
+        check_arguments("a", content, content)

@@ -1,5 +1,6 @@
 """A run's folder is its own: two runs do not mix, and none overwrites another unasked."""
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from omegaconf import OmegaConf
 
 from lightning_ga import UserError
 from lightning_ga.app.folders import continues, require_free, set_aside
-from lightning_ga.app.run_files import read_curves
 from lightning_ga.train import rank_overrides
 
 
@@ -70,7 +70,7 @@ def test_a_run_without_checkpoints_begins_anew_in_a_new_folder(tmp_path, capsys)
 
 
 def test_auto_both_starts_and_continues(command):
-    """The same command line, twice and with one more epoch; each step is in the curves once."""
+    """The same command line, twice and with one more epoch; rows of the logs come once each."""
     line = (*TINY, "test=false", "ckpt_path=auto", "checkpoint_every=3", "trainer.limit_train_batches=1.0")
     first = command(*line)
     assert first.code == 0, first.err
@@ -83,7 +83,11 @@ def test_auto_both_starts_and_continues(command):
     assert "Checkpoint: " in again.out
     assert "step-39.ckpt (epoch 1, 39 optimizer steps)" in again.out
     assert "Epoch 1/1" in again.out
-    assert [step for step, _ in read_curves(again.folder / "csv")["train/loss"]] == [*range(41)]
+    files = sorted(again.folder.glob("csv/metrics*.csv"))
+    rows = [row for path in files for row in csv.DictReader(path.read_text().splitlines())]
+    assert [int(row["step"]) for row in rows if row.get("train/loss_step") or row.get("train/loss")] == [*range(41)], (
+        rows
+    )
     longer = command(*line, "trainer.max_epochs=2")
     assert "(epoch 1, 41 optimizer steps)" in longer.out
     assert "Epoch 2/2" in longer.out
@@ -175,6 +179,16 @@ def test_a_sweep_goes_on_where_it_ended(command):
     assert again.code == 0, again.err
     assert Path("many/0/result.json").is_file()
     assert Path("many/1/result.json").stat().st_mtime_ns == stamp
+
+
+def test_the_last_run_of_a_project_s_own_folders_is_found(command):
+    """Its configuration says where runs are."""
+    where = "hydra.run.dir=logs/mine/runs/${now:%Y-%m-%d_%H-%M-%S-%f}"
+    line = (*TINY, "test=false", "logger=none", where)
+    assert command(*line).code == 0
+    resumed = command(*line, "ckpt_path=last", "trainer.max_epochs=2")
+    assert "Checkpoint: logs/mine/runs/" in resumed.out
+    assert "Epoch 2/2" in resumed.out
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Mistakes as they are typed: one sentence each, told before anything is trained."""
 
 import errno
+from inspect import signature
 
 import pytest
 import torch
 
-from lightning_ga import UserError
-from lightning_ga.app.mistakes import explain
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.app.mistakes import ARGUMENTS, explain, of_values
 
 COMPOSED = [  # what the configuration alone tells
     (["model=nope"], ["model=nope does not exist", "mlp, net, own, resnet34d, simclr, timm"]),
@@ -20,25 +21,29 @@ COMPOSED = [  # what the configuration alone tells
     (["model=null", "hydra.run.dir=x"], ["model._target_ is missing"]),
     (["--config-dir="], ["--config-dir names no folder"]),
     (["callbacks.early_stopping.patience=1"], ["callbacks=[default,early_stopping]"]),
-    (["ckpt_path=epoch=1.ckpt"], ["cannot be read", "twice, as in 'KEY=\"VALUE\"'"]),
+    (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
     (["logger=[csv,nope]"], ["logger=nope does not exist", "csv, default, many, mlflow, none"]),
     (["--config-dir", "none-of-mine"], ["none-of-mine"]),
     (["task=train", "hydra.run.dir=x"], ["task: ", "'train', expected one of [fit, validate, test, predict, export]"]),
     (["seed=abc", "hydra.run.dir=x"], ["seed", "abc"]),
     (["dry_run=true", "task=test", "hydra.run.dir=x"], ["task=test has none"]),
     (["+trainer.callbacks=[]", "hydra.run.dir=x"], ["trainer.callbacks and trainer.logger are read by nothing"]),
-    (["+experiment=mnist_mlp"], ["Multiple values for experiment. To override a value use"]),
+    (["+experiment=mnist_mlp"], ["write experiment=OPTION, without a +"]),
     (["model=mlp", "hydra.run.dir="], ["hydra.run.dir is empty"]),
-    (["model=gpt", "hydra.run.dir=x"], ["model.context: ", "'data.max_length' not found", "set model.context=VALUE"]),
+    (["model=gpt", "hydra.run.dir=x"], ["model.context", "data.max_length", "add data=definitions"]),
+    (["model=mlp", "data=definitions", "hydra.run.dir=x"], ["add data=cifar10 or digits or"]),
     (["callbacks.last.every_n_train_steps=20"], ["write +callbacks.last.every_n_train_steps=20."]),
+    (["callbacks.best.mode=max"], ["write optimized_direction=max."]),
     (["callbacks.model_checkpoint.save_top_k=2"], ["write callbacks.best.save_top_k=2."]),
     (["logger.wandb.project=x"], ["logger=[default,wandb]"]),
-    (["model.hidden=[32"], ["cannot be read: close quotes and brackets"]),
-    (["run.name='x"], ["cannot be read: close quotes and brackets"]),
-    (["trainer..max_epochs=3"], ["cannot be read: close quotes and brackets"]),
-    (["trainer.max_epochs==3"], ["cannot be read: close quotes and brackets"]),
-    (["accumulate.effective_batch_size=linear(1,2,steps=3)"], ["quote a value with signs such as = or , twice"]),
-    (["model=mlp,timm"], ["add --multirun to your command line"]),
+    (["model.hidden=[32"], ["lacks a ]: write 'model.hidden=[32]'"]),
+    (["model.hidden=32]"], ["lacks a [: write 'model.hidden=[32]'"]),
+    (["model.hidden={a:1"], ["lacks a }"]),
+    (["run.name='x"], ["has a quote that is not closed"]),
+    (["trainer..max_epochs=3"], ["write trainer.max_epochs=3."]),
+    (["trainer.max_epochs==3"], ["write trainer.max_epochs=3."]),
+    (["accumulate.effective_batch_size=linear(1,2,steps=3)"], ["{_target_:linear,ARGUMENT:VALUE}"]),
+    (["model=mlp,timm"], ["add -m to run each of them", "'model=[mlp,timm]'"]),
     (["gradient_checkpointing=true"], ["write accumulate.checkpoint=auto."]),
     (["optimiser.lr=0.1"], ["did you mean optimizer.lr?"]),
     (["model=mlp", "model.optimizer.lr=0.5"], ["write optimizer.lr=0.5."]),
@@ -46,27 +51,26 @@ COMPOSED = [  # what the configuration alone tells
     (["model=timm", "model.options.drop_rate=0.1"], ["write +model.options.drop_rate=0.1."]),
     (["model=resnet50"], ["write model=timm model.name=resnet50."]),
     (["optimizer=lamb"], ["write optimizer=timm optimizer.name=lamb."]),
-    (["data=/my/pictures"], ["data=/my/pictures does not exist", "image_folder"]),
+    (["data=/my/pictures"], ["data=/my/pictures does not exist", "data.root=/my/pictures"]),
     (["train=False"], ["write task=test ckpt_path=best."]),
     (["hparams_search=mine"], ["pip install hydra-optuna-sweeper", "takes 2.10"]),
     (["hydra/sweeper=optuna"], ["pip install hydra-optuna-sweeper"]),
     (["hydra/launcher=submitit_slurm"], ["pip install hydra-submitit-launcher"]),
     (["--config-name", "mine"], ["mine.yaml is in no folder"]),
-    (["--lr", "1e-3"], ["unrecognized arguments: --lr", "keys are set as KEY=VALUE, without dashes"]),
+    (["--lr", "1e-3"], ["write optimizer.lr=1e-3."]),
     (["--cfg", "jobs"], ["invalid choice: 'jobs'"]),
-    (["trainer.max_epochs", "=", "3"], ["trainer.max_epochs cannot be read: write KEY=VALUE without blanks"]),
-    (["digits"], ["digits cannot be read: write KEY=VALUE"]),
+    (["+optimiser.lr=0.1", "hydra.run.dir=x"], ["is read by nothing: write optimizer.lr=0.1"]),
     (["optimizer.lr=-1", "hydra.run.dir=x"], ["optimizer.lr=-1 must be at least 0"]),
     (["data.batch_size=0", "hydra.run.dir=x"], ["data.batch_size=0 must be at least 1"]),
     (["trainer.max_epochs=0", "hydra.run.dir=x"], ["must be at least 1, or -1 for no end"]),
     (["lr_scheduler.warmup=5", "hydra.run.dir=x"], ["lr_scheduler.warmup_epochs=…"]),
     (["seed=None", "hydra.run.dir=x"], ["write seed=null"]),
-    (["optimizer.lr=1e-3,"], ["cannot be read: close quotes and brackets"]),
+    (["optimizer.lr=1e-3,"], ["write optimizer.lr=1e-3."]),
     (["seed=-1", "hydra.run.dir=x"], ["from 0 to 4294967295"]),
 ]
 BUILT = [  # what the classes say
     (["model=timm", "model.name=resnet34dd"], ["'resnet34dd'"]),
-    (["model=mlp", "accumulate.effective_batch_size=0"], ["accumulate: effective_batch_size=0 must be at least 1"]),
+    (["model=mlp", "accumulate.effective_batch_size=0"], ["effective_batch_size=0 must be at least 1"]),
     (["model=mlp", "task=test"], ["needs trained weights", "ckpt_path=best"]),
     (["model=mlp", "+model.dropout=0.1"], ["unexpected keyword argument 'dropout'"]),
     (["model=mlp", "ckpt_path=/etc/passwd"], ["'/etc/passwd' is no file of tensors"]),
@@ -80,7 +84,7 @@ BUILT = [  # what the classes say
     (["model=mlp", "trainer.max_epochs=three"], ["trainer.max_epochs=three", "a whole number or null"]),
     (["model=mlp", "optimizer.lr=fast"], ["optimizer.lr=fast", "Adam takes a number as lr"]),
     (["model=mlp", "data.augment=flip"], ["data.augment=flip", "a list ("]),
-    (["model=mlp", "model.hidden=128"], ["model.hidden=128", "a list ("]),
+    (["model=mlp", "model.hidden=128"], ["model.hidden=128", "each a whole number"]),
     (["model=mlp", "model.optimizer=sgd"], ["model.optimizer=sgd", "a class ({_target_: NAME})"]),
     (["model=mlp", "+trainer.foo=1"], ["trainer.foo=1: Trainer got an unexpected", "max_epochs"]),
     (["model=mlp", "trainer.devices=two"], ["trainer.devices=two", "int > 0"]),
@@ -88,21 +92,12 @@ BUILT = [  # what the classes say
     (["model=mlp", "data.augment=[{_target_:torchvision.transforms.v2.RandomFlip}]"], ["RandomVerticalFlip?"]),
     (["model=mlp", "optimizer=timm", "optimizer.name=lam"], ["optimizer.name=lam", "lamb"]),
     (["model=mlp", "lr_scheduler.warmup_epochs=9"], ["warmup_epochs=9", "trainer.max_epochs=4"]),
-    (
-        ["model=mlp", "accumulate.normalize=TargetTokens"],
-        ["accumulate: normalize looks for 'labels' in a list: give the right key=…"],
-    ),
+    (["model=mlp", "accumulate.normalize=TargetTokens"], ["'accumulate.normalize={_target_:TargetTokens,key:1}'"]),
     (["model=gpt", "data=definitions", "model.heads=3"], ["model.heads=3 does not divide model.width=128"]),
-    (["model=mlp", "accumulate.whole=[encoder]"], ["accumulate: whole= names 'encoder'"]),
-    (["model=mlp", "accumulate.micro_batch_multiple=0"], ["accumulate: micro_batch_multiple=0 must be at least 1"]),
-    (
-        ["model=mlp", "checkpoint_every=fast"],
-        ["checkpoint_every: every='fast' is neither", "write 20, '30s' or '5min'"],
-    ),
-    (
-        ["model=mlp", "accumulate.memory_budget=1KiB"],
-        ["accumulate: A training step", "memory_budget='1KiB'", "checkpoint="],
-    ),
+    (["model=mlp", "accumulate.whole=[encoder]"], ["accumulate.whole= names 'encoder'"]),
+    (["model=mlp", "accumulate.micro_batch_multiple=0"], ["accumulate.micro_batch_multiple=0 must be at least 1"]),
+    (["model=mlp", "checkpoint_every=fast"], ["checkpoint_every='fast' is neither", "write 20, '30s' or '5min'"]),
+    (["model=mlp", "accumulate.memory_budget=1KiB"], ["accumulate.memory_budget='1KiB'", "accumulate.checkpoint="]),
     (["model=mlp", "optimized_metric=val/accuracy"], ["write optimized_metric=val/acc,"]),
 ]
 RELATED = [  # of the same kinds as rows above
@@ -112,10 +107,7 @@ RELATED = [  # of the same kinds as rows above
     (["trainer.gpus=2"], ["write trainer.accelerator=gpu trainer.devices=2."]),
     (["extras.print_config=false"], ["write --cfg job."]),
     (["model=mlp", "callbacks.best.save_top_k=all"], ["callbacks.best.save_top_k=all", "a whole number"]),
-    (
-        ["model=mlp", "accumulate.normalize=TargetToken"],
-        ["accumulate.normalize=lightning_ga.counters.TargetToken cannot", "TargetTokens?"],
-    ),
+    (["model=mlp", "accumulate.normalize=TargetToken"], ["accumulate.normalize=TargetToken", "TargetTokens"]),
 ]
 ROWS = [*COMPOSED, *BUILT, *(pytest.param(*row, marks=pytest.mark.slow) for row in RELATED)]
 
@@ -129,10 +121,37 @@ def test_a_mistake_ends_in_one_sentence(command, arguments, parts):
     assert "Epoch" not in run.out
 
 
+def test_a_key_of_ones_own_that_nothing_reads_is_told(command):
+    """It goes to loggers, so that the run continues."""
+    run = command("model=mlp", "+note.author=me", "dry_run=true", "debug=default", "accumulate.verify=false")
+    assert run.code == 0, run.err
+    assert (
+        run.err.strip()
+        == "Warning: +note.author=me is read by nothing here: it only goes to loggers and into config.yaml."
+    )
+
+
 def test_the_remedy_of_a_long_sentence_is_whole():
     """Sentences of the package are not cut; those of libraries, which may list all weights, are."""
     assert explain(UserError("x " * 900 + "do this.")).endswith("do this.")
     assert len(explain(RuntimeError("x " * 900))) < 700
+
+
+def test_a_device_that_is_not_there_has_a_way_out():
+    told = of_values("No supported gpu backend found! (--traceback shows where)", ["trainer.accelerator=gpu", "seed=1"])
+    assert told.startswith("trainer.accelerator=gpu: No supported gpu backend found!: use trainer.accelerator=auto")
+
+
+def test_sentences_of_the_callback_name_the_keys_of_the_line():
+    told = explain(
+        UserError('give normalize= a function, such as lightning_ga.counters.Samples(), or whole=("a", "b").')
+    )
+    assert told == 'give accumulate.normalize= a function, such as Samples, or accumulate.whole=["a", "b"].'
+
+
+def test_every_argument_of_the_callback_is_a_key_of_the_line():
+    """But for ``accumulate=``, also a group of the line, which is told apart by its value, and one that was removed."""
+    assert {*ARGUMENTS} == {*signature(AutoAccumulate).parameters} - {"accumulate", "scale_beta2"}
 
 
 def test_traceback_shows_an_error_in_full(command):

@@ -15,10 +15,10 @@ from lightning_ga.app.run_files import read_run
 from lightning_ga.checkpoints import read_safely
 
 PROJECT = Path(__file__).parents[2] / "examples" / "own_project"
-OWN = ("--config-dir", "conf", "model=regression", "data=diabetes", "optimized_metric=val/mse")
+OWN = ("--config-dir", "conf", "model=regression", "data=diabetes")
 BARE = (
     *("model=own", "model._target_=more.Worsens", "data=own", "data._target_=more.Numbers"),
-    *("accumulate.verify=false", "trainer.accelerator=cpu", "optimized_metric=val/mse"),
+    *("accumulate.verify=false", "trainer.accelerator=cpu"),
 )
 QUICK = ("accumulate.verify=false", "trainer.accelerator=cpu", "trainer.max_epochs=2")
 
@@ -26,6 +26,7 @@ MORE = '''
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 
 class Line(LightningModule):
@@ -53,11 +54,26 @@ class Worsens(Line):
     """Its error grows from epoch to epoch."""
 
 
-class Strange(Line):
-    """A metric of a name that nobody knows."""
+class Late(Line):
+    def validation_step(self, batch, batch_idx):
+        if self.current_epoch:
+            super().validation_step(batch, batch_idx)
+
+
+class Quality(MeanMetric):
+    higher_is_better = True
+
+
+class Told(Line):
+    """A metric of a name that nobody knows, of which the object knows its direction."""
+
+    def __init__(self):
+        super().__init__()
+        self.quality = Quality()
 
     def validation_step(self, batch, batch_idx):
-        self.log("val/strange", self.current_epoch + 1.0, batch_size=4)
+        self.quality.update(self.current_epoch + 1.0)
+        self.log("val/strange", self.quality, batch_size=4)
 
 
 class Numbers(LightningDataModule):
@@ -122,27 +138,17 @@ def test_an_error_is_made_small(typed):
     assert "Early stopping ended the training after epoch 2." in run.out
 
 
-STRANGE = ("model._target_=more.Strange", "optimized_metric=val/strange")
-
-
-def test_a_metric_of_an_unknown_name_needs_a_direction(typed):
-    assert "add optimized_direction=min or max" in typed(*BARE, *STRANGE).mistake
-
-
 @pytest.mark.parametrize(
     ("arguments", "best", "said"),
     [
-        ([*STRANGE, "optimized_direction=max"], 1, "val/strange (larger is better)"),
-        ([*STRANGE, "optimized_direction=min"], 0, "val/strange (smaller is better)"),
+        (["model._target_=more.Told"], 1, "val/strange (larger is better)"),
+        (["model._target_=more.Told", "optimized_direction=min"], 0, "val/strange (smaller is better)"),
+        (["model._target_=more.Late", "trainer.max_epochs=3"], 1, "val/mse (smaller is better)"),
         (["callbacks.best.save_top_k=2"], 0, "val/mse (smaller is better)"),
-        (
-            ["data._target_=more.Sets", "optimized_metric=val/mse/dataloader_idx_0"],
-            0,
-            "val/mse/dataloader_idx_0 (smaller is better)",
-        ),
+        (["data._target_=more.Sets"], 0, "val/mse/dataloader_idx_0 (smaller is better)"),
     ],
 )
-def test_the_direction_is_typed_or_that_of_the_name(typed, arguments, best, said):
+def test_the_direction_is_typed_or_the_metrics_own(typed, arguments, best, said):
     """Also of a metric that the sanity check does not show."""
     run = typed(*BARE, "trainer.max_epochs=2", *arguments)
     assert run.code == 0, run.err
@@ -169,7 +175,7 @@ def test_own_files_win(typed):
     for part in ("more.Line", "max_epochs: 77", "torch.optim.SGD"):
         assert part in shown.out
     assert "MLPClassifier" not in shown.out
-    run = typed("--config-dir", "conf", "model=mlp", *BARE[2:4], BARE[-1], "trainer.max_epochs=1")
+    run = typed("--config-dir", "conf", "model=mlp", "data=own", "data._target_=more.Numbers", "trainer.max_epochs=1")
     assert result(run)["val/mse"] == 1.0
 
 
@@ -200,10 +206,21 @@ def test_a_standard_module_of_the_template_trains_and_goes_on(typed):
 
 def test_a_metric_that_the_sanity_check_does_not_show_is_refused(typed):
     """Before anything is trained, with the nearest of those that are logged."""
-    run = typed(*BARE, "trainer.max_epochs=2", "optimized_metric=val/mse_of")
-    assert "optimized_metric=val/mse_of is not logged by validation, which logs val/mse, val/epoch" in run.mistake
+    run = typed(*BARE, "trainer.max_epochs=2", "optimized_metric=val/msee")
+    assert "optimized_metric=val/msee is not logged by validation, which logs val/mse, val/epoch" in run.mistake
     assert "write optimized_metric=val/mse" in run.mistake
     assert "Epoch" not in run.out
+
+
+@pytest.mark.parametrize("said", ["val/msee is not logged by validation", "train/msee is not logged by training"])
+def test_a_metric_that_may_begin_later_ends_nothing(typed, said):
+    """A warning with those that are, as soon as they are known; no checkpoint is called the best."""
+    late = ("trainer.num_sanity_val_steps=0", f"optimized_metric={said.split()[0]}")
+    run = typed(*BARE, "trainer.max_epochs=2", *late, "callbacks=[default,early_stopping]")
+    assert run.code == 0, run.err
+    assert run.err.count(f"{said}, which logs val/mse") == 1
+    assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {"last.ckpt"}
+    assert "Epoch 2/2" in run.out
 
 
 def test_classes_are_named_on_the_line(typed):
@@ -239,15 +256,15 @@ MISTAKES = [
      "model.scheduler has no T_max, but"),
     (["model.optimizer.lrr=1"], "did you mean model.optimizer.lr?"),
     (["optimizer.lr=0.1"], "optimizer.lr=0.1 is read by nothing"),
-    (["model.lr=0.1"], "To add it, write +model.lr=0.1."),
+    (["model.lr=0.1"], "If Regression takes lr, write +model.lr=0.1."),
     (["+model.hiden=3"], "did you mean hidden?"),
     (["model.hidden=big"], "Regression takes a whole number as hidden."),
     (["model.optimizer.lr=fast"], "AdamW takes a number as lr."),
     (["model._target_=my_package.module.Regresion"], "did you mean my_package.module.Regression?"),
-    (["~model.features"], "missing 1 required positional argument: 'features'"),
-    (["model.optimizer._partial_=false"], "missing 1 required positional argument: 'params'"),
+    (["~model.features"], "model.features is missing, which Regression needs: add +model.features=VALUE."),
+    (["model.optimizer._partial_=false"], "add +model.optimizer._partial_=true"),
     (["~model.scheduler", "+model.scheduler={_target_:torch.optim.lr_scheduler.CosineAnnealingLR,_partial_:true}"],
-     "CosineAnnealingLR.__init__() missing 1 required positional argument: 'T_max'"),
+     "CosineAnnealingLR needs 'T_max', which its section does not give: add +model.scheduler.NAME=VALUE."),
     (["optimized_metric=val/acc"], "which logs val/mse, val/r2: write optimized_metric=val/"),
 ]  # fmt: skip
 
@@ -273,7 +290,7 @@ def test_a_mapping_is_replaced_as_the_sentence_says(typed):
         ("trainer: {max_epochs: 1}", "begin its file with # @package _global_."),
         ("# @package _global_\ntrainer: {max_epochs: three}", "Trainer takes a whole number or null as max_epochs."),
         ("# @package _global_\ntrainer: {max_epoch: 3}", "did you mean max_epochs?"),
-        ("# @package _global_\ndefaults: [/model: regression]", "in a file by override /GROUP: OPTION"),
+        ("# @package _global_\ndefaults: [/model: regression]", "or in a file override /model."),
     ],
 )
 def test_a_mistake_in_a_file_is_answered(typed, text, answer):
@@ -281,8 +298,15 @@ def test_a_mistake_in_a_file_is_answered(typed, text, answer):
     assert answer in typed(*OWN, *QUICK[:2], "experiment=mine").mistake
 
 
+def test_a_section_of_a_file_that_is_mistyped_is_told(typed):
+    """It may be a key of one's own, so the run continues."""
+    own_file("experiment/mine.yaml", "# @package _global_\ntrainre: {max_epochs: 1}\n")
+    run = typed(*OWN, *QUICK, "experiment=mine", "dry_run=true")
+    assert "trainre in a configuration file is read by nothing: did you mean trainer?" in run.err
+
+
 def test_keys_that_a_train_yaml_of_ones_own_lacks_are_added(typed):
-    """As lightning-hydra-template's lacks those of this package."""
+    """As lightning-hydra-template's lacks those of this package; its own ``train`` is refused."""
     own_file(
         "train.yaml",
         "defaults: [_self_, model: regression, data: diabetes, trainer: cpu, accumulate: auto]\ntrain: true\n",
@@ -290,6 +314,7 @@ def test_keys_that_a_train_yaml_of_ones_own_lacks_are_added(typed):
     own_file("trainer/cpu.yaml", "_target_: lightning.pytorch.Trainer\naccelerator: cpu\n")
     line = ("--config-dir", "conf")
     assert "write +optimized_metric=val/mse." in typed(*line, "optimized_metric=val/mse").mistake
+    assert "write +task=test ckpt_path=best." in typed(*line, "train=false").mistake
 
 
 @pytest.mark.slow

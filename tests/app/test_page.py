@@ -1,20 +1,25 @@
 import json
 import re
+import shlex
 from dataclasses import asdict, replace
+from html import unescape
 from pathlib import Path
 
 import pytest
+import torch
 from browser import WIDTHS, look_at, needs_chromium
 from omegaconf import OmegaConf
 
-from lightning_ga.app.page import run_page
-from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure
+from lightning_ga.app.page import comparison_page, run_page
+from lightning_ga.app.pictures import as_png
+from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure, sweep_figure
 from lightning_ga.app.run_files import read_run
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult, Trial
 from lightning_ga.report import main, write_page
 
 MIB = 2**20
+PNG = as_png(torch.arange(192).reshape(3, 8, 8) % 7)
 PROBE = {
     "limit": 30, "budget_bytes": 90 * 2**20, "peak_bytes": 85 * 2**20, "steps": 4, "seconds": 0.5, "method": "bracket",
     "trials": [{"micro_batch_size": 4, "peak_bytes": 2**24, "fits": True, "seconds": 0.1}],
@@ -40,6 +45,7 @@ def leave_run(folder: Path, **changes: object) -> Path:
             **{"optimized_direction": "max", "oom_events": 2, "seconds": 3.0},
         },
         "confusion_matrix": {"classes": ["cat", "$dog$ of a long, long name"], "counts": [[3, 1], [0, 2]]},
+        "pictures": {"Test samples, worst first": [[PNG, "✗ cat: predicted dog (60%)"], ["", "no picture"]]},
         "classification_report": {
             "cat": {"precision": 1.0, "recall": 0.5, "f1-score": 0.6667, "support": 4},
             "accuracy": 0.5,
@@ -81,8 +87,8 @@ def test_the_optimized_metric_stands_first(tmp_path):
     assert ("optimized, larger is better" in page, page.count("optimized, ")) == (True, 1)
     assert re.findall(r"<label[^>]*>([^<]*)</label>", page) == ["r2", "loss", "lr-Adam"]
     assert page.count(" checked>") == 1
-    (axes,) = curves_figure(run.curves, "r2", "val/r2", "max").axes
-    assert [line.get_label() for line in axes.lines] == ["train/r2", "val/r2"]
+    (axes,) = curves_figure({"": run.curves}, "r2", "val/r2", "max").axes
+    assert [line.get_label() for line in axes.lines] == ["training, train/r2", "validation, val/r2"]
     assert len({(line.get_marker(), line.get_color()) for line in axes.lines}) == 2
     assert axes.get_legend_handles_labels()[1][-1] == "best: 0.2000 at step 9"
 
@@ -91,7 +97,7 @@ def test_the_best_value_is_that_of_the_direction():
     """Larger or smaller; without a direction none is marked."""
     curve = {"val/x": [(1, 0.5), (2, 0.1), (3, 0.3)]}
     for direction, expected in (("max", ["best: 0.5000 at step 1"]), ("min", ["best: 0.1000 at step 2"]), ("", [])):
-        (axes,) = curves_figure(curve, "x", "val/x", direction).axes
+        (axes,) = curves_figure({"": curve}, "x", "val/x", direction).axes
         assert axes.get_legend_handles_labels()[1][1:] == expected
 
 
@@ -156,7 +162,7 @@ def leave_sweep(folder: Path) -> Path:
 
 
 def test_a_sweep_has_a_page(tmp_path, monkeypatch, capsys):
-    """Its jobs, the best first, with the settings that differ."""
+    """Its jobs, the best first; the metric by each setting that differs; the command that compares the best works."""
     monkeypatch.chdir(tmp_path)
     leave_sweep(Path("multi run"))
     main(["multi run"])
@@ -171,7 +177,21 @@ def test_a_sweep_has_a_page(tmp_path, monkeypatch, capsys):
         ("0", "0.5000", "0.1", "sgd"),
         ("3", "failed", "1", "adam"),
     ]
+    assert re.findall(r'aria-label="([^"]*)"', page) == ["val/acc by optimizer.lr", "val/acc by optimizer"]
     assert "<pre>model=mlp\n" in page
+    (line,) = re.findall(r"<pre>(python -m lightning_ga.report .*)</pre>", page)
+    main(shlex.split(unescape(line))[3:])
+    assert "<title>3 runs side by side</title>" in Path("report.html").read_text(encoding="utf-8")
+
+
+def test_the_axes_of_a_sweep_suit_its_values():
+    """Logarithmic for rates, words side by side; the best is ringed."""
+    (axes,) = sweep_figure(["0.1", "0.001", "0.01"], [0.5, 0.7, 0.9], "lr", "acc", best=2).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "linear")
+    assert {"0.001", "0.01", "0.1"} <= {text.get_text() for text in axes.get_xticklabels()}
+    assert axes.collections[1].get_offsets().tolist() == [[0.01, 0.9]]
+    (axes,) = sweep_figure(["adam", "sgd"], [0.1, 40.0], "optimizer", "loss", best=0).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "log")
 
 
 @needs_chromium
@@ -181,11 +201,11 @@ def test_a_browser_shows_every_page_at_any_width(tmp_path, monkeypatch):
     Nothing is fetched.
     """
     monkeypatch.chdir(tmp_path)
-    one = leave_run(tmp_path / "x" / ("a" * 60))
+    one, other = leave_run(tmp_path / "x" / ("a" * 60)), leave_run(tmp_path / "x" / "other", batch_size=32)
     (one / "load_weights.py").write_text(f"import torch\nmodel = {'x' * 200}\n")
     sweep = leave_sweep(tmp_path / "sweep")
-    pages = [write_page(one), write_page(sweep)]
-    for page, (tabs, pictures, images) in zip(pages, [(3, 2, 0), (0, 0, 0)], strict=True):
+    pages = [write_page([one]), write_page([one, other], tmp_path / "two.html"), write_page([sweep])]
+    for page, (tabs, pictures, images) in zip(pages, [(3, 2, 1), (3, 0, 0), (0, 2, 0)], strict=True):
         for found, width in zip(look_at(page, tmp_path), WIDTHS, strict=True):
             assert found["width"] in range(width - 20, width + 1)
             assert found["scroll"] <= found["width"], page
@@ -194,14 +214,19 @@ def test_a_browser_shows_every_page_at_any_width(tmp_path, monkeypatch):
             assert (found["pictures"], found["images"]) == ([True] * pictures, [True] * images)
 
 
-def test_a_page_is_written_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
-    """By default into the folder of the run."""
+def test_several_runs_are_shown_side_by_side(tmp_path, monkeypatch, capsys):
+    """What differs, what came of it, and their curves in one picture."""
+    one, other = leave_run(tmp_path / "x" / "one"), leave_run(tmp_path / "x" / "other", batch_size=32)
+    page = comparison_page([read_run(one), read_run(other)])
+    assert "<td>data.batch_size</td><td>64</td><td>32</td>" in page
+    assert "x/one, training" in page
     monkeypatch.chdir(tmp_path)
-    one = leave_run(tmp_path / "one")
-    main([str(one), "--output", "page.html"])
-    assert capsys.readouterr().out == "page.html\n"
+    (tmp_path / "killed").mkdir()  # before it has written anything
+    main([str(one), str(other), "killed"])
+    assert capsys.readouterr().out == "report.html\n"
+    assert Path("report.html").read_text(encoding="utf-8") == page
     main([str(one)])
-    assert (one / "report.html").read_text(encoding="utf-8") == Path("page.html").read_text(encoding="utf-8")
+    assert (one / "report.html").is_file()
 
 
 def test_what_a_killed_run_has_left_is_shown(tmp_path, capsys):
@@ -220,13 +245,14 @@ def test_what_a_killed_run_has_left_is_shown(tmp_path, capsys):
 
 
 def test_the_picture_of_a_probe_shows_curve_trials_budget_and_limit():
-    """By name; a budget far above all else is told, and lies outside of the picture."""
+    """By name; a budget far above all else is told, not drawn."""
     trials = (Trial(4, 20 * MIB, True, 0.1), Trial(31, 90 * MIB, False, 0.1))
     curve = ((1, 12 * MIB), (30, 85 * MIB), (37, 103 * MIB))
     found = ProbeResult(30, 86 * MIB, 85 * MIB, trials, 4, 0.5, "replay", curve=curve)
     (axes,) = probe_figure(found).axes
-    names = ["predicted peak", "measured, fits", "does not fit", "budget 86.0 MiB", "limit: 30, 85.0 MiB"]
+    names = ["predicted peak", "measured, fits", "does not fit", "limit: 30, 85.0 MiB"]
     assert axes.get_legend_handles_labels()[1] == names
+    assert [text.get_text() for text in axes.texts] == ["budget 86.0 MiB"]
     (axes,) = probe_figure(replace(found, budget_bytes=80 * 2**30, curve=(), trials=())).axes
-    assert axes.get_legend_handles_labels()[1][0] == "budget 80.0 GiB"
+    assert [text.get_text() for text in axes.texts] == ["budget 80.0 GiB, far above"]
     assert axes.get_ylim()[1] < 200

@@ -10,8 +10,9 @@ from reference import Regression, Samples, quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.app.plan_report import PlanRecords, PlanReport, printed_plan, save_plan
+from lightning_ga.app.plan_report import PlanRecords, PlanReport, printed_plan, save_plan, schedule_text
 from lightning_ga.plan.accumulation import plan_accumulation
+from lightning_ga.plan.batch_schedule import as_schedule, by_samples, linear
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import Fits, ProbeResult, Trial
 
@@ -35,14 +36,35 @@ def test_the_table_says_how_a_window_is_cut_and_what_the_probe_found():
         assert f"from the {source}" in printed_plan(PlanRecords(CUT, replace(PROBE, source=source)))
 
 
-def test_a_schedule_is_shown_in_the_plan(command):
-    """As it was typed, and on the page too, which shows the plan's table and the batch by step."""
+def test_a_schedule_is_shown():
+    """In words, of the batch or of the factor; nothing for one number, and the ends of a long one."""
+    assert schedule_text(as_schedule({0: 32, 2: 64}, name="x"), "") == "32, from epoch 2 on 64 (epochs count from 0)"
+    assert schedule_text(by_samples({0: 32, 50_000: 64}), "") == "32, from sample 50,000 on 64"
+    assert schedule_text(as_schedule({3: 8}, name="x"), "factor ").startswith("factor the recipe's, from epoch 3 on 8")
+    assert schedule_text(as_schedule(32, name="x"), "") == schedule_text(None, "") == schedule_text(abs, "") == ""
+    long = schedule_text(linear(8, 64, steps=56), "")
+    assert long.startswith("8, from step 1 on 9, from step 2 on 10")
+    assert long.endswith("…, from step 56 on 64")
+    assert "schedule         32, from" in printed_plan(PlanRecords(CUT, schedule="32, from epoch 2 on 64"))
+
+
+def test_a_schedule_is_shown_in_the_plan_and_with_every_epoch(command):
+    """On the page too, which shows the plan's table."""
     mapping = command(*SHORT, "accumulate.effective_batch_size={0:16,1:32}")
     assert mapping.code == 0, mapping.err
-    assert "schedule         effective_batch_size={0: 16, 1: 32}" in mapping.out
-    page = (mapping.folder / "report.html").read_text()
-    assert "effective_batch_size={0: 16, 1: 32}" in page
-    assert "Curves of effective_batch_size" in page
+    assert "schedule         16, from epoch 1 on 32" in mapping.out
+    assert [batch in mapping.out for batch in ("batch 16", "batch 32")] == [True, True]
+    assert "16, from epoch 1 on 32" in (mapping.folder / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_schedule_by_its_short_name_is_shown_and_a_number_is_not(command):
+    by_name = "accumulate.effective_batch_size={_target_:by_step,counts:{0:16,3:32}}"
+    schedule = command(*SHORT, "logger=none", by_name, folder="by_step")
+    assert schedule.code == 0, schedule.err
+    assert "16, from step 3 on 32" in schedule.out
+    constant = command(*TINY, "accumulate.effective_batch_size=16", "dry_run=true", folder="constant")
+    assert "schedule" not in constant.out
 
 
 def test_the_table_says_that_a_window_fits_and_what_it_takes():

@@ -3,8 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 from command_lines import TINY
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_ga.app import progress_lines
+from lightning_ga.app import progress_lines as progress
 from lightning_ga.app.terminal import number
 
 OFF = (*(word for word in TINY if not word.startswith("accumulate.")), "accumulate=off")
@@ -12,28 +13,36 @@ OFF = (*(word for word in TINY if not word.startswith("accumulate.")), "accumula
 
 @pytest.fixture
 def a_line_each_batch(monkeypatch):
-    monkeypatch.setattr(progress_lines, "LINE_EVERY", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("a_line_each_batch")
 def test_without_a_terminal_a_line_says_how_far_training_is(command):
-    """Epoch, optimizer step, samples a second; a line an epoch ends with samples a second."""
+    """Epoch, optimizer step, samples a second and time left; a line an epoch ends with samples a second."""
     run = command(*TINY, "trainer.max_epochs=2", "trainer.num_sanity_val_steps=2")
     assert run.code == 0, run.err
     lines = [line for line in run.out.splitlines() if line.startswith("Epoch")]
     steps = [line for line in lines if "step" in line]
-    assert steps[0].startswith("Epoch 1/2, step 0, "), steps  # the first of two micro-batches
-    assert re.fullmatch(r"Epoch 2/2, step 8, [\d,.]+ samples/s", steps[-1])
+    assert steps[0].startswith("Epoch 1/2, step 0/8, "), steps  # the first of two micro-batches
+    assert steps[-1].startswith("Epoch 2/2, step 8/8, ")
+    assert re.fullmatch(r"Epoch 2/2, step 8/8, [\d,.]+ samples/s, 0:00:00 left", steps[-1])
     epochs = [line for line in lines if ": train" in line]
     assert len(epochs) == 2
     assert all(re.search(r"; \d+\.\d s, [\d,.]+ samples/s$", line) for line in epochs)
 
 
 @pytest.mark.usefixtures("a_line_each_batch")
-def test_without_the_callback_optimizer_steps_are_counted(command):
+def test_without_the_callback_optimizer_steps_are_counted(command, monkeypatch):
+    """Where Lightning does not know the end, no time is left."""
+
+    def unknown(trainer):
+        raise MisconfigurationException("Estimated stepping batches cannot be computed")
+
+    monkeypatch.setattr(progress, "optimizer_steps", unknown)
     run = command(*OFF)
     assert run.code == 0, run.err
     assert re.search(r"^Epoch 1/1, step 1, [\d,.]+ steps/s$", run.out, re.MULTILINE)
+    assert " left" not in run.out
 
 
 @pytest.mark.slow
@@ -48,19 +57,20 @@ def test_an_evaluation_and_a_bar_print_no_such_lines(command):
 
 
 def test_samples_are_those_of_the_whole_epoch(monkeypatch):
-    """Their number over the seconds until the latest batch: validation at the end is left out, and what was before."""
+    """Their number over the seconds of training: validation is left out, and what was done before the epoch."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(progress_lines.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(progress_lines, "done", lambda trainer: (trainer.samples, "samples"))
-    line = progress_lines.EpochLine()
-    trainer = SimpleNamespace(samples=1000, is_global_zero=False)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(progress, "done", lambda trainer: (trainer.samples, "samples"))
+    line, trainer = progress.EpochLine(), SimpleNamespace(samples=1000)
     line.on_train_epoch_start(trainer, None)
     clock.now, trainer.samples = 2.0, 3000
-    line.on_train_batch_end(trainer, None, None, None, 0)
+    assert line._rate(trainer) == "1,000 samples/s"
+    line.on_validation_start(trainer, None)
     clock.now = 12.0
     line.on_validation_end(trainer, None)
-    assert line._rate(trainer) == "1,000 samples/s"
-    trainer.samples = 1003
+    clock.now, trainer.samples = 14.0, 3010
+    assert line._rate(trainer) == "502 samples/s"
+    trainer.samples = 1006
     assert line._rate(trainer) == "1.50 samples/s"
 
 

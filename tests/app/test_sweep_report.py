@@ -1,3 +1,4 @@
+import csv
 import json
 
 from lightning_ga.app.sweep_report import report_sweep
@@ -21,6 +22,11 @@ def test_a_sweep_ends_with_a_table(tmp_path, capsys):
         assert lines[1].split()[1:] == [f"{results[order[0]]:.4f}", f"seed={order[0]}"]
         assert lines[-1].startswith("To run again what is missing")
     assert (tmp_path / "report.html").is_file()
+    with (tmp_path / "sweep.csv").open() as file:
+        lengths = {len(row) for row in csv.reader(file)}
+        file.seek(0)
+        assert lengths == {4}
+        assert [row["outcome"] for row in csv.DictReader(file)] == ["done", "done", "done", "done", "failed"]
 
 
 def test_a_sweep_of_plans_has_no_table(tmp_path, capsys):
@@ -32,3 +38,4 @@ def test_a_sweep_of_plans_has_no_table(tmp_path, capsys):
     report_sweep(tmp_path)
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "report.html").exists()
+    assert not (tmp_path / "sweep.csv").exists()
