@@ -19,7 +19,7 @@ from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.loader_planner import LoaderPlanner
 from lightning_ga.fit.parts import FitParts
-from lightning_ga.fit.windows import CutWindows
+from lightning_ga.fit.window_base import CutWindows
 from lightning_ga.loading.samples_left import SamplesLeft
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches

@@ -12,7 +12,7 @@ from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import BatchPasses
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.step_planner import StepPlanner
-from lightning_ga.fit.windows import CutWindows
+from lightning_ga.fit.window_base import CutWindows
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
