@@ -63,6 +63,11 @@ def of_run(error: BaseException, said: BaseException, overrides: Sequence[str]) 
     lacking = re.search(r"(\w+)\.__init__\(\) missing \d+ required .*?: (.*)", str(error))
     if lacking:  # of a partial, which is called in training
         return of_partial(lacking[1], lacking[2], overrides)
+    other = other_training(error)
+    if other:
+        checkpoint = next((word for word in overrides if word.startswith("ckpt_path=")), "The checkpoint")
+        remedy = "choose model, data, optimizer and lr_scheduler as the config.yaml of its run does."
+        return f"{checkpoint} is of {other}: {remedy}"
     cause = link_of(OSError, error) or error  # torch hides a full disk
     return of_values(f"{type(cause).__name__}: {one_line(cause)} (--traceback shows all)", overrides)
 
@@ -75,6 +80,18 @@ def of_partial(name: str, arguments: str, overrides: Sequence[str]) -> str:
         if name in value:
             remedy = f"add +{key}.NAME=VALUE"
     return f"{name} needs {arguments}, which its section does not give: {remedy}."
+
+
+def other_training(error: BaseException) -> str:
+    """What a checkpoint is of that cannot be loaded: another model, optimizer or schedule; empty for other errors."""
+    weights = re.search(r"Error\(s\) in loading state_dict for (\w+):\s*(.*)", str(error))
+    if weights:
+        return f"another model than this {weights[1]} ({shorten(weights[2], 150)})"
+    is_of_optimizer = re.search(r"loaded state dict (contains|has) ", str(error)) is not None
+    for frame in traceback.extract_tb(error.__traceback__)[-1:]:
+        if isinstance(error, KeyError) and "torch/optim" in Path(frame.filename).as_posix():
+            is_of_optimizer = True
+    return "another optimizer or schedule" if is_of_optimizer else ""
 
 
 def of_values(text: str, overrides: Sequence[str]) -> str:

@@ -4,8 +4,8 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from textwrap import indent
@@ -71,7 +71,7 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
                 put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=steps)
         for logger in run.trainer.loggers:
             logger.log_hyperparams({**written, "parameters": count_parameters(run.model)})
-        with interruptions_reported(lambda: outcome(run)), resume_explained(checkpoint):
+        with interruptions_reported(lambda: outcome(run)):
             metrics = TASKS[settings.task](run, checkpoint)
             result: dict[str, Any] = {**metrics}
             if run.metric.name in metrics:
@@ -79,18 +79,6 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
             if run.trainer.is_global_zero and not settings.dry_run:
                 summarize(run, metrics, result, time.perf_counter() - started)
     return result
-
-
-@contextmanager
-def resume_explained(checkpoint: Path | None) -> Iterator[None]:
-    """A context in which errors of a run that begins with a checkpoint say what it may be of."""
-    try:
-        yield
-    except (RuntimeError, KeyError, ValueError) as error:
-        if checkpoint is not None and not isinstance(error, UserError):
-            remedy = "choose model, data, optimizer and lr_scheduler as the config.yaml of its run does."
-            error.add_note(f"If {checkpoint} is of another model, optimizer or schedule: {remedy}")
-        raise
 
 
 def wanted_checkpoint(run: BuiltRun, written: Config) -> Path | None:
