@@ -21,7 +21,7 @@ from benchmarks import trainers
 from benchmarks.networks import perceptron
 from benchmarks.trainers import cross_entropy, flat, quiet_trainer
 from lightning_ga import AutoAccumulate
-from lightning_ga.plan.window_weights import TargetTokens
+from lightning_ga.plan.item_counters import TargetTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_ga.memory.oom import is_out_of_memory as is_out_of_memory
     from lightning_ga.plan.accumulation import AccumulationPlan as AccumulationPlan
     from lightning_ga.plan.accumulation import plan_accumulation as plan_accumulation
-    from lightning_ga.plan.exactness import Exactness as Exactness
+    from lightning_ga.plan.exactness_verdicts import Exactness as Exactness
     from lightning_ga.plan.records import ProbeResult as ProbeResult
     from lightning_ga.plan.records import Trial as Trial
     from lightning_ga.probe.probed_loop import find_micro_batch as find_micro_batch
@@ -58,7 +58,7 @@ _HOMES = {
     "AccumulationPlan": "plan.accumulation",
     "AtomicCheckpointIO": "checkpoints",
     "AutoAccumulate": "callback",
-    "Exactness": "plan.exactness",
+    "Exactness": "plan.exactness_verdicts",
     "ExactnessWarning": "errors",
     "ProbeResult": "plan.records",
     "Trial": "plan.records",

@@ -21,7 +21,7 @@ from torch.nn.modules import module as hooks
 from lightning_ga.double_precision import LOWER, Promotion, in_double
 from lightning_ga.errors import UserError
 from lightning_ga.plan.audit_verdicts import Audit
-from lightning_ga.plan.window_weights import Samples, TargetTokens
+from lightning_ga.plan.item_counters import Samples, TargetTokens
 from lightning_ga.recorded_steps import Recorder
 from lightning_ga.step_weights import Reads, measured
 

@@ -17,7 +17,7 @@ from lightning_ga.fit.messages import OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.batch_schedule import ScheduleLike
 from lightning_ga.plan.config import ScaleLr, read_arguments
-from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.exactness_verdicts import Exactness
 from lightning_ga.plan.records import Fits, ProbeResult
 from lightning_ga.plan.run_state import RunState
 

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.compat import ranks
+from lightning_ga.compat.logger_rows import log_step
 from lightning_ga.compat.patching import Callback
-from lightning_ga.compat.step_log import log_step
 from lightning_ga.errors import UserError
 from lightning_ga.plan.critical_batch import NoiseScaleEstimate, noise_scale, window_moments
 

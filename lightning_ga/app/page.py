@@ -12,7 +12,7 @@ from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, meas
 from lightning_ga.app.run_files import RunFiles
 from lightning_ga.app.settings import walk
 from lightning_ga.app.terminal import number
-from lightning_ga.plan import exactness
+from lightning_ga.plan import exactness_verdicts
 from lightning_ga.plan.records import probe_or_none
 
 PAGE = "report.html"
@@ -123,7 +123,9 @@ def warning(run: RunFiles) -> str | None:
     if not verdict or plan.get("factor", 1) == 1:
         return None
     with suppress(TypeError):  # of another version
-        return exactness.warning(exactness.Exactness(**verdict), batch_norm=accumulate.get("batch_norm", "warn"))
+        return exactness_verdicts.warning(
+            exactness_verdicts.Exactness(**verdict), batch_norm=accumulate.get("batch_norm", "warn")
+        )
     return None
 
 

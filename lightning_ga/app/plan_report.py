@@ -14,7 +14,7 @@ from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import columns, log
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.batch_schedule import PiecewiseSchedule
-from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.exactness_verdicts import Exactness
 from lightning_ga.plan.records import Fits, ProbeResult
 from lightning_ga.plan.units import counted, format_bytes
 

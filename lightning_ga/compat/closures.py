@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_ga.compat import patching
-from lightning_ga.compat.place import LoopReader
+from lightning_ga.compat.loop_counters import LoopReader
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import closures
 from lightning_ga.compat.compiled import CompiledModules
-from lightning_ga.compat.place import LoopPlace
+from lightning_ga.compat.loop_counters import LoopPlace
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import IN_A_PIECE

@@ -10,7 +10,7 @@ from lightning_ga.compat import loaders, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
-from lightning_ga.fit.retry import undo_passes
+from lightning_ga.fit.undo_passes import undo_passes
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once

@@ -11,9 +11,9 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_ga.compat.place import LoopPlace
+from lightning_ga.compat.logged_values import StepValues
+from lightning_ga.compat.loop_counters import LoopPlace
 from lightning_ga.compat.replicas import AnyExchange, exchange_of
-from lightning_ga.compat.step_values import StepValues
 from lightning_ga.fit.checks import BY_HAND, check_automatic, check_trainer
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.left_out import LeftOut
@@ -32,7 +32,7 @@ from lightning_ga.memory.device import enforced_budget, is_emulated, total_memor
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan, require_effective_batch, require_few_chunks
 from lightning_ga.plan.config import Options, Request
-from lightning_ga.plan.exactness import INEXACT
+from lightning_ga.plan.exactness_verdicts import INEXACT
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.run_state import RunState
 from lightning_ga.plan.units import format_bytes, parse_budget

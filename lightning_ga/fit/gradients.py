@@ -11,11 +11,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.compat import ranks
-from lightning_ga.compat.step_values import Counted
+from lightning_ga.compat.logged_values import Counted
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.gradient_sums import GradientSums
 from lightning_ga.plan.config import Normalize, Options
-from lightning_ga.plan.window_weights import KnownWindow, LateWindow, WindowWeights, count_items
+from lightning_ga.plan.item_counters import count_items
+from lightning_ga.plan.window_weights import KnownWindow, LateWindow, WindowWeights
 from lightning_ga.plan.windows import Window
 from lightning_ga.snapshot.copies import scale_gradients
 

@@ -13,8 +13,8 @@ from typing import Any
 from lightning_ga.batch.pytree import tensors_in
 from lightning_ga.compat import advance, closures, loaders, schedulers, validation
 from lightning_ga.compat.compiled import CompiledModules
+from lightning_ga.compat.loop_counters import positions_are_kept
 from lightning_ga.compat.patching import replaced
-from lightning_ga.compat.place import positions_are_kept
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import WholePasses
 from lightning_ga.fit.loader_planner import LoaderPlanner

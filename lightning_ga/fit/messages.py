@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from lightning_ga.errors import RankError, UserError
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory
-from lightning_ga.plan.exactness import Exactness, after_error
+from lightning_ga.plan.exactness_verdicts import Exactness, after_error
 from lightning_ga.plan.units import counted
 
 ONE_SAMPLE = (

@@ -6,7 +6,7 @@ Tested in tests/integration/test_fits.py.
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from lightning_ga.compat.step_values import StepValues
+from lightning_ga.compat.logged_values import StepValues
 from lightning_ga.fit.gradients import Gradients
 from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.progress import Progress

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ga.compat import loaders, ranks
-from lightning_ga.compat.place import LoopPlace
+from lightning_ga.compat.loop_counters import LoopPlace
 from lightning_ga.plan.recipe import RecipeEpoch
 from lightning_ga.plan.run_state import Position, RunState
 

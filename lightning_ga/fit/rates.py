@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from lightning_ga.compat.logger_rows import log_step
 from lightning_ga.compat.schedulers import before_schedulers
-from lightning_ga.compat.step_log import log_step
 from lightning_ga.errors import UserError
 from lightning_ga.plan.config import ScaleLr, rate_ratio
 

@@ -19,8 +19,8 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.remedies import Remedies
-from lightning_ga.fit.retry import undo_passes
 from lightning_ga.fit.training_data import Windows
+from lightning_ga.fit.undo_passes import undo_passes
 from lightning_ga.memory.allocator import RepeatedRetries
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_out_of_memory, may_be_out_of_memory, release

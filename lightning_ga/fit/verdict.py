@@ -16,7 +16,7 @@ from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.exactness import Exactness, combined, is_inexact, warning
+from lightning_ga.plan.exactness_verdicts import Exactness, combined, is_inexact, warning
 
 ENOUGH = 3  # samples that take an "unmeasured" back: two, each a part, may agree by chance
 

@@ -14,7 +14,7 @@ from lightning_ga.app.page import comparison_page, run_page
 from lightning_ga.app.pictures import as_png
 from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure, sweep_figure
 from lightning_ga.app.run_files import read_run
-from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.exactness_verdicts import Exactness
 from lightning_ga.plan.records import ProbeResult, Trial
 from lightning_ga.report import main, write_page
 

@@ -13,7 +13,7 @@ from lightning_ga import AutoAccumulate
 from lightning_ga.app.plan_report import PlanRecords, PlanReport, printed_plan, save_plan, schedule_text
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.batch_schedule import as_schedule, by_samples, linear
-from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.exactness_verdicts import Exactness
 from lightning_ga.plan.records import Fits, ProbeResult, Trial
 
 PROBE = ProbeResult(48, 2**31, 2_040_109_466, (Trial(48, 2_040_109_466, True, 0.2),), 4, 1.25, "replay")

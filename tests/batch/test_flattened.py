@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_ga import AutoAccumulate
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.read_layout import read_ready_made
-from lightning_ga.plan.window_weights import TargetTokens
+from lightning_ga.plan.item_counters import TargetTokens
 from lightning_ga.split import FlattenedBatch
 
 WORDS = 11

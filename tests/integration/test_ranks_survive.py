@@ -151,7 +151,7 @@ def train_scenario(each: Scenario, rank: int) -> dict[str, Any]:
     settings = {"max_epochs": each.epochs, "num_sanity_val_steps": each.sanity, **ddp(**(each.strategy or {}))}
     settings |= each.trainer or {}
     trainer = quiet_trainer(callback, **settings)
-    elsewhere = mock.patch("lightning_ga.fit.limit_search.hardware", return_value="another GPU")
+    elsewhere = mock.patch("lightning_ga.fit.limit_search.describe_hardware", return_value="another GPU")
     with (
         elsewhere if each.is_elsewhere and rank == 1 else nullcontext(),
         warnings.catch_warnings(record=True) as told,

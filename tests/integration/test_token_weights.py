@@ -11,7 +11,7 @@ from texts import Reading, Texts, pad, plain_gradients
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.plan.window_weights import AttentionMaskTokens, TargetTokens
+from lightning_ga.plan.item_counters import AttentionMaskTokens, TargetTokens
 
 
 class Sequences(Texts):

@@ -37,7 +37,7 @@ from true_support import (
 )
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.plan.window_weights import TargetTokens
+from lightning_ga.plan.item_counters import TargetTokens
 
 each_cut = each("loader", "step")
 each_oom = each("oom", "oom in step mode")

@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.window_weights import (
-    AttentionMaskTokens,
-    KnownWindow,
-    LateWindow,
-    Samples,
-    TargetTokens,
-    count_items,
-)
+from lightning_ga.plan.item_counters import AttentionMaskTokens, Samples, TargetTokens, count_items
+from lightning_ga.plan.window_weights import KnownWindow, LateWindow
 
 # The counts of a window: one list per rank, all of the same length.
 COUNTS = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
-from lightning_ga.plan.exactness import SAME_RESULT
+from lightning_ga.plan.exactness_verdicts import SAME_RESULT
 
 FEATURES = 6
 ROUNDING = 1e-12  # in fp64

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_ga.plan.exactness import Cause
+from lightning_ga.plan.exactness_verdicts import Cause
 
 Gradient = Sequence[Tensor]  # one tensor for each parameter, on the host
 

@@ -14,8 +14,8 @@ from lightning_ga.fit.exactness.differences import Differences, Gradient, compar
 from lightning_ga.fit.exactness.passes import Passes, batch_norm_layers, fixed_statistics
 from lightning_ga.loading.trial_batches import CutBatch
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.plan.exactness import Cause, Exactness
-from lightning_ga.plan.window_weights import count_items
+from lightning_ga.plan.exactness_verdicts import Cause, Exactness
+from lightning_ga.plan.item_counters import count_items
 
 if TYPE_CHECKING:
     from lightning_ga.chunks import ChunkedModules

@@ -17,7 +17,7 @@ from lightning_ga.fit.exactness.passes import Passes, passes_of, rounding
 from lightning_ga.loading.trial_batches import CutBatch, Move, TrialBatches
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.accumulation import whole_multiples
-from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.exactness_verdicts import Exactness
 from lightning_ga.snapshot.isolation import refuse_lazy
 from lightning_ga.snapshot.random_numbers import reseed
 

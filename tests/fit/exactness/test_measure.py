@@ -18,7 +18,7 @@ from lightning_ga.chunks import ChunkedModules
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.measure import SAMPLES, measure, measure_at_start
 from lightning_ga.loading.trial_batches import CutBatch
-from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.exactness_verdicts import Exactness
 
 SIZES = (4, 3)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ga.compat import ranks
+from lightning_ga.compat.loop_counters import LoopReader
 from lightning_ga.compat.patching import replaced, shadowed
-from lightning_ga.compat.place import LoopReader
 from lightning_ga.snapshot.copies import metric_state
 
 # By the name of ``reduce_fx``, a function or a text (``_Metadata`` in Lightning's ``result.py``); else a mean.
