@@ -17,11 +17,11 @@ from lightning_ga.compat import (
     closures,
     compiled,
     loaders,
+    logged_values,
+    logger_rows,
+    loop_counters,
     patching,
-    place,
     schedulers,
-    step_log,
-    step_values,
     steps,
     validation,
 )
@@ -41,11 +41,11 @@ def trainer(namespace: Any) -> Any:
 
 
 NAMES = {
-    place: [
+    loop_counters: [
         *("fit_loop.epoch_progress.current.processed", "fit_loop.epoch_progress.total.processed"),
         *("fit_loop.epoch_progress.increment_completed", "fit_loop.max_batches", "fit_loop._combined_loader.limits"),
-        *(f"fit_loop.epoch_loop.batch_progress.current.{name}" for name in place._COUNTS),
-        *(f"fit_loop.epoch_loop.batch_progress.total.{name}" for name in place._COUNTS),
+        *(f"fit_loop.epoch_loop.batch_progress.current.{name}" for name in loop_counters._COUNTS),
+        *(f"fit_loop.epoch_loop.batch_progress.total.{name}" for name in loop_counters._COUNTS),
         *("fit_loop.epoch_loop.batch_progress.is_last_batch", "fit_loop.epoch_loop._should_accumulate"),
         "fit_loop.epoch_loop._accumulated_batches_reached",
         *("fit_loop._data_fetcher.fetched", "fit_loop._data_fetcher.length", "fit_loop._data_fetcher.done"),
@@ -74,8 +74,8 @@ NAMES = {
     ],
     validation: ["val_check_batch", "val_check_interval", "check_val_every_n_epoch"],
     schedulers: ["lr_scheduler_configs", "fit_loop.epoch_loop.update_lr_schedulers"],
-    step_log: ["_logger_connector.should_update_logs"],
-    step_values: [
+    logger_rows: ["_logger_connector.should_update_logs"],
+    logged_values: [
         *("_results.log", "_results.update_metrics", "_logger_connector.on_batch_end"),
     ],
     steps: [
