@@ -32,7 +32,10 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], 
     make = partial(type(loop)._make_closure, loop)
 
     def make_ours(kwargs: Any, optimizer: Any, _: int) -> Any:
-        """Return Lightning's own closure, so that Lightning notices if it is never called; calling it runs ours."""
+        """Return Lightning's own closure, so that Lightning notices if it is never called; calling it runs ours.
+
+        Lightning zeroes if the factor divides the batch's index. Windows may begin elsewhere, so it gets another index.
+        """
         given = (kwargs, optimizer, place.index_in_window)
         lightning_closure = make(*given)
         vars(lightning_closure)["closure"] = wrap(ref(lightning_closure), make, *given)

@@ -75,7 +75,10 @@ class StepValues:
         self._copies: dict[int, Metric | None] = {}  # of metrics, by identity: they see the running window alone
 
     def begin_window(self) -> None:
-        """Forget what passes have logged; if the window has several, merge what they will log."""
+        """Forget what passes have logged; if the window has several, merge what they will log.
+
+        What was exchanged stays: a window that begins again reads it, until its last batch has ended.
+        """
         self._next = 0
         self._values = {}
         for copy in self._copies.values():

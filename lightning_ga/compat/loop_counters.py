@@ -149,6 +149,7 @@ class LoopPlace(LoopReader):
 
     def windows_begin_anywhere(self) -> AbstractContextManager[None]:
         """Return a context in which windows may begin anywhere, so that the factor may change within an epoch."""
+        # The count of ready batches has the running one: it ends a window if the next begins one.
         return patching.shadowed(self._loop, "_accumulated_batches_reached", lambda: self.begins_window)
 
     def begin_at(self, window: int, *, same_epoch: bool) -> None:

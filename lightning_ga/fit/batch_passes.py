@@ -114,7 +114,7 @@ class BatchPasses(WholePasses):
     def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, weight: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
         self._parts.values.merge()
-        of_sample = weight // sum(self.sizes)  # several loaders give a sample more than one
+        of_sample = weight // sum(self.sizes)  # of several loaders, that of the longest counts (``BatchCutter.weight``)
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
         for number, (piece, size, is_last) in enumerate(cut_in_pieces(self._cutter(), batch, self.sizes)):
             self._compiled.mark(tensors_in(piece), size)

@@ -190,10 +190,10 @@ class Fit:
             return
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
+        if self.parts.limit.has_fallen:  # the report of the error has told the verdict
+            return
         known = self.verdict.exactness
-        if (
-            known is not None and known.cause != "exact" and not self.parts.limit.has_fallen
-        ):  # else report_pending has told it
+        if known is not None and known.cause != "exact":  # this window may have been the first of several passes
             self.verdict.warn()
 
     def end_micro_batch(self) -> None:

@@ -51,7 +51,8 @@ class LeftOut:
 
         def training_step(batch: Any, *others: Any) -> Any:
             place = self._gradients.passes - 1
-            if self._running is None or self._running[0] != place:  # a trial's batch after an error has the same place
+            # Trials after an error come with the same place: the shapes noted stay those of training's own batch.
+            if self._running is None or self._running[0] != place:
                 self._running = (place, " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch)))
             if place not in self._places:
                 return step(batch, *others)

@@ -94,9 +94,8 @@ class LimitSearch:
         """Find the limit again if windows have grown so that nothing is known of them."""
         limit = self._parts.limit
         is_given = self._parts.request.micro_batch is not None
-        if (
-            is_given or limit.has_fallen or limit.samples < self._asked
-        ):  # a limit below the question is the device's own
+        is_devices_own = limit.has_fallen or limit.samples < self._asked  # less fitted than was asked about
+        if is_given or is_devices_own:
             return
         high = self._most_useful()
         if high > self._asked:
@@ -185,16 +184,16 @@ class LimitSearch:
     def _find(self, high: int, restored: RunState | None, setup: TrainingSetup) -> int:
         """Return the most samples of a pass that fit, of ``high`` that are useful."""
         self._asked = high
-        if self.probe is None:  # else what it has chosen is in use
+        if self.probe is None:  # after a probe, the submodules that it has chosen stay
             self.recomputed.use(self._always)
         varies = self._data.windows.planner.source.varies
         if varies:  # first batches differ by rank
             high = ranks.smallest_over_ranks(self._trainer, high)
         found = self._recall(high, restored) or self._ask(high, setup)
-        if varies and found >= high and self._parts.limit.chunked is None:  # later batches may be larger
-            found = NO_LIMIT
         if found < NO_LIMIT:  # what was recalled may be for larger windows
             found = min(high, found)
+        if varies and found >= high and self._parts.limit.chunked is None:  # later batches may be larger: no bound
+            found = NO_LIMIT
         return self._parts.request.capped(found)
 
     def _recall(self, high: int, restored: RunState | None) -> int | None:

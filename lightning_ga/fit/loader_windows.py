@@ -134,17 +134,18 @@ class LoaderWindows(CutWindows):
         progress = self._parts.progress
         progress.enter(number)
         self.planner.arrange(number)
+        # A resumed run may have counted micro-batches in earlier epochs.
         if is_first and self._place.batches_before_epoch != progress.position.batches_before:
-            self._use_intervals()
+            self._make_due_by_recipe()
         self._place.begin_epoch()
         self._size_loop()
 
     def _size_loop(self) -> None:
         """Let the loop expect as many micro-batches as are planned; if they are the recipe's, leave its own number."""
         if not self.planner.counts_as_recipe:
-            self._use_intervals()
+            self._make_due_by_recipe()
         length = self._source.batches_at_set_up
-        if self._uses_intervals:
+        if self._is_due_by_recipe:
             length = self._source.plan.length
         self._place.size_epoch(length)
 
@@ -154,11 +155,11 @@ class LoaderWindows(CutWindows):
             self.planner.arrange(self.planner.planned.number)
             self._size_loop()
 
-    def _use_intervals(self) -> None:
+    def _make_due_by_recipe(self) -> None:
         """Let validation and schedules be due by the recipe's batches, from here to the end of the fit."""
-        if self._uses_intervals:
+        if self._is_due_by_recipe:
             return
-        self._uses_intervals = True
+        self._is_due_by_recipe = True
         self._parts.held.enter_context(schedulers.due_by_recipe(self._trainer, self._span_done))
         self._parts.held.enter_context(validation.due_by_recipe(self._trainer, self._span_done))
 
@@ -197,7 +198,7 @@ class LoaderWindows(CutWindows):
         if self._place.skips_backward or number >= self._source.plan.count:  # none is planned
             return
         if self._parts.shares.follow_speeds():
-            self.begin_again()
+            self.plan_again()
         window = self._source.window(number)
         epoch = self.planner.planned
         if not epoch.schedule.is_constant:
@@ -249,11 +250,11 @@ class LoaderWindows(CutWindows):
             return self._parts.limit.samples
         return max(self._window.sizes, default=1)
 
-    def begin_again(self) -> None:
-        """Plan the same windows with smaller micro-batches, and move the loop to the start of the running one."""
+    def plan_again(self) -> None:
+        """Plan the same windows by the limit and shares of now, and move the loop to the start of the running one."""
         number = self._parts.progress.position.windows_done
         self.planner.cut(start=number)
-        self._use_intervals()
+        self._make_due_by_recipe()
         self._place.iterate_again()
         plan = self._source.plan
         if self.planner.planned.schedule.is_constant:
@@ -274,6 +275,6 @@ class LoaderWindows(CutWindows):
             found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
         every = getattr(self._trainer, "val_check_interval", None)
         batches = self.planner.planned.schedule.largest / self._source.recipe.samples_of(1)
-        if self._uses_intervals and isinstance(every, int) and every % batches != 0:
+        if self._is_due_by_recipe and isinstance(every, int) and every % batches != 0:
             found.append(f"validation at the end of the window in which val_check_interval={every} batches are done")
         return "; ".join(found)

@@ -45,7 +45,8 @@ class Remedies:
             return
         self._window = window
         self._left_out.begin_window()
-        if self._number in self._failed and not self._are_many:  # the window before
+        last = self._number  # not counted up yet: the window that has ended
+        if last in self._failed and not self._are_many:
             mark, names = self._before
             self._limit.go_back(mark)
             self._search.recomputed.use(names)
@@ -56,7 +57,7 @@ class Remedies:
     def _are_many(self) -> bool:
         return len(self._failed) == MANY and self._number - self._failed[0] < AMONG
 
-    def next_limit(self, failed: int, failure: Exception) -> int:
+    def choose_remedy(self, failed: int, failure: Exception) -> int:
         """Return the limit after a pass of ``failed`` samples has run out of memory; a last remedy keeps it.
 
         Raises:
@@ -69,8 +70,9 @@ class Remedies:
             give_up(self._progress.trainer, "training", failure, self._limit.unit)
         return failed
 
-    def search_and_lower(self, fits: int, failed: int) -> int:
-        """Lower the limit to what a search finds below a pass that ``failed``, else to ``fits``; return it."""
+    def lower(self, failed: int, *, at_most: int) -> int:
+        """Lower the limit to what a search finds below a pass that ``failed``, else to ``at_most``; return it."""
+        fits = at_most
         if fits < failed:
             fits = self._search.below(failed) or fits
         self.fall(fits)
@@ -93,6 +95,6 @@ class Remedies:
         recomputed = self._search.recomputed
         before = recomputed.names
         if self._recomputable is None:
-            self._recomputable = self._search.all_recomputable()
+            self._recomputable = self._search.all_recomputable()  # isolated passes: what failed is undone later
         recomputed.use(self._recomputable or before)
         return recomputed.names != before

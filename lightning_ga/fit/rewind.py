@@ -136,7 +136,7 @@ class Rewinder:
             f"at most {fits} samples from here on, instead of {most}, with the same result."
         )
         self._remedies.fall(fits)
-        self._windows.begin_again()
+        self._windows.plan_again()
         return True
 
     def _can_go_back(self, *, is_read: bool) -> bool:
@@ -164,10 +164,10 @@ class Rewinder:
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
         failed = self._windows.largest_pass
-        halved = self._remedies.next_limit(failed, failure)
+        at_most = self._remedies.choose_remedy(failed, failure)  # ``failed`` itself after a last remedy
         undo_passes(self._trainer, "training", failure, why_not_alone=self._why_not_alone, undo=self._undo)
-        fits = self._remedies.search_and_lower(halved, failed)  # trial steps, which need the state from before
-        self._windows.begin_again()
+        fits = self._remedies.lower(failed, at_most=at_most)  # trial steps, which need the state from before
+        self._windows.plan_again()
         self._reporter.add(self._reporter.event("training", failed, fits, self._limit.unit))
 
     def _undo(self) -> str | None:

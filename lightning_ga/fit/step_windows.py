@@ -87,8 +87,8 @@ class StepWindows(CutWindows):
         """Set how many batches make the next window."""
         factor = self.planner.plan_window()
         self._place.set_factor(factor)
-        if factor != self._source.recipe_factor and not self._uses_intervals:
-            self._uses_intervals = True
+        if factor != self._source.recipe_factor and not self._is_due_by_recipe:
+            self._is_due_by_recipe = True
             self._parts.held.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
 
     def _span(self) -> WindowSpan:
@@ -168,7 +168,7 @@ class StepWindows(CutWindows):
             return largest
         return min(limit.samples, self.planner.batch_size)  # before the first pass, or in a batch of one sample
 
-    def begin_again(self) -> None:
+    def plan_again(self) -> None:
         """Give the window's batches back to the loop, which begins it again in smaller pieces."""
         self._place.relocate(self._place.factor, at=self._place.window_start, end=self._place.batches_of_epoch)
         self._plan_window()

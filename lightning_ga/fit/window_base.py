@@ -26,7 +26,7 @@ class CutWindows:
         self._place = parts.progress.place
         self.batches: list[KeptBatch] = []  # of the running window, as ``keep_batch`` got them
         self._reads = False  # whether the loop has begun to read
-        self._uses_intervals = False  # whether windows have been others than the recipe's
+        self._is_due_by_recipe = False  # whether the loop's counts are not the recipe's, which then says what is due
 
     def setting_up(self) -> AbstractContextManager[None]:
         """Return a context in which the loop sets up its data."""

@@ -46,7 +46,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         planned = self.plan.length if self.plan else 0
         if self.length is None:
             return planned
-        return max(self.length, min(1, planned))
+        return max(self.length, min(1, planned))  # Lightning skips a loop of no batches
 
     def __iter__(self) -> Iterator[list[Any]]:
         if self.enabled and self.plan:

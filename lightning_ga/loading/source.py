@@ -137,7 +137,7 @@ class LoaderSource:
     def arrange(
         self,
         epoch: int,
-        batch: PiecewiseSchedule,
+        schedule: PiecewiseSchedule,
         micro_batch: int,
         *,
         multiple: int = 1,
@@ -156,7 +156,7 @@ class LoaderSource:
         loader yields nothing.
         """
         total = self.epoch(epoch).samples
-        windows = self._windows(total, batch, samples_done, windows_done)
+        windows = self._windows(total, schedule, samples_done, windows_done)
         world_size = self.recipe.world_size
         if limits:
             plan = plan_unequal_shares(windows.largest, limits=limits, ratio=ratio, rank=self._rank, multiple=multiple)
@@ -172,17 +172,17 @@ class LoaderSource:
         object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
         return plan
 
-    def steps_of(self, epoch: int, batch: PiecewiseSchedule) -> tuple[int, int]:
+    def steps_of(self, epoch: int, schedule: PiecewiseSchedule) -> tuple[int, int]:
         """Return optimizer steps and samples, over all ranks, of a whole epoch."""
         total = self.epoch(epoch).samples
-        return self._windows(total, batch).count, total
+        return self._windows(total, schedule).count, total
 
     def _indices(self) -> Sequence[Any]:
         """Return the indices of samples that training may meet."""
         if self.sizes is not None:
             return self.sizes.by_size
         indices = self._order.pool(self._epoch, self._seed)
-        if type(self._order) is Sequential:
+        if type(self._order) is Sequential:  # a shuffled epoch may draw any of them
             return indices[: self.epoch(self._epoch).samples]
         return indices
 
@@ -199,13 +199,15 @@ class LoaderSource:
         finally:
             self._sampler.length = None
 
-    def _windows(self, total: int, batch: PiecewiseSchedule, samples_done: int = 0, windows_done: int = 0) -> Windows:
+    def _windows(
+        self, total: int, schedule: PiecewiseSchedule, samples_done: int = 0, windows_done: int = 0
+    ) -> Windows:
         world_size = self.recipe.world_size
-        if batch.is_constant:
-            size = require_effective_batch(batch.largest, world_size)
+        if schedule.is_constant:
+            size = require_effective_batch(schedule.largest, world_size)
             return RegularWindows(total, size, samples_done, windows_done or ceil_div(samples_done, size))
 
         def size_at(windows: int, samples: int) -> int:
-            return require_effective_batch(batch.at(windows, samples), world_size)
+            return require_effective_batch(schedule.at(windows, samples), world_size)
 
         return GrowingWindows(total, size_at, samples_done, windows_done)

@@ -76,7 +76,8 @@ class Judgement:
             return self._judge_gradients(whole, *parts.result)
         if self._layers and min(self._batch.sizes) < 2:  # these layers may refuse one sample
             return self._exactness("batch_norm")
-        for part in self._batch.parts:  # if each part runs alone, the second one depends on what the first has left
+        # A part that fails alone, too, raises here. Otherwise the second one depends on what the first has left.
+        for part in self._batch.parts:
             self._passes.run(part)
         return self._stateful(None)
 

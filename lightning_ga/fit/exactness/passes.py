@@ -45,6 +45,7 @@ _OPAQUE = (Dataset, DataLoader, torch.optim.Optimizer, FunctionType, MethodType,
 def passes_of(trainer: Any, *, plain: bool, begins: bool, in_step: bool = False) -> Iterator["Passes"]:
     """Return a context in which passes run without a trace; with ``plain``, in the precision of the weights."""
     with ExitStack() as stack:
+        # No pass here steps; the module's start hooks, which run if training begins, may change optimizers.
         restore = stack.enter_context(isolated(trainer, begins=begins, steps=begins))
         stack.enter_context(compiled_run_eagerly())  # graphs that are compiled for a few samples are of no use
         stack.enter_context(_full_precision(trainer, plain=plain))
