@@ -100,7 +100,10 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return that no guard against the compiler is needed around every operation: nothing is compiled inside."""
+        """Let PyTorch leave out its guard against the compiler, which takes longer than many operations do.
+
+        Nothing is compiled within the mode (``torch/utils/_python_dispatch.py`` of 2.15, ``__init_subclass__``).
+        """
         return False
 
     def __enter__(self) -> Self:

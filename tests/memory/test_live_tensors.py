@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ga.memory.live_tensors import LiveTensorMeter, uncounted
 from lightning_ga.memory.step_recorder import StepRecorder
@@ -25,6 +26,19 @@ def test_a_storage_counts_from_creation_until_it_dies() -> None:
         assert memory.live_bytes == 800
         del first, second
         assert (memory.live_bytes, memory.peak_bytes) == (0, 800)
+
+
+class Guarded(TorchDispatchMode):
+    """Does not say that it needs no guard."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_guard_against_the_compiler_runs_around_each_operation() -> None:
+    """PyTorch puts it around the method of a mode unless the class says no, by a private method."""
+    assert hasattr(Guarded.__torch_dispatch__, "__wrapped__")
+    assert not hasattr(LiveTensorMeter.__torch_dispatch__, "__wrapped__")
 
 
 @pytest.mark.parametrize(
