@@ -134,9 +134,18 @@ def resumable_steps(path: Path) -> int | None:
         content = read_safely(record)
         return int(content["global_step"]) if "loops" in content else None
     except UserError:
-        return 0 if zipfile.is_zipfile(record) else None  # a file that is cut off is none
+        return 0 if is_whole_archive(record) else None
     except (LookupError, TypeError):  # a file of other things than a training's state
         return None
+
+
+def is_whole_archive(path: Path) -> bool:
+    """Return whether a file is an archive, as ``torch.save`` writes one, with all of its bytes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile):  # cut off, or no archive
+        return False
 
 
 def read_safely(path: Path) -> Any:

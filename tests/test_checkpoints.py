@@ -165,3 +165,15 @@ def test_a_whole_file_that_reading_would_run_counts_last(tmp_path):
     own.write_bytes(own.read_bytes()[:-10])
     with pytest.raises(UserError, match="own.ckpt"):
         newest_checkpoint(tmp_path)
+
+
+def test_a_file_with_bytes_that_were_lost_does_not_count(tmp_path):
+    """A machine that loses its power may leave zeros within a file, whose end is there."""
+    weights = torch.arange(10_000.0)
+    own = leave(tmp_path / "own.ckpt", 10, hyper_parameters={"x": Harmful()}, state_dict={"weights": weights})
+    written = own.read_bytes()
+    data = weights.numpy().tobytes()
+    assert data in written
+    own.write_bytes(written.replace(data, data[:20_000] + bytes(20_000)))
+    with pytest.raises(UserError, match="own.ckpt"):
+        newest_checkpoint(tmp_path)

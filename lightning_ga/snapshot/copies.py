@@ -62,26 +62,34 @@ class Copies:
 
 
 @torch.no_grad()
-def checksums(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return a sum of each tensor's bits; ``None`` for one whose memory cannot be read that way.
+def sums_of_bits(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return a sum of each tensor's bits by its number, on its device; none of memory that cannot be read that way.
 
     Fused kernels, and code that writes to ``tensor.data``, raise no version; the sums show such a change, too, and
     values that change places.
     """
-    sums: list[int | None] = [None] * len(tensors)
-    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    sums: dict[int, Tensor] = {}
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         for number, tensor in enumerate(tensors):
             if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta:
                 continue
-            if (
-                is_writable(tensor) and tensor.numel() and tensor.untyped_storage().nbytes()
-            ):  # sharded ones may be freed
-                by_device.setdefault(tensor.device, {})[number] = _sum_of_bits(tensor.detach())
-        for found in by_device.values():  # one transfer for each device
-            for number, value in zip(found, torch.stack([*found.values()]).tolist()):
-                sums[number] = value
+            has_memory = tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0  # sharded ones may be freed
+            if has_memory and is_writable(tensor):
+                sums[number] = _sum_of_bits(tensor.detach())
     return sums
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return ``sums_of_bits`` as numbers, which waits for the device; ``None`` for a tensor without one."""
+    numbers: list[int | None] = [None] * len(tensors)
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for number, value in sums_of_bits(tensors).items():
+        by_device.setdefault(value.device, {})[number] = value
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        for found in by_device.values():  # one transfer for each device
+            for number, checksum in zip(found, torch.stack([*found.values()]).tolist()):
+                numbers[number] = checksum
+    return numbers
 
 
 def _sum_of_bits(values: Tensor) -> Tensor:

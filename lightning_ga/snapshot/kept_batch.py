@@ -1,7 +1,7 @@
 """Keep a batch so that it can run again after an error, and see whether a step has changed its tensors in place.
 
 Tensors count how often they were written to. Those of inference mode, in which Lightning evaluates, do not: the small
-ones are copied and can be put back, and of the others a checksum is taken.
+ones are copied and can be put back, and of the others a sum of bits is kept, which does not wait for the device.
 """
 
 from bisect import bisect_right
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.snapshot.copies import SMALL, Copies, by_id, checksums, is_writable, versions, with_own_containers
+from lightning_ga.snapshot.copies import SMALL, Copies, by_id, is_writable, sums_of_bits, versions, with_own_containers
 from lightning_ga.snapshot.savepoint import Savepoint
 
 
@@ -36,7 +36,7 @@ class KeptBatch:
             self._copies = Copies(parts[:small])
             self._copies.take()
         self._large = parts[small:]
-        self._checksums = checksums(self._large)
+        self._sums = sums_of_bits(self._large)  # read only after an error
 
     def restore(self) -> None:
         """Put back the tensors of which copies are kept."""
@@ -45,7 +45,10 @@ class KeptBatch:
 
     def changed(self) -> bool:
         """Return whether a tensor of which no copy is kept was written to."""
-        return versions(self._tensors) != self._versions or checksums(self._large) != self._checksums
+        if versions(self._tensors) != self._versions:
+            return True
+        now = sums_of_bits(self._large)
+        return any(not torch.equal(before, now[number]) for number, before in self._sums.items())
 
 
 def undo(savepoint: Savepoint, batches: Sequence[KeptBatch]) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ga.snapshot import kept_batch
+from lightning_ga.snapshot.copies import SMALL
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -165,6 +166,22 @@ def test_containers_are_its_own() -> None:
     assert kept.batch["pair"][1] == "text"
     assert not kept.changed()
     rows.zero_()
+    assert kept.changed()
+
+
+def test_a_large_batch_is_kept_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read off it until an error asks whether it has changed."""
+    read: list[str] = []
+    with torch.inference_mode():
+        rows = torch.zeros(SMALL, dtype=torch.float32)
+    with monkeypatch.context() as patched:
+        for name in ("tolist", "item", "__bool__", "cpu"):
+            patched.setattr(Tensor, name, lambda *_, name=name: read.append(name))
+        kept = KeptBatch(rows)
+    assert not read
+    assert not kept.changed()
+    with torch.inference_mode():
+        rows[-1] = 1
     assert kept.changed()
 
 
