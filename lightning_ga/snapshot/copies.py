@@ -73,8 +73,9 @@ def sums_of_bits(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         for number, tensor in enumerate(tensors):
             if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta:
                 continue
-            has_memory = tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0  # sharded ones may be freed
-            if has_memory and is_writable(tensor):
+            if not is_writable(tensor) or tensor.numel() == 0:  # sparse ones have no storage to ask for
+                continue
+            if tensor.untyped_storage().nbytes() > 0:  # sharded ones may be freed
                 sums[number] = _sum_of_bits(tensor.detach())
     return sums
 
