@@ -32,6 +32,8 @@ from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, rese
 from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
 
 PERTURBATION = 1e-2  # how far weights are moved: even a teacher of momentum 0.9999 then changes by more than rounding
+_SMALL = 2**16  # elements of a tensor that gets noise
+_STARTS = 1021  # places in the noise at which the parts of tensors begin
 _LONGEST = 1000  # longer containers are data: only their length is compared
 _DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")  # in names of layers and of rates
 _RATES = ("p", "prob", "rate", "drop_prob")  # names of rates in such layers
@@ -158,14 +160,20 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _perturb(tensors: Sequence[Tensor]) -> None:
-    """Change tensors a little, in the same way each time; add noise to small ones."""
+    """Change tensors a little, in the same way each time; add noise to small ones, to each another part of it."""
+    most = max((tensor.numel() for tensor in tensors if tensor.numel() <= _SMALL), default=0)
+    noise: dict[torch.device, Tensor] = {}
     for number, tensor in enumerate(tensors):
-        if is_writable(tensor):
-            tensor.mul_(1.0 + PERTURBATION)
-            if tensor.is_floating_point() and tensor.numel() <= 2**16:
-                generator = torch.Generator(tensor.device).manual_seed(number)
-                noise = torch.empty(tensor.shape, device=tensor.device).normal_(generator=generator)
-                tensor.add_(noise.to(tensor.dtype), alpha=PERTURBATION)
+        if not is_writable(tensor):
+            continue
+        tensor.mul_(1.0 + PERTURBATION)
+        if tensor.is_floating_point() and tensor.numel() <= _SMALL:
+            device = tensor.device
+            if device not in noise:
+                generator = torch.Generator(device).manual_seed(0)
+                noise[device] = torch.empty(most + _STARTS, device=device).normal_(generator=generator)
+            part = noise[device].narrow(0, number % _STARTS, tensor.numel())
+            tensor.add_(part.view(tensor.shape), alpha=PERTURBATION)
 
 
 def batch_norm_layers(module: Module) -> tuple[str, ...]:
@@ -222,11 +230,15 @@ def _stop_dropping(module: Module) -> None:
     The rates are plain attributes, which the isolation puts back.
     """
     for part in module.modules():
-        drops = re.search("|".join(_DROPS), type(part).__name__.lower())
         for name, value in list(vars(part).items()):
-            is_rate = re.search("dropout|layerdrop", name) or (drops and name in _RATES)
-            if is_rate and isinstance(value, float) and 0 < value <= 1:
+            if isinstance(value, float) and 0 < value <= 1 and _is_rate(type(part), name):
                 vars(part)[name] = 0.0
+
+
+def _is_rate(layer: type, name: str) -> bool:
+    """Return whether an attribute of such layers is the share of values that they drop."""
+    drops = re.search("|".join(_DROPS), layer.__name__.lower())
+    return bool(re.search("dropout|layerdrop", name) or (drops and name in _RATES))
 
 
 @contextmanager
