@@ -265,7 +265,7 @@ class ProbedTrainer(ProbedTraining):
         """Return whether every rank has this value."""
         return self._setup.alone or len({*ranks.of_all_ranks(self.trainer, value)}) == 1
 
-    def warm_up(self, *_: object) -> None:
+    def warm_up(self) -> None:
         """Make what the first training step would, by a step on gradients of zeros: of all that is trained, if unseen.
 
         Which sparse gradients there are, and how many rows they have, is seen in a small pass.

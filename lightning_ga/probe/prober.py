@@ -13,15 +13,16 @@ from operator import attrgetter
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import may_reserve
 from lightning_ga.memory.oom import attempt, release
-from lightning_ga.plan.records import GRADIENTS, Fits, ProbeResult, Trial, still_holds
+from lightning_ga.plan.records import GRADIENTS, PARAMETERS, Fits, ProbeResult, Trial, still_holds
 from lightning_ga.probe.budget import Budget, DoesNotFitError
 from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import StepMeter, bytes_of
 from lightning_ga.probe.search import Search
-from lightning_ga.probe.trace_sizes import MARGIN, Task, affordable_samples, most_bytes, trace_sizes
+from lightning_ga.probe.trace_sizes import MARGIN, UPDATE, Task, affordable_samples, most_bytes, trace_sizes
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.probe.trials import Trials
 
+WARM_ROOM = 2 * (1 + UPDATE)  # times the bytes of the parameters: for gradients, twice as wide, and what they update
 CLOSEST = 0.25  # share of the budget that a trial may use if nothing can be predicted and running out ends the process
 
 
@@ -209,12 +210,13 @@ class Prober:
         """
         if self._meter.allocator is not None or not self._training.can_warm_up:
             return False
-        budget = self._trials.prepare()[1]
-        failure = self._meter.run(self._training.warm_up, 0, budget=budget, record=False).failure
-        if failure is not None:
-            release(failure)
+        parameters = bytes_of(self._training.owned()[PARAMETERS])
+        is_safe = self._training.updates_in_proportion() and self._meter.room() >= WARM_ROOM * parameters
+        if not self._training.agree(is_safe):
+            return False
+        is_warm = attempt(self._training.warm_up, lambda error: isinstance(error, Exception)).failure is None
         self._training.put_back()
-        return self._training.agree(failure is None)
+        return self._training.agree(is_warm)
 
     def _new_search(self, high: int, first: Step, *, cautious: bool) -> Search:
         """Return a search that knows what the first step has shown."""

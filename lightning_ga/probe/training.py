@@ -72,7 +72,7 @@ class ProbedTraining:
         """Return whether ``value`` is true on every rank."""
         return bool(value)
 
-    def warm_up(self, *_: object) -> None:
+    def warm_up(self) -> None:
         """Make the optimizer's state without a training step, if ``can_warm_up``."""
         raise NotImplementedError
 

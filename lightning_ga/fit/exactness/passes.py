@@ -68,7 +68,8 @@ class Passes:
         self._restore = restore
         self._in_step = in_step
         self.module: Module = trainer.lightning_module
-        self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._parameters = list(self.module.parameters())
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self.is_on_host = trainer.strategy.root_device.type == "cpu"
         self.count = 0  # of passes so far
         self.changed: tuple[str, ...] = ()
@@ -76,9 +77,14 @@ class Passes:
     def begin(self, seed: int = 0) -> None:
         """Put everything back, move the weights, and seed all random numbers."""
         self._restore()
-        Module.zero_grad(self.module)
         _stop_dropping(self.module)
         _perturb(self._trained)
+        self._begin_pass(seed)
+
+    def _begin_pass(self, seed: int) -> None:
+        """Let a pass begin without gradients, with these random numbers."""
+        for parameter in self._parameters:
+            parameter.grad = None
         reseed(seed, generators_of(self.module))
 
     def run(self, *batches: Any, seed: int = 0, watched: bool = False) -> list[Gradient]:
@@ -91,10 +97,10 @@ class Passes:
         before = self._state() if watched else {}
         gradients = list[Gradient]()
         for number, batch in enumerate(batches):
-            reseed(seed, generators_of(self.module))
+            if number > 0:
+                self._begin_pass(seed)
             begins = not self._in_step or number == 0
             ends = not self._in_step or number == len(batches) - 1
-            Module.zero_grad(self.module)
             run_pass(self.trainer, copied_if_possible(batch), PassPlace(begins=begins, ends=ends))
             self.count += 1
             with uncounted():
@@ -161,19 +167,19 @@ def _gradient(parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def _perturb(tensors: Sequence[Tensor]) -> None:
     """Change tensors a little, in the same way each time; add noise to small ones, to each another part of it."""
-    most = max((tensor.numel() for tensor in tensors if tensor.numel() <= _SMALL), default=0)
-    noise: dict[torch.device, Tensor] = {}
-    for number, tensor in enumerate(tensors):
-        if not is_writable(tensor):
-            continue
+    writable = [*filter(is_writable, tensors)]
+    for tensor in writable:
         tensor.mul_(1.0 + PERTURBATION)
-        if tensor.is_floating_point() and tensor.numel() <= _SMALL:
-            device = tensor.device
-            if device not in noise:
-                generator = torch.Generator(device).manual_seed(0)
-                noise[device] = torch.empty(most + _STARTS, device=device).normal_(generator=generator)
-            part = noise[device].narrow(0, number % _STARTS, tensor.numel())
-            tensor.add_(part.view(tensor.shape), alpha=PERTURBATION)
+    small = [tensor for tensor in writable if tensor.is_floating_point() and tensor.numel() <= _SMALL]
+    most = max((tensor.numel() for tensor in small), default=0)
+    noise: dict[torch.device, Tensor] = {}
+    for number, tensor in enumerate(small):
+        device = tensor.device
+        if device not in noise:
+            generator = torch.Generator(device).manual_seed(0)
+            noise[device] = torch.empty(most + _STARTS, device=device).normal_(generator=generator)
+        part = noise[device].narrow(0, number % _STARTS, tensor.numel())
+        tensor.add_(part.view(tensor.shape), alpha=PERTURBATION)
 
 
 def batch_norm_layers(module: Module) -> tuple[str, ...]:
