@@ -28,7 +28,9 @@ class Task:
     closest: float | None = None  # share of the budget that a trial may come to; ``None`` if every size may be tried
 
 
-def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False, traced: bool = False) -> tuple[int, ...]:
+def trace_sizes(
+    high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False, traced: bool = False
+) -> tuple[int, ...]:
     """Choose the sizes of the first traces, none below the ``first`` step: they fit for sure, yet lie apart.
 
     If the first step is ``traced`` as it is in training, it is one of them.
@@ -43,8 +45,10 @@ def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: boo
     second = min(affordable // 4, high // 2)
     if kernels_vary and second > 8:
         return (second // 2, second)
-    far = (first, 4 * first) if traced else (2 * first, 4 * first)
-    for pair in (far, (first, 2 * first)):
+    pairs = [(first, 2 * first)]
+    if not traced:
+        pairs.insert(0, (2 * first, 4 * first))
+    for pair in pairs:
         if pair[1] <= min(high, affordable):
             return pair
     return (first, first + 1)
