@@ -189,7 +189,7 @@ class Prober:
             step = self._trials.run(self._training.first_sizes(high)[0], record=True)
             if step.trial.fits:
                 return step
-            self._training.forget()
+        self._training.forget()
         for size in self._training.first_sizes(high):
             step = self._trials.run(size, record=True)
             if step.trial.fits:
@@ -211,8 +211,8 @@ class Prober:
         if self._meter.allocator is not None or not self._training.can_warm_up:
             return False
         parameters = bytes_of(self._training.owned()[PARAMETERS])
-        is_safe = self._training.updates_in_proportion() and self._meter.room() >= WARM_ROOM * parameters
-        if not self._training.agree(is_safe):
+        has_room = self._training.updates_in_proportion() and self._meter.room() >= WARM_ROOM * parameters
+        if not self._training.agree(has_room):
             return False
         is_warm = attempt(self._training.warm_up, lambda error: isinstance(error, Exception)).failure is None
         self._training.put_back()
@@ -240,7 +240,7 @@ class Prober:
             has_margin=may_reserve(self._meter.device, budget + int(MARGIN * budget)),
             closest=closest,
         )
-        is_traced = self._training.agree(self._training.found_all())
+        is_traced = self._training.agree(self._training.found_all)
         search = Search(task, trace_sizes(high, affordable, first.samples, kernels_vary=kernels_vary, traced=is_traced))
         if is_traced:
             self._tried.append(first.trial)
