@@ -42,7 +42,7 @@ class KnownSamples:
     """A few samples of a loader, and what it collates of them.
 
     ``indices`` are those that may be read, by default of the whole dataset. They are ``trusted`` if the user has
-    said that samples are read by index: then the first one is not read twice.
+    said that samples are read by index: then the first one need not be the same again.
     """
 
     def __init__(
@@ -91,16 +91,18 @@ class KnownSamples:
     def first(self) -> list[Any]:
         """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace.
 
-        The very first is read three times: it must be the same again.
+        The very first is read twice: it must be the same again.
         """
         if not self._are_by_index:
             return []
         index, *rest = islice(self.order(), SAMPLES_AT_ONCE)
-        with closing(self._read(chain([index, index, index], self._in_time(rest)))) as reads:
-            thrice = list(islice(reads, 3))  # the first time it may draw other random numbers
-            if len(thrice) < 3 or not (self._trusted or same_values(thrice[1], thrice[2])):
+        before = rest[:1] or [index]  # what is read before any other may draw other random numbers
+        with closing(self._read(chain(before, [index], self._in_time([index, *rest[1:]])))) as reads:
+            begun = list(islice(reads, 3))
+            if len(begun) < 3 or not (self._trusted or same_values(begun[1], begun[2])):
                 return []
-            return [thrice[1], *reads]
+            found = [begun[1], begun[0], *reads]
+        return found[: 1 + len(rest)]
 
     def _in_time(self, indices: Iterable[Any]) -> Iterator[Any]:
         """Yield indices until reading takes too long: a worker is asked for the next sample once it has sent one."""

@@ -299,8 +299,8 @@ def test_slow_samples_are_read_for_one_more_batch_at_most(
 ) -> None:
     """Before the first step, with the batch that it takes; the search for the largest reads no others, and says so.
 
-    The first sample is read three times, and others for two tenths of a second: with workers, one of its own reads
-    these, and none in advance.
+    Those are four: one sample, another twice, and a third. If there are workers, another worker reads these, and none
+    in advance.
     """
     data = Slow()
     for module in (known_samples, largest):
@@ -313,4 +313,4 @@ def test_slow_samples_are_read_for_one_more_batch_at_most(
     with told:
         fit(loader, AutoAccumulate(cache=False, **settings), module=module, max_steps=1)
     of_training = 0 if workers else 8
-    assert module.read_before[0] - of_training == 3 + 2
+    assert module.read_before[0] - of_training == 4
