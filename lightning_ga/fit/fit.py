@@ -111,16 +111,16 @@ class Fit:
     def _begin_windows(self, rewinder: Rewinder, remedies: Remedies, exchange: AnyExchange | None) -> None:
         """Let the loop run windows from here on; their members begin each of them in this order."""
         parts = self.parts
-        members = [
-            remedies.begin_window,  # takes limits back, by which windows are planned
-            self.windows.begin_window,
-            parts.gradients.begin_window,
-            parts.values.begin_window,
-            self._begin_rates,  # after the window is planned
-        ]
+        members = [remedies.begin_window]  # first: takes limits back, by which windows are planned
+        if self.search.follows_growth:
+            members.append(self._follow_growth)
+        members.append(self.windows.begin_window)
+        members.append(parts.gradients.begin_window)
+        members.append(parts.values.begin_window)
+        members.append(self._begin_rates)  # after the window is planned
         if exchange is not None:
             members.append(exchange.begin_window)
-        members.append(parts.shares.begin_window)  # last, so that a window's time begins with its passes
+        members.append(parts.shares.begin_window)  # late, so that a window's time begins with its passes
         parts.held.callback(parts.values.close)
         parts.held.callback(self._rates.give_back)
         parts.held.enter_context(self._rates.unscaled_for_schedulers())
@@ -150,6 +150,11 @@ class Fit:
             if effective is not None:
                 require_effective_batch(effective, world_size)
                 require_few_chunks(effective, parts.limit.of_first_passes, world_size)
+
+    def _follow_growth(self) -> None:
+        """Look for the limit again if the schedule has made this window larger than those asked about."""
+        if not self.parts.progress.place.skips_backward and self.search.follow_windows():
+            self.windows.plan_again()
 
     def _begin_rates(self) -> None:
         """Scale and log the rates of a window by its effective batch."""
@@ -257,7 +262,7 @@ class Fit:
         """Return plan and probe in one line, and a verdict that no warning shows."""
         plan = str(self.plan)
         if self.parts.request.is_by_window:
-            plan += f", the largest of {self.parts.request.by_window!r}"
+            plan += f", the first of {self.parts.request.by_window!r}"
         found = [plan]
         how_cut = self.windows.how_cut()
         if how_cut:

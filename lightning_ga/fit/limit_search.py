@@ -1,7 +1,7 @@
 """Find the limit: an argument, a window that fits as it is, or from a checkpoint, the cache or a probe.
 
-It is looked for only if a window does not fit as it is: at the start, when a schedule makes windows larger, or after an
-error.
+It is looked for only if a window does not fit as it is: at the start, where a schedule makes windows larger, or after
+an error.
 
 Tested in tests/integration/test_probe.py and tests/integration/test_remembered.py.
 """
@@ -90,17 +90,26 @@ class LimitSearch:
             limit.fall(min(samples, restored.limit))
         self._use_found()
 
-    def follow_windows(self) -> None:
-        """Find the limit again if windows have grown so that nothing is known of them."""
-        limit = self._parts.limit
-        is_given = self._parts.request.micro_batch is not None
-        is_devices_own = limit.has_fallen or limit.samples < self._asked  # less fitted than was asked about
-        if is_given or is_devices_own:
-            return
+    def follow_windows(self) -> bool:
+        """Look for the limit again if the window that comes next is larger than any that was asked about.
+
+        Return whether the limit may have changed. All ranks, which come to the same window, agree on it first.
+        """
         high = self._most_useful()
-        if high > self._asked:
+        if self._parts.request.micro_batch is not None or high <= self._asked:
+            return False
+        of_epoch = self._data.windows.planner.useful_limit(self._parts.progress.place.epochs[:1])
+        high = max(high, min(2 * high, of_epoch))  # of a ramp, not each window is asked about
+        limit = self._parts.limit
+        if not self._parts.shares.differ:
+            limit.agree()
+        is_devices_own = limit.has_fallen or limit.samples < self._asked  # less fitted than was asked about
+        if is_devices_own:
+            self._asked = high
+        else:
             limit.use(self._find(high, None, self._setup(begins=False)))
             self._use_found()
+        return True
 
     def below(self, failed: int) -> int | None:
         """Look for the limit below a pass that ran out of memory, if none was looked for before.
@@ -153,12 +162,18 @@ class LimitSearch:
         is_same = restored.hardware == self.hardware()
         return bool(ranks.smallest_over_ranks(self._trainer, int(is_same)))
 
+    @property
+    def follows_growth(self) -> bool:
+        """Whether the windows of an epoch are asked about as they grow."""
+        is_given = self._parts.request.micro_batch is not None
+        return self._parts.request.is_by_window and not is_given and not self._is_wanted_at_once
+
     def _most_useful(self) -> int:
-        """Return the largest micro-batch of this epoch; of all epochs, if the limit is wanted at once."""
-        epochs = self._parts.progress.place.epochs
-        if not self._is_wanted_at_once:
-            epochs = epochs[:1]
-        return self._data.windows.planner.useful_limit(epochs)
+        """Return the largest micro-batch of the window that comes next; of all, if the limit is wanted at once."""
+        planner = self._data.windows.planner
+        if self._is_wanted_at_once:
+            return planner.useful_limit(self._parts.progress.place.epochs)
+        return planner.useful_now()
 
     def _setup(self, *, begins: bool) -> TrainingSetup:
         """Return the training as trial steps run it."""

@@ -76,6 +76,17 @@ class LoaderPlanner:
             high = min(high, self.most_read or share)
         return self.source.capped(max(1, high))
 
+    def useful_now(self) -> int:
+        """Return the largest micro-batch that the window that comes next can use, and can be tried."""
+        place = self._parts.progress.place
+        position = self._parts.progress.position_in(place.epoch)
+        steps = position.steps_before + position.windows_done
+        asked = self._parts.request.count_at(place.epoch, step=steps, samples=position.samples_seen)
+        high = self.useful_limit(place.epochs[:1])
+        if asked is None:
+            return high
+        return min(high, ceil_div(asked, self.recipe.world_size))
+
     def steps(self, epochs: range) -> int:
         """Count the optimizer steps of these epochs."""
         steps = 0
@@ -111,6 +122,8 @@ class LoaderPlanner:
         recipe = self.source.epoch(number)
         self.planned = PlannedEpoch(number, recipe, schedule, position.samples_done, position.windows_done)
         self.cut(enabled=enabled)
+        if not schedule.is_constant:
+            self.plan_window(position.windows_done, position.samples_done)
 
     def cut(self, *, enabled: bool = True, start: int | None = None) -> None:
         """Cut the windows of the planned epoch by the limit; the loader begins with the window ``start``."""

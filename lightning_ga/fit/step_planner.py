@@ -62,6 +62,10 @@ class StepPlanner:
         high = request.useful_limit(epochs, recipe=self.recipe.effective, total=None, world_size=self.source.world_size)
         return max(1, min(high, request.capped(self.batch_size)))
 
+    def useful_now(self) -> int:
+        """Return the largest piece that the next window can use: windows grow by whole batches."""
+        return self.useful_limit(self._parts.progress.place.epochs[:1])
+
     def steps(self, epochs: range) -> int | None:
         """Count the optimizer steps of these epochs; ``None`` if that is not known."""
         batches = self._parts.progress.place.batches_of_epoch
