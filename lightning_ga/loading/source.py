@@ -158,12 +158,13 @@ class LoaderSource:
         total = self.epoch(epoch).samples
         windows = self._windows(total, schedule, samples_done, windows_done)
         world_size = self.recipe.world_size
+        largest = windows.largest or world_size  # an epoch that is done has no window, and yet a plan
         if limits:
-            plan = plan_unequal_shares(windows.largest, limits=limits, ratio=ratio, rank=self._rank, multiple=multiple)
+            plan = plan_unequal_shares(largest, limits=limits, ratio=ratio, rank=self._rank, multiple=multiple)
         else:
-            largest = windows.largest or world_size
             plan = plan_accumulation(largest, micro_batch=micro_batch, world_size=world_size, multiple=multiple)
-        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple, ratio, self._rank if ratio else 0)
+        rank = self._rank if ratio else 0  # of equal shares the first is the largest: all ranks have its factor
+        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple, ratio, rank)
         if self.sizes is not None:
             plan, epoch_plan = self.sizes.cut(plan, epoch_plan, self._order.draw(epoch, self._seed)[:total])
         if start is None:
@@ -205,7 +206,7 @@ class LoaderSource:
         world_size = self.recipe.world_size
         if schedule.is_constant:
             size = require_effective_batch(schedule.largest, world_size)
-            return RegularWindows(total, size, samples_done, windows_done or ceil_div(samples_done, size))
+            return RegularWindows(total, size, samples_done, windows_done)
 
         def size_at(windows: int, samples: int) -> int:
             return require_effective_batch(schedule.at(windows, samples), world_size)

@@ -165,7 +165,7 @@ class TrialBatches:
         def made(samples: Sequence[Any]) -> Any:
             return move(self._samples.collate(samples, len(samples), seed=seed))
 
-        chosen = self._unlike(samples)
+        chosen = self._unlike(samples, multiple)
         if len(chosen) < 2:
             return None
         if self._is_cut:
@@ -175,38 +175,38 @@ class TrialBatches:
         parts = made(chosen[:middle]), made(chosen[middle:])
         return CutBatch(whole, parts, (middle, len(chosen) - middle))
 
-    def _unlike(self, number: int) -> list[Any]:
-        """Return so many of the samples that were read and are not left out of batches; those differ."""
+    def _unlike(self, count: int, multiple: int) -> list[Any]:
+        """Return at most so many of the samples that were read and are not left out of batches; those differ."""
         samples = self._samples
         known = [sample for sample in samples.first if sample is not None]
-        chosen = unlike(known, number)
+        chosen = unlike(known, count, multiple)
         if all(map(samples.is_kept, chosen)):
             return chosen
-        return unlike(list(filter(samples.is_kept, known)), number)
+        return unlike(list(filter(samples.is_kept, known)), count, multiple)
 
 
-def unlike(samples: Sequence[Any], number: int) -> list[Any]:
-    """Return some of the samples, as unlike as possible: in size, numbers that losses ignore, labels.
+def unlike(samples: Sequence[Any], count: int, multiple: int = 1) -> list[Any]:
+    """Return at most ``count`` samples, as unlike as possible: in size, numbers that losses ignore, labels.
 
     Those that are alike are neighbours, so that the halves differ most. The first half has only samples that are
     shorter than the longest, if there are any: it is padded less than the whole. If these are few, they are repeated.
     """
-    number = min(number, len(samples))
-    if not number:
+    count = whole_multiples(min(count, len(samples)), multiple)
+    if not count:
         return []
     traits = sorted(zip(map(_traits, samples), range(len(samples))))
     largest = traits[-1][0][0]
     smaller = [each for each in traits if each[0][0] < largest]  # they come first
-    chosen = _spread_over(traits, number)
-    half = (number + 1) // 2
+    chosen = _spread_over(traits, count)
+    half = (count + 1) // 2
     if smaller and chosen[half - 1] not in smaller:
         chosen[:half] = _spread_over(smaller[: ceil_div(len(smaller), 2)], half)
     return [samples[place] for _, place in chosen]
 
 
-def _spread_over(ordered: Sequence[Any], number: int) -> list[Any]:
-    step = (len(ordered) - 1) / max(1, number - 1)
-    return [ordered[round(place * step)] for place in range(number)]
+def _spread_over(ordered: Sequence[Any], count: int) -> list[Any]:
+    step = (len(ordered) - 1) / max(1, count - 1)
+    return [ordered[round(place * step)] for place in range(count)]
 
 
 def _traits(sample: Any) -> tuple[float, ...]:

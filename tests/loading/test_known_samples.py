@@ -2,6 +2,7 @@
 
 import multiprocessing
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -293,3 +294,23 @@ def test_samples_that_collating_leaves_out_are_known() -> None:
     assert samples.are_dropped
     assert all(index % 2 == 0 for _, index in samples.kinds)
     assert not KnownSamples(DataLoader(ROWS, 4)).are_dropped
+
+
+class SlowAtFirst(Dataset[int]):
+    """Its first samples take longer to read than those after them."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        if index < 4:
+            time.sleep(0.05)
+        return index
+
+
+def test_samples_are_read_in_order_whatever_the_loader_says() -> None:
+    """Sizes are told apart by it."""
+    loader = DataLoader(SlowAtFirst(), 4, num_workers=2, in_order=False)
+    lists = [[*range(start, start + 4)] for start in range(0, 24, 4)]
+    with KnownSamples(loader).fetched(lists, list, workers=2) as reads:
+        assert [*reads] == lists
