@@ -24,7 +24,7 @@ class Limit:
         self.samples = NO_LIMIT
         self.is_known = False  # whether it has been found or given
         self.of_first_passes = NO_LIMIT  # what bounded a pass as training began; ``accumulate=`` multiplies it
-        self.has_fallen = False  # whether an error has lowered it
+        self.has_fallen = False  # whether an error of any rank, or of the run before, has lowered it
 
     @property
     def of_pass(self) -> int:
@@ -58,9 +58,10 @@ class Limit:
             self.of_first_passes = self.of_pass
 
     def fall(self, samples: int) -> None:
-        """Lower the limit, because a larger pass has run out of memory."""
-        self.samples = samples
-        self.has_fallen = True
+        """Lower the limit to so many samples, if it is larger: a larger pass has run out of memory, on any rank."""
+        if samples < self.samples:
+            self.samples = samples
+            self.has_fallen = True
 
     def mark(self) -> tuple[int, bool]:
         """Return what ``go_back`` takes."""
@@ -72,9 +73,7 @@ class Limit:
 
     def agree(self) -> None:
         """Set the limit to the smallest of all ranks, which call this together."""
-        smallest = ranks.smallest_over_ranks(self._trainer, self.samples)
-        if smallest < self.samples:
-            self.fall(smallest)
+        self.fall(ranks.smallest_over_ranks(self._trainer, self.samples))
 
     def cut_evenly(self, samples: int) -> None:
         """Let the chunks of a batch of so many samples have about the same size."""

@@ -20,7 +20,6 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
-from lightning_ga.loading.rebatch import evaluates_again
 from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.accumulation import ceil_div
@@ -32,7 +31,7 @@ from lightning_ga.probe.budget import DoesNotFitError
 from lightning_ga.probe.cache import forget
 from lightning_ga.probe.cache import hardware as describe_hardware
 from lightning_ga.probe.probed_trainer import TrainingSetup
-from lightning_ga.probe.trainer_limit import choose_recomputed, probe, recomputable
+from lightning_ga.probe.trainer_limit import choose_recomputed, keeps_history, probe, recomputable
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
 
@@ -87,7 +86,7 @@ class LimitSearch:
         limit = self._parts.limit
         limit.use(samples)
         if restored is not None and restored.limit is not None:
-            limit.fall(min(samples, restored.limit))
+            limit.fall(restored.limit)
         self._use_found()
 
     def follow_windows(self) -> bool:
@@ -118,12 +117,12 @@ class LimitSearch:
         """
         if self.fits is None or self._trainer.world_size > 1:  # if a window fitted, no search has run yet
             return None
-        search = partial(self._probe, failed, self._setup(begins=False), self.chosen)
-        failure = attempt(search, lambda _: True).failure
+        search = partial(self._probe, failed, self._setup(begins=False), None)
+        attempt(search, lambda _: True)
         self.fits = None
-        if failure is not None or self.probe is None or self.probe.limit >= failed:
-            return None
-        return self.probe.limit
+        if self.probe is not None and self.probe.limit >= failed:  # memory was short for a moment
+            self.probe = None
+        return None if self.probe is None else self.probe.limit
 
     def all_recomputable(self) -> tuple[str, ...]:
         """Return all submodules that can be computed again."""
@@ -224,8 +223,8 @@ class LimitSearch:
 
     def _ask(self, high: int, setup: TrainingSetup) -> int:
         """Return the limit that trial steps show; a program for which they fail trains as its recipe says."""
-        if evaluates_again(self._trainer.optimizers[0]) and self._options.budget is None:
-            return high  # LBFGS's history outgrows a trial of one step: whole batches, until an error
+        if keeps_history(self._trainer) and self._options.budget is None:
+            return high  # whole batches, until an error
         try:
             self._probe_or_recompute(high, setup)
         except LayoutError:

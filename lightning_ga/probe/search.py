@@ -195,7 +195,7 @@ class Search:
         limit = self.limit
         enough = limit >= ENOUGH * guess
         if len(self._steps) >= MANY_TRIALS:
-            enough = limit >= NEARLY * guess or limit >= NEARLY_OF_FAILED * self.ceiling
+            enough = limit >= NEARLY * guess or (bool(self._failed) and limit >= NEARLY_OF_FAILED * self.ceiling)
         is_beyond = limit > max(self._sizes) or bool(self._failed)
         return (is_beyond and enough) or (limit > 0 and len(self._steps) >= MOST_TRIALS)
 

@@ -71,7 +71,7 @@ def probe(
     started = time.perf_counter()
     if batches.empty:
         return Found()
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+    if keeps_history(trainer):
         raise UserError(
             "LBFGS keeps a history that grows over many steps, so that no trial of one step shows its memory: give "
             "micro_batch_size=… to do without a probe."
@@ -107,6 +107,11 @@ def probe(
         if is_new and kind is not None:
             remember(kind, found)
     return Found(probe=replace(found, seconds=time.perf_counter() - started), kind=kind)
+
+
+def keeps_history(trainer: Any) -> bool:
+    """Return whether the optimizer's memory grows with its steps, as LBFGS's does, so that one step does not show it."""
+    return any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
 
 
 def _remembered_by_all(training: ProbedTrainer, kind: Mapping[str, Any]) -> ProbeResult | None:
