@@ -52,11 +52,6 @@ def collates_by_index(loader: Any) -> bool:
     return collates(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step of the optimizer evaluates its closure more than once, as LBFGS and SAM do."""
-    return isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step")
-
-
 def why_in_step(loader: Any) -> str:
     """Return why the batches of a loader can only be cut in the step; empty if they can be cut in the loader."""
     kind = type(loader)
