@@ -144,7 +144,7 @@ class Exchange:
             self._stage = Stage.PASSES
         self._repeats = True
         self._noting.keep(was_cut_off=was_sending and self._is_ordered)
-        # A reset reducer waits for no gradient, has no order of buckets, and must_reset what was used under ``no_sync``.
+        # A reset reducer waits for no gradient, has no order of buckets, and forgets what was used under ``no_sync``.
         lacks_order = self._is_noted and (self._noting.must_reset or not self._is_ordered)
         if module.find_unused_parameters or lacks_order:
             module.reducer._reset_state()
@@ -205,9 +205,7 @@ class _Noting(ProcessGroup):
         self._kept: dict[int, Tensor] = {}  # on the host: averages that came before the window failed
         self.count = 0  # messages of the exchange
         self.buckets_agreed = False  # whether ranks have agreed on the order of buckets, maybe in a measurement
-        self.must_reset = (
-            False  # after each exchange: a reducer that was reset once would order its buckets anew, alone
-        )
+        self.must_reset = False  # after each exchange: once reset, a reducer would order its buckets anew, alone
 
     def begin(self, *, keeps: bool = False) -> None:
         """Begin an exchange; if it ``keeps`` the averages that have arrived before, these are not sent again."""

@@ -147,7 +147,7 @@ class KnownSamples:
     def fetched(
         self, lists: Iterable[list[Any]], read: Callable[[list[Any]], Any], *, workers: int = 1
     ) -> Iterator[Iterator[Any]]:
-        """Return a context that yields ``read(samples)`` for each list of indices, in order, and leaves no trace in training.
+        """Return a context that yields ``read(samples)`` of each list in its order, and leaves no trace in training.
 
         If the loader has workers, separate ones read: files that a dataset opens on first use must not be open in this
         process when training starts its workers.

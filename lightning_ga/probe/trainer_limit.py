@@ -110,7 +110,7 @@ def probe(
 
 
 def keeps_history(trainer: Any) -> bool:
-    """Return whether the optimizer's memory grows with its steps, as LBFGS's does, so that one step does not show it."""
+    """Return whether the optimizer's memory grows over many steps, as LBFGS's does: one step does not show it."""
     return any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
 
 

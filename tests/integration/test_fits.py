@@ -278,7 +278,7 @@ def test_the_limit_is_looked_for_after_an_error_and_leaves_no_trace(mode: Any) -
 
 
 def test_a_search_that_refutes_an_error_leaves_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that was short for a moment is there again when trials run: micro-batches are halved, and no more known."""
+    """Memory that was short for a moment is there again in trials: micro-batches are halved, and no limit is known."""
     below = LimitSearch.below
     hoard = Hoard()
 
