@@ -34,7 +34,7 @@ class StepSource:
         self.varies = self.batch_size is None  # whether the first batch may be smaller than others
         self.samples = KnownSamples(loader)
         if collates(loader) and isinstance(loader.dataset, IterableDataset):
-            self.loader = self.samples.showing()
+            self.loader = self.samples.with_shown_batch()
 
     def see(self, batch: Any, cutter: BatchCutter) -> None:
         """Read the batch size off the first batch, if the loader does not say it."""

@@ -140,7 +140,7 @@ def test_windows_are_cut_by_the_sizes_of_samples(sizes, window, world_size, shuf
         assert plain.size_budget is None
         assert feed.sizes is not None
         assert feed.sizes.largest == max(sizes)
-        feed.sizes.limits = 2, limits
+        feed.sizes.set_limits(2, limits)
         plan = feed.arrange(0, constant(effective), 2)
         assert plan.size_budget == limits.budget
     order = list(range(len(sizes)))
