@@ -11,8 +11,7 @@ from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import ranks
 from lightning_ga.plan.accumulation import ceil_div
 
-NO_LIMIT = 2**31
-"""The limit while nothing bounds a pass: before one is known, and if batches run as they are."""
+NO_LIMIT = 2**31  # while nothing bounds a pass: before a limit is known, and if batches run as they are
 
 
 class Limit:
@@ -51,7 +50,10 @@ class Limit:
         return recipe if self.of_first_passes == NO_LIMIT else self.of_first_passes
 
     def use(self, samples: int) -> None:
-        """Use a limit that was found or given; the first one is that of training's start."""
+        """Use a limit that was found or given; the first one is that of training's start.
+
+        What errors of the run before have left is none: effective batches that are multiples of it stay as they were.
+        """
         self.samples = samples
         if not self.is_known:
             self.is_known = True
