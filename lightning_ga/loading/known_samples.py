@@ -42,7 +42,7 @@ class KnownSamples:
     """A few samples of a loader, and what it collates of them.
 
     ``indices`` are those that may be read, by default of the whole dataset. They are ``trusted`` if the user has
-    said that samples are read by index: then the reads of the first one are not compared.
+    said that samples are read by index: then the first one need not be the same again.
     """
 
     def __init__(
