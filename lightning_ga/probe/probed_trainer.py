@@ -40,7 +40,6 @@ from lightning_ga.recompute.wrapper import recomputed
 from lightning_ga.snapshot.copies import is_writable, sparse_parameters
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
-TIMED = 3  # passes of a size, after one to warm up
 ROW_SAMPLES = (32, 8, 2)  # samples of a pass in which the rows of sparse gradients are counted: the first that fits
 
 
