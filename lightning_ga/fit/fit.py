@@ -203,7 +203,7 @@ class Fit:
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
-        self._left_out.end_pass()
+        self._left_out.forget_pass()
         if self.windows.is_over and not self.parts.progress.place.skips_backward:
             self.windows.end_window()
 
@@ -251,7 +251,7 @@ class Fit:
         last = self.trainer.max_epochs
         if last is None or last < 0 or not self.data.is_set_up:
             return None
-        steps = self.windows.planner.steps(range(max(1, last)))
+        steps = self.windows.planner.steps(max(1, last))
         if steps is None or self.trainer.max_steps == -1:
             return steps
         return min(steps, int(self.trainer.max_steps))

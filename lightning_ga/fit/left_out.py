@@ -24,7 +24,7 @@ from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.plan.accumulation import ceil_div
 
 MOST_IN_A_ROW = 10  # samples that may be left out, until a window is whole again
-MOST_OF_EPOCH = 100  # one sample of the epoch in so many
+ONE_IN = 100  # samples of the epoch, one may be left out
 
 
 class LeftOut:
@@ -50,9 +50,10 @@ class LeftOut:
         self._folder = Path(self._trainer.log_dir or self._trainer.default_root_dir)  # ranks ask for it together
 
         def training_step(batch: Any, *others: Any) -> Any:
-            place = self._gradients.passes - 1
-            # Trials after an error come with the same place: the shapes noted stay those of training's own batch.
-            if self._running is None or self._running[0] != place:
+            place = self._gradients.passes - 1  # below zero in trials before the window's first pass
+            # Trials after an error have the place of the pass that failed, whose shapes stay.
+            is_trial = place < 0 or (self._running is not None and self._running[0] == place)
+            if not is_trial:
                 self._running = (place, " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch)))
             if place not in self._places:
                 return step(batch, *others)
@@ -72,8 +73,8 @@ class LeftOut:
             self._epoch = epoch
             self._in_epoch = 0
 
-    def end_pass(self) -> None:
-        """Note that the loop's batch is done."""
+    def forget_pass(self) -> None:
+        """Forget the last pass: the loop's batch is done, or the window begins, maybe again."""
         self._running = None
 
     def add(self) -> bool:
@@ -102,7 +103,7 @@ class LeftOut:
         if self._in_row > MOST_IN_A_ROW or (most is not None and self._in_epoch > most):
             raise UserError(
                 f"{self._in_row} samples in a row and {self._in_epoch} of this epoch did not fit and were left out, "
-                f"more than {MOST_IN_A_ROW}, or one in {MOST_OF_EPOCH}: raise memory_budget, or make samples smaller; "
+                f"more than {MOST_IN_A_ROW}, or one in {ONE_IN}: raise memory_budget, or make samples smaller; "
                 "skipped.csv lists them."
             )
         said = ", ".join(f"{name} {value}" for name, value in row.items())
@@ -111,11 +112,8 @@ class LeftOut:
 
     def _most_of_epoch(self) -> int | None:
         """Return the most samples of this epoch that may be left out; ``None`` if its length is not known."""
-        planner = self._data.windows.planner
-        steps = planner.steps(range(self._epoch, self._epoch + 1))
-        if steps is None:
-            return None
-        return ceil_div(steps * planner.effective(self._epoch), MOST_OF_EPOCH)
+        samples = self._data.windows.planner.samples_of_epoch(self._epoch)
+        return None if samples is None else ceil_div(samples, ONE_IN)
 
     def _write(self, row: dict[str, Any]) -> None:
         path = self._folder / "skipped.csv"

@@ -58,6 +58,10 @@ class LoaderPlanner:
         asked = self._parts.request.effective_batch(epoch, self.micro_batch, self.recipe.world_size)
         return self.source.within_epoch(asked or self.recipe.effective, epoch)
 
+    def samples_of_epoch(self, epoch: int) -> int:
+        """Return the samples of an epoch, over all ranks."""
+        return self.source.epoch(epoch).samples
+
     def note_first(self) -> None:
         """Note that a first micro-batch was read as it is planned now, because samples cannot be read apart."""
         self.most_read = self.plan.micro_batch_size
@@ -87,11 +91,11 @@ class LoaderPlanner:
             return high
         return min(high, ceil_div(asked, self.recipe.world_size))
 
-    def steps(self, epochs: range) -> int:
-        """Count the optimizer steps of these epochs."""
+    def steps(self, epochs: int) -> int:
+        """Count the optimizer steps of a training of so many epochs."""
         steps = 0
         samples = 0
-        for epoch in epochs:
+        for epoch in range(epochs):
             more, seen = self.source.steps_of(epoch, self._schedule_of(epoch, steps=steps, samples=samples))
             steps += more
             samples += seen

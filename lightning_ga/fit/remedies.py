@@ -40,6 +40,7 @@ class Remedies:
 
     def begin_window(self) -> None:
         """Begin a window; nothing happens if it begins again after an error."""
+        self._left_out.forget_pass()
         window = self._progress.window
         if window == self._window:
             return
