@@ -102,7 +102,7 @@ class _LoaderPieces:
         pieces = Pieces(self._trainer._results if is_held else None)
         for piece, size, _ in cut_in_pieces(self._cutter, batch, sizes):
             self._running = size
-            with pieces.piece(samples=size, weight=float(size)):
+            with pieces.piece(samples=size, share=float(size)):
                 pieces.add(step(piece))
             others = exchanged()
             if in_pieces and others is not None:

@@ -195,7 +195,7 @@ class Fit:
             return
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
-        if self.parts.limit.has_fallen:  # the report of the error has told the verdict
+        if self._reporter.has_told_verdict:
             return
         known = self.verdict.exactness
         if known is not None and known.cause != "exact":  # this window may have been the first of several passes

@@ -83,6 +83,7 @@ class OomReporter:
         self._trainer = trainer
         self._pending: list[OomEvent] = []  # errors of training that are not reported yet
         self.events = events  # including those before a resume
+        self.has_told_verdict = False  # whether the report of an error of training has told what is known of gradients
 
     @property
     def has_pending(self) -> bool:
@@ -115,6 +116,7 @@ class OomReporter:
     def report_pending(self, verdict: Exactness | None) -> None:
         """Report the errors of training that were not reported yet."""
         while self._pending:
+            self.has_told_verdict = True
             self.report(self._pending.pop(0), after_error(verdict))
 
 
