@@ -153,8 +153,8 @@ class Fit:
 
     def _follow_growth(self) -> None:
         """Look for the limit again if the schedule has made this window larger than those asked about."""
-        if not self.parts.progress.place.skips_backward and self.search.follow_windows():
-            self.windows.plan_again()
+        if not self.parts.progress.place.skips_backward:
+            self.search.follow_windows()
 
     def _begin_rates(self) -> None:
         """Scale and log the rates of a window by its effective batch."""

@@ -32,6 +32,7 @@ class LoaderPlanner:
     def __init__(self, parts: FitParts, source: LoaderSource) -> None:
         self._parts = parts
         self.source = source
+        self._cut_by = 0  # the limit by which the epoch was cut
         self.most_read: int | None = None  # samples that were read, if training alone reads samples
 
     def use(self, source: LoaderSource) -> None:
@@ -135,6 +136,7 @@ class LoaderPlanner:
         shares = self._parts.shares
         ranks = 1 if shares.limits else self.recipe.world_size  # shares are equal until the limits of ranks are known
         micro_batch = ceil_div(epoch.schedule.largest, ranks)
+        self._cut_by = self._parts.limit.samples
         if enabled:
             micro_batch = self._within_limit(micro_batch)
         self.plan = self.source.arrange(
@@ -165,6 +167,11 @@ class LoaderPlanner:
         return self.source.capped(min(samples, self._parts.limit.of_pass))
 
     # --- what is planned -----------------------------------------------------------------------
+
+    @property
+    def has_changed_limit(self) -> bool:
+        """Whether the limit has changed since the epoch was cut: it was found again, or taken back."""
+        return self._cut_by != self._parts.limit.samples
 
     @property
     def has_changed_length(self) -> bool:

@@ -197,7 +197,7 @@ class LoaderWindows(CutWindows):
         number = position.windows_done
         if self._place.skips_backward or number >= self._source.plan.count:  # none is planned
             return
-        if self._parts.shares.follow_speeds():
+        if self._parts.shares.follow_speeds() or self.planner.has_changed_limit:
             self.plan_again()
         window = self._source.window(number)
         epoch = self.planner.planned

@@ -123,7 +123,7 @@ class StepWindows(CutWindows):
         self._passes.begin_window()
         if self._parts.request.is_by_window:
             self._place.count_windows_from_here()
-            self._plan_window()
+        self._plan_window()
 
     def weigh(self, batch: Any, position: int) -> None:
         """Leave the weights to the pieces."""
