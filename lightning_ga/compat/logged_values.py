@@ -91,7 +91,7 @@ class StepValues:
         if self._is_merged:
             self._install()
 
-    def merge(self) -> None:
+    def begin_merging(self) -> None:
         """Merge the values of the running window from here on, because it has several passes."""
         self._is_cut = True
         self._is_merged = True

@@ -113,7 +113,7 @@ class BatchPasses(WholePasses):
 
     def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, batch_samples: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
-        self._parts.values.merge()
+        self._parts.values.begin_merging()
         # Several loaders are cut into as many samples as the greatest common divisor of their batches' samples.
         in_longest = batch_samples // sum(self.sizes)
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
@@ -129,12 +129,12 @@ class BatchPasses(WholePasses):
                 # The last pass logs at once, because other ranks may exchange values in it.
                 stack.enter_context(pieces.piece(samples=size, share=share, logs_at_once=is_last))
                 result = self._run_piece(closure, zeroes=number == 0)
-            if not is_last:
+            if not is_last:  # ``before_the_last`` leaves out the hook that settles gradients
                 self._parts.gradients.settle()
             pieces.add(result.asdict() if result.loss is not None else None)
         self._finish_window()
         output = pieces.finish() or {}
-        return type(result)(output.pop("loss", None), output)
+        return type(result)(output.pop("loss", None), output)  # the type that Lightning gave the last piece's
 
     def _run_piece(self, closure: Any, *, zeroes: bool) -> Any:
         try:

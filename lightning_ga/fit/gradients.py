@@ -37,7 +37,7 @@ class Gradients:
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer = trainer
-        self.normalize: Normalize = None if options.whole else options.normalize
+        self.normalize: Normalize = options.normalize
         self._counter: Callable[[Any], Any] | None = self.normalize if callable(self.normalize) else None
         self._leaves_out = options.on_oom == "skip"
         self._world_size = ranks.data_ranks(trainer)[0]

@@ -68,7 +68,7 @@ class OomEvent:
         """Say what happened, and what was measured of the result."""
         what = "The window" if self.stage == "training" else "The batch"
         how = f"in {self.unit} of at most {self.fits} samples, and so are later ones"
-        if self.fits == self.samples:
+        if self.fits == self.samples:  # a last remedy has left the limit as it was (``Remedies``)
             how = "with submodules computed again in the backward pass, or without that sample"
         return (
             f"Memory ran out in {self.stage} with {self.samples} samples after {counted(self.step, 'optimizer step')} "

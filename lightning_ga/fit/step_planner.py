@@ -57,7 +57,7 @@ class StepPlanner:
         factor = request.factor(epoch)
         if factor is not None:  # of the loader's batches
             return self.recipe.samples_of(factor)
-        return request.effective(epoch) or self.recipe.effective
+        return request.asked_effective(epoch) or self.recipe.effective
 
     def samples_of_epoch(self, epoch: int) -> int | None:
         """Return the samples of any epoch, over all ranks; ``None`` if that is not known."""
@@ -106,7 +106,7 @@ class StepPlanner:
             return self._plan
         return in_chunks_of(self._plan, limit.samples, limit.chunked_names)
 
-    def plan_window(self) -> int:
+    def plan_next_window(self) -> int:
         """Plan the next window; return how many batches make it."""
         progress = self._parts.progress
         factor = self._batches_of_window(
