@@ -36,7 +36,7 @@ from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.recompute.choice import Candidate
 from lightning_ga.recompute.survey import survey
 from lightning_ga.recompute.wrapper import recomputed
-from lightning_ga.snapshot.copies import sparse_parameters
+from lightning_ga.snapshot.copies import is_writable, sparse_parameters
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
 TIMED = 3  # passes of a size, after one to warm up
@@ -197,7 +197,11 @@ class ProbedTrainer(ProbedTraining):
         """Put everything back, and let the gradients of earlier micro-batches be alive, of zeros."""
         self._restore()
         for parameter, rows in self._gradients.items():
-            parameter.grad = _zeros(parameter, rows)
+            before = parameter.grad  # of the last window of training
+            if rows is None and before is not None and _is_sum(before, parameter):
+                before.zero_()
+            else:
+                parameter.grad = _zeros(parameter, rows)
         return True
 
     def first_sizes(self, high: int) -> Sequence[int]:
@@ -244,6 +248,11 @@ class ProbedTrainer(ProbedTraining):
         for optimizer in self.trainer.optimizers:
             optimizer.step(lambda: torch.zeros(()))
         return True
+
+
+def _is_sum(gradient: Tensor, parameter: Tensor) -> bool:
+    """Return whether a gradient is stored as the sum of a window's, so that a trial may take its place."""
+    return is_writable(gradient) and not gradient.requires_grad and gradient.dtype == dtype_of_sum(parameter)
 
 
 def _zeros(parameter: Tensor, rows: int | None) -> Tensor:

@@ -231,6 +231,36 @@ def test_windows_that_grow_within_an_epoch_are_asked_about_at_the_window(room: i
 
 
 @pytest.mark.loader_only(reason="the step keeps the loader's batches, however large a window is")
+def test_the_limit_is_the_same_whenever_it_is_looked_for() -> None:
+    """Trial steps add to the gradients of the last window, which need no further memory, and are put back."""
+    limits = []
+    for schedule in (64, by_step({0: 8, 4: 64}), {0: 8, 1: 64}):
+        seen: list[float] = []
+
+        def look(trainer: pl.Trainer, module: Any, *_: Any, seen: list[float] = seen) -> None:
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            seen.append(sum(float(gradient.abs().sum()) for gradient in gradients))
+
+        records = []
+        for settings in ({"cache": False}, {"micro_batch_size": 32, "verify": False}):
+            callback = AutoAccumulate(schedule, max_micro_batch_size=32, **settings)  # type: ignore[arg-type]
+            loader = DataLoader(Samples(96), batch_size=8, shuffle=False)
+            begin = pl.callbacks.LambdaCallback(on_train_batch_start=look)
+            with limit_memory(50_000):
+                fit(loader, callback, begin, module=Plain(), max_epochs=2)
+            records.append([*seen])
+            seen.clear()
+        assert records[0] == pytest.approx(records[1], rel=1e-9)
+        callback = AutoAccumulate(schedule, cache=False, verify=False)
+        loader = DataLoader(Samples(96), batch_size=8)
+        with limit_memory(50_000):
+            fit(loader, callback, module=Plain(), max_epochs=2)
+        limits.append(callback.probe.limit)
+    assert 8 < limits[0] < 64
+    assert limits == [limits[0]] * 3
+
+
+@pytest.mark.loader_only(reason="the step keeps the loader's batches, however large a window is")
 def test_a_ramp_is_asked_about_at_each_doubling() -> None:
     """Not in every window: one pass fits twice as many samples as are needed."""
     callback, _, passes = passes_by_step(ROOM, linear(4, 16, steps=6))
