@@ -19,7 +19,6 @@ from lightning_ga.plan.piece_sizes import halved, piece_sizes
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
-_EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
 _RESULT = "Logged and returned values are merged by samples. A loss that compares samples compares those of a piece."
 
 
@@ -126,7 +125,7 @@ class _LoaderPieces:
 
 def _exchanged(*, before: int) -> str | None:
     """Return why other ranks wait for this one, if it has begun collectives since there were so many ``before``."""
-    return None if ranks.collectives_run() == before else _EXCHANGES
+    return None if ranks.collectives_run() == before else messages.EXCHANGES
 
 
 def _is_survived(error: Exception) -> bool:

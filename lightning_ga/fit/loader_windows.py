@@ -127,12 +127,12 @@ class LoaderWindows(CutWindows):
 
     # --- epochs --------------------------------------------------------------------------------
 
-    def _begin_epoch(self, epoch: int, *, is_first: bool) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         progress = self._parts.progress
         progress.enter(epoch)
         self.planner.plan_epoch(epoch)
         # A resumed run may have counted micro-batches in earlier epochs; the loop says so before it begins this one.
-        if is_first and self._place.batches_before_epoch != progress.position.batches_before:
+        if self._begun is None and self._place.batches_before_epoch != progress.position.batches_before:
             self._use_recipe_as_clock()
         self._place.begin_epoch()
         self._size_loop()
@@ -194,7 +194,8 @@ class LoaderWindows(CutWindows):
         """Set the factor of the window that the loop has come to, and the batches that are done after it."""
         position = self._parts.progress.position
         window_number = position.windows_done
-        if self._place.skips_backward or window_number >= self._source.epoch_plan.count:  # none is planned
+        if self._place.skips_backward or window_number >= self._source.epoch_plan.count:
+            self._window = NO_WINDOW  # batches run forward alone, or the data have ended before the loop knew
             return
         if self._parts.shares.follow_speeds() or self.planner.has_changed_limit:
             self.plan_again()
@@ -212,8 +213,6 @@ class LoaderWindows(CutWindows):
     def begin_batch(self, batch: Any, index_in_window: int) -> None:
         """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""
         window = self._window
-        if not window.sizes:
-            return
         planned = window.sizes[index_in_window]
         if len(window.sizes) > 1:
             self._compiled.mark(tensors_in(batch), planned)
@@ -232,8 +231,7 @@ class LoaderWindows(CutWindows):
     def end_window(self) -> None:
         """Note that a window is done."""
         window = self._window
-        if window.sizes:
-            self._parts.progress.end_window(samples=window.end, batches=self._span.after)
+        self._parts.progress.end_window(samples=window.end, batches=self._span.after)
         self._parts.shares.end_window(window.sizes)
 
     # --- errors --------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ OTHERS_WAIT = (
     "({memory}), and this rank cannot run these samples again alone, because {what}. Resume from the last "
     "checkpoint with a lower max_micro_batch_size or memory_budget (in evaluation: a smaller batch_size of its loader)."
 )
+EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, a metric over all ranks)"
 IN_THE_UPDATE = (
     "Memory ran out after the window's last backward pass ({memory}): in gradient clipping, in a hook, or inside the "
     "optimizer's step, which is not run again because it may have changed some parameters. Resume "

@@ -180,8 +180,7 @@ class Rewinder:
         """Leave the exchange of gradients, so that this rank repeats the window alone; return why it cannot."""
         is_alone = self._trainer.world_size == 1 or not self._is_begun
         if not is_alone and ranks.collectives_run() != self._collectives:
-            what = "all_gather, all_reduce, a metric with dist_sync_on_step"
-            return f"the step exchanges values with the other ranks ({what})"
+            return messages.EXCHANGES
         if self._exchange is None:
             return None
         return self._exchange.failed()

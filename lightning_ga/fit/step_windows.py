@@ -74,7 +74,7 @@ class StepWindows(CutWindows):
 
     # --- epochs --------------------------------------------------------------------------------
 
-    def _begin_epoch(self, epoch: int, *, is_first: bool) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         self._parts.progress.enter(epoch)
         self._place.begin_epoch()
         self._plan_window()

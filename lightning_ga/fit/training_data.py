@@ -113,10 +113,8 @@ class TrainingData:
         if self._cutter is None:
             assert self._source is not None, "batches are cut once the data are set up"
             found, combine = loaders.loaders_of(self._trainer)
-            if found == [self._source.loader]:
-                samples = [self._source.samples]
-            else:
-                samples = [*map(KnownSamples, found)]
+            is_cut_here = found == [self._source.loader]
+            samples = [self._source.samples] if is_cut_here else [*map(KnownSamples, found)]
             self._cutter = BatchCutter(samples, combine, BatchTransfer(self._trainer))
         return self._cutter
 

@@ -60,8 +60,7 @@ class Verdict:
             while self._next_step <= steps:
                 self._next_step *= 2
             found, samples = self._measure_batch(batch)
-            is_better = self.exactness.cause == "unmeasured" and samples >= ENOUGH
-            if is_inexact(found) or is_better:
+            if is_inexact(found) or (self.exactness.cause == "unmeasured" and samples >= ENOUGH):
                 self.exactness = found
                 self.warn()
 

@@ -40,11 +40,9 @@ class CutWindows:
 
     def begin_epoch(self, epoch: int) -> None:
         """Plan an epoch and set the loop up for it, once."""
-        if self._begun == (self._source, epoch):
-            return
-        is_first = self._begun is None
-        self._begun = (self._source, epoch)
-        self._begin_epoch(epoch, is_first=is_first)
+        if self._begun != (self._source, epoch):
+            self._begin_epoch(epoch)
+            self._begun = (self._source, epoch)
 
     @property
     @abstractmethod
@@ -52,7 +50,7 @@ class CutWindows:
         """The loader that is cut."""
 
     @abstractmethod
-    def _begin_epoch(self, epoch: int, *, is_first: bool) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         """Plan an epoch and set the loop up for it."""
 
     def kept_order(self) -> str | None:
