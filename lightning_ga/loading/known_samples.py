@@ -118,6 +118,11 @@ class KnownSamples:
                 break
 
     @property
+    def can_be_read_apart(self) -> bool:
+        """Whether samples can be read apart from training."""
+        return bool(self.first)
+
+    @property
     def are_handed_out(self) -> bool:
         """Whether the dataset seems to hand out one sample after the other in this process, whatever the index is."""
         if self._trusted or self.loader.num_workers or self.first or not self._are_by_index:

@@ -137,7 +137,7 @@ class TrialBatches:
         self._known = known
         self._batch = batch
         self.largest: Largest | None = None  # the samples that batches are collated of
-        if known.first and batch is None:
+        if known.can_be_read_apart and batch is None:
             self.largest = Largest(known)
         self._is_cut = in_step or self.largest is None
 

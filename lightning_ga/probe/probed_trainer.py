@@ -150,7 +150,9 @@ class ProbedTrainer(ProbedTraining):
         """Yield a set to which a backward pass adds the parameters that it reaches, while gradients are assumed."""
         reached = set[Tensor]()
         assumed = self._gradients if self._is_assumed else ()
-        hooks = [parameter.register_post_accumulate_grad_hook(reached.add) for parameter in assumed]
+        hooks = []
+        for parameter in assumed:
+            hooks.append(parameter.register_post_accumulate_grad_hook(reached.add))  # type: ignore[no-untyped-call]
         try:
             yield reached
         finally:
@@ -158,7 +160,7 @@ class ProbedTrainer(ProbedTraining):
                 hook.remove()
 
     def _drop_unreached(self, reached: set[Tensor]) -> None:
-        """Drop assumed gradients that a backward pass has not reached, and the optimizers' state of their parameters."""
+        """Drop assumed gradients that no backward pass has reached, and the state of their parameters."""
         unreached = self._gradients.keys() - reached
         self._is_assumed = False
         self._found_all = not unreached
