@@ -1,7 +1,7 @@
 """Find the limit: an argument, a window that fits as it is, or from a checkpoint, the cache or a probe.
 
-It is looked for only if a window does not fit as it is: at the start, when a schedule makes windows larger, or after an
-error.
+It is looked for only if a window does not fit as it is: at the start, where a schedule makes windows larger, or after
+an error.
 
 Tested in tests/integration/test_probe.py and tests/integration/test_remembered.py.
 """
@@ -20,7 +20,6 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
-from lightning_ga.loading.rebatch import evaluates_again
 from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.accumulation import ceil_div
@@ -32,7 +31,7 @@ from lightning_ga.probe.budget import DoesNotFitError
 from lightning_ga.probe.cache import forget
 from lightning_ga.probe.cache import hardware as describe_hardware
 from lightning_ga.probe.probed_trainer import TrainingSetup
-from lightning_ga.probe.trainer_limit import choose_recomputed, probe, recomputable
+from lightning_ga.probe.trainer_limit import choose_recomputed, find_limit, keeps_history, recomputable
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
 
@@ -52,8 +51,8 @@ class LimitSearch:
         self._kept = kept
         self.fits: Fits | None = None  # a whole window that fits, so that nothing was looked for
         self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
-        self._asked = 0  # samples that the last question was about
-        self._kind: Mapping[str, Any] | None = None  # the cache's description of the step; ``None`` without a cache
+        self._asked = 0  # samples that the last question was about, on this rank
+        self._cache_key: Mapping[str, Any] | None = None  # ``None`` without a cache
         self.recomputed = RecomputedParts(self._trainer.lightning_module)
         self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(self._trainer.lightning_module, self._always, "checkpoint=")
@@ -65,7 +64,7 @@ class LimitSearch:
 
     @property
     def chosen(self) -> Recomputed | None:
-        """What was chosen to be computed again, so that one sample fits; ``None`` if nothing was."""
+        """What was chosen to be computed again, so that the fewest samples fit; ``None`` if nothing was."""
         return None if self.probe is None else self.probe.recomputed
 
     def hardware(self) -> str:
@@ -87,20 +86,30 @@ class LimitSearch:
         limit = self._parts.limit
         limit.use(samples)
         if restored is not None and restored.limit is not None:
-            limit.fall(min(samples, restored.limit))
+            limit.fall(restored.limit)
         self._use_found()
 
-    def follow_windows(self) -> None:
-        """Find the limit again if windows have grown so that nothing is known of them."""
-        limit = self._parts.limit
-        is_given = self._parts.request.micro_batch is not None
-        is_devices_own = limit.has_fallen or limit.samples < self._asked  # less fitted than was asked about
-        if is_given or is_devices_own:
-            return
+    def follow_windows(self) -> bool:
+        """Look for the limit again if the window that comes next is larger than any that was asked about.
+
+        Return whether the limit may have changed. All ranks agree on it first: they come to the same window, and each
+        compares what it has asked about itself. In the step that may differ, but no window needs more than a batch.
+        """
         high = self._most_useful()
-        if high > self._asked:
+        if self._parts.request.micro_batch is not None or high <= self._asked:
+            return False
+        of_epoch = self._data.windows.planner.useful_limit(self._parts.progress.place.epochs[:1])
+        high = max(high, min(2 * high, of_epoch))  # of a ramp, not each window is asked about
+        limit = self._parts.limit
+        if not self._parts.shares.differ:
+            limit.agree()
+        is_final = limit.has_fallen or limit.samples < self._asked  # more does not fit: no window was the bound
+        if is_final:
+            self._asked = high
+        else:
             limit.use(self._find(high, None, self._setup(begins=False)))
             self._use_found()
+        return True
 
     def below(self, failed: int) -> int | None:
         """Look for the limit below a pass that ran out of memory, if none was looked for before.
@@ -109,12 +118,12 @@ class LimitSearch:
         """
         if self.fits is None or self._trainer.world_size > 1:  # if a window fitted, no search has run yet
             return None
-        search = partial(self._probe, failed, self._setup(begins=False), self.chosen)
-        failure = attempt(search, lambda _: True).failure
+        search = partial(self._probe, failed, self._setup(begins=False), None)
+        attempt(search, lambda _: True)
         self.fits = None
-        if failure is not None or self.probe is None or self.probe.limit >= failed:
-            return None
-        return self.probe.limit
+        if self.probe is not None and self.probe.limit >= failed:  # memory was short for a moment
+            self.probe = None
+        return None if self.probe is None else self.probe.limit
 
     def all_recomputable(self) -> tuple[str, ...]:
         """Return all submodules that can be computed again."""
@@ -127,8 +136,8 @@ class LimitSearch:
 
     def forget_limit(self) -> None:
         """Let the next run probe again, because memory has run out in this one."""
-        if self._kind is not None:
-            forget(self._kind)
+        if self._cache_key is not None:
+            forget(self._cache_key)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -153,12 +162,18 @@ class LimitSearch:
         is_same = restored.hardware == self.hardware()
         return bool(ranks.smallest_over_ranks(self._trainer, int(is_same)))
 
+    @property
+    def follows_growth(self) -> bool:
+        """Whether the windows of an epoch are asked about as they grow."""
+        is_given = self._parts.request.micro_batch is not None
+        return self._parts.request.is_by_window and not is_given and not self._is_wanted_at_once
+
     def _most_useful(self) -> int:
-        """Return the largest micro-batch of this epoch; of all epochs, if the limit is wanted at once."""
-        epochs = self._parts.progress.place.epochs
-        if not self._is_wanted_at_once:
-            epochs = epochs[:1]
-        return self._data.windows.planner.useful_limit(epochs)
+        """Return the largest micro-batch of the window that comes next; of all, if the limit is wanted at once."""
+        planner = self._data.windows.planner
+        if self._is_wanted_at_once:
+            return planner.useful_limit(self._parts.progress.place.epochs)
+        return planner.useful_now()
 
     def _setup(self, *, begins: bool) -> TrainingSetup:
         """Return the training as trial steps run it."""
@@ -190,11 +205,11 @@ class LimitSearch:
         if varies:  # first batches differ by rank
             high = ranks.smallest_over_ranks(self._trainer, high)
         found = self._recall(high, restored) or self._ask(high, setup)
-        if found < NO_LIMIT:  # what was recalled may be for larger windows
-            found = min(high, found)
-        if varies and found >= high and self._parts.limit.chunked is None:  # later batches may be larger: no bound
-            found = NO_LIMIT
-        return self._parts.request.capped(found)
+        # What was recalled may be for larger windows. If all of the first batch fits, later ones may be larger.
+        is_bound = not varies or found < high or self._parts.limit.chunked is not None
+        if is_bound and found < NO_LIMIT:
+            return self._parts.request.capped(min(high, found))
+        return self._parts.request.capped(NO_LIMIT)
 
     def _recall(self, high: int, restored: RunState | None) -> int | None:
         """Return the limit that a checkpoint has kept; ``None`` if there is none, or if it does not hold here."""
@@ -209,8 +224,8 @@ class LimitSearch:
 
     def _ask(self, high: int, setup: TrainingSetup) -> int:
         """Return the limit that trial steps show; a program for which they fail trains as its recipe says."""
-        if evaluates_again(self._trainer.optimizers[0]) and self._options.budget is None:
-            return high  # LBFGS's history outgrows a trial of one step: whole batches, until an error
+        if keeps_history(self._trainer) and self._options.budget is None:
+            return high  # whole batches, until an error
         try:
             self._probe_or_recompute(high, setup)
         except LayoutError:
@@ -251,10 +266,10 @@ class LimitSearch:
 
     def _probe(self, high: int, setup: TrainingSetup, chosen: Recomputed | None, *, whole_first: bool = False) -> None:
         """Probe with the submodules computed again that were chosen; first a whole window, if that may be enough."""
-        found = probe(setup, self._options, high=high, chosen=chosen, whole_first=whole_first)
-        self.probe = found.probe
+        found = find_limit(setup, self._options, high=high, chosen=chosen, whole_first=whole_first)
+        self.probe = found.result
         self.fits = found.fits
-        self._kind = found.kind
+        self._cache_key = found.cache_key
 
     def _use_found(self) -> None:
         """Compute again what was chosen, and cut by the sizes of samples within the limit."""

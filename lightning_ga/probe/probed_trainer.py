@@ -37,10 +37,9 @@ from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.recompute.choice import Candidate
 from lightning_ga.recompute.survey import survey
 from lightning_ga.recompute.wrapper import recomputed
-from lightning_ga.snapshot.copies import sparse_parameters
+from lightning_ga.snapshot.copies import is_writable, sparse_parameters
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
-TIMED = 3  # passes of a size, after one to warm up
 ROW_SAMPLES = (32, 8, 2)  # samples of a pass in which the rows of sparse gradients are counted: the first that fits
 
 
@@ -146,7 +145,9 @@ class ProbedTrainer(ProbedTraining):
         """Yield a set to which a backward pass adds the parameters that it reaches, while gradients are assumed."""
         reached = set[Tensor]()
         assumed = self._gradients if self._is_assumed else ()
-        hooks = [parameter.register_post_accumulate_grad_hook(reached.add) for parameter in assumed]
+        hooks = []
+        for parameter in assumed:
+            hooks.append(parameter.register_post_accumulate_grad_hook(reached.add))  # type: ignore[no-untyped-call]
         try:
             yield reached
         finally:
@@ -154,7 +155,7 @@ class ProbedTrainer(ProbedTraining):
                 hook.remove()
 
     def _drop_unreached(self, reached: set[Tensor]) -> None:
-        """Drop assumed gradients that a backward pass has not reached, and the optimizer's state for them."""
+        """Drop assumed gradients that no backward pass has reached, and the state of their parameters."""
         unreached = self._gradients.keys() - reached
         self._is_assumed = False
         self.found_all = not unreached
@@ -227,7 +228,11 @@ class ProbedTrainer(ProbedTraining):
         """Put everything back, and let the gradients of earlier micro-batches be alive, of zeros."""
         self._restore()
         for parameter, rows in self._gradients.items():
-            parameter.grad = _zeros(parameter, rows)
+            before = parameter.grad  # of the last window of training
+            if rows is None and before is not None and _is_sum(before, parameter):
+                before.zero_()
+            else:
+                parameter.grad = _zeros(parameter, rows)
         return True
 
     def first_sizes(self, high: int) -> Sequence[int]:
@@ -275,6 +280,11 @@ class ProbedTrainer(ProbedTraining):
         narrow(self.trainer.lightning_module.parameters())
         for optimizer in self.trainer.optimizers:
             optimizer.step(lambda: torch.zeros(()))
+
+
+def _is_sum(gradient: Tensor, parameter: Tensor) -> bool:
+    """Return whether a gradient is stored as the sum of a window's, so that a trial may take its place."""
+    return is_writable(gradient) and not gradient.requires_grad and gradient.dtype == dtype_of_sum(parameter)
 
 
 def _zeros(parameter: Tensor, rows: int | None) -> Tensor:

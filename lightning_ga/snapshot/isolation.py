@@ -71,6 +71,9 @@ class ModuleState:
             tensors += [*part._parameters.values(), *part._buffers.values()]
         random_state = RandomState(generators_of(modules[0]))
         self._gradients = [(parameter, parameter.grad) for parameter in modules[0].parameters()]
+        for _, gradient in self._gradients:
+            if steps and gradient is not None and is_writable(gradient):  # trial steps may add to it
+                tensors.append(gradient)
         with uncounted():
             self._values = TensorValues(tensors)
             state = SteppingState(stepping if steps else ())

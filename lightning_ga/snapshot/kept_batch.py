@@ -5,7 +5,7 @@ ones are copied and can be put back, and of the others a sum of bits is kept, wh
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -27,19 +27,29 @@ class KeptBatch:
         self.batch = with_own_containers(batch)
         self._tensors = [*tensors_in(batch)]
         self._versions = versions(self._tensors)
+        self._copies: Copies | None = None
+        self._large: list[Tensor] = []
+        self._sums: dict[int, Tensor] = {}  # of the bits of large ones; read only after an error
         with torch._C.DisableTorchFunction():  # a class of the user's own may refuse anything
             unversioned = by_id(filter(Tensor.is_inference, self._tensors))
-            parts = list(chain.from_iterable(map(_memory_of, unversioned.values())))
-            parts.sort(key=lambda part: part.nbytes)
-            ends = list(accumulate(part.nbytes for part in parts))
-            small = bisect_right(ends, SMALL)
-            self._copies = Copies(parts[:small])
-            self._copies.take()
+            if unversioned:
+                self._keep(unversioned.values())
+
+    def _keep(self, unversioned: Iterable[Tensor]) -> None:
+        """Copy the smallest tensors, as long as there is room for them, and sum up the bits of the others."""
+        parts = list(chain.from_iterable(map(_memory_of, unversioned)))
+        parts.sort(key=lambda part: part.nbytes)
+        ends = list(accumulate(part.nbytes for part in parts))
+        small = bisect_right(ends, SMALL)
+        self._copies = Copies(parts[:small])
+        self._copies.take()
         self._large = parts[small:]
-        self._sums = sums_of_bits(self._large)  # read only after an error
+        self._sums = sums_of_bits(self._large)
 
     def restore(self) -> None:
         """Put back the tensors of which copies are kept."""
+        if self._copies is None:
+            return
         with torch.inference_mode(), torch._C.DisableTorchFunction():  # elsewhere they cannot be written to
             self._copies.restore()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 from reference import Samples, fit
 from torch.utils.data import DataLoader
+from true_support import Sharpness
 from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate
+from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.limit_search import LimitSearch
+from lightning_ga.schedule import by_step, linear
 from lightning_ga.testing import limit_memory
 
 SIZES: list[int] = []  # of the passes of all modules here, trials included; no attribute, which trials would copy
@@ -189,6 +193,85 @@ def test_windows_that_grow_are_asked_about_when_they_have_grown(room: int) -> No
         assert torch.allclose(ours, oracle, rtol=0, atol=1e-12)
 
 
+def passes_by_step(room: int, schedule: Any) -> tuple[AutoAccumulate, Plain, list[list[int]]]:
+    """Return callback, module, and the samples of each step's passes, trials before its first one included."""
+    ends = [0]
+
+    def note(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == len(ends):
+            ends.append(len(SIZES))
+
+    SIZES.clear()
+    callback = AutoAccumulate(schedule, cache=False)
+    module = Plain()
+    end = pl.callbacks.LambdaCallback(on_train_batch_end=note)
+    with limit_memory(room):
+        fit(DataLoader(Samples(96), batch_size=8, shuffle=False), callback, end, module=module, max_epochs=1)
+    return callback, module, [SIZES[start:end] for start, end in pairwise(ends)]
+
+
+@pytest.mark.loader_only(reason="the step keeps the loader's batches, however large a window is")
+@pytest.mark.parametrize("room", [ROOM, 50_000])
+def test_windows_that_grow_within_an_epoch_are_asked_about_at_the_window(room: int) -> None:
+    """At the start the first window alone is tried; the rest of the epoch is cut anew by the answer."""
+    schedule = by_step({0: 8, 4: 64})
+    callback, module, passes = passes_by_step(room, schedule)
+    assert passes[:4] == [[8, 8], [8], [8], [8]]
+    if room == ROOM:
+        assert passes[4] == [64, 64]
+        assert (callback.fits.samples, callback.probe, callback.exactness) == (64, None, None)  # type: ignore[union-attr]
+    else:
+        assert passes[4][0] == 64
+        assert 8 <= callback.probe.limit < 64  # type: ignore[union-attr]
+        assert callback.exactness.cause == "exact"  # type: ignore[union-attr]
+        assert callback.plan.micro_batch_size <= callback.probe.limit  # type: ignore[union-attr]
+    whole = Plain()
+    given = AutoAccumulate(schedule, micro_batch_size=64, verify=False)
+    fit(DataLoader(Samples(96), batch_size=8, shuffle=False), given, module=whole, max_epochs=1)
+    for ours, oracle in zip(module.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(ours, oracle, rtol=0, atol=1e-12)
+
+
+@pytest.mark.loader_only(reason="the step keeps the loader's batches, however large a window is")
+def test_the_limit_is_the_same_whenever_it_is_looked_for() -> None:
+    """Trial steps add to the gradients of the last window, which need no further memory, and are put back."""
+    limits = []
+    for schedule in (64, by_step({0: 8, 4: 64}), {0: 8, 1: 64}):
+        seen: list[float] = []
+
+        def look(trainer: pl.Trainer, module: Any, *_: Any, seen: list[float] = seen) -> None:
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            seen.append(sum(float(gradient.abs().sum()) for gradient in gradients))
+
+        records = []
+        for settings in ({"cache": False}, {"micro_batch_size": 32, "verify": False}):
+            callback = AutoAccumulate(schedule, max_micro_batch_size=32, **settings)  # type: ignore[arg-type]
+            loader = DataLoader(Samples(96), batch_size=8, shuffle=False)
+            begin = pl.callbacks.LambdaCallback(on_train_batch_start=look)
+            with limit_memory(50_000):
+                fit(loader, callback, begin, module=Plain(), max_epochs=2)
+            records.append([*seen])
+            seen.clear()
+        assert records[0] == pytest.approx(records[1], rel=1e-9)
+        callback = AutoAccumulate(schedule, cache=False, verify=False)
+        loader = DataLoader(Samples(96), batch_size=8)
+        with limit_memory(50_000):
+            fit(loader, callback, module=Plain(), max_epochs=2)
+        limits.append(callback.probe.limit)
+    assert 8 < limits[0] < 64
+    assert limits == [limits[0]] * 3
+
+
+@pytest.mark.loader_only(reason="the step keeps the loader's batches, however large a window is")
+def test_a_ramp_is_asked_about_at_each_doubling() -> None:
+    """Not in every window: one pass fits twice as many samples as are needed."""
+    callback, _, passes = passes_by_step(ROOM, linear(4, 16, steps=6))
+    windows = [4, 6, 8, 10, 12, 14, 16, 16, 10]
+    assert callback.fits.samples == 16  # type: ignore[union-attr]
+    assert [each[-1] for each in passes] == windows
+    assert [each[:-1] for each in passes if len(each) > 1] == [[4], [12], [16]]
+
+
 class Hoard(pl.Callback):
     """Takes memory in the third step, and keeps it."""
 
@@ -222,6 +305,51 @@ def test_the_limit_is_looked_for_after_an_error_and_leaves_no_trace(mode: Any) -
     for ours, other in zip(module.state_dict().values(), told.state_dict().values(), strict=True):
         assert torch.equal(ours, other)
     assert torch.equal(random_numbers, drawn)
+
+
+def test_a_search_that_refutes_an_error_leaves_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was short for a moment is there again in trials: micro-batches are halved, and no limit is known."""
+    below = LimitSearch.below
+    hoard = Hoard()
+
+    def after_it_is_free(search: LimitSearch, failed: int) -> int | None:
+        hoard.kept = torch.zeros(0)
+        return below(search, failed)
+
+    monkeypatch.setattr(LimitSearch, "below", after_it_is_free)
+    callback = AutoAccumulate(cache=False)
+    with limit_memory(int(1.35 * BUDGET)), pytest.warns(UserWarning, match="Memory ran out in training with 32"):
+        fit(DataLoader(Samples(192), batch_size=32), callback, hoard, module=Counted(), max_epochs=2)
+    assert (callback.oom_events, callback.fits, callback.probe) == (1, None, None)
+    assert callback.plan is not None
+    assert callback.plan.micro_batch_size == 16
+
+
+@pytest.mark.parametrize("room", [ROOM, BUDGET])
+def test_an_optimizer_that_evaluates_twice_is_asked_about(room: int) -> None:
+    """Unlike LBFGS, it keeps no history that one step does not show."""
+    callback = AutoAccumulate(cache=False)
+    module = Counted()
+    module.configure_optimizers = lambda: Sharpness(module.parameters())  # type: ignore[method-assign]
+    with limit_memory(room):
+        fit(DataLoader(Samples(128), batch_size=64), callback, module=module, max_epochs=1)
+    assert callback.oom_events == 0
+    if room == ROOM:
+        assert callback.fits is not None
+        assert callback.fits.samples == 64
+    else:
+        assert callback.probe is not None
+        assert 1 < callback.probe.limit < 64
+
+
+def test_a_limit_falls_to_a_smaller_one_alone() -> None:
+    """A resumed run may have less to run at once than what errors of the run before have left."""
+    limit = Limit(None, ())
+    limit.use(8)
+    limit.fall(16)
+    assert (limit.samples, limit.after_errors) == (8, None)
+    limit.fall(4)
+    assert (limit.samples, limit.after_errors) == (4, 4)
 
 
 class Labelled(torch.Tensor):

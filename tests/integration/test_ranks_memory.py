@@ -12,6 +12,7 @@ from reference import Regression, Samples, fit, loss
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
+from lightning_ga.schedule import by_step
 from lightning_ga.testing import limit_memory
 
 pytestmark = pytest.mark.distributed
@@ -22,6 +23,8 @@ VOTES = 128  # bytes of votes that may still be on their way when memory is coun
 class Troubled(Regression):
     """Keeps no tensors of its own, as memory is counted; the second rank fails above a size, or dies."""
 
+    fails_from = 0  # optimizer steps on
+
     def __init__(self, fails_above: float, dies_above: float) -> None:
         super().__init__()
         self.fails_above, self.dies_above = fails_above, dies_above
@@ -31,7 +34,7 @@ class Troubled(Regression):
         size = len(batch[0]) if self.global_rank == 1 else 0
         if size > self.dies_above:
             os._exit(17)
-        if size > self.fails_above:
+        if size > self.fails_above and self.trainer.global_step >= self.fails_from:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         self.sizes.append(len(batch[0]))
         return loss(self.net, batch[0], batch[1])
@@ -56,6 +59,42 @@ def trained(
         "sizes": module.sizes,
         "weights": torch.cat([parameter.detach().flatten() for parameter in module.parameters()]),
     }
+
+
+GROWING = by_step({0: 8, 2: 112})
+
+
+def weights_of(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def grown(budgets: tuple[int, int], fails_above: float, micro_batch: Any = "auto") -> dict[str, Any]:
+    """What this rank records of a fit whose windows grow in its third step."""
+    module = Troubled(fails_above, inf)
+    module.fails_from = 1
+    callback = AutoAccumulate(GROWING, micro_batch_size=micro_batch, verify=False, cache=False)
+    loader = DataLoader(Samples(128), 8)
+    with limit_memory(budgets[int(os.environ["RANK"])]):
+        fit(loader, callback, module=module, max_epochs=1, **ddp())
+    probe = callback.probe
+    limit = None if probe is None else probe.limit
+    return {"sizes": module.sizes, "limit": limit, "weights": weights_of(module)}
+
+
+@pytest.mark.parametrize("fails_above", [inf, 3])
+def test_ranks_ask_together_about_windows_that_have_grown(fails_above: float, tmp_path: Path) -> None:
+    """One with less memory, or one that has met an error before: its limit is that of both from there on."""
+    whole = on_ranks(grown, tmp_path / "whole", (10**6, 10**6), inf, 56)
+    records = on_ranks(grown, tmp_path / "asked", (LARGE, SMALL), fails_above)
+    for record in records:
+        assert torch.allclose(record["weights"], whole[0]["weights"], rtol=0, atol=1e-12)
+    limits = [record["limit"] for record in records]
+    if fails_above == inf:
+        assert limits[0] == limits[1] < 56
+        assert max(records[0]["sizes"][-3:]) <= limits[0]
+    else:
+        assert limits == [None, None]  # the error has shown the limit
+        assert [record["sizes"][-28:] for record in records] == [[2] * 28] * 2
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,7 @@ class Course:
 
     mode: str = "loader"
     micro: int = WHOLE
+    asks: bool = False  # whether a limit of at most so many is looked for
     fails: tuple[tuple[str, int], ...] = ()  # (place, call)
     fits: int = WHOLE  # samples of validation
     stops: int = 0  # after so many steps; then it goes on, as ``then`` says
@@ -269,7 +270,8 @@ def draw_life(r: random.Random, recipe: Recipe, ranks: int = 1) -> Course:
     checkpoint = random.Random(f"{recipe} {mode} {ranks}").choice([None, "auto", "net"])
     if "accumulate" in recipe.windows.arguments:
         return Course(mode, recipe.batch, ranks=ranks, checkpoint=checkpoint)
-    return Course(mode, r.choice([1, 2, 3, 4, 5, 8, WHOLE]), ranks=ranks, checkpoint=checkpoint)
+    asks = random.Random(f"asks {recipe} {mode} {ranks}").random() < 0.4
+    return Course(mode, r.choice([1, 2, 3, 4, 5, 8, WHOLE]), asks, ranks=ranks, checkpoint=checkpoint)
 
 
 def draw_fails(r: random.Random, recipe: Recipe) -> tuple[tuple[str, int], ...]:
@@ -704,7 +706,8 @@ class StopAt(SaveAt):
 
 
 def accumulate(recipe: Recipe, course: Course) -> AutoAccumulate:
-    arguments: dict[str, Any] = {"micro_batching": course.mode, "micro_batch_size": course.micro}
+    limit = {"max_micro_batch_size": course.micro} if course.asks else {"micro_batch_size": course.micro}
+    arguments: dict[str, Any] = {"micro_batching": course.mode, "cache": False, **limit}
     arguments |= {"normalize": TargetTokens()} if recipe.mean == "words" and not recipe.coupling else {}
     arguments |= {"size_of": "auto"} if recipe.by_size else {}
     arguments["checkpoint"] = course.checkpoint

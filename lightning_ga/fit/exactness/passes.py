@@ -52,7 +52,7 @@ def passes_of(trainer: Any, *, plain: bool, begins: bool, in_step: bool = False)
         stack.enter_context(compiled_run_eagerly())  # graphs that are compiled for a few samples are of no use
         stack.enter_context(_full_precision(trainer, plain=plain))
         stack.enter_context(_without_dropout())
-        stack.enter_context(ranks.alone())
+        stack.enter_context(ranks.in_single_group())
         yield Passes(trainer, restore, in_step=in_step)
 
 
