@@ -45,10 +45,7 @@ class Evaluation:
         trainer = self._trainer
         stage = name.removesuffix("_step").replace("predict", "prediction")
         loader = loaders.loader_of_step(trainer, others)
-        key = (stage, loader)
-        if key not in self._loaders:
-            self._loaders[key] = _LoaderPieces(trainer, stage, loader)
-        known = self._loaders[key]
+        known = self._loaders.setdefault((stage, loader), _LoaderPieces(trainer, stage, loader))
         ranks.share_buffers_before_forward(trainer.strategy.model)
         savepoint = self._taken_savepoint()
         kept = retry_once(partial(KeptBatch, batch))

@@ -136,7 +136,7 @@ class TrialBatches:
         self._samples = samples
         self._batch = batch
         self.largest: Largest | None = None  # the samples that batches are collated of
-        if samples.can_be_read_apart and batch is None:
+        if samples.first and batch is None:
             self.largest = Largest(samples)
         self._is_cut = in_step or self.largest is None
 
