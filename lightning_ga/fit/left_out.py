@@ -3,7 +3,7 @@
 A window's passes have one sample each once one of them has failed, so the index of a pass in its window names the
 sample, however often the window begins again. Ranks stay in step: the pass runs, with a loss of zero.
 
-Tested in tests/integration/test_checkpoint.py.
+Tested in tests/integration/test_left_out.py and tests/integration/test_checkpoint.py.
 """
 
 import csv

@@ -236,7 +236,7 @@ class LimitSearch:
         except Exception as error:
             if may_be_out_of_memory(error) or isinstance(error, UserError) or self._trainer.world_size > 1:
                 raise  # ranks probe together or not at all
-            recipe = min(high, self._data.windows.planner.micro_batch)
+            recipe = min(high, self._data.windows.planner.recipe.batch_size)
             said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
             rank_zero_warn(
                 "The probe found no limit, because a trial step, in which the probe records memory, ended in "

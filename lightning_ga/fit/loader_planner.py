@@ -49,14 +49,14 @@ class LoaderPlanner:
         return self.source.recipe
 
     @property
-    def micro_batch(self) -> int:
-        """The micro-batch that ``accumulate=`` multiplies, in multiples: the recipe's while the limit is not known."""
+    def _micro_batch_at_start(self) -> int:
+        """The micro-batch that ``accumulate=`` multiplies, in multiples: the recipe's if no limit bounded it."""
         known = self._parts.limit.micro_batch_at_start(self.recipe.batch_size)
         return self._parts.request.in_multiples(known)
 
     def effective(self, epoch: int) -> int:
         """Return the largest effective batch of an epoch, at most the samples of the epoch."""
-        asked = self._parts.request.effective_batch(epoch, self.micro_batch, self.recipe.world_size)
+        asked = self._parts.request.effective_batch(epoch, self._micro_batch_at_start, self.recipe.world_size)
         return self.source.within_epoch(asked or self.recipe.effective, epoch)
 
     def samples_of_epoch(self, epoch: int) -> int:
@@ -104,7 +104,7 @@ class LoaderPlanner:
 
     def _schedule_of(self, epoch: int, *, steps: int, samples: int) -> PiecewiseSchedule:
         """Return the effective batches of an epoch that begins after so many steps and samples."""
-        growth = self._parts.request.growth(self.micro_batch, self.recipe.world_size, steps, samples)
+        growth = self._parts.request.growth(self._micro_batch_at_start, self.recipe.world_size, steps, samples)
         return growth or constant(self.effective(epoch))
 
     def advice(self, epochs: range) -> str:

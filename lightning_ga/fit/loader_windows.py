@@ -196,7 +196,7 @@ class LoaderWindows(CutWindows):
         position = self._parts.progress.position
         window_number = position.windows_done
         if self._place.skips_backward or window_number >= self._source.epoch_plan.count:
-            self._window = NO_WINDOW  # batches run forward alone, or the data have ended before the loop knew
+            self._window = NO_WINDOW  # batches run forward alone, or the epoch of a restored loop is over
             return
         if self._parts.shares.follow_speeds() or self.planner.has_changed_limit:
             self.plan_again()

@@ -46,11 +46,6 @@ class StepPlanner:
         """The batches as the user wrote them."""
         return Recipe(self.batch_size, self.source.recipe_factor, self.source.world_size)
 
-    @property
-    def micro_batch(self) -> int:
-        """The micro-batch that ``accumulate=`` multiplies; the recipe's while the limit is not known."""
-        return self._parts.limit.micro_batch_at_start(self._parts.request.capped(self.batch_size))
-
     def effective(self, epoch: int) -> int:
         """Return the largest effective batch of an epoch."""
         request = self._parts.request
