@@ -266,7 +266,7 @@ class LimitSearch:
 
     def _probe(self, high: int, setup: TrainingSetup, chosen: Recomputed | None, *, whole_first: bool = False) -> None:
         """Probe with the submodules computed again that were chosen; first a whole window, if that may be enough."""
-        found = find_limit(setup, self._options, high=high, chosen=chosen, whole_first=whole_first)
+        found = find_limit(setup, self._options, high=high, recomputed=chosen, whole_first=whole_first)
         self.probe = found.result
         self.fits = found.fits
         self._cache_key = found.cache_key

@@ -255,7 +255,7 @@ def _finishes_batches(loader: "DataLoader[Any]") -> bool:
 
 
 def _then_reseeded(dataset: Any, samples: Any) -> Any:
-    """Return what was read, and let the next read draw the same random numbers as any but the first."""
+    """Return what was read, and reseed, so that every read but the first draws the same random numbers."""
     reseed(0, generators_in(held_by(datasets_in(dataset))))
     return samples
 
