@@ -167,7 +167,7 @@ class AutoAccumulate(Callback):
             return self in trainer.callbacks
 
         self._is_fitting = True
-        self._fit = None
+        self._fit = None  # also if the next one cannot be made: the last one's plan is not its plan
         self._fit = Fit(trainer, self._request, self._options, reporter, is_installed)
         # First, so that other callbacks see its gradients.
         trainer.callbacks = [self, *(other for other in trainer.callbacks if other is not self)]
@@ -205,7 +205,7 @@ class AutoAccumulate(Callback):
         self._started_fit.parts.gradients.settle()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Mark that the update begins, and scale the gradients if their window was not known in advance."""
+        """Mark that the update begins, and finish the gradients of the window."""
         self._started_fit.close_window(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

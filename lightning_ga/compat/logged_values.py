@@ -94,7 +94,7 @@ class StepValues:
         if self._merges:
             self._install()
 
-    def merge(self) -> None:
+    def begin_merging(self) -> None:
         """Merge the values of the running window from here on, because it has several passes."""
         self._has_several_passes = True
         self._merges = True

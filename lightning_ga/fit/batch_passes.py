@@ -80,59 +80,61 @@ class BatchPasses(WholePasses):
     def closure(self, lightning_closure: Any, make: Callable[..., Any], given: Any, *others: Any) -> Callable[[], Any]:
         """Return the closure that runs one batch of the loop; see ``closures.intercepted_closures``."""
         batch = given["batch"]
-        weight = self._plan_pieces(batch)
+        batch_samples = self._plan_pieces(batch)
         self.samples += sum(self.sizes)
         if len(self.sizes) == 1:
-            return partial(self._run_whole, lightning_closure, batch, weight)
+            return partial(self._run_whole, lightning_closure, batch, batch_samples)
         self.has_cut = True
 
         def of_piece(piece: Any) -> Any:
             return make({**given, "batch": piece}, *others)
 
-        return partial(self._run_pieces, of_piece, batch, weight)
+        return partial(self._run_pieces, of_piece, batch, batch_samples)
 
     def _plan_pieces(self, batch: Any) -> int:
-        """Plan the samples of each piece of a batch; return the batch's weight in samples."""
+        """Plan the samples of each piece of a batch; return those of the batch, in its longest loader."""
         cutter = self._cutter()
         limit = self._parts.limit
         try:
             samples = cutter.count(batch)
-            weight = cutter.weight(batch, samples)
+            batch_samples = cutter.weight(batch, samples)
         except LayoutError:  # a batch that cannot be cut runs whole if it fits
             samples = self._batch_size()
-            weight = samples
+            batch_samples = samples
             if limit.of_pass < samples:
                 raise
         limit.cut_evenly(samples)
         self.sizes = piece_sizes(samples, limit.of_pass, self._parts.request.multiple)
-        return weight
+        return batch_samples
 
-    def _run_whole(self, closure: Any, batch: Any, weight: int) -> Any:
-        self._parts.gradients.weigh_piece(batch, batch, weight=weight, batch_weight=weight)
+    def _run_whole(self, closure: Any, batch: Any, batch_samples: int) -> Any:
+        self._parts.gradients.weigh_piece(batch, batch, samples=batch_samples, batch_samples=batch_samples)
         return self.run(closure)
 
-    def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, weight: int) -> Any:
+    def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, batch_samples: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
-        self._parts.values.merge()
-        of_sample = weight // sum(self.sizes)  # of several loaders, that of the longest counts (``BatchCutter.weight``)
+        self._parts.values.begin_merging()
+        # Several loaders are cut into as many samples as the greatest common divisor of their batches' samples.
+        in_longest = batch_samples // sum(self.sizes)
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
         for number, (piece, size, is_last) in enumerate(cut_in_pieces(self._cutter(), batch, self.sizes)):
             self._compiled.mark(tensors_in(piece), size)
             closure = of_piece(piece)
-            share = self._parts.gradients.weigh_piece(piece, batch, weight=size * of_sample, batch_weight=weight)
+            samples = size * in_longest
+            share = self._parts.gradients.weigh_piece(piece, batch, samples=samples, batch_samples=batch_samples)
             with ExitStack() as stack:
                 stack.enter_context(self._pass(is_last=is_last))
                 if not is_last:
                     stack.enter_context(closures.before_the_last(self._trainer))
                 # The last pass logs at once, because other ranks may exchange values in it.
-                stack.enter_context(pieces.piece(samples=size, weight=share, logs_at_once=is_last))
+                stack.enter_context(pieces.piece(samples=size, share=share, logs_at_once=is_last))
                 result = self._run_piece(closure, zeroes=number == 0)
-            if not is_last:
+            if not is_last:  # ``before_the_last`` leaves out the hook that settles gradients
                 self._parts.gradients.settle()
             pieces.add(result.asdict() if result.loss is not None else None)
         self._finish_window()
         output = pieces.finish() or {}
-        return type(result)(output.pop("loss", None), output)
+        return type(result)(output.pop("loss", None), output)  # the type that Lightning gave the last piece's
 
     def _run_piece(self, closure: Any, *, zeroes: bool) -> Any:
         try:

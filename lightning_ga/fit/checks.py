@@ -61,7 +61,8 @@ def _check_callbacks(trainer: Any) -> None:
     for callback in trainer.callbacks:
         name = type(callback).__name__
         kinds = {kind.__name__ for kind in type(callback).__mro__}
-        for rival in kinds & _RIVALS.keys():
+        rival = next(iter(kinds & _RIVALS.keys()), None)
+        if rival is not None:
             raise UserError(
                 f"The callbacks contain AutoAccumulate and {name}, which set the same things: "
                 f"remove {name}{_RIVALS[rival]}."

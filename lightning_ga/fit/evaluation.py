@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from lightning_ga.batch.pytree import LayoutError
+from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import loaders, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
@@ -19,7 +19,6 @@ from lightning_ga.plan.piece_sizes import halved, piece_sizes
 from lightning_ga.snapshot.kept_batch import KeptBatch, undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
-_EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
 _RESULT = "Logged and returned values are merged by samples. A loss that compares samples compares those of a piece."
 
 
@@ -30,7 +29,7 @@ class Evaluation:
         self._trainer = trainer
         self._reporter = reporter
         self._retries = options.on_oom != "raise" and not ranks.is_sharded(trainer)
-        self._loaders: dict[tuple[str, int], _LoaderPieces] = {}  # by stage
+        self._loaders: dict[tuple[str, int], _LoaderPieces] = {}  # by stage and number of the loader
         self._savepoint: Savepoint | None = None
         self._held = ExitStack()
         self._held.enter_context(loaders.intercepted_evaluation(trainer, self._evaluate))
@@ -46,7 +45,10 @@ class Evaluation:
         trainer = self._trainer
         stage = name.removesuffix("_step").replace("predict", "prediction")
         loader_index = loaders.loader_index_of_step(trainer, others)
-        known = self._loaders.setdefault((stage, loader_index), _LoaderPieces(trainer, stage, loader_index))
+        key = (stage, loader_index)
+        if key not in self._loaders:
+            self._loaders[key] = _LoaderPieces(trainer, stage, loader_index)
+        known = self._loaders[key]
         ranks.share_buffers_before_forward(trainer.strategy.model)
         savepoint = self._taken_savepoint()
         kept = retry_once(partial(KeptBatch, batch))
@@ -58,7 +60,7 @@ class Evaluation:
             if fits is None:
                 messages.give_up(trainer, stage, outcome.failure)
             back = partial(undo, savepoint, [kept])
-            undo_passes(trainer, stage, outcome.failure, why_not_alone=exchanged, undo=back)
+            undo_passes(trainer, stage, outcome.failure, leave_ranks=exchanged, undo=back)
             known.lower(fits)
             self._reporter.report(self._reporter.event(stage, failed, fits), _RESULT)
         return outcome.result
@@ -104,12 +106,12 @@ class _LoaderPieces:
         pieces = Pieces(self._trainer._results if is_held else None)
         for piece, size, _ in cut_in_pieces(self._cutter, batch, sizes):
             self._running = size
-            with pieces.piece(samples=size, weight=float(size)):
+            with pieces.piece(samples=size, share=float(size)):
                 pieces.add(step(piece))
             others = exchanged()
-            if in_pieces and others is not None:
+            if in_pieces and others is not None:  # with a collective for each piece, they meet another one of that rank
                 raise messages.out_of_memory(self._trainer, self._stage, messages.OTHERS_WAIT, others)
-        self._running = sizes[0]  # what follows needs the outputs of all
+        self._running = sizes[0]  # merging needs the outputs of all pieces: it counts as the largest
         return pieces.finish()
 
     def failed_samples(self, batch: Any, failure: Exception) -> int:
@@ -125,7 +127,7 @@ class _LoaderPieces:
 
 def _exchanged(*, before: int) -> str | None:
     """Return why other ranks wait for this one, if it has begun collectives since there were so many ``before``."""
-    return None if ranks.collectives_run() == before else _EXCHANGES
+    return None if ranks.collectives_run() == before else messages.EXCHANGES
 
 
 def _is_survived(error: Exception) -> bool:

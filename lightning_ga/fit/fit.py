@@ -30,7 +30,7 @@ from lightning_ga.fit.training_data import TrainingData, Windows
 from lightning_ga.fit.verdict import Verdict
 from lightning_ga.memory.device import enforced_budget, is_emulated, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
-from lightning_ga.plan.accumulation import AccumulationPlan, require_effective_batch, require_few_chunks
+from lightning_ga.plan.accumulation import AccumulationPlan, require_effective_batch, require_few_micro_batches
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness_verdicts import INEXACT
 from lightning_ga.plan.records import ProbeResult
@@ -66,7 +66,7 @@ class Fit:
         self._left_out = LeftOut(self.parts, self.data)
         self._rates = WindowRates(trainer, options.scale_lr, varies=request.varies)
         self._rewinder: Rewinder | None = None  # none before training
-        self.parts.held.enter_context(self.data.intercepted(is_installed))
+        self.parts.undo_at_end.enter_context(self.data.intercepted(is_installed))
 
     @property
     def windows(self) -> Windows:
@@ -87,13 +87,13 @@ class Fit:
             gc.collect()
         parts = self.parts
         windows = self.windows
-        same_epoch = windows.begin_training()  # first: it may reopen the loop's epoch
+        same_epoch = windows.adopt_position()  # first: it may reopen the loop's epoch
         self._hold_to_budget()
-        parts.held.callback(parts.gradients.stop_zeroing)
-        parts.held.enter_context(parts.gradients.sums.in_float32())
+        parts.undo_at_end.callback(parts.gradients.stop_zeroing)
+        parts.undo_at_end.enter_context(parts.gradients.sums.in_float32())
         if parts.limit.chunked is not None:
-            parts.held.enter_context(parts.limit.chunked.installed())
-        parts.held.callback(self.search.recomputed.use, ())
+            parts.undo_at_end.enter_context(parts.limit.chunked.installed())
+        parts.undo_at_end.callback(self.search.recomputed.use, ())
         parts.shares.check()
         exchange = exchange_of(self.trainer, before_sending=parts.shares.note_sending)
         remedies = Remedies(parts, self._options, self.search, self._left_out)
@@ -120,14 +120,14 @@ class Fit:
         members.append(self._begin_rates)  # after the window is planned
         if exchange is not None:
             members.append(exchange.begin_window)
-        members.append(parts.shares.begin_window)  # late, so that a window's time begins with its passes
-        parts.held.callback(parts.values.close)
-        parts.held.callback(self._rates.give_back)
-        parts.held.enter_context(self._rates.unscaled_for_schedulers())
+        members.append(parts.shares.begin_window)  # last but the Rewinder's savepoint: a window's time begins here
+        parts.undo_at_end.callback(parts.values.close)
+        parts.undo_at_end.callback(self._rates.give_back)
+        parts.undo_at_end.enter_context(self._rates.unscaled_for_schedulers())
         if self._options.on_oom == "skip":
-            parts.held.enter_context(self._left_out.installed())
-        parts.held.enter_context(rewinder.guarding(members))
-        parts.held.enter_context(self.windows.patches(exchange))
+            parts.undo_at_end.enter_context(self._left_out.installed())
+        parts.undo_at_end.enter_context(rewinder.guarding(members))
+        parts.undo_at_end.enter_context(self.windows.patches(exchange))
 
     def _tensors_kept(self) -> list[Tensor]:
         """Return what lies on the device so that a window can run again."""
@@ -137,7 +137,7 @@ class Fit:
         """Bound what a CUDA device reserves by ``memory_budget`` until training ends."""
         device = self.trainer.strategy.root_device
         if device.type == "cuda":
-            self.parts.held.enter_context(
+            self.parts.undo_at_end.enter_context(
                 enforced_budget(device, parse_budget(self._options.budget, total_memory(device)))
             )
 
@@ -146,20 +146,21 @@ class Fit:
         parts = self.parts
         world_size = self.windows.planner.recipe.world_size
         for epoch in parts.progress.place.epochs:
-            effective = parts.request.effective(epoch)
+            effective = parts.request.asked_effective(epoch)
             if effective is not None:
                 require_effective_batch(effective, world_size)
-                require_few_chunks(effective, parts.limit.of_first_passes, world_size)
+                require_few_micro_batches(effective, parts.limit.of_first_passes, world_size)
 
     def _follow_growth(self) -> None:
         """Look for the limit again if the schedule has made this window larger than those asked about."""
-        if not self.parts.progress.place.skips_backward and self.search.follow_windows():
-            self.windows.plan_again()
+        if not self.parts.progress.place.skips_backward:
+            self.search.follow_windows()
 
     def _begin_rates(self) -> None:
         """Scale and log the rates of a window by its effective batch."""
         plan = self.plan
-        if plan is not None and not self.parts.progress.place.skips_backward:
+        assert plan is not None, "windows begin once the data are set up"
+        if not self.parts.progress.place.skips_backward:
             self._rates.begin_window(plan.effective_batch_size, self.windows.planner.recipe.effective)
 
     def start_epoch(self) -> None:
@@ -178,24 +179,25 @@ class Fit:
         self.verdict.warn()
 
     def begin_micro_batch(self, batch: Any) -> None:
-        """Weigh the next micro-batch; if it begins a window, measure on it if that is due."""
+        """Begin the next batch of the loop; if it begins a window, measure on it if that is due."""
         place = self.parts.progress.place
         if place.skips_backward:
             return
-        position = place.index_in_window
-        if position == 0:
+        index_in_window = place.index_in_window
+        if index_in_window == 0:
             check_automatic(self.trainer.lightning_module)
             self.verdict.begin_window(batch, after_error=self._reporter.has_pending)
             self._reporter.report_pending(self.verdict.exactness)
-        self.windows.weigh(batch, position)
+        self.windows.begin_batch(batch, index_in_window)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
-        """Mark that the update begins, and scale the gradients if their window was not known in advance."""
-        if self._rewinder is None or self.parts.progress.place.skips_backward:
+        """Mark that the update begins, and finish the gradients of the window; warn if they may be inexact."""
+        if self.parts.progress.place.skips_backward:
             return
+        assert self._rewinder is not None, "training has begun"
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
-        if self.parts.limit.has_fallen:  # the report of the error has told the verdict
+        if self._reporter.has_told_verdict:
             return
         known = self.verdict.exactness
         if known is not None and known.cause != "exact":  # this window may have been the first of several passes
@@ -203,7 +205,7 @@ class Fit:
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
-        self._left_out.end_pass()
+        self._left_out.forget_pass()
         if self.windows.is_over and not self.parts.progress.place.skips_backward:
             self.windows.end_window()
 
@@ -211,7 +213,7 @@ class Fit:
         """Restore what the fit changed. The factor stays until the next fit, as with Lightning's own scheduler."""
         progress = self.parts.progress
         progress.place.leave(self.data.recipe_factor, progress.position)
-        self.parts.held.close()
+        self.parts.undo_at_end.close()
         self._reporter.report_pending(self.verdict.exactness)
 
     def fail(self, error: BaseException) -> None:
@@ -251,7 +253,7 @@ class Fit:
         last = self.trainer.max_epochs
         if last is None or last < 0 or not self.data.is_set_up:
             return None
-        steps = self.windows.planner.steps(range(max(1, last)))
+        steps = self.windows.planner.steps(max(1, last))
         if steps is None or self.trainer.max_steps == -1:
             return steps
         return min(steps, int(self.trainer.max_steps))

@@ -22,7 +22,7 @@ class GradientSums:
         self._trainer = trainer
         self._sparse: list[torch.nn.Parameter] | None = None  # parameters that may have sparse gradients, once known
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
-        self._is_unreported = False  # whether a warning is due that torch rounds these sums
+        self._owes_warning = False  # whether a warning is due that torch rounds these sums
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
@@ -33,7 +33,7 @@ class GradientSums:
         if gradient_dtype.has_grad_dtype():
             self._half = half
         else:
-            self._is_unreported = bool(half)
+            self._owes_warning = bool(half)
         gradient_dtype.begin(self._half)
         try:
             yield
@@ -49,8 +49,8 @@ class GradientSums:
             coalesce_gradients(self._sparse)
         if is_sum and self._half:
             gradient_dtype.widen(self._half)
-        if is_sum and self._is_unreported:
-            self._is_unreported = False
+        if is_sum and self._owes_warning:
+            self._owes_warning = False
             rank_zero_warn(gradient_dtype.SUMS_ARE_ROUNDED, category=ExactnessWarning)
 
     def round(self) -> None:

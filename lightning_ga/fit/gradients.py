@@ -37,15 +37,16 @@ class Gradients:
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer = trainer
-        self.normalize: Normalize = None if options.whole else options.normalize
-        self._counts: Callable[[Any], Any] | None = self.normalize if callable(self.normalize) else None
+        self.normalize: Normalize = options.normalize
+        self._counter: Callable[[Any], Any] | None = self.normalize if callable(self.normalize) else None
         self._leaves_out = options.on_oom == "skip"
         self._world_size = ranks.data_ranks(trainer)[0]
-        self.weights = WindowWeights()  # of the window so far
         self.counted = Counted()  # in the loop's running batch so far
         self._sum = partial(ranks.sum_over_ranks, trainer)
+        self._stock = WindowWeights()
         self._known: KnownWindow | None = None  # once a window's samples have been known in advance
-        self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counts is None)
+        self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counter is None)
+        self.weights: WindowWeights = self._stock  # of the running window: one of these three
         self._zeroing: list[Any] = []  # hooks during a pass of weight 0
         self.sums = GradientSums(trainer)
         self.passes = 0  # of the window, that have begun
@@ -63,63 +64,67 @@ class Gradients:
         return int(self._trainer.accumulate_grad_batches)
 
     def weigh_micro_batch(
-        self, batch: Any, window: Window, position: int, *, samples: int | None, may_drop: bool
+        self, batch: Any, window: Window, index_in_window: int, *, samples: int | None, may_drop: bool
     ) -> None:
         """Weigh the next pass, a micro-batch of a window that is planned.
 
         ``samples`` is the micro-batch's number of samples if a collate function may have dropped some (``may_drop``);
         ``None`` if they could not be counted.
         """
-        planned = window.sizes[position]
+        planned = window.sizes[index_in_window]
         is_stand_in = planned == 0  # for no sample
         count = planned if samples is None or is_stand_in else samples
         items = float(count)
-        if self._counts is not None:
-            items = 0.0 if is_stand_in else count_items(self._counts, batch)
+        if self._counter is not None:
+            items = 0.0 if is_stand_in else count_items(self._counter, batch)
         self.counted = Counted(count, items)
-        if self._counts is not None:
+        if self._counter is not None:
             self._weigh_late(items)
-        elif self.normalize is not None:
+        elif self.normalize is None:
+            self._begin_pass(self._stock)
+        else:
             is_summed = self._world_size > 1 and (may_drop or self._leaves_out)
-            self._weigh_known(items, planned=planned, window=window.samples, is_summed=is_summed)
+            self._weigh_known(items, planned=planned, window_samples=window.samples, is_summed=is_summed)
 
     def reset_counted(self) -> None:
         """Count anew, in a batch that the step cuts."""
         self.counted = Counted()
 
-    def weigh_piece(self, piece: Any, batch: Any, *, weight: int, batch_weight: int) -> float:
-        """Weigh the next pass, a piece that the step cuts from a batch; the weights are in samples.
-
-        Return its weight in a mean over the batch.
-        """
-        count = float(weight)
-        total = float(batch_weight)
-        if self._counts is not None:
-            count = count_items(self._counts, piece)
-            total = count if piece is batch else count_items(self._counts, batch)
-        self.counted = Counted(self.counted.samples + weight, self.counted.items + count)
+    def weigh_piece(self, piece: Any, batch: Any, *, samples: int, batch_samples: int) -> float:
+        """Weigh the next pass, a piece that the step cuts from a batch; return its share in a mean over the batch."""
+        count = float(samples)
+        total = float(batch_samples)
+        if self._counter is not None:
+            count = count_items(self._counter, piece)
+            total = count if piece is batch else count_items(self._counter, batch)
+        self.counted = Counted(self.counted.samples + samples, self.counted.items + count)
         is_window = self._factor * self._world_size == 1  # whether the batch is a window of its own
         if self.normalize is None:  # Lightning divides each batch by the factor
-            self.weights = self.weights.weigh_share(count, of=total, first=self.passes == 0)
-            self.passes += 1
+            is_first = self._begin_pass(self._stock)
+            self._stock.weigh_share(count, of=total, first=is_first)
         elif is_window and total:
-            self._weigh_known(count, planned=count, window=total)
-        elif is_window and self._counts is None:  # nothing to divide by: it weighs as one whole
-            self._weigh_known(1.0, planned=1.0, window=1.0)
+            self._weigh_known(count, planned=count, window_samples=total)
+        elif is_window and self._counter is None:  # an empty batch: the pass has the weight of a whole window
+            self._weigh_known(1.0, planned=1.0, window_samples=1.0)
         else:
             self._weigh_late(count)
         return count / total if total else 0.0
 
-    def _weigh_known(self, count: float, *, planned: float, window: float, is_summed: bool = False) -> None:
+    def _weigh_known(self, count: float, *, planned: float, window_samples: float, is_summed: bool = False) -> None:
         if self._known is None:
             self._known = KnownWindow(self._world_size, sum_over_ranks=self._sum if is_summed else None)
-        first = self.passes == 0
-        self.weights = self._known.weigh(count, planned=planned, window=window, factor=self._factor, first=first)
-        self.passes += 1
+        is_first = self._begin_pass(self._known)
+        self._known.weigh(count, planned=planned, window=window_samples, factor=self._factor, first=is_first)
 
     def _weigh_late(self, count: float) -> None:
-        self.weights = self._late.weigh(count, factor=self._factor, first=self.passes == 0)
+        is_first = self._begin_pass(self._late)
+        self._late.weigh(count, factor=self._factor, first=is_first)
+
+    def _begin_pass(self, weights: WindowWeights) -> bool:
+        """Count a pass that has one of these weights; return whether it is the window's first."""
+        self.weights = weights
         self.passes += 1
+        return self.passes == 1
 
     def leave_out(self) -> None:
         """Let the pass that runs weigh nothing, and the window be the mean over the others."""

@@ -1,12 +1,13 @@
 """Leave out samples that fit in no way (``on_oom="skip"``): their passes run on nothing and weigh nothing.
 
-A window's passes have one sample each once one of them has failed, so the number of a pass in its window names the
+A window's passes have one sample each once one of them has failed, so the index of a pass in its window names the
 sample, however often the window begins again. Ranks stay in step: the pass runs, with a loss of zero.
 
 Tested in tests/integration/test_checkpoint.py.
 """
 
 import csv
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.plan.accumulation import ceil_div
 
 MOST_IN_A_ROW = 10  # samples that may be left out, until a window is whole again
-MOST_OF_EPOCH = 100  # one sample of the epoch in so many
+ONE_IN = 100  # samples of the epoch, one may be left out
 
 
 class LeftOut:
@@ -35,11 +36,10 @@ class LeftOut:
         self._progress = parts.progress
         self._gradients = parts.gradients
         self._data = data
-        self._places: set[int] = set()  # of the window's passes
-        self._running: tuple[int, str] | None = None  # place of the pass that runs, and shapes of its batch
+        self._left_out: set[int] = set()  # indices of passes in the running window
+        self._running: tuple[int, str] | None = None  # index of the pass that runs, and shapes of its batch
         self._in_row = 0  # left out since a window was whole
-        self._in_epoch = 0
-        self._epoch = -1  # of the running window
+        self._by_epoch: Counter[int] = Counter()  # how many were left out in each
         self._folder = Path()
 
     @contextmanager
@@ -50,11 +50,12 @@ class LeftOut:
         self._folder = Path(self._trainer.log_dir or self._trainer.default_root_dir)  # ranks ask for it together
 
         def training_step(batch: Any, *others: Any) -> Any:
-            place = self._gradients.passes - 1
-            # Trials after an error come with the same place: the shapes noted stay those of training's own batch.
-            if self._running is None or self._running[0] != place:
-                self._running = (place, " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch)))
-            if place not in self._places:
+            index_in_window = self._gradients.passes - 1  # below zero in trials before the window's first pass
+            # Trials after an error have the index of the pass that failed, whose shapes stay.
+            is_trial = index_in_window < 0 or (self._running is not None and self._running[0] == index_in_window)
+            if not is_trial:
+                self._running = (index_in_window, " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch)))
+            if index_in_window not in self._left_out:
                 return step(batch, *others)
             self._gradients.leave_out()
             return _nothing(module)
@@ -64,16 +65,12 @@ class LeftOut:
 
     def begin_window(self) -> None:
         """Begin another window, of which no sample is left out so far."""
-        if not self._places:
+        if not self._left_out:
             self._in_row = 0
-        self._places = set()
-        epoch = self._progress.window[0]
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._in_epoch = 0
+        self._left_out = set()
 
-    def end_pass(self) -> None:
-        """Note that the loop's batch is done."""
+    def forget_pass(self) -> None:
+        """Forget the last pass: the loop's batch is done, or the window begins, maybe again."""
         self._running = None
 
     def add(self) -> bool:
@@ -82,40 +79,37 @@ class LeftOut:
         Raises:
             UserError: If too many are left out.
         """
-        if self._running is None or self._running[0] in self._places:
+        if self._running is None or self._running[0] in self._left_out:
             return False
-        place, sizes = self._running
-        self._places.add(place)
-        self._in_row += 1
-        self._in_epoch += 1
+        index_in_window, sizes = self._running
+        self._left_out.add(index_in_window)
         epoch, window = self._progress.window
+        self._in_row += 1
+        self._by_epoch[epoch] += 1
         row = {
             "epoch": epoch,
             "window": window,
-            "place": place,
-            "index": self._data.windows.index_of(place),
+            "place": index_in_window,
+            "index": self._data.windows.index_of(index_in_window),
             "size": sizes,
             "rank": self._trainer.global_rank,
         }
         self._write(row)
-        most = self._most_of_epoch()
-        if self._in_row > MOST_IN_A_ROW or (most is not None and self._in_epoch > most):
+        most = self._most_of(epoch)
+        if self._in_row > MOST_IN_A_ROW or (most is not None and self._by_epoch[epoch] > most):
             raise UserError(
-                f"{self._in_row} samples in a row and {self._in_epoch} of this epoch did not fit and were left out, "
-                f"more than {MOST_IN_A_ROW}, or one in {MOST_OF_EPOCH}: raise memory_budget, or make samples smaller; "
+                f"{self._in_row} samples in a row and {self._by_epoch[epoch]} of this epoch did not fit and were left "
+                f"out, more than {MOST_IN_A_ROW}, or one in {ONE_IN}: raise memory_budget, or make samples smaller; "
                 "skipped.csv lists them."
             )
         said = ", ".join(f"{name} {value}" for name, value in row.items())
         print(rank_prefixed_message(f"AutoAccumulate: a sample is left out: {said}.", self._trainer.global_rank))
         return True
 
-    def _most_of_epoch(self) -> int | None:
-        """Return the most samples of this epoch that may be left out; ``None`` if its length is not known."""
-        planner = self._data.windows.planner
-        steps = planner.steps(range(self._epoch, self._epoch + 1))
-        if steps is None:
-            return None
-        return ceil_div(steps * planner.effective(self._epoch), MOST_OF_EPOCH)
+    def _most_of(self, epoch: int) -> int | None:
+        """Return the most samples of an epoch that may be left out; ``None`` if its length is not known."""
+        samples = self._data.windows.planner.samples_of_epoch(epoch)
+        return None if samples is None else ceil_div(samples, ONE_IN)
 
     def _write(self, row: dict[str, Any]) -> None:
         path = self._folder / "skipped.csv"

@@ -13,10 +13,10 @@ from lightning_ga.plan.recipe import Recipe, RecipeEpoch
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedEpoch:
+class EpochInputs:
     """The inputs of an epoch's plan. If an epoch is planned again with these, its windows are the same."""
 
-    number: int
+    epoch: int
     recipe: RecipeEpoch
     schedule: PiecewiseSchedule  # of its effective batches
     samples_done: int  # before its first window
@@ -24,14 +24,15 @@ class PlannedEpoch:
 
 
 class LoaderPlanner:
-    """Plans epochs by what was asked for and what fits: last the epoch ``planned``, with ``plan`` for full windows."""
+    """Plans epochs by what was asked for and what fits: last that of ``inputs``, with full windows as ``plan`` says."""
 
-    planned: PlannedEpoch
+    inputs: EpochInputs
     plan: AccumulationPlan
 
     def __init__(self, parts: FitParts, source: LoaderSource) -> None:
         self._parts = parts
         self.source = source
+        self._cut_by = 0  # the limit by which the epoch was cut
         self.most_read: int | None = None  # samples that were read, if training alone reads samples
 
     def use(self, source: LoaderSource) -> None:
@@ -58,6 +59,10 @@ class LoaderPlanner:
         asked = self._parts.request.effective_batch(epoch, self.micro_batch, self.recipe.world_size)
         return self.source.within_epoch(asked or self.recipe.effective, epoch)
 
+    def samples_of_epoch(self, epoch: int) -> int:
+        """Return the samples of an epoch, over all ranks."""
+        return self.source.epoch(epoch).samples
+
     def note_first(self) -> None:
         """Note that a first micro-batch was read as it is planned now, because samples cannot be read apart."""
         self.most_read = self.plan.micro_batch_size
@@ -71,7 +76,7 @@ class LoaderPlanner:
             total=self.source.epoch(epochs.start).samples,
             world_size=world_size,
         )
-        if not self.source.samples.first:
+        if not self.source.samples.can_be_read_apart:
             share = ceil_div(self.effective(epochs.start), self.recipe.world_size)
             high = min(high, self.most_read or share)
         return self.source.capped(max(1, high))
@@ -87,11 +92,11 @@ class LoaderPlanner:
             return high
         return min(high, ceil_div(asked, self.recipe.world_size))
 
-    def steps(self, epochs: range) -> int:
-        """Count the optimizer steps of these epochs."""
+    def steps(self, epochs: int) -> int:
+        """Count the optimizer steps of a training of so many epochs."""
         steps = 0
         samples = 0
-        for epoch in epochs:
+        for epoch in range(epochs):
             more, seen = self.source.steps_of(epoch, self._schedule_of(epoch, steps=steps, samples=samples))
             steps += more
             samples += seen
@@ -104,7 +109,7 @@ class LoaderPlanner:
 
     def advice(self, epochs: range) -> str:
         """Say that an effective batch is larger than the data."""
-        asked = max((self._parts.request.effective(epoch) or 0 for epoch in epochs), default=0)
+        asked = max((self._parts.request.asked_effective(epoch) or 0 for epoch in epochs), default=0)
         total = self.source.epoch(epochs.start).samples
         if asked <= total:
             return ""
@@ -115,41 +120,42 @@ class LoaderPlanner:
 
     # --- plans ---------------------------------------------------------------------------------
 
-    def arrange(self, number: int, *, enabled: bool = True) -> None:
-        """Plan an epoch; the loader yields nothing until that is ``enabled``."""
-        position = self._parts.progress.position_in(number)
-        schedule = self._schedule_of(number, steps=position.steps_before, samples=position.samples_before)
-        recipe = self.source.epoch(number)
-        self.planned = PlannedEpoch(number, recipe, schedule, position.samples_done, position.windows_done)
+    def plan_epoch(self, epoch: int, *, enabled: bool = True) -> None:
+        """Plan an epoch; while that is not ``enabled``, the loader yields nothing, and the limit is not known."""
+        position = self._parts.progress.position_in(epoch)
+        schedule = self._schedule_of(epoch, steps=position.steps_before, samples=position.samples_before)
+        recipe = self.source.epoch(epoch)
+        self.inputs = EpochInputs(epoch, recipe, schedule, position.samples_done, position.windows_done)
         self.cut(enabled=enabled)
         if not schedule.is_constant:
             self.plan_window(position.windows_done, position.samples_done)
 
     def cut(self, *, enabled: bool = True, start: int | None = None) -> None:
         """Cut the windows of the planned epoch by the limit; the loader begins with the window ``start``."""
-        epoch = self.planned
+        inputs = self.inputs
         shares = self._parts.shares
-        ranks = 1 if shares.limits else self.recipe.world_size  # shares are equal until the limits of ranks are known
-        micro_batch = ceil_div(epoch.schedule.largest, ranks)
+        ranks = 1 if shares.are_known else self.recipe.world_size  # otherwise shares are equal
+        micro_batch = ceil_div(inputs.schedule.largest, ranks)
+        self._cut_by = self._parts.limit.samples
         if enabled:
             micro_batch = self._within_limit(micro_batch)
         self.plan = self.source.arrange(
-            epoch.number,
-            epoch.schedule,
+            inputs.epoch,
+            inputs.schedule,
             micro_batch,
             multiple=self._parts.request.multiple,
             limits=shares.limits,
             ratio=shares.ratio,
-            samples_done=epoch.samples_done,
-            windows_done=epoch.windows_done,
+            samples_done=inputs.samples_done,
+            windows_done=inputs.windows_done,
             start=start,
             enabled=enabled,
         )
-        self._parts.progress.place.set_factor(self.source.plan.factor)
+        self._parts.progress.place.set_factor(self.source.epoch_plan.factor)
 
-    def plan_window(self, number: int, start: int) -> None:
+    def plan_window(self, window_number: int, start: int) -> None:
         """Plan a window of an epoch in which windows grow; it begins after ``start`` samples."""
-        size = self.planned.schedule.at(number, start)
+        size = self.inputs.schedule.at(window_number, start)
         self.plan = plan_accumulation(
             size,
             micro_batch=self._within_limit(size),
@@ -163,9 +169,14 @@ class LoaderPlanner:
     # --- what is planned -----------------------------------------------------------------------
 
     @property
+    def has_changed_limit(self) -> bool:
+        """Whether the limit has changed since the epoch was cut: it was found again, or taken back."""
+        return self._cut_by != self._parts.limit.samples
+
+    @property
     def has_changed_length(self) -> bool:
         """Whether a hook has changed the length of the data since the epoch was planned."""
-        return self.source.epoch(self.planned.number) != self.planned.recipe
+        return self.source.epoch(self.inputs.epoch) != self.inputs.recipe
 
     @property
     def keeps_batches(self) -> bool:
@@ -175,10 +186,10 @@ class LoaderPlanner:
     @property
     def counts_as_recipe(self) -> bool:
         """Whether the loop's batches and windows are the recipe's."""
-        plan = self.source.plan
-        # Ranks must validate together, also after an error on one of them: as windows of several batches end.
-        is_alone = self.recipe.world_size == 1 or plan.factor == 1
-        if self._parts.request.is_by_window or not is_alone or self._parts.shares.limits:
+        epoch_plan = self.source.epoch_plan
+        # A rank that runs a window of several batches again, after an error, counts more of them than the others.
+        ranks_count_alike = self.recipe.world_size == 1 or epoch_plan.factor == 1
+        if self._parts.request.is_by_window or not ranks_count_alike or self._parts.shares.are_known:
             return False
-        recipe_effective = self.source.within_epoch(self.recipe.effective, self.planned.number)
-        return self.planned.schedule.largest == recipe_effective and plan.length == self.planned.recipe.batches
+        recipe_effective = self.source.within_epoch(self.recipe.effective, self.inputs.epoch)
+        return self.inputs.schedule.largest == recipe_effective and epoch_plan.length == self.inputs.recipe.batches

@@ -35,11 +35,11 @@ class LoaderWindows(CutWindows):
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], source: LoaderSource) -> None:
         super().__init__(parts, cutter)
         self.planner = LoaderPlanner(parts, source)
-        self._begun: tuple[LoaderSource, int] | None = None  # the epoch that the loop is set up for
         self._window = NO_WINDOW  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
-        self._first: Any = None  # micro-batch, if training alone reads samples, until it begins
-        self._key_of_iterator: Any = None  # of the loop's iterator, once it was made
+        # If training alone reads samples, probe and measurement begin the loop's iterator before training does.
+        self._key_of_iterator: Any = None  # what the iterator was made for; ``None`` before there is one
+        self._first: Any = None  # the iterator's first micro-batch, until training begins
         self._compiled = CompiledModules(self._trainer)
         self._samples_left = SamplesLeft(cutter)
         self._prepare()
@@ -55,7 +55,7 @@ class LoaderWindows(CutWindows):
         position = self._parts.progress.position
         if restored is not None and 0 < position.samples_done < self._source.epoch(position.epoch).samples:
             self._source.restore_order(restored.order, position.epoch)
-        self.planner.arrange(self._place.epoch, enabled=self._parts.limit.is_known)
+        self.planner.plan_epoch(self._place.epoch, enabled=self._parts.limit.is_known)
 
     @property
     def _source(self) -> LoaderSource:
@@ -74,7 +74,7 @@ class LoaderWindows(CutWindows):
         loaders.show_loaders(self._trainer, loader)
         self._place.size_epoch(len(self._source.loader))
 
-    def begin_training(self) -> bool:
+    def adopt_position(self) -> bool:
         """Adopt the loop's position; return whether a run continues within an epoch."""
         return self._parts.progress.take_over(self._source.epoch(self._place.epoch))
 
@@ -85,20 +85,21 @@ class LoaderWindows(CutWindows):
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement.
 
-        If samples cannot be read apart from training, it is the first micro-batch, until training begins.
+        If samples cannot be read apart from training, it is the first micro-batch, which is read here; there is none
+        once training has begun.
         """
         samples = self._source.samples
-        if samples.first:
+        if samples.can_be_read_apart:
             return TrialBatches(samples, self._cutter(), self._source.largest_micro_batch(epoch))
-        if not self._reads and self._key_of_iterator is None:
+        if self._key_of_iterator is None:
             self._read_first()
         return TrialBatches(samples, self._cutter(), self.planner.most_read or 0, batch=self._first)
 
     def _read_first(self) -> None:
         """Read the first micro-batch, which training still gets; it is a whole share if the limit is not known."""
         if self._begun is None:
-            self.planner.arrange(self._place.epoch)
-            self._place.size_epoch(self._source.plan.length)
+            self.planner.plan_epoch(self._place.epoch)
+            self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
         # Iterating uses the generator up, and training's iterator needs it again.
         with replaced(loader, unplanned_generator=loader.unplanned_generator):
@@ -113,59 +114,58 @@ class LoaderWindows(CutWindows):
 
     def _iterator_key(self) -> tuple[int | None, ...]:
         """Return what the loop's iterator depends on."""
-        epoch = self.planner.planned
-        plan = self._source.plan
+        inputs = self.planner.inputs
+        plan = self._source.epoch_plan
         batches = self._place.batches_of_epoch
-        return epoch.number, epoch.schedule.largest, plan.done, plan.micro_batch, batches, *plan.ratio
+        return inputs.epoch, inputs.schedule.largest, plan.done, plan.micro_batch, batches, *plan.ratio
 
     @property
     def has_several_passes(self) -> bool:
-        """Whether a window is several micro-batches, other than items that are batches and cannot be one."""
-        is_stock = self._source.recipe.batch_size == 1 and self.planner.keeps_batches
-        return self.planner.plan.has_several_passes and not is_stock
+        """Whether a window is several micro-batches, which Lightning itself would not have run one by one."""
+        # With ``batch_size=1``, items may be ready-made batches: stock Lightning would accumulate the same passes.
+        is_as_stock = self._source.recipe.batch_size == 1 and self.planner.keeps_batches
+        return self.planner.plan.has_several_passes and not is_as_stock
 
     # --- epochs --------------------------------------------------------------------------------
 
-    def begin_epoch(self, number: int) -> None:
-        """Cut an epoch for training and set the loop up for it, once."""
-        if self._begun == (self._source, number):
-            return
-        is_first = self._begun is None
-        self._begun = (self._source, number)
+    def _begin_epoch(self, epoch: int) -> None:
         progress = self._parts.progress
-        progress.enter(number)
-        self.planner.arrange(number)
-        # A resumed run may have counted micro-batches in earlier epochs.
-        if is_first and self._place.batches_before_epoch != progress.position.batches_before:
-            self._make_due_by_recipe()
+        progress.enter(epoch)
+        self.planner.plan_epoch(epoch)
+        # A resumed run may have counted micro-batches in earlier epochs; the loop says so before it begins this one.
+        if self._begun is None and self._place.batches_before_epoch != progress.position.batches_before:
+            self._use_recipe_as_clock()
         self._place.begin_epoch()
         self._size_loop()
 
     def _size_loop(self) -> None:
         """Let the loop expect as many micro-batches as are planned; if they are the recipe's, leave its own number."""
         if not self.planner.counts_as_recipe:
-            self._make_due_by_recipe()
+            self._use_recipe_as_clock()
         length = self._source.batches_at_set_up
-        if self._is_due_by_recipe:
-            length = self._source.plan.length
+        if self._recipe_is_clock:
+            length = self._source.epoch_plan.length
         self._place.size_epoch(length)
 
     def _follow_length(self) -> None:
         """Plan the epoch again if a hook has changed the length of the data since it began."""
         if self.planner.has_changed_length:
-            self.planner.arrange(self.planner.planned.number)
+            self.planner.plan_epoch(self.planner.inputs.epoch)
             self._size_loop()
 
-    def _make_due_by_recipe(self) -> None:
-        """Let validation and schedules be due by the recipe's batches, from here to the end of the fit."""
-        if self._is_due_by_recipe:
+    def _use_recipe_as_clock(self) -> None:
+        """Let validation and schedules be due by the recipe's batches, not the loop's, to the end of the fit."""
+        if self._recipe_is_clock:
             return
-        self._is_due_by_recipe = True
-        self._parts.held.enter_context(schedulers.due_by_recipe(self._trainer, self._span_done))
-        self._parts.held.enter_context(validation.due_by_recipe(self._trainer, self._span_done))
+        self._recipe_is_clock = True
+        self._parts.undo_at_end.enter_context(schedulers.due_by_recipe(self._trainer, self._span_so_far))
+        self._parts.undo_at_end.enter_context(validation.due_by_recipe(self._trainer, self._span_so_far))
 
-    def _span_done(self) -> WindowSpan:
-        """Return the batches of the running window; none before its first micro-batch, when a restored loop asks."""
+    def _span_so_far(self) -> WindowSpan:
+        """Return the batches of the running window.
+
+        A restored loop also asks as it begins, before the window's first micro-batch: then none of them is done.
+        """
         if self._place.ready == self._place.window_start:
             return replace(self._span, after=self._span.before)
         return self._span
@@ -183,9 +183,8 @@ class LoaderWindows(CutWindows):
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin its first epoch, at the window that comes next."""
         if self._place.restarts:
-            self._parts.held.enter_context(positions_are_kept())
-            self._place.begin_at(self._source.plan.done, same_epoch=same_epoch)
-        self._reads = True
+            self._parts.undo_at_end.enter_context(positions_are_kept())
+            self._place.begin_at(self._source.epoch_plan.done, same_epoch=same_epoch)
         self._first = None
         if self._key_of_iterator != self._iterator_key():
             self._iterate()
@@ -195,28 +194,27 @@ class LoaderWindows(CutWindows):
     def begin_window(self) -> None:
         """Set the factor of the window that the loop has come to, and the batches that are done after it."""
         position = self._parts.progress.position
-        number = position.windows_done
-        if self._place.skips_backward or number >= self._source.plan.count:  # none is planned
+        window_number = position.windows_done
+        if self._place.skips_backward or window_number >= self._source.epoch_plan.count:
+            self._window = NO_WINDOW  # batches run forward alone, or the data have ended before the loop knew
             return
-        if self._parts.shares.follow_speeds():
+        if self._parts.shares.follow_speeds() or self.planner.has_changed_limit:
             self.plan_again()
-        window = self._source.window(number)
-        epoch = self.planner.planned
-        if not epoch.schedule.is_constant:
-            self.planner.plan_window(number, window.start)
+        window = self._source.window(window_number)
+        inputs = self.planner.inputs
+        if not inputs.schedule.is_constant:
+            self.planner.plan_window(window_number, window.start)
             factor = len(window.sizes)
             if factor != self._place.factor:
-                self._relocate(number, factor)
+                self._relocate(window_number, factor)
         self._window = window
-        done = epoch.recipe.batches_done(window.end)
+        done = inputs.recipe.batches_done(window.end)
         self._span = WindowSpan(self._source.recipe.factor, position.batches_done, done, position.batches_before)
 
-    def weigh(self, batch: Any, position: int) -> None:
+    def begin_batch(self, batch: Any, index_in_window: int) -> None:
         """Weigh a micro-batch by its samples, or by those that a collate function has left of them."""
         window = self._window
-        if not window.sizes:
-            return
-        planned = window.sizes[position]
+        planned = window.sizes[index_in_window]
         if len(window.sizes) > 1:
             self._compiled.mark(tensors_in(batch), planned)
         gradients = self._parts.gradients
@@ -224,7 +222,7 @@ class LoaderWindows(CutWindows):
         samples = None
         if may_drop and gradients.normalize == "samples":
             samples = self._samples_left.count(batch, planned)
-        gradients.weigh_micro_batch(batch, window, position, samples=samples, may_drop=may_drop)
+        gradients.weigh_micro_batch(batch, window, index_in_window, samples=samples, may_drop=may_drop)
 
     @property
     def is_over(self) -> bool:
@@ -234,15 +232,14 @@ class LoaderWindows(CutWindows):
     def end_window(self) -> None:
         """Note that a window is done."""
         window = self._window
-        if window.sizes:
-            self._parts.progress.end_window(samples=window.end, batches=self._span.after)
+        self._parts.progress.end_window(samples=window.end, batches=self._span.after)
         self._parts.shares.end_window(window.sizes)
 
     # --- errors --------------------------------------------------------------------------------
 
-    def index_of(self, number: int) -> Any:
-        """Return the index in the dataset of the only sample of a micro-batch of the running window, by its number."""
-        return self._source.index_of(self._window, number)
+    def index_of(self, index_in_window: int) -> Any:
+        """Return the index in the dataset of the only sample of a micro-batch of the running window."""
+        return self._source.index_of(self._window, index_in_window)
 
     @property
     def largest_pass(self) -> int:
@@ -253,29 +250,29 @@ class LoaderWindows(CutWindows):
 
     def plan_again(self) -> None:
         """Plan the same windows by the limit and shares of now, and move the loop to the start of the running one."""
-        number = self._parts.progress.position.windows_done
-        self.planner.cut(start=number)
-        self._make_due_by_recipe()
+        window_number = self._parts.progress.position.windows_done
+        self.planner.cut(start=window_number)
+        self._use_recipe_as_clock()
         self._place.iterate_again()
-        plan = self._source.plan
-        if self.planner.planned.schedule.is_constant:
-            self._place.relocate(plan.factor, at=number * plan.factor, end=plan.length)
+        plan = self._source.epoch_plan
+        if self.planner.inputs.schedule.is_constant:
+            self._place.relocate(plan.factor, at=window_number * plan.factor, end=plan.length)
         else:
-            self._relocate(number, plan.factor_of(number))
+            self._relocate(window_number, plan.factor_of(window_number))
 
-    def _relocate(self, window: int, factor: int) -> None:
+    def _relocate(self, window_number: int, factor: int) -> None:
         """Move the loop to a window; its counts are rewritten as if every window of the epoch had this factor."""
-        self._place.relocate(factor, at=window * factor, end=self._source.plan.count * factor)
+        self._place.relocate(factor, at=window_number * factor, end=self._source.epoch_plan.count * factor)
 
     # --- words ---------------------------------------------------------------------------------
 
     def how_cut(self) -> str:
-        """Say that validation waits for the end of a window, if it has to, and that batches are kept."""
+        """Say that batches are kept, and that validation waits for the end of a window if it has to."""
         found = []
         if self.planner.keeps_batches and self.planner.plan.factor > 1:
             found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
         every = getattr(self._trainer, "val_check_interval", None)
-        batches = self.planner.planned.schedule.largest / self._source.recipe.samples_of(1)
-        if self._is_due_by_recipe and isinstance(every, int) and every % batches != 0:
+        batches_of_window = self.planner.inputs.schedule.largest / self._source.recipe.samples_of(1)
+        if self._recipe_is_clock and isinstance(every, int) and every % batches_of_window != 0:
             found.append(f"validation at the end of the window in which val_check_interval={every} batches are done")
         return "; ".join(found)

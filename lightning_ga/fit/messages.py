@@ -35,6 +35,7 @@ OTHERS_WAIT = (
     "({memory}), and this rank cannot run these samples again alone, because {what}. Resume from the last "
     "checkpoint with a lower max_micro_batch_size or memory_budget (in evaluation: a smaller batch_size of its loader)."
 )
+EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, a metric over all ranks)"
 IN_THE_UPDATE = (
     "Memory ran out after the window's last backward pass ({memory}): in gradient clipping, in a hook, or inside the "
     "optimizer's step, which is not run again because it may have changed some parameters. Resume "
@@ -68,7 +69,7 @@ class OomEvent:
         """Say what happened, and what was measured of the result."""
         what = "The window" if self.stage == "training" else "The batch"
         how = f"in {self.unit} of at most {self.fits} samples, and so are later ones"
-        if self.fits == self.samples:
+        if self.fits == self.samples:  # a last remedy has left the limit as it was (``Remedies``)
             how = "with submodules computed again in the backward pass, or without that sample"
         return (
             f"Memory ran out in {self.stage} with {self.samples} samples after {counted(self.step, 'optimizer step')} "
@@ -83,6 +84,7 @@ class OomReporter:
         self._trainer = trainer
         self._pending: list[OomEvent] = []  # errors of training that are not reported yet
         self.events = events  # including those before a resume
+        self.has_told_verdict = False  # whether the report of an error of training has told what is known of gradients
 
     @property
     def has_pending(self) -> bool:
@@ -115,6 +117,7 @@ class OomReporter:
     def report_pending(self, verdict: Exactness | None) -> None:
         """Report the errors of training that were not reported yet."""
         while self._pending:
+            self.has_told_verdict = True
             self.report(self._pending.pop(0), after_error(verdict))
 
 

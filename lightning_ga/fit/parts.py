@@ -16,7 +16,7 @@ from lightning_ga.plan.config import Request
 
 @dataclass(frozen=True, slots=True)
 class FitParts:
-    """What was asked for, what fits, where training is, what its passes weigh and log; and how the fit ends."""
+    """What was asked for, what fits, where training is, what passes weigh and log, what is undone as the fit ends."""
 
     request: Request
     limit: Limit
@@ -24,4 +24,4 @@ class FitParts:
     progress: Progress
     gradients: Gradients
     values: StepValues
-    held: ExitStack = field(default_factory=ExitStack)  # gives the Trainer back what it had
+    undo_at_end: ExitStack = field(default_factory=ExitStack)

@@ -20,11 +20,14 @@ from lightning_ga.batch.pytree import open_container, rebuild, same_values
 from lightning_ga.compat.logged_values import logging_redirected, mean, merged_entry, plain
 from lightning_ga.loading.trial_batches import BatchCutter
 
+_Key = tuple[str, str, int]
+"""Of a logged value: its hook, its name, and whether the piece has logged that name for the first, second … time."""
+
 
 @dataclass(slots=True)
 class _Piece:
     samples: int
-    weight: float  # in means
+    share: float  # in means over the batch
     output: Any = None
 
 
@@ -34,26 +37,24 @@ class Pieces:
     def __init__(self, results: Any) -> None:
         self._results = results  # of the loop that runs; ``None`` in prediction
         self._pieces: list[_Piece] = []
-        self._logged: dict[
-            tuple[str, str, int], list[Any]
-        ] = {}  # by hook, name and its first, second … time in a piece
+        self._logged: dict[_Key, list[Any]] = {}
 
     @contextmanager
-    def piece(self, *, samples: int, weight: float, logs_at_once: bool = False) -> Iterator[None]:
+    def piece(self, *, samples: int, share: float, logs_at_once: bool = False) -> Iterator[None]:
         """Return a context for the pass over the next piece, whose logged values are kept; an error discards all.
 
         With ``logs_at_once``, for the last piece, each value is logged as that piece logs it.
         """
         if self._pieces:  # free the graph of the piece before
             self._pieces[-1].output = _plain(self._pieces[-1].output)
-        self._pieces.append(_Piece(samples, weight))
+        self._pieces.append(_Piece(samples, share))
         log = getattr(self._results, "log", None)
         times: Counter[tuple[str, str]] = Counter()
 
         def note(fx: str, name: str, value: Any, settings: dict[str, Any]) -> None:
             times[fx, name] += 1
             key = (fx, name, times[fx, name])
-            self._logged.setdefault(key, []).append((value, settings, samples, weight))
+            self._logged.setdefault(key, []).append((value, settings, samples, share))
             if logs_at_once:
                 self._log(key, log)
 
@@ -75,9 +76,9 @@ class Pieces:
             self._log(key, self._results.log)
         if len(self._pieces) == 1:
             return self._pieces[0].output
-        return merge(*zip(*[(piece.output, piece.samples, piece.weight) for piece in self._pieces]))
+        return merge(*zip(*[(piece.output, piece.samples, piece.share) for piece in self._pieces]))
 
-    def _log(self, key: tuple[str, str, int], log: Any) -> None:
+    def _log(self, key: _Key, log: Any) -> None:
         fx, name, _ = key
         logged = self._logged.pop(key)
         value, settings, *_ = logged[0]
@@ -95,24 +96,24 @@ def cut_in_pieces(cutter: BatchCutter, batch: Any, sizes: Sequence[int]) -> Iter
         start += size
 
 
-def merge(outputs: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
+def merge(outputs: Sequence[Any], samples: Sequence[int], shares: Sequence[float]) -> Any:
     """Merge what a step returned for the pieces of a batch; graphs and subclasses of tensors are left behind.
 
     - Tensors, arrays and lists as long as their piece are joined, and lists whose lengths differ.
-    - Numbers and tensors of one element are averaged by weight, unless all are equal; a piece of weight 0 is left
+    - Numbers and tensors of one element are averaged by share, unless all are equal; a piece of share 0 is left
       out. Numbers that count the samples of their piece are added up.
     - Containers are merged field by field. ``None`` in some pieces is skipped.
     - Anything else is the value if all are equal, otherwise the list of the values.
     """
-    there = [part for part in zip(outputs, samples, weights) if part[0] is not None]
+    there = [part for part in zip(outputs, samples, shares) if part[0] is not None]
     if not there:
         return None
-    values, sizes, shares = map(list, zip(*there))
+    values, sizes, value_shares = map(list, zip(*there))
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
-        return _merged_tensors([*map(_plain, values)], sizes, shares)
+        return _merged_tensors([*map(_plain, values)], sizes, value_shares)
     if all(isinstance(value, Real) and not isinstance(value, bool) for value in values):
-        return _merged_numbers(values, sizes, shares)
+        return _merged_numbers(values, sizes, value_shares)
     if any(type(value) is not type(first) for value in values) or isinstance(first, PackedSequence):
         return _same(values)
     if isinstance(first, np.ndarray) and _are_by_sample(values, sizes):
@@ -123,10 +124,10 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], weights: Sequence[floa
             return rebuild(first, [*chain.from_iterable(map(_plain, values))])
     if open_container(first) is None:
         return _same(values)
-    return _merged_fields(values, sizes, shares)
+    return _merged_fields(values, sizes, value_shares)
 
 
-def _merged_fields(values: list[Any], samples: list[int], weights: list[float]) -> Any:
+def _merged_fields(values: list[Any], samples: list[int], shares: list[float]) -> Any:
     """Merge containers of one type field by field; keys of a dictionary may be missing in some."""
     whole = values[0]
     children = [dict(open_container(value) or ()) for value in values]
@@ -135,25 +136,25 @@ def _merged_fields(values: list[Any], samples: list[int], weights: list[float]) 
         whole = dict.fromkeys(chain(*values))
     elif len(names) > len(children[0]):
         return _same(values)
-    return rebuild(whole, [merge([fields.get(name) for fields in children], samples, weights) for name in names])
+    return rebuild(whole, [merge([fields.get(name) for fields in children], samples, shares) for name in names])
 
 
-def _merged_numbers(values: list[Any], samples: list[int], weights: list[float]) -> Any:
+def _merged_numbers(values: list[Any], samples: list[int], shares: list[float]) -> Any:
     if values == samples and max(samples) > 1:  # among pieces of one sample, a 1 may be no count
         return sum(samples)
     if _are_equal(values):
         return values[0]
-    return mean([*torch.tensor(values, dtype=torch.float64)], weights).item()
+    return mean([*torch.tensor(values, dtype=torch.float64)], shares).item()
 
 
-def _merged_tensors(tensors: list[Tensor], samples: list[int], weights: list[float]) -> Any:
+def _merged_tensors(tensors: list[Tensor], samples: list[int], shares: list[float]) -> Any:
     if any(tensor.is_nested for tensor in tensors):
         return tensors
     if _are_by_sample(tensors, samples):
         return torch.cat(tensors)
     are_numbers = all(tensor.numel() == 1 and tensor.dtype != torch.bool for tensor in tensors)
     if are_numbers and (tensors[0].is_floating_point() or not _are_equal(tensors)):  # a comparison waits for the device
-        return mean(tensors, weights)
+        return mean(tensors, shares)
     return _same(tensors)
 
 

@@ -62,7 +62,8 @@ class WindowRates:
         """Write the rates that schedulers had set into a checkpoint from within a window."""
         self._write(group for state in checkpoint.get("optimizer_states", ()) for group in state["param_groups"])
 
-    def _write(self, groups: Iterator[dict[str, Any]]) -> None:  # nothing outside of a window
+    def _write(self, groups: Iterator[dict[str, Any]]) -> None:
+        """Write the rates of before into these groups; outside of a window there are none."""
         for group, before in zip(groups, self._before):
             group["lr"] = before
 

@@ -16,8 +16,9 @@ from lightning_ga.memory.oom import is_ambiguous_out_of_memory
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.piece_sizes import halved
 
-MANY = 3  # windows in which one sample did not fit: if there are so many,
-AMONG = 30  # among so many windows, later ones begin as these ended
+# If one sample did not fit in so MANY windows AMONG so many, later windows begin as these ended.
+MANY = 3
+AMONG = 30
 
 
 class Remedies:
@@ -40,6 +41,7 @@ class Remedies:
 
     def begin_window(self) -> None:
         """Begin a window; nothing happens if it begins again after an error."""
+        self._left_out.forget_pass()
         window = self._progress.window
         if window == self._window:
             return

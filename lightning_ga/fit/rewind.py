@@ -33,7 +33,7 @@ LESS = 10  # retries of the allocator lower a micro-batch by one part in so many
 class Rewinder:
     """Owns the one ``try`` around the loop's ``advance``, and the flag that the update has begun.
 
-    ``members`` live through a window. They begin it in their order, also if it begins again; the savepoint is the last.
+    ``members`` are called as a window begins, also if it begins again, in their order; the savepoint is the last.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Rewinder:
         if self._savepoint is None:
             return advance.guarded_advance(self._trainer, self.run)
         self._members.append(self._savepoint.take)
-        return advance.guarded_advance(self._trainer, self.run, self._windows.keep_batch)
+        return advance.guarded_advance(self._trainer, self.run, self._windows.batch_keeper)
 
     def run(self, stock_advance: Callable[[], None]) -> None:
         """Run the loop's next micro-batch; if memory runs out, the window's first one, smaller."""
@@ -85,16 +85,16 @@ class Rewinder:
                 if self._place.begins_window:
                     self._begin_window()
                     if self._lower_after_retries():
-                        continue
+                        continue  # the window begins again as it was planned anew; no retries are counted by then
                 kept_before = len(self._windows.batches)
                 stock_advance()
                 return
             except Exception as error:
                 if isinstance(error, UserError) or not may_be_out_of_memory(error):
                     raise
-                is_read = self._windows.can_read_again(kept_before)
-                if not self._can_go_back(is_read=is_read):
-                    self._explain(error, is_read=is_read)
+                obstacle = self._obstacle(is_read=self._windows.can_read_again(kept_before))
+                if obstacle is not None:
+                    self._explain(error, obstacle)
                     raise
                 failure = error
             release(failure)
@@ -139,33 +139,33 @@ class Rewinder:
         self._windows.plan_again()
         return True
 
-    def _can_go_back(self, *, is_read: bool) -> bool:
-        """Return whether the window can begin again; ``is_read`` if its batches can be read again."""
-        if self._savepoint is None or self._place.skips_backward:
-            return False
-        if not self._is_begun:  # the error came as the window began, or before one has
-            return self._place.begins_window
-        return is_read and not self._is_updating
+    def _obstacle(self, *, is_read: bool) -> str | None:
+        """Return why the window cannot begin again; ``None`` if it can, and nothing if that needs no sentence.
 
-    def _explain(self, error: Exception, *, is_read: bool) -> None:
+        ``is_read`` if its batches can be read again.
+        """
+        if self._savepoint is None or self._place.skips_backward:
+            return ""
+        if not self._is_begun:  # the error came as the window began, or before one has
+            return None if self._place.begins_window else ""
+        if not is_read:
+            return messages.IN_THE_LOADER
+        return messages.IN_THE_UPDATE if self._is_updating else None
+
+    def _explain(self, error: Exception, obstacle: str) -> None:
         """Add to an out-of-memory error why it ends the run; raise another if ranks wait for each other."""
         if not is_out_of_memory(error):
             return
         if self._refusal is not None:
             raise messages.out_of_memory(self._trainer, "training", messages.OTHERS_WAIT, self._refusal) from error
-        if self._savepoint is None or self._place.skips_backward or not self._is_begun:
-            return
-        memory = describe_memory(self._trainer.strategy.root_device)
-        if not is_read:
-            error.add_note(messages.IN_THE_LOADER.format(memory=memory))
-        elif self._is_updating:
-            error.add_note(messages.IN_THE_UPDATE.format(memory=memory))
+        if obstacle:
+            error.add_note(obstacle.format(memory=describe_memory(self._trainer.strategy.root_device)))
 
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
         failed = self._windows.largest_pass
         at_most = self._remedies.choose_remedy(failed, failure)  # ``failed`` itself after a last remedy
-        undo_passes(self._trainer, "training", failure, why_not_alone=self._why_not_alone, undo=self._undo)
+        undo_passes(self._trainer, "training", failure, leave_ranks=self._leave_ranks, undo=self._undo)
         fits = self._remedies.lower(failed, at_most=at_most)  # trial steps, which need the state from before
         self._windows.plan_again()
         self._reporter.add(self._reporter.event("training", failed, fits, self._limit.unit))
@@ -176,11 +176,11 @@ class Rewinder:
             return None
         return undo(self._savepoint, self._windows.batches)
 
-    def _why_not_alone(self) -> str | None:
+    def _leave_ranks(self) -> str | None:
+        """Leave the exchange of gradients, so that this rank repeats the window alone; return why it cannot."""
         is_alone = self._trainer.world_size == 1 or not self._is_begun
         if not is_alone and ranks.collectives_run() != self._collectives:
-            what = "all_gather, all_reduce, a metric with dist_sync_on_step"
-            return f"the step exchanges values with the other ranks ({what})"
+            return messages.EXCHANGES
         if self._exchange is None:
             return None
         return self._exchange.failed()

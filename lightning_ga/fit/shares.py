@@ -24,11 +24,16 @@ class Shares:
         self._trainer = trainer
         self._kind = options.shares
         self.differ = options.shares != "equal"  # whether each rank has a limit of its own
-        self.limits: tuple[int, ...] = ()  # of all ranks
+        self.limits: tuple[int, ...] = ()  # of all ranks, once they are known
         self.ratio: tuple[int, ...] = ()  # of all ranks' shares
         self._speed: Speed | None = None  # of this rank, if shares follow it
         if options.shares == "speed":
             self._speed = Speed(trainer.strategy.root_device)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether windows are cut in shares that differ: each rank knows the limits of all."""
+        return bool(self.limits)
 
     def check(self) -> None:
         """Refuse shares that differ if there is one rank, or if ranks wait for each other within a window."""
@@ -74,7 +79,7 @@ class Shares:
             self._speed.begin_window()
 
     def note_sending(self) -> None:
-        """Note that all work up to here is done without waiting."""
+        """Count the time up to now as this rank's own, without waiting for others."""
         if self._speed is not None:
             self._speed.note_sending()
 

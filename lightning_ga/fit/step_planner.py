@@ -53,8 +53,18 @@ class StepPlanner:
 
     def effective(self, epoch: int) -> int:
         """Return the largest effective batch of an epoch."""
-        asked = self._parts.request.effective_batch(epoch, self.micro_batch, self.source.world_size)
-        return asked or self.recipe.effective
+        request = self._parts.request
+        factor = request.factor(epoch)
+        if factor is not None:  # of the loader's batches
+            return self.recipe.samples_of(factor)
+        return request.asked_effective(epoch) or self.recipe.effective
+
+    def samples_of_epoch(self, epoch: int) -> int | None:
+        """Return the samples of any epoch, over all ranks; ``None`` if that is not known."""
+        batches = self._parts.progress.place.batches_of_epoch
+        if batches is None or self.source.batch_size is None:
+            return None
+        return self.recipe.samples_of(batches)
 
     def useful_limit(self, epochs: range) -> int:
         """Return the largest piece of a batch that these epochs can use."""
@@ -66,14 +76,14 @@ class StepPlanner:
         """Return the largest piece that the next window can use: windows grow by whole batches."""
         return self.useful_limit(self._parts.progress.place.epochs[:1])
 
-    def steps(self, epochs: range) -> int | None:
-        """Count the optimizer steps of these epochs; ``None`` if that is not known."""
+    def steps(self, epochs: int) -> int | None:
+        """Count the optimizer steps of a training of so many epochs; ``None`` if that is not known."""
         batches = self._parts.progress.place.batches_of_epoch
         if batches is None or (self.source.batch_size is None and self._parts.request.counts_samples):
             return None
         steps = 0
         samples = 0
-        for epoch in epochs:
+        for epoch in range(epochs):
             left = batches
             while left > 0:
                 factor = self._batches_of_window(epoch, step=steps, samples=samples)
@@ -96,7 +106,7 @@ class StepPlanner:
             return self._plan
         return in_chunks_of(self._plan, limit.samples, limit.chunked_names)
 
-    def plan_window(self) -> int:
+    def plan_next_window(self) -> int:
         """Plan the next window; return how many batches make it."""
         progress = self._parts.progress
         factor = self._batches_of_window(

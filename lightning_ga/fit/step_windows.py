@@ -27,7 +27,7 @@ class StepWindows(CutWindows):
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], source: StepSource) -> None:
         super().__init__(parts, cutter)
         self.planner = StepPlanner(parts, source)
-        self._begun: tuple[StepSource, int] | None = None  # the epoch that the loop is set up for
+        self._reads = False  # whether the loop has begun to read
         self._passes = BatchPasses(parts, cutter, lambda: self.planner.batch_size)
 
     def use(self, source: Any) -> None:
@@ -45,7 +45,7 @@ class StepWindows(CutWindows):
         if self._source.loader is not loader:
             loaders.show_loaders(self._trainer, loader)
 
-    def begin_training(self) -> bool:
+    def adopt_position(self) -> bool:
         """Adopt the loop's position, and look at the first batch, which training still gets, if only it shows sizes."""
         if self._source.batch_size is None:
             batch = advance.first_batch(self._trainer)
@@ -62,7 +62,7 @@ class StepWindows(CutWindows):
         batch = None
         if self.batches:
             batch = self.batches[-1].batch
-        elif not self._reads and (self._source.varies or not samples.first):
+        elif not self._reads and (self._source.varies or not samples.can_be_read_apart):
             batch = advance.first_batch(self._trainer)
         return TrialBatches(samples, self._cutter(), self.planner.batch_size, batch=batch, in_step=True)
 
@@ -74,22 +74,18 @@ class StepWindows(CutWindows):
 
     # --- epochs --------------------------------------------------------------------------------
 
-    def begin_epoch(self, number: int) -> None:
-        """Set the factor for an epoch, once."""
-        if self._begun == (self._source, number):
-            return
-        self._begun = (self._source, number)
-        self._parts.progress.enter(number)
+    def _begin_epoch(self, epoch: int) -> None:
+        self._parts.progress.enter(epoch)
         self._place.begin_epoch()
         self._plan_window()
 
     def _plan_window(self) -> None:
         """Set how many batches make the next window."""
-        factor = self.planner.plan_window()
+        factor = self.planner.plan_next_window()
         self._place.set_factor(factor)
-        if factor != self._source.recipe_factor and not self._is_due_by_recipe:
-            self._is_due_by_recipe = True
-            self._parts.held.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
+        if factor != self._source.recipe_factor and not self._recipe_is_clock:
+            self._recipe_is_clock = True
+            self._parts.undo_at_end.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
 
     def _span(self) -> WindowSpan:
         """Return the batches before and after the window that ends; the loop counts the recipe's by itself."""
@@ -123,10 +119,10 @@ class StepWindows(CutWindows):
         self._passes.begin_window()
         if self._parts.request.is_by_window:
             self._place.count_windows_from_here()
-            self._plan_window()
+        self._plan_window()
 
-    def weigh(self, batch: Any, position: int) -> None:
-        """Leave the weights to the pieces."""
+    def begin_batch(self, batch: Any, index_in_window: int) -> None:
+        """Count the batch's samples anew; its pieces are weighed as they run."""
         self._parts.gradients.reset_counted()
 
     @property
@@ -145,8 +141,8 @@ class StepWindows(CutWindows):
     # --- errors --------------------------------------------------------------------------------
 
     @property
-    def keep_batch(self) -> Callable[[Any], None]:
-        """Gets each batch of the loop as the loader made it, because steps change containers."""
+    def batch_keeper(self) -> Callable[[Any], None]:
+        """The function that gets each batch as the loader made it, because steps change containers."""
         return self._keep
 
     def _keep(self, batch: Any) -> None:
@@ -166,7 +162,8 @@ class StepWindows(CutWindows):
         largest = max(self._passes.sizes, default=1)
         if largest > 1:
             return largest
-        return min(limit.samples, self.planner.batch_size)  # before the first pass, or in a batch of one sample
+        # Before the first pass; and one sample in a small batch is no reason to give up while other pieces have more.
+        return min(limit.samples, self.planner.batch_size)
 
     def plan_again(self) -> None:
         """Give the window's batches back to the loop, which begins it again in smaller pieces."""

@@ -34,7 +34,6 @@ class TrainingData:
         self.recipe_factor: int = self._trainer.accumulate_grad_batches
         self._windows: Windows | None = None
         self._source: LoaderSource | StepSource | None = None  # of the loader that the loop reads
-        self._setting_up = ExitStack()
         self._users_loader: Any = None  # that the loop is being set up with; ``None`` if it keeps the data that it has
         self._cutter: BatchCutter | None = None  # of batches of training, once it has been asked for
 
@@ -51,23 +50,26 @@ class TrainingData:
 
     def intercepted(self, is_installed: Callable[[], bool]) -> AbstractContextManager[None]:
         """Return a context in which the loop gets these data, while the callback is installed."""
+        contexts = ExitStack()  # of a set-up: ``read`` enters them while ``around`` lets the loop set up its data
 
         def read(loader: Any) -> Any:
             if not is_installed():
                 return loader
-            return self._read_loader(loader)
+            self._read_loader(loader)
+            contexts.enter_context(self.windows.setting_up())
+            return self.windows.planner.source.loader
 
         def around(set_up: Callable[[], None]) -> None:
             self._users_loader = None
-            with self._setting_up:  # ``read`` enters contexts meanwhile
+            with contexts:
                 set_up()
             if self._users_loader is not None:
                 self.windows.data_are_set_up(self._users_loader)
 
         return loaders.intercepted_loaders(self._trainer, read, around)
 
-    def _read_loader(self, loader: Any) -> Any:
-        """Decide where the user's loader is cut, once; return the loader that the loop reads."""
+    def _read_loader(self, loader: Any) -> None:
+        """Decide where the user's loader is cut, once."""
         trainer = self._trainer
         position = self._parts.progress.position
         world_size, rank = ranks.data_ranks(trainer)
@@ -82,7 +84,7 @@ class TrainingData:
             must_shuffle=position.shuffles,
             epoch=self._parts.progress.place.epoch,
         )
-        source = read_source(loader, settings, in_step=self._why_in_step(), size_of=self._options.size_of)
+        source = read_source(loader, settings, why=self._why_in_step(), size_of=self._options.size_of)
         if self._parts.shares.differ and isinstance(source, StepSource):
             raise UserError(
                 f"shares={self._options.shares!r} needs windows that the loader cuts, and these data are cut in the "
@@ -92,16 +94,14 @@ class TrainingData:
         self._source = source
         self._users_loader = loader
         self._windows = self._windows_of(source)
-        self._setting_up.enter_context(self._windows.setting_up())
-        return source.loader
 
     def _windows_of(self, source: LoaderSource | StepSource) -> Windows:
         """Return the windows of a loader: new ones, or those of before if data are loaded again."""
-        if self._windows is None and isinstance(source, LoaderSource):
-            return LoaderWindows(self._parts, self.cutter, source)
-        if self._windows is None and isinstance(source, StepSource):
+        windows = self._windows
+        if windows is None:
+            if isinstance(source, LoaderSource):
+                return LoaderWindows(self._parts, self.cutter, source)
             return StepWindows(self._parts, self.cutter, source)
-        windows = self.windows
         if windows.in_step != isinstance(source, StepSource):
             raise UserError(
                 "Data that are loaded again must be cut where they were, or always in the step: micro_batching='step'."
@@ -114,9 +114,8 @@ class TrainingData:
         if self._cutter is None:
             assert self._source is not None, "batches are cut once the data are set up"
             found, combine = loaders.loaders_of(self._trainer)
-            samples = [*map(KnownSamples, found)]
-            if found == [self._source.loader]:
-                samples = [self._source.samples]
+            is_cut_here = found == [self._source.loader]
+            samples = [self._source.samples] if is_cut_here else [*map(KnownSamples, found)]
             self._cutter = BatchCutter(samples, combine, BatchTransfer(self._trainer))
         return self._cutter
 

@@ -15,18 +15,18 @@ def undo_passes(
     stage: str,
     failure: Exception,
     *,
-    why_not_alone: Callable[[], str | None],
+    leave_ranks: Callable[[], str | None],
     undo: Callable[[], str | None],
 ) -> None:
     """Undo what failed passes have done.
 
-    ``why_not_alone`` returns why other ranks wait for this one, and ``undo`` what cannot be put back; ``None`` if all
-    is well.
+    ``leave_ranks`` is called once, before ``undo``. It returns why other ranks wait for this one, and ``undo`` what
+    cannot be put back; ``None`` if all is well.
 
     Raises:
         UserError: If the samples cannot run again with the same result.
     """
-    others = why_not_alone()
+    others = leave_ranks()
     if others is not None:
         raise messages.out_of_memory(trainer, stage, messages.OTHERS_WAIT, others) from failure
     moved = retry_once(undo)

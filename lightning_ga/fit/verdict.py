@@ -15,10 +15,12 @@ from lightning_ga.fit.exactness.measure import measure, measure_at_start
 from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
+from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness_verdicts import Exactness, combined, is_inexact, warning
 
-ENOUGH = 3  # samples that take an "unmeasured" back: two, each a part, may agree by chance
+ENOUGH = 3
+"""An "unmeasured" verdict is replaced by a measurement on so many samples: two, each a part, may agree by chance."""
 
 
 class Verdict:
@@ -43,7 +45,7 @@ class Verdict:
         )
         is_cut = may_be_cut or windows.has_several_passes
         if self._options.verify and ranks.sum_over_ranks(self._trainer, float(is_cut)) > 0:
-            found = self._measure_samples(begins=True)
+            found = self._measure_samples(windows.trial_batches(self._place.epoch), begins=True)
             self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
 
     def begin_window(self, batch: Any, *, after_error: bool) -> None:
@@ -53,28 +55,37 @@ class Verdict:
         steps = int(self._trainer.global_step)
         if self.exactness is None:  # nothing was accumulated so far: as at the start, on samples that differ
             if after_error or self._data.windows.has_several_passes:
-                self.exactness = self._measure_samples(begins=False)
+                self.exactness = self._measure_first(batch)
         elif after_error or steps >= self._next_step:
             while self._next_step <= steps:
                 self._next_step *= 2
-            self._measure_batch(batch)
+            found, samples = self._measure_batch(batch)
+            if is_inexact(found) or (self.exactness.cause == "unmeasured" and samples >= ENOUGH):
+                self.exactness = found
+                self.warn()
 
-    def _measure_samples(self, *, begins: bool) -> Exactness:
-        windows = self._data.windows
+    def _measure_first(self, batch: Any) -> Exactness:
+        """Measure on samples that differ, or on a batch of training if training alone reads samples."""
+        batches = self._data.windows.trial_batches(self._place.epoch)
+        if batches.empty:
+            return self._measure_batch(batch)[0]
+        return self._measure_samples(batches, begins=False)
+
+    def _measure_samples(self, batches: TrialBatches, *, begins: bool) -> Exactness:
         return measure_at_start(
             self._trainer,
-            windows.trial_batches(self._place.epoch),
+            batches,
             BatchTransfer(self._trainer).to_device,
             self._options.normalize,
             limit=self._limit.samples,
-            in_step=windows.in_step,
+            in_step=self._data.windows.in_step,
             chunked=self._limit.chunked,
             begins=begins,
             multiple=self._multiple,
         )
 
-    def _measure_batch(self, batch: Any) -> None:
-        """Measure on a batch of training, and warn if the gradient is inexact."""
+    def _measure_batch(self, batch: Any) -> tuple[Exactness, int]:
+        """Measure on a batch of training; return what was found, and on how many samples."""
         cutter = self._data.cutter()
         most = 0
         try:
@@ -92,10 +103,7 @@ class Verdict:
             )
         except LayoutError as error:
             found = Exactness(None, 0.0, "unmeasured", reason=str(error))
-        is_unknown = self.exactness is None or self.exactness.cause == "unmeasured"
-        if is_inexact(found) or (is_unknown and most >= ENOUGH):
-            self.exactness = found
-            self.warn()
+        return found, most
 
     def agree(self) -> None:
         """Combine the verdicts of all ranks, which call this together as an epoch begins."""

@@ -1,10 +1,16 @@
 """What windows have in common, whether the loader cuts them (``loader_windows.py``) or the step (``step_windows.py``).
 
-A window is all samples between two optimizer steps. ``TrainingData`` decides where they are cut; nothing else asks.
+A window is all samples between two optimizer steps. ``TrainingData`` decides where they are cut.
+
+``Fit`` calls both kinds in this order: ``setting_up`` and ``data_are_set_up``, as often as data are loaded;
+``adopt_position``; ``begin_epoch``; ``begin_reading`` once; then ``begin_window`` for each window, ``begin_batch`` for
+each batch of the loop, and ``end_window`` if the window ``is_over`` with it. ``trial_batches`` may come before and
+between. ``Rewinder`` calls ``plan_again`` after an error, and ``begin_window`` again. A ``planner`` cuts the windows.
 
 Tested in tests/differential/test_differential.py.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,25 +30,43 @@ class CutWindows:
         self._cutter = cutter
         self._trainer = parts.progress.trainer
         self._place = parts.progress.place
-        self.batches: list[KeptBatch] = []  # of the running window, as ``keep_batch`` got them
-        self._reads = False  # whether the loop has begun to read
-        self._is_due_by_recipe = False  # whether the loop's counts are not the recipe's, which then says what is due
+        self.batches: list[KeptBatch] = []  # of the running window, as the ``batch_keeper`` got them
+        self._begun: tuple[Any, int] | None = None  # source and number of the epoch that the loop is set up for
+        self._recipe_is_clock = False  # whether the recipe's batches, not the loop's, say from here on what is due
 
     def setting_up(self) -> AbstractContextManager[None]:
         """Return a context in which the loop sets up its data."""
         return nullcontext()
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Plan an epoch and set the loop up for it, once."""
+        if self._begun != (self._source, epoch):
+            self._begin_epoch(epoch)
+            self._begun = (self._source, epoch)
+
+    @property
+    @abstractmethod
+    def _source(self) -> Any:
+        """The loader that is cut."""
+
+    @abstractmethod
+    def _begin_epoch(self, epoch: int) -> None:
+        """Plan an epoch and set the loop up for it."""
+
     def kept_order(self) -> str | None:
         """Return the order of the running epoch for a checkpoint, if nothing else gives it again."""
         return None
 
-    def index_of(self, number: int) -> Any:
+    def index_of(self, index_in_window: int) -> Any:
         """Return the index in the dataset of the only sample of a pass of the running window; ``None`` if not known."""
         return None
 
     @property
-    def keep_batch(self) -> Callable[[Any], None] | None:
-        """Gets each batch of the loop before anything changes it; ``None`` if samples are read by their indices."""
+    def batch_keeper(self) -> Callable[[Any], None] | None:
+        """The function that gets each batch of the loop before anything changes it.
+
+        ``None`` if samples can be read again by their indices.
+        """
         return None
 
     def can_read_again(self, kept_before: int) -> bool:

@@ -94,24 +94,33 @@ class KnownSamples:
     def first(self) -> list[Any]:
         """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace.
 
-        The very first is read three times: it must be the same again.
+        The very first is read twice: it must be the same again.
         """
         if not self._are_by_index:
             return []
         index, *rest = islice(self.order(), SAMPLES_AT_ONCE)
-        with closing(self._read(zip([index, index, index, *rest]))) as reads:
-            thrice = list(islice(reads, 3))  # the first time it may draw other random numbers
-            if len(thrice) < 3 or not (self._trusted or same_values(thrice[1], thrice[2])):
+        before = rest[:1] or [index]  # what is read before any other may draw other random numbers
+        with closing(self._read(chain(before, [index], self._in_time([index, *rest[1:]])))) as reads:
+            begun = list(islice(reads, 3))
+            if len(begun) < 3 or not (self._trusted or same_values(begun[1], begun[2])):
                 return []
-            found = [*thrice[1]]
-            started = time.monotonic()
-            for samples in reads:
-                found += samples
-                elapsed = time.monotonic() - started
-                self.seconds_each = elapsed / (len(found) - 1)
-                if elapsed > FIRST_SECONDS:
-                    break
-        return found
+            found = [begun[1], begun[0], *reads]
+        return found[: 1 + len(rest)]
+
+    def _in_time(self, indices: Iterable[Any]) -> Iterator[Any]:
+        """Yield indices until reading takes too long: a worker is asked for the next sample once it has sent one."""
+        started = time.monotonic()
+        for count, index in enumerate(indices, 1):
+            yield index
+            elapsed = time.monotonic() - started
+            self.seconds_each = elapsed / count
+            if elapsed > FIRST_SECONDS:
+                break
+
+    @property
+    def can_be_read_apart(self) -> bool:
+        """Whether samples can be read apart from training."""
+        return bool(self.first)
 
     @property
     def are_handed_out(self) -> bool:
@@ -121,7 +130,7 @@ class KnownSamples:
         used_up = self._used_up()
         if used_up:  # who reads files may seek in them
             return not all(isinstance(each, IOBase) for each in used_up)
-        one, *others = (list(self._read([[index]])) for index in islice(self.order(), 2))
+        one, *others = (list(self._read([index])) for index in islice(self.order(), 2))
         return bool(one) and bool(others) and same_values(one, others[0])
 
     @property
@@ -133,18 +142,18 @@ class KnownSamples:
         held = held_by(datasets_in(self.loader.dataset))
         return [each for each in held if isinstance(each, Iterator) or _QUEUES.issubset(dir(type(each)))]
 
-    def _read(self, lists: Iterable[Sequence[Any]]) -> Generator[Any, None, None]:
-        """Yield the samples of each list, unless reading them would leave a trace, or they are no list of samples."""
+    def _read(self, indices: Iterable[Any]) -> Generator[Any, None, None]:
+        """Yield the samples, unless reading them would leave a trace; up to one that cannot be read by itself."""
         if self._used_up():
             return
-        wanted = list(map(list, lists))
+        lists = map(list, zip(indices))
         reseeding = partial(_then_reseeded, self.loader.dataset)
-        with uncounted(), self.fetched(wanted, reseeding) as reads:  # samples lie on the host
-            for indices in wanted:
-                samples = attempt(next, is_no_lack_of_memory, reads).result  # training meets errors, too
-                if not isinstance(samples, (list, tuple)) or len(samples) != len(indices):
-                    return  # ``__getitems__`` may return a batch
-                yield samples
+        with uncounted(), self.fetched(lists, reseeding) as reads:  # samples lie on the host
+            while True:
+                samples = attempt(next, is_no_lack_of_memory, reads, None).result  # training meets errors, too
+                if not isinstance(samples, (list, tuple)) or len(samples) != 1:
+                    return  # at the end, or ``__getitems__`` returns a batch
+                yield samples[0]
 
     @contextmanager
     def fetched(

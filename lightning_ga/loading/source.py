@@ -28,10 +28,10 @@ from lightning_ga.plan.windows import EpochPlan, GrowingWindows, RegularWindows,
 
 
 def read_source(
-    loader: Any, settings: SourceSettings, *, in_step: str = "", size_of: SizeOf | None = None
+    loader: Any, settings: SourceSettings, *, why: str = "", size_of: SizeOf | None = None
 ) -> "LoaderSource | StepSource":
-    """Return the data, cut in the loader or in the step; ``in_step`` is the caller's reason for the step, if any."""
-    why = in_step or why_in_step(loader)
+    """Return the data, cut in the loader or in the step; ``why`` is the caller's reason for the step, if any."""
+    why = why or why_in_step(loader)
     order = None if why else read_order(loader, settings)
     if order is not None:
         source = LoaderSource(loader, order, settings, size_of)
@@ -78,18 +78,18 @@ class LoaderSource:
         self.loader: Any = rebatch(self.samples.with_shown_batch(), self._sampler, shuffle=settings.may_shuffle)
 
     @property
-    def plan(self) -> EpochPlan:
+    def epoch_plan(self) -> EpochPlan:
         """The cut of the arranged epoch."""
         assert self._sampler.plan is not None, "the data are read before an epoch was arranged"
         return self._sampler.plan
 
     def window(self, index: int) -> Window:
         """Return one window of the arranged epoch as this rank runs it."""
-        return self.plan.window(index, self._rank)
+        return self.epoch_plan.window(index, self._rank)
 
-    def index_of(self, window: Window, position: int) -> Any:
+    def index_of(self, window: Window, index_in_window: int) -> Any:
         """Return the index in the dataset of the first sample of a micro-batch."""
-        place = self.plan.places(window, position)[0]
+        place = self.epoch_plan.places(window, index_in_window)[0]
         return listed(self._order.draw(self._sampler.epoch)[place : place + 1])[0]
 
     def epoch(self, number: int) -> RecipeEpoch:

@@ -1,13 +1,13 @@
 """Count and cut the batches of training, and make batches for the probe and the measurement of the same kind."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from typing import Any
 
 from lightning_ga.batch.layout import HookLayout, Layout, leaves
-from lightning_ga.batch.pytree import REMEDY, LayoutError, tensors_in
+from lightning_ga.batch.pytree import REMEDY, LayoutError, open_container, tensors_in
 from lightning_ga.batch.read_layout import Comparison, read_hook_layout, read_layout, read_ready_made
 from lightning_ga.loading.known_samples import KnownSamples, is_no_lack_of_memory
 from lightning_ga.loading.largest import Largest
@@ -137,7 +137,7 @@ class TrialBatches:
         self._known = known
         self._batch = batch
         self.largest: Largest | None = None  # the samples that batches are collated of
-        if known.first and batch is None:
+        if known.can_be_read_apart and batch is None:
             self.largest = Largest(known)
         self._is_cut = in_step or self.largest is None
 
@@ -228,10 +228,6 @@ def _traits(sample: Any) -> tuple[float, ...]:
         elif values.numel():
             ignored += int((values < 0).sum())
             labels += values.double().mean().item()
-    fields: Any = ()
-    if isinstance(sample, Mapping):
-        fields = sample.values()
-    elif isinstance(sample, (list, tuple)):
-        fields = sample
+    fields = dict(open_container(sample) or ()).values()
     labels += sum(value for value in fields if isinstance(value, int))
     return size, ignored, labels

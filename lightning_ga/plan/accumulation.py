@@ -15,7 +15,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.plan.units import counted
 
 LEAST_GAIN = 0.03  # part of a window's time that other shares must save
-MOST_CHUNKS = 10**7  # micro-batches of a window on a rank: their sizes are kept in memory
+MOST_MICRO_BATCHES = 10**7  # micro-batches of a window on a rank: their sizes are kept in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def plan_unequal_shares(
     Micro-batch and factor are those of one ``rank``.
     """
     shares = split_in_proportion(effective_batch, ratio, multiple)
-    chunks = tuple(chunk_sizes(share, limit, multiple) for share, limit in zip(shares, limits))
+    chunks = tuple(micro_batch_sizes(share, limit, multiple) for share, limit in zip(shares, limits))
     return AccumulationPlan(effective_batch, len(limits), chunks[rank][0], len(chunks[rank]), chunks)
 
 
@@ -149,7 +149,7 @@ def whole_multiples(most: int, multiple: int) -> int:
     return most - most % usable_multiple(multiple, most)
 
 
-def chunk_sizes(share: int, most: int, multiple: int = 1) -> tuple[int, ...]:
+def micro_batch_sizes(share: int, most: int, multiple: int = 1) -> tuple[int, ...]:
     """Cut a share into the fewest near-equal chunks of at most ``most`` samples, multiples if that many fit."""
     parts = max(1, ceil_div(share, whole_multiples(most, multiple)))
     return split_evenly(share, parts, usable_multiple(multiple, most))
@@ -188,10 +188,10 @@ def plan_accumulation(
     micro_batch = require_count("micro_batch", micro_batch)
     world_size = require_count("world_size", world_size)
     effective_batch = require_effective_batch(effective_batch, world_size)
-    require_few_chunks(effective_batch, micro_batch, world_size)
+    require_few_micro_batches(effective_batch, micro_batch, world_size)
     multiple = usable_multiple(require_count("multiple", multiple), micro_batch)
     shares = split_evenly(effective_batch, world_size, multiple)
-    factor = len(chunk_sizes(shares[0], micro_batch, multiple))
+    factor = len(micro_batch_sizes(shares[0], micro_batch, multiple))
     chunks = tuple(split_evenly(share, factor, multiple) for share in shares)
     return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
 
@@ -206,19 +206,19 @@ def plan_in_step(
     batch: int, *, batches: int, micro_batch: int, world_size: int = 1, multiple: int = 1
 ) -> AccumulationPlan:
     """Plan windows of whole ``batches`` on each rank, each batch cut into the fewest near-equal chunks that fit."""
-    require_few_chunks(batch * batches, micro_batch, 1)
-    chunks = chunk_sizes(batch, micro_batch, multiple) * batches
+    require_few_micro_batches(batch * batches, micro_batch, 1)
+    chunks = micro_batch_sizes(batch, micro_batch, multiple) * batches
     return AccumulationPlan(batch * batches * world_size, world_size, chunks[0], len(chunks), (chunks,) * world_size)
 
 
-def require_few_chunks(effective_batch: int, micro_batch: int, world_size: int) -> None:
+def require_few_micro_batches(effective_batch: int, micro_batch: int, world_size: int) -> None:
     """Refuse an effective batch of more micro-batches than are planned."""
-    if effective_batch > MOST_CHUNKS * micro_batch * world_size:
+    if effective_batch > MOST_MICRO_BATCHES * micro_batch * world_size:
         factor = ceil_div(effective_batch, micro_batch * world_size)
         raise UserError(
             f"effective_batch_size={effective_batch} would need {factor:,} micro-batches of {micro_batch} for one "
-            f"optimizer step, and at most {MOST_CHUNKS:,} are planned: for the whole data set in one step, give its "
-            "number of samples."
+            f"optimizer step, and at most {MOST_MICRO_BATCHES:,} are planned: for the whole data set in one step, give "
+            "its number of samples."
         )
 
 

@@ -43,7 +43,7 @@ class Request:
     most: int | None  # upper bound of the micro-batch
     multiple: int = 1  # of which micro-batches are multiples
 
-    def effective(self, epoch: int) -> int | None:
+    def asked_effective(self, epoch: int) -> int | None:
         """Return the effective batch that was asked for in an epoch; ``None`` if none was."""
         return None if self.is_factor else self.schedule(epoch)
 
@@ -121,7 +121,7 @@ class Request:
             if total is not None:
                 share = max(1, total // (factor * world_size))
             return self.capped(whole_multiples(share, self.multiple))
-        largest = max(self.effective(epoch) or recipe for epoch in epochs)
+        largest = max(self.asked_effective(epoch) or recipe for epoch in epochs)
         if total is not None:
             largest = min(largest, max(1, total))
         return self.capped(ceil_div(largest, world_size))
@@ -177,8 +177,8 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[Request, Options]:
     checkpoint = given["checkpoint"]
     if checkpoint != "auto":
         checkpoint = _read_names("checkpoint", checkpoint or ())
-    if whole and normalize == "samples":
-        normalize = None  # all ranks have the same loss
+    if whole:
+        normalize = None  # a window is one batch, with one loss
     options = Options(
         **{name: given[name] for name in CHOICES},
         budget=given["memory_budget"],

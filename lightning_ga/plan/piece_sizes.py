@@ -3,7 +3,7 @@
 Tested in tests/plan/test_piece_sizes.py.
 """
 
-from lightning_ga.plan.accumulation import ceil_div, chunk_sizes
+from lightning_ga.plan.accumulation import ceil_div, micro_batch_sizes
 
 
 def piece_sizes(samples: int, limit: int | None, multiple: int = 1) -> tuple[int, ...]:
@@ -19,7 +19,7 @@ def piece_sizes(samples: int, limit: int | None, multiple: int = 1) -> tuple[int
     """
     if limit is None:
         return (samples,)
-    return chunk_sizes(samples, limit, multiple)
+    return micro_batch_sizes(samples, limit, multiple)
 
 
 def halved(failed: int) -> int | None:

@@ -10,7 +10,6 @@ An error begins the whole window again, and with it its weights: nothing of a fa
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 from lightning_ga.errors import UserError
 
@@ -26,18 +25,16 @@ class WindowWeights:
     reached: float = 0.0  # counts that have reached their backward passes in this window
     any_reached: bool = False  # whether a backward pass of the window has been reached
 
-    def weigh_share(self, count: float, *, of: float, first: bool) -> Self:
+    def weigh_share(self, count: float, *, of: float, first: bool) -> None:
         """Weigh a piece by its share in its batch, and leave it there whatever the other passes of the window do."""
         self._begin(count, first=first)
         self.weight = count / of if of else 1.0
-        return self
 
-    def reach(self) -> Self:
+    def reach(self) -> None:
         """Note that the backward pass is reached; a step that returns ``None`` does not reach it."""
         self.reached += self.pending
         self.pending = 0.0  # a closure that is evaluated again reaches nothing more
         self.any_reached = True
-        return self
 
     def leave_out(self) -> None:
         """Let the micro-batch weigh nothing, and the window be the mean over the others."""
@@ -65,22 +62,19 @@ class KnownWindow(WindowWeights):
     seen: float = 0.0  # samples of this rank's micro-batches so far, as planned
     sum_over_ranks: Callable[[float], float] | None = None  # if samples may be dropped on several ranks
 
-    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
+    def weigh(self, count: float, *, planned: float, window: float, factor: int, first: bool) -> None:
         """Weigh the next micro-batch of this rank by its samples.
 
-        ``window`` are the samples that were planned for the window over all ranks, and ``planned`` those of the
-        micro-batch, if a collate_fn has dropped some.
+        ``planned`` are its samples as planned: a collate_fn may have dropped some. ``window`` are those that were
+        planned for the window over all ranks.
         """
         self._begin(count, first=first)
-        if planned is None:
-            planned = count
         if count and planned == window and self.world_size == 1:  # one micro-batch is its own mean, to the bit
             window = count
             planned = count
         self.weight = factor * self.world_size * count / window
         self.window = window
         self.seen = planned if first else self.seen + planned
-        return self
 
     def close(self, factor: int) -> float:
         """Return a scale above one if micro-batches were skipped or samples dropped.
@@ -114,7 +108,7 @@ class LateWindow(WindowWeights):
     reference: float | None = None
     may_be_empty: bool = False  # whether a window may have no samples
 
-    def weigh(self, count: float, *, factor: int, first: bool) -> Self:
+    def weigh(self, count: float, *, factor: int, first: bool) -> None:
         """Weigh the next micro-batch by its count."""
         if not 0 <= count < float("inf"):
             raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
@@ -124,7 +118,6 @@ class LateWindow(WindowWeights):
         elif self.reference is None:  # ranks may differ in A
             self.reference = 2.0 * self.sum_over_ranks(factor * count) / self.world_size or None
         self.weight = factor * count / self.reference if self.reference else 0.0
-        return self
 
     def close(self, factor: int) -> float:
         """Return the scale that makes the weighted sum of all ranks the mean over what was counted."""

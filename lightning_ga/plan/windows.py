@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from lightning_ga.plan.accumulation import ceil_div, chunk_sizes, split_evenly, split_in_proportion, usable_multiple
+from lightning_ga.plan.accumulation import (
+    ceil_div,
+    micro_batch_sizes,
+    split_evenly,
+    split_in_proportion,
+    usable_multiple,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +138,10 @@ class EpochPlan:
         """Return one window as one rank runs it."""
         return _window(self, index, rank)
 
-    def places(self, window: Window, position: int) -> Sequence[int]:
+    def places(self, window: Window, index_in_window: int) -> Sequence[int]:
         """Return the places, in the epoch's order, of one micro-batch; of a stand-in, that of the last sample."""
-        start = window.start + window.before + sum(window.sizes[:position])
-        size = window.sizes[position]
+        start = window.start + window.before + sum(window.sizes[:index_in_window])
+        size = window.sizes[index_in_window]
         if not size:
             return range(window.end - 1, window.end)
         return range(start, start + size)
@@ -150,7 +156,7 @@ class EpochPlan:
         return (self.count - 1) * self.factor + self.factor_of(self.count - 1)
 
     def _factor(self, samples: int) -> int:
-        return len(chunk_sizes(self.shares(samples)[self.rank], self.micro_batch, self._multiple))
+        return len(micro_batch_sizes(self.shares(samples)[self.rank], self.micro_batch, self._multiple))
 
     def shares(self, samples: int) -> tuple[int, ...]:
         """Return the samples of each rank in a window of so many."""

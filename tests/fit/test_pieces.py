@@ -77,7 +77,7 @@ def whole_and_pieces(log: Log, cuts: tuple[int, int]) -> tuple[_ResultCollection
         log(whole, batch)
         pieces = Pieces(ours)
         for piece in batch.split(most):
-            with pieces.piece(samples=len(piece), weight=len(piece)):
+            with pieces.piece(samples=len(piece), share=len(piece)):
                 log(ours, piece)
         pieces.finish()
     return whole, ours
@@ -99,7 +99,7 @@ def test_a_mean_over_tokens_is_weighed_by_tokens() -> None:
     results = _ResultCollection(training=True)
     pieces = Pieces(results)
     for loss, count in ((1.0, 10), (4.0, 20), (float("nan"), 0)):
-        with pieces.piece(samples=2, weight=count):
+        with pieces.piece(samples=2, share=count):
             results.log("training_step", "loss", torch.tensor(loss), batch_size=2)
         pieces.add({"loss": torch.tensor(loss)})
     assert pieces.finish() == {"loss": torch.tensor(3.0)}
@@ -128,7 +128,7 @@ def test_graphs_and_classes_are_left_behind() -> None:
     """Outputs are stored for hooks; the graphs have done their work, each before the next piece runs."""
     pieces, part = Pieces(None), torch.ones(2, requires_grad=True)
     for _ in range(2):
-        with pieces.piece(samples=2, weight=2):
+        with pieces.piece(samples=2, share=2):
             assert not any(piece.output["x"].requires_grad for piece in pieces._pieces[:-1])
             boxes = torch.ones(2, 4).as_subclass(Boxes)
             rows = [part[0] * 2, part[1] * 2]

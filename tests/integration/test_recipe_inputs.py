@@ -51,6 +51,20 @@ def test_a_piece_without_a_loss(normalize: Any, factor: int) -> None:
     assert ("divided as if all had one" in text) is (normalize is None)
 
 
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("normalize", ["samples", None])
+def test_a_micro_batch_without_a_loss(normalize: Any, mode: str) -> None:
+    """The same, where the loader's batches are micro-batches."""
+    module = SkipsSecondPiece()
+    callback = AutoAccumulate(micro_batching=mode, micro_batch_size=4, normalize=normalize, verify=False)
+    with pytest.warns(UserWarning, match="returned None for some micro-batches") as told:
+        fit(DataLoader(Samples(8), 4), callback, module=module, accumulate_grad_batches=2, max_epochs=1)
+    divisor = 1 if normalize == "samples" else 2
+    assert worst_error(module.gradients, [gradient_of(range(4), 8) / divisor]) <= 1e-12
+    (text,) = [str(each.message) for each in told if "returned None for some micro-batches" in str(each.message)]
+    assert ("divided as if all had one" in text) is (normalize is None)
+
+
 # --- empty batches ---------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 Random trainings show that it may run out anywhere in a step.
 """
 
+import os
 import warnings
 from typing import Any
 
@@ -12,8 +13,9 @@ from faults import Arm, Faults
 from reference import Regression, Samples, fit, worst_error
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, UserError
+from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
 from lightning_ga.fit.rewind import Rewinder
+from lightning_ga.plan.exactness_verdicts import SAME_RESULT
 from lightning_ga.snapshot.savepoint import Savepoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
@@ -94,9 +96,7 @@ class Short:
         return self.windows == 3
 
 
-@pytest.mark.parametrize("mode", ["loader", "step"])
-def test_retries_of_the_allocator_lower_the_limit_without_an_error(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = train_with_faults(mode=mode)
+def memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     guarding = Rewinder.guarding
 
     def short(rewinder: Rewinder, members: Any) -> Any:
@@ -104,6 +104,12 @@ def test_retries_of_the_allocator_lower_the_limit_without_an_error(mode: str, mo
         return guarding(rewinder, members)
 
     monkeypatch.setattr(Rewinder, "guarding", short)
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_retries_of_the_allocator_lower_the_limit_without_an_error(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = train_with_faults(mode=mode)
+    memory_is_short(monkeypatch)
     with pytest.warns(UserWarning, match="in two windows running, so memory is fragmented: micro-batches have at most"):
         module, callback = train_with_faults(mode=mode)
     assert callback.oom_events == 0
@@ -112,3 +118,51 @@ def test_retries_of_the_allocator_lower_the_limit_without_an_error(mode: str, mo
     after = [len(indices) for step, indices in module.micro_batches if step >= 2]
     assert max(after) < max(before)
     assert sum(after) == sum(before)
+
+
+class Normalized(Regression):
+    """BatchNorm couples the samples of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(7).double())
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_windows_that_are_cut_after_retries_are_measured_and_told(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole windows fitted before, so nothing was measured; no report of an error tells the verdict."""
+    memory_is_short(monkeypatch)
+    callback = AutoAccumulate(micro_batching=mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(DataLoader(Samples(37), batch_size=8), callback, module=Normalized(), max_epochs=1)
+    assert callback.exactness.cause == "batch_norm"
+    told = [str(each.message) for each in caught if issubclass(each.category, ExactnessWarning)]
+    assert ["BatchNorm" in text for text in told] == [True]
+
+
+class AsksForABatch(Regression):
+    """Its hooks of the transfer need a batch."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch]
+
+
+class Noisy(Samples):
+    """Its samples differ each time that they are read, so that only training reads them."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target, index = super().__getitem__(index)
+        return inputs + int.from_bytes(os.urandom(1)) / 1000, target, index
+
+
+@pytest.mark.parametrize("given", [{}, {"micro_batch_size": 8}])
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_what_only_training_reads_is_measured_on_its_batch_after_an_error(mode: str, given: dict[str, Any]) -> None:
+    """The window fitted whole before; the report tells the verdict."""
+    faults = Faults(2)
+    callback = AutoAccumulate(micro_batching=mode, cache=False, **given)
+    with faults, pytest.warns(UserWarning, match="Memory ran out in training") as caught:
+        fit(DataLoader(Noisy(37), batch_size=8), callback, Arm(faults), module=AsksForABatch(), max_epochs=1)
+    assert callback.exactness.cause == "exact"
+    assert any(SAME_RESULT in str(each.message) for each in caught)

@@ -44,13 +44,13 @@ def trained_on(ranks: list[LoaderSource]) -> list[list[int]]:
     windows: dict[int, list[int]] = {}
     for feed in ranks:
         batches = iter(feed.loader)
-        for index in range(feed.plan.done, feed.plan.count):
+        for index in range(feed.epoch_plan.done, feed.epoch_plan.count):
             for size in feed.window(index).sizes:
                 batch = next(batches)
                 assert len(batch) == max(1, size)
                 windows.setdefault(index, []).extend(batch.tolist() if size else [])
         assert next(batches, None) is None
-        assert len(feed.loader) == feed.plan.length == ranks[0].plan.length
+        assert len(feed.loader) == feed.epoch_plan.length == ranks[0].epoch_plan.length
     return [sorted(samples) for _, samples in sorted(windows.items())]
 
 
@@ -88,7 +88,7 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
     for feed in ranks:
         plan = feed.arrange(0, constant(effective), limit)
         assert plan == plan_accumulation(effective, micro_batch=limit, world_size=world_size)
-        assert plan.factor == feed.plan.factor
+        assert plan.factor == feed.epoch_plan.factor
         assert feed.steps_of(0, constant(effective)) == (len(expected), sum(map(len, expected)))
     assert trained_on(ranks) == expected
 
@@ -121,7 +121,7 @@ def test_data_that_cannot_be_cut_in_the_loader_are_left_alone() -> None:
         assert (source.loader, source.why) == (loader, why)
         with pytest.raises(UserError, match=f"size_of= decides by index .* the training data are {why}: leave"):
             read_source(loader, settings_, size_of="auto")
-    chosen = read_source(own, SourceSettings(1, 1, 0, SEED), in_step="LBFGS")
+    chosen = read_source(own, SourceSettings(1, 1, 0, SEED), why="LBFGS")
     assert chosen.why == "LBFGS"
 
 
@@ -149,7 +149,7 @@ def test_windows_are_cut_by_the_sizes_of_samples(sizes, window, world_size, shuf
     assert trained_on(ranks) == cut(order, effective)
     for feed in ranks:
         batches = iter(feed.loader)
-        for each in map(feed.window, range(feed.plan.count)):
+        for each in map(feed.window, range(feed.epoch_plan.count)):
             for size in each.sizes:
                 held = [sizes[index] for index in next(batches).tolist()]
                 assert size <= 1 or (size <= limits.samples and size * max(held) <= limits.budget)

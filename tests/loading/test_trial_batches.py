@@ -60,7 +60,7 @@ class Plain:
 
 def trials_of(loader: DataLoader[Any], *, in_step: str = "", batch: Any = None) -> TrialBatches:
     """The batches for trials of a loader."""
-    source = read_source(loader, SourceSettings(1, 1, 0, 7), in_step=in_step)
+    source = read_source(loader, SourceSettings(1, 1, 0, 7), why=in_step)
     cutter = BatchCutter([source.samples], lambda batches: batches[0], Plain())
     if isinstance(source, LoaderSource):
         return TrialBatches(source.samples, cutter, source.largest_micro_batch(0))

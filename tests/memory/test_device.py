@@ -139,7 +139,7 @@ def test_a_run_holds_a_cuda_device_to_its_budget(fractions, budget, during):
     run: Any = SimpleNamespace(trainer=trainer, _options=Options(budget), parts=SimpleNamespace(held=ExitStack()))
     Fit._hold_to_budget(run)
     assert fractions == during
-    run.parts.held.close()
+    run.parts.undo_at_end.close()
     assert fractions[-1] == 1.0
 
 

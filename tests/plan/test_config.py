@@ -30,7 +30,7 @@ def test_no_larger_micro_batch_is_probed_than_an_epoch_can_use(steps, recipe, to
     asked = request(effective=steps)
     shares = []
     for epoch in range(first, first + epochs):
-        effective = asked.effective(epoch) or recipe
+        effective = asked.asked_effective(epoch) or recipe
         window = effective if total is None else min(effective, total)
         shares.append(-(-window // world_size))
     assert asked.useful_limit(range(first, first + epochs), recipe=recipe, total=total, world_size=world_size) == max(

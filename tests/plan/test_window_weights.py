@@ -43,7 +43,12 @@ def test_known_weights_give_the_mean_over_the_window(counts: list[list[int]], mi
     means, whole = means_and_all(counts)
     factor, window, world_size = len(counts[0]) + missing, sum(map(sum, counts)), len(counts)
     known = KnownWindow(world_size)
-    weights = [[known.weigh(n, window=window, factor=factor, first=True).weight for n in row] for row in counts]
+
+    def weight(count: int) -> float:
+        known.weigh(count, planned=count, window=window, factor=factor, first=True)
+        return known.weight
+
+    weights = [[*map(weight, row)] for row in counts]
     torch.testing.assert_close(seen_by_the_optimizer(means, weights, factor), whole, rtol=1e-12, atol=1e-14)
 
 
@@ -62,7 +67,9 @@ def test_a_count_of_which_nothing_is_a_mean_is_refused(count: float) -> None:
     with pytest.raises(
         UserError, match=refusal + ("all micro-batches.*ignore_index" if count == 0 else "a micro-batch")
     ):
-        late.weigh(count, factor=1, first=True).reach().close(1)
+        late.weigh(count, factor=1, first=True)
+        late.reach()
+        late.close(1)
 
 
 LABELS = torch.tensor([[5, 7, -100], [8, -100, -100]])
@@ -114,7 +121,8 @@ def test_late_weights_give_the_mean_once_the_window_is_over(counts, reference, m
         window = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=reference)
         weights.append([])
         for i, n in enumerate(row):
-            window = window.weigh(n, factor=own, first=i == 0).reach()
+            window.weigh(n, factor=own, first=i == 0)
+            window.reach()
             weights[-1].append(window.weight * factor / own)
         scales.append(window.close(own))
         assert asked == [sum(row)]  # one number a window
@@ -123,16 +131,20 @@ def test_late_weights_give_the_mean_once_the_window_is_over(counts, reference, m
 
 
 def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
-    late = LateWindow(world_size=1, reference=4.0).weigh(8, factor=2, first=True)
+    late = LateWindow(world_size=1, reference=4.0)
+    late.weigh(8, factor=2, first=True)
     assert late.weight == 4.0
-    late = late.reach().weigh(100, factor=2, first=False)
+    late.reach()
+    late.weigh(100, factor=2, first=False)
     assert late.close(2) == 4.0 / 8
-    assert late.weigh(5, factor=2, first=True).close(2) == 1.0
+    late.weigh(5, factor=2, first=True)
+    assert late.close(2) == 1.0
 
 
 def test_ranks_have_one_reference_whatever_their_factors() -> None:
     references = set()
     for factor in (2, 4):
         late = LateWindow(world_size=2, sum_over_ranks=lambda _: 32.0)
-        references.add(late.weigh(8 / factor, factor=factor, first=True).reference)
+        late.weigh(8 / factor, factor=factor, first=True)
+        references.add(late.reference)
     assert len(references) == 1
