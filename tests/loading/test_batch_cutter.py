@@ -134,7 +134,7 @@ def test_windows_of_batches_that_are_kept() -> None:
 @pytest.mark.parametrize("written", [{"batch_size": 8}, {"batch_sampler": BatchSampler(range(5), 8, drop_last=False)}])
 def test_fewer_samples_than_a_batch_make_one_as_it_was_written(written: Any) -> None:
     """The effective batch is a multiple of the batch size, in whichever way that was given."""
-    source = read_source(DataLoader(ROWS[:5], **written), SourceSettings(1, 1, 0, 7), in_step="micro_batching='step'")
+    source = read_source(DataLoader(ROWS[:5], **written), SourceSettings(1, 1, 0, 7), why="micro_batching='step'")
     assert isinstance(source, StepSource)
     assert (source.batch_size, source.factor_for(8)) == (5, 1)
     with pytest.raises(UserError, match="batches of 8 samples"):
