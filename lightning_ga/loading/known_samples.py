@@ -57,7 +57,7 @@ class KnownSamples:
     def with_shown_batch(self) -> Any:
         """Return a copy of the loader that writes to a file what its first batch is collated from.
 
-        Return the loader itself if it makes no batch of samples, or one that is read without them.
+        Return the loader itself if it makes no batches of samples, or batches that show as much themselves.
         """
         loader = self.loader
         if not collates(loader) or _finishes_batches(loader) or not self.has_own_collate:
