@@ -22,6 +22,7 @@ from lightning_ga.chunks import ChunkSize
 from lightning_ga.compat import ranks
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, narrow
 from lightning_ga.compat.loaders import BatchTransfer
+from lightning_ga.compat.patching import nothing
 from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, run_pass
 from lightning_ga.loading.sample_sizes import SampleSizes
 from lightning_ga.loading.trial_batches import TrialBatches
@@ -64,7 +65,7 @@ class ProbedTrainer(ProbedTraining):
     can_warm_up = True
 
     def __init__(
-        self, setup: TrainingSetup, restore: Callable[[], None], announce: Callable[[str], object] = len
+        self, setup: TrainingSetup, restore: Callable[[], None], announce: Callable[[str], object] = nothing
     ) -> None:
         super().__init__()
         self.trainer = setup.trainer
