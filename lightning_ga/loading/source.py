@@ -168,7 +168,7 @@ class LoaderSource:
         if start is None:
             start = epoch_plan.done
         self._sampler.arrange(epoch, epoch_plan, start=start, enabled=enabled)
-        object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
+        object.__setattr__(self.loader, "batch_size", max(1, plan.micro_batch_size))  # a rank may have no samples
         return plan
 
     def steps_of(self, epoch: int, schedule: PiecewiseSchedule) -> tuple[int, int]:
