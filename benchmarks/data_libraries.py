@@ -6,6 +6,7 @@ the relative differences of the final weights. Libraries that are not installed 
 """
 
 import json
+import os
 import tempfile
 import traceback
 import warnings
@@ -61,6 +62,9 @@ def of_litdata(folder: Path) -> Any:
 
     stored = folder / "litdata"
     if not stored.exists():
+        # litdata 0.2.76 empties these folders first: by default those named chunks and data where temporary files lie
+        os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = str(folder / "chunks")
+        os.environ["DATA_OPTIMIZER_DATA_CACHE_FOLDER"] = str(folder / "data")
         litdata.optimize(samples().__getitem__, list(range(SIZE)), str(stored), chunk_size=16, num_workers=1)
     return litdata.StreamingDataLoader(litdata.StreamingDataset(str(stored), shuffle=False), batch_size=BATCH)
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from lightning_ga.callback import AutoAccumulate as AutoAccumulate
     from lightning_ga.checkpoints import AtomicCheckpointIO as AtomicCheckpointIO
     from lightning_ga.chunks import in_chunks as in_chunks
-    from lightning_ga.compat.optimizer_steps import optimizer_steps as optimizer_steps
     from lightning_ga.errors import ExactnessWarning as ExactnessWarning
     from lightning_ga.errors import UserError as UserError
+    from lightning_ga.fit.optimizer_steps import optimizer_steps as optimizer_steps
     from lightning_ga.memory.oom import is_out_of_memory as is_out_of_memory
     from lightning_ga.plan.accumulation import AccumulationPlan as AccumulationPlan
     from lightning_ga.plan.accumulation import plan_accumulation as plan_accumulation
@@ -67,7 +67,7 @@ _HOMES = {
     "in_chunks": "chunks",
     "is_out_of_memory": "memory.oom",
     "measure_batch_size": "batch_size",
-    "optimizer_steps": "compat.optimizer_steps",
+    "optimizer_steps": "fit.optimizer_steps",
     "plan_accumulation": "plan.accumulation",
     "recomputed": "recompute.wrapper",
 }

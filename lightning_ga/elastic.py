@@ -146,7 +146,7 @@ class CheckpointEvery(Callback):
     def save(self, trainer: Any) -> None:
         """Copy the state of the training, and let it be written; all ranks call this."""
         part = self._folder / f"step-{self._step}.ckpt{PART}"
-        with patching.replaced(trainer.strategy, checkpoint_io=self._writer), ranks.ours():
+        with patching.replaced(trainer.strategy, checkpoint_io=self._writer), ranks.uncounted_collectives():
             trainer.save_checkpoint(part, weights_only=False)
         if trainer.is_global_zero and part.is_dir():  # of shards, which are written
             part.replace(whole_name(part))
@@ -232,7 +232,7 @@ def keep_latest(folder: Path) -> None:
 
 def any_rank(trainer: Any, decision: bool) -> bool:
     """Return whether any rank says so."""
-    with ranks.ours():
+    with ranks.uncounted_collectives():
         return bool(trainer.strategy.reduce_boolean_decision(decision, all=False))
 
 

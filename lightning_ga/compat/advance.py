@@ -24,18 +24,19 @@ def guarded_advance(
     """
     loop = trainer.fit_loop.epoch_loop
     stock = type(loop).advance
-    asks = getattr(type(loop), "_broadcast_sigterm_tensor", None)
-    asked = None
+    broadcast_sigterm = getattr(type(loop), "_broadcast_sigterm_tensor", None)
+    last_step = None  # in which it was called
 
     def advance(fetcher: Any) -> None:
-        nonlocal asked
-        if asks is not None and trainer.world_size > 1 and asked != trainer.global_step:
-            asked = trainer.global_step
-            asks(loop)
+        nonlocal last_step
+        is_due = trainer.world_size > 1 and last_step != trainer.global_step
+        if is_due and broadcast_sigterm is not None:
+            last_step = trainer.global_step
+            broadcast_sigterm(loop)
         run(lambda: stock(loop, fetcher if see is None else _Seen(fetcher, see)))
 
     silent: AbstractContextManager[Any] = nullcontext()
-    if asks is not None:
+    if broadcast_sigterm is not None:
         silent = patching.shadowed(loop, "_broadcast_sigterm_tensor", lambda: None)
     with patching.shadowed(loop, "advance", advance), silent:
         yield
@@ -66,7 +67,8 @@ def first_batch(trainer: Any) -> Any:
     fetcher = loop._data_fetcher
     if fetcher.batches:
         return fetcher.batches[0][0]
-    for part in loop._combined_loader.flattened:  # a loader of known length is not read ahead
+    # Lightning has not read ahead, because the length is known, and sets samplers only as the epoch begins.
+    for part in loop._combined_loader.flattened:
         patching.sibling(trainer, "loops.fit_loop")._set_sampler_epoch(part, loop.epoch_progress.current.processed)
     before = RandomState()
     fetched = next(fetcher, None)
@@ -80,13 +82,17 @@ def first_batch(trainer: Any) -> Any:
 
 
 def _as_if_read_now(fetched: Any, before: RandomState, after: RandomState) -> Iterator[Any]:
+    """Yield a batch; if nothing was drawn since ``before`` it was read, draw what reading it has drawn."""
     if before.is_current():
         after.restore()
     yield fetched
 
 
 def unread(trainer: Any, batches: Sequence[Any]) -> None:
-    """Give batches back to the fetcher, which yields them first; it reads as far ahead as before."""
+    """Give batches back to the fetcher, which yields them first; it reads as far ahead as before.
+
+    The counts of the fetcher are those of ``LoopPlace.relocate``, which runs before.
+    """
     fetcher = trainer.fit_loop._data_fetcher
     waiting = [*((batch, 0, 0) for batch in batches), *fetcher.batches]
     ahead = fetcher.prefetch_batches if fetcher.length is None else 0

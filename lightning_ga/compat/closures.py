@@ -1,21 +1,18 @@
-"""Intercept the closures of automatic optimization, and what steps log.
+"""Intercept the closures of automatic optimization.
 
-Lightning's ``loops/optimization/automatic.py``, ``plugins/precision/precision.py`` and ``loops/utilities.py``. All
-logging ends in ``log`` of the running loop's results (``trainer/connectors/logger_connector/result.py``), which also
-counts the samples of ``results.batch``: there lies the whole batch, even if it runs in pieces.
+Lightning's ``loops/optimization/automatic.py``, ``plugins/precision/precision.py`` and ``loops/utilities.py``.
 
 Tested in tests/integration/test_lbfgs.py.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
 
 from lightning_ga.compat import patching
 from lightning_ga.compat.loop_counters import LoopReader
@@ -62,24 +59,11 @@ def before_the_last(trainer: Any) -> AbstractContextManager[None]:
     return patching.shadowed(trainer.precision_plugin, "post_backward", lambda loss, _: loss.detach())
 
 
+def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step of the optimizer evaluates its closure more than once, as LBFGS and SAM do."""
+    return isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step")
+
+
 def takes_an_iterator(module: Any) -> bool:
     """Return whether the step fetches batches itself (``loops/utilities.py``, ``_select_data_fetcher``)."""
     return "dataloader_iter" in inspect.signature(module.training_step).parameters
-
-
-def logging_redirected(results: Any, note: Callable[..., None]) -> AbstractContextManager[None]:
-    """Return a context in which ``note(hook, name, value, settings)`` gets what is logged.
-
-    Prediction has no ``results`` and logs nothing. Lightning has copied a tensor and cut its graph off.
-    """
-    if results is None:
-        return nullcontext()
-    return patching.shadowed(results, "log", lambda fx, name, value, **more: note(fx, name, plain(value), more))
-
-
-def plain(value: Any) -> Any:
-    """Return a tensor without its graph; one of a user's class, which may do anything when merged, as a plain one."""
-    if isinstance(value, Tensor) and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__:
-        with torch._C.DisableTorchFunctionSubclass():
-            return value.detach().as_subclass(Tensor)
-    return value.detach() if isinstance(value, Tensor) else value

@@ -56,20 +56,20 @@ def show_loaders(trainer: Any, loader: Any) -> None:
     trainer.fit_loop._combined_loader._iterables = loader
 
 
-def loaders_of(trainer: Any, number: int | None = None) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def loaders_of(trainer: Any, loader_index: int | None = None) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the loaders of a batch, and a function that combines one batch of each.
 
-    They are those of training, or of the running evaluation if a ``number`` among its loaders is given.
+    They are those of training, or of the running evaluation if a ``loader_index`` among its loaders is given.
     """
-    loop = trainer.fit_loop if number is None else trainer._active_loop
+    loop = trainer.fit_loop if loader_index is None else trainer._active_loop
     combined = loop._combined_loader
-    if number is not None and combined._mode == "sequential":
-        return [combined.flattened[number]], lambda batches: batches[0]
+    if loader_index is not None and combined._mode == "sequential":
+        return [combined.flattened[loader_index]], lambda batches: batches[0]
     return combined.flattened, partial(tree_unflatten, treespec=combined._spec)
 
 
-def loader_of_step(trainer: Any, arguments: tuple[Any, ...]) -> int:
-    """Return the number of the loader whose batch a step of evaluation gets: its last argument if there are several."""
+def loader_index_of_step(trainer: Any, arguments: tuple[Any, ...]) -> int:
+    """Return the index of the loader whose batch a step of evaluation gets: its last argument if there are several."""
     combined = trainer._active_loop._combined_loader
     is_one_of_several = combined._mode == "sequential" and len(combined.flattened) > 1
     return int(arguments[-1]) if is_one_of_several else 0
@@ -85,7 +85,7 @@ class BatchTransfer:
     """Moves the batches of one loader from the host to the step (``loops/training_epoch_loop.py:322``)."""
 
     trainer: Any
-    loader: int = 0  # among those of its stage
+    loader_index: int = 0  # among those of its stage
 
     @property
     def split_batch(self) -> Any:
@@ -95,9 +95,9 @@ class BatchTransfer:
     def to_device(self, batch: Any) -> Any:
         """Run the hooks of a transfer and the transfer."""
         batch = self.trainer.precision_plugin.convert_input(batch)
-        batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=self.loader)
+        batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=self.loader_index)
         call = patching.sibling(self.trainer, "trainer.call")
-        return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=self.loader)
+        return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=self.loader_index)
 
 
 @contextmanager

@@ -4,6 +4,9 @@ Lightning shows and writes the value of a window's last micro-batch alone (``upd
 ``trainer/connectors/logger_connector/logger_connector.py``, 2.6.6). What it shows is the ``_forward_cache`` of a
 ``_ResultMetric`` (``result.py`` beside it), and of a torchmetrics ``Metric`` (``metric.py``, 1.4 to 1.9): there the
 window's value is put. What is collected for an epoch stays Lightning's.
+
+All logging ends in ``log`` of the running loop's results (``result.py``), which also counts the samples of
+``results.batch``: there lies the whole batch, even if it runs in pieces.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +39,7 @@ class Counted:
 
 
 class _Logged(NamedTuple):
-    """What a micro-batch has logged by some name, the last time."""
+    """What a micro-batch has logged by some name, the last time: in the order of ``merged_entry``'s parameters."""
 
     value: Tensor | Metric
     settings: Settings
@@ -66,8 +69,8 @@ class StepValues:
         self._results = trainer.fit_loop.epoch_loop._results
         self._held = ExitStack()
         self._is_installed = False
-        self._is_cut = False  # whether the running window has several passes
-        self._is_merged = False  # whether its values are merged
+        self._has_several_passes = False  # whether the running window has several passes
+        self._merges = False  # whether its values are merged
         self._exchanged: list[Tensor] = []  # over ranks, in the running window
         self._next = 0  # the one of these that is due next
         self._settings: Settings = {}  # of the value that is being logged
@@ -85,16 +88,16 @@ class StepValues:
             if copy is not None:
                 copy.reset()
         runs_backward = not self._place.skips_backward
-        self._is_cut = runs_backward and self._place.factor > 1
+        self._has_several_passes = runs_backward and self._place.factor > 1
         # A rank that runs its only pass again exchanges no value twice.
-        self._is_merged = self._is_cut or (runs_backward and self._trainer.world_size > 1)
-        if self._is_merged:
+        self._merges = self._has_several_passes or (runs_backward and self._trainer.world_size > 1)
+        if self._merges:
             self._install()
 
     def begin_merging(self) -> None:
         """Merge the values of the running window from here on, because it has several passes."""
-        self._is_cut = True
-        self._is_merged = True
+        self._has_several_passes = True
+        self._merges = True
         self._install()
 
     def _install(self) -> None:
@@ -124,7 +127,7 @@ class StepValues:
         results = self._results
         result = results[key]
         update = partial(type(results).update_metrics, results, key, value, batch_size)
-        if not self._is_merged or not result.meta.on_step:
+        if not self._merges or not result.meta.on_step:
             update()
             return
         shown = result._forward_cache
@@ -142,7 +145,7 @@ class StepValues:
 
     def _end_batch(self) -> None:
         """At a window's end, show values that its last micro-batch has not logged, before Lightning reads all."""
-        if self._is_merged and self._place.window_is_over:
+        if self._merges and self._place.window_is_over:
             for key, logged in self._values.items():
                 if self._place.ready not in logged:
                     self._show(key)
@@ -169,21 +172,37 @@ class StepValues:
         if not sync.should:
             return value
         if self._next == len(self._exchanged):
-            with ranks.ours(), self._waiting():
+            with ranks.uncounted_collectives(), self._waiting():
                 self._exchanged.append(sync(value))
         self._next += 1
         return self._exchanged[self._next - 1]
 
     def _copy_of(self, metric: Metric) -> Metric | None:
-        """Return the copy of a metric that sees the running window; ``None`` outside of it, as in trial passes.
-
-        ``forward`` computes a batch's value with gradients enabled, whichever of its two ways it takes.
-        """
-        if not self._is_cut or not metric._enable_grad or self._trainer._results is not self._results:
+        """Return the copy of a metric that sees the running window; ``None`` outside of it, as in trial passes."""
+        computes_value = metric._enable_grad  # only within ``forward``, whichever of its two ways it takes
+        if not self._has_several_passes or not computes_value or self._trainer._results is not self._results:
             return None
         if id(metric) not in self._copies:
             self._copies[id(metric)] = _empty_copy(metric)
         return self._copies[id(metric)]
+
+
+def logging_redirected(results: Any, note: Callable[..., None]) -> AbstractContextManager[None]:
+    """Return a context in which ``note(hook, name, value, settings)`` gets what is logged.
+
+    Prediction has no ``results`` and logs nothing. Lightning has copied a tensor and cut its graph off.
+    """
+    if results is None:
+        return nullcontext()
+    return shadowed(results, "log", lambda fx, name, value, **more: note(fx, name, plain(value), more))
+
+
+def plain(value: Any) -> Any:
+    """Return a tensor without its graph; one of a user's class, which may do anything when merged, as a plain one."""
+    if isinstance(value, Tensor) and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.detach().as_subclass(Tensor)
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _copied_updates(metric: Metric, copy_of: Callable[[Metric], Metric | None]) -> AbstractContextManager[None]:
@@ -249,10 +268,14 @@ def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _are_counts(sizes: Sequence[Any], samples: Sequence[int]) -> bool:
-    """Return whether each ``batch_size`` was counted in its pass, and is not a constant such as the loader's."""
+    """Return whether each ``batch_size`` seems to be counted in its pass, and not to be a constant as the loader's.
+
+    Sizes of passes that differ are counted, and so are those that equal the samples. If sizes are equal and samples are
+    not, or are the samples of all passes, they are a constant. Else they may count tokens, as many in each sample.
+    """
     if len({*sizes}) > 1 or [*sizes] == [*samples]:
         return True
     if len({*samples}) > 1 or samples[0] == 0:  # a rank without a sample runs a stand-in
         return False
-    counts_tokens = int(sizes[0]) % samples[0] == 0  # as many in each pass
-    return counts_tokens and sizes[0] != sum(samples)
+    is_multiple = int(sizes[0]) % samples[0] == 0
+    return is_multiple and sizes[0] != sum(samples)

@@ -121,7 +121,8 @@ class LoopPlace(LoopReader):
     def relocate(self, factor: int, *, at: int, end: int | None) -> None:
         """Let the loop continue ``at`` a micro-batch, as windows of another factor count; the epoch ends after ``end``.
 
-        Totals over all epochs are corrected by the same amount.
+        Totals over all epochs are corrected by the same amount. Windows are counted from where they were: from zero if
+        the loader cuts; else ``count_windows_from_here`` follows.
         """
         self.set_factor(factor)
         self.window_start = at
@@ -189,8 +190,9 @@ class LoopPlace(LoopReader):
         """Whether the loops were restored from a checkpoint and continue with its counters."""
         return bool(self._loop.restarting)
 
+    @property
     def batches_done(self) -> int:
-        """Return the batches that a restored loop has trained on in its epoch; none if that is over."""
+        """Batches that a restored loop has trained on in its epoch; none if that is over."""
         epochs = self._fit_loop.epoch_progress.current
         if epochs.started > epochs.processed:
             return int(self._loop.batch_progress.current.processed)
@@ -200,7 +202,7 @@ class LoopPlace(LoopReader):
     def batches_before_epoch(self) -> int:
         """Batches that the loop has begun in earlier epochs and fits; asked for before the epoch begins."""
         begun = int(self._loop.batch_progress.total.ready)
-        return begun - self.batches_done() if self.restarts else begun
+        return begun - self.batches_done if self.restarts else begun
 
     def reopen_epoch(self) -> None:
         """Let a restored loop continue in an epoch that ``max_steps`` ended early, as stock Lightning does.
@@ -241,6 +243,8 @@ def positions_are_kept() -> Iterator[None]:
     """Return a context without Lightning's warning that a resume in mid-epoch repeats samples."""
     warnings.filterwarnings("ignore", message=_REPEATS)
     entry = warnings.filters[0]
-    yield
-    if entry in warnings.filters:
-        warnings.filters.remove(entry)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if entry in warnings.filters:
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]

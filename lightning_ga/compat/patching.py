@@ -19,6 +19,10 @@ else:
         """A callback that trainers of both namespaces accept: each checks the type."""
 
 
+def nothing(*_: object) -> None:
+    """Do nothing: the default of a function to call."""
+
+
 @contextmanager
 def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Return a context in which a method of one instance is replaced; afterwards it is what it was before.

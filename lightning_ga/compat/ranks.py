@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ga.compat import patching
 
-_OWN: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by the default process group, one of this rank alone
-_ours = [0]  # collectives of this package
-_OWN_WAYS = ("mixed_precision", "buffer_hook", "skip_all_reduce_unused_params", "_use_python_reducer")
+_SINGLE_GROUPS: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by the default process group: one of one rank
+_begun_here = [0]  # collectives that this package has begun
+_OTHER_EXCHANGES = ("mixed_precision", "buffer_hook", "skip_all_reduce_unused_params", "_use_python_reducer")
 
 
 def obstacle(trainer: Any) -> str | None:
@@ -26,24 +26,24 @@ def obstacle(trainer: Any) -> str | None:
     name = type(trainer.strategy).__name__
     if is_sharded(trainer):
         return f"{name} shards the model over ranks"
-    is_alone = trainer.world_size == 1
-    if not is_alone and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+    has_others = trainer.world_size > 1
+    if has_others and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
         return "SyncBatchNorm layers let ranks wait for each other in forward passes"
-    if not is_alone and any(map(_measures_time, trainer.callbacks)):
+    if has_others and any(map(_measures_time, trainer.callbacks)):
         return "max_time= or train_time_interval= lets ranks wait for each other after every batch"
-    has_own_way = any(getattr(module, way, 0) for way in _OWN_WAYS)
+    is_other = any(getattr(module, name, 0) for name in _OTHER_EXCHANGES)
     if isinstance(module, DistributedDataParallel):
-        has_own_way = has_own_way or (module.static_graph and bool(module._comm_hooks))
-    elif not is_alone:
-        has_own_way = True
-    return f"{name} exchanges gradients in a way of its own" if has_own_way else None
+        is_other = is_other or (module.static_graph and bool(module._comm_hooks))
+    elif has_others:
+        is_other = True
+    return f"{name} exchanges gradients in a way of its own" if is_other else None
 
 
 def _measures_time(callback: Any) -> bool:
     return type(callback).__name__ == "Timer" or bool(getattr(callback, "_train_time_interval", 0))
 
 
-def gradients_are_ours(trainer: Any) -> bool:
+def gradients_are_private(trainer: Any) -> bool:
     """Return whether nothing but this package and the optimizers reads gradients: no reduction of a strategy's own."""
     module = trainer.strategy.model
     if isinstance(module, DistributedDataParallel):
@@ -64,7 +64,7 @@ def checkpoints_itself(trainer: Any) -> bool:
 def share_buffers_before_forward(module: Any) -> None:
     """Share buffers now if the next forward pass would share them: a rank may have to repeat that pass alone."""
     if isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-        with ours():
+        with uncounted_collectives():
             module._sync_buffers()  # type: ignore[no-untyped-call]
         module.require_forward_param_sync = False
 
@@ -95,7 +95,7 @@ def sum_over_ranks(trainer: Any, value: float) -> float:
     if trainer.world_size == 1:
         return float(value)
     total = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
-    with ours():
+    with uncounted_collectives():
         summed = float(trainer.strategy.reduce(total, reduce_op="sum"))
     return summed * data_ranks(trainer)[0] / int(trainer.world_size)
 
@@ -104,22 +104,22 @@ def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
     """Return the values of all ranks."""
     found = [value] * int(trainer.world_size)
     if trainer.world_size > 1:
-        with ours():
+        with uncounted_collectives():
             dist.all_gather_object(found, value)
     return found
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def in_single_group() -> Iterator[None]:
     """Return a context in which this rank alone is the default group, which collectives use (torch 2.15)."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
     world: Any = dist.distributed_c10d._world
     group = world.default_pg
-    if group not in _OWN:
-        _OWN[group] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    with patching.replaced(world, default_pg=_OWN[group]):
+    if group not in _SINGLE_GROUPS:
+        _SINGLE_GROUPS[group] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with patching.replaced(world, default_pg=_SINGLE_GROUPS[group]):
         yield
 
 
@@ -128,18 +128,18 @@ def collectives_run() -> int:
     if not dist.is_available() or not dist.is_initialized():
         return 0
     groups: Any = dist.distributed_c10d._world.pg_map
-    begun = -_ours[0]
-    for group in {*groups} - {*_OWN.values()}:
+    begun = -_begun_here[0]
+    for group in {*groups} - {*_SINGLE_GROUPS.values()}:
         with suppress(RuntimeError):  # of a backend that does not
             begun += int(group._get_sequence_number_for_group())
     return begun
 
 
 @contextmanager
-def ours() -> Iterator[None]:
+def uncounted_collectives() -> Iterator[None]:
     """Return a context whose collectives are not counted as the user's."""
     before = collectives_run()
     try:
         yield
     finally:
-        _ours[0] += collectives_run() - before
+        _begun_here[0] += collectives_run() - before

@@ -26,12 +26,12 @@ from lightning_ga.compat import patching, ranks
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, half_parameters, has_grad_dtype
 from lightning_ga.errors import RankError
 
-ASKS = (
+STEP_EXCHANGES_VALUES = (
     "A rank that has run out of memory runs a window again alone, but the step exchanges values with the other ranks "
     "(all_gather, all_reduce, a metric with dist_sync_on_step): resume from the last checkpoint with a lower "
     "max_micro_batch_size or memory_budget."
 )
-ONCE = "ranks were exchanging gradients by a communication hook of their own, or after the window's last pass"
+ALREADY_SENT = "ranks were exchanging gradients by a communication hook of their own, or after the window's last pass"
 _IN_USE: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # groups of reducers, which do not own their Python part
 
 
@@ -52,7 +52,7 @@ class Exchange:
         module: Any,
         refusal: str | None = None,
         plugin: Any = None,
-        before_sending: Callable[[], object] = int,
+        before_sending: Callable[[], object] = patching.nothing,
     ) -> None:
         self.refusal = refusal
         self._module = module
@@ -71,7 +71,7 @@ class Exchange:
                 self._sparse.add(part.weight)
 
     @classmethod
-    def of(cls, trainer: Any, before_sending: Callable[[], object] = int) -> "Exchange | None":
+    def of(cls, trainer: Any, before_sending: Callable[[], object] = patching.nothing) -> "Exchange | None":
         """Return the exchange of a Trainer; ``None`` without a ``DistributedDataParallel``."""
         module = trainer.strategy.model
         if not isinstance(module, DistributedDataParallel):
@@ -94,9 +94,9 @@ class Exchange:
                 _IN_USE[module] = self._noting
             self._is_ordered = self._is_ordered or self._stage is Stage.DONE
             self._stage = Stage.PASSES
-            self._noting.begin()
+            self._noting.begin()  # an error before the exchange is to wait for nothing of the window before
             ranks.share_buffers_before_forward(module)
-        module.require_forward_param_sync = False
+        module.require_forward_param_sync = False  # also if the window runs again
 
     @contextmanager
     def pass_(self, *, last: bool) -> Iterator[None]:
@@ -104,7 +104,7 @@ class Exchange:
         sends = last and not self.by_hand
         if sends:
             self._stage = Stage.SENDING
-            self._noting.begin(again=self._repeats)
+            self._noting.begin(keeps=self._repeats)
         elif last:
             self._stage = Stage.DUE
         repeats = self._repeats
@@ -113,7 +113,7 @@ class Exchange:
             if not sends:
                 stack.enter_context(self._module.no_sync())
             elif not self._is_noted:
-                stack.enter_context(ranks.ours())
+                stack.enter_context(ranks.uncounted_collectives())
             for weight in self._sparse:  # DDP divides sparse gradients in place, which share memory with others
                 stack.callback(weight.register_hook(torch.clone).remove)  # type: ignore[no-untyped-call]
             if last and self.by_hand and self._plugin is not None:
@@ -121,10 +121,10 @@ class Exchange:
                 stack.enter_context(patching.shadowed(self._plugin, "backward", run))
             yield
         if repeats and ranks.collectives_run() != begun:
-            raise RankError(ASKS)
+            raise RankError(STEP_EXCHANGES_VALUES)
         if not sends:
             return
-        if self._noting.forgets:
+        if self._noting.must_reset:
             self._module.reducer._reset_state()
         has_sent = self._noting.count > 0 or not self._is_noted
         self._stage = Stage.DONE if has_sent else Stage.PASSES
@@ -139,13 +139,13 @@ class Exchange:
         if self.refusal is not None:
             return self.refusal
         if (was_sending or self._stage is Stage.DONE) and not self._is_noted:
-            return ONCE
+            return ALREADY_SENT
         if self._stage is not Stage.DONE:
             self._stage = Stage.PASSES
         self._repeats = True
         self._noting.keep(was_cut_off=was_sending and self._is_ordered)
         # A reset reducer waits for no gradient, has no order of buckets, and forgets what was used under ``no_sync``.
-        lacks_order = self._is_noted and (self._noting.forgets or not self._is_ordered)
+        lacks_order = self._is_noted and (self._noting.must_reset or not self._is_ordered)
         if module.find_unused_parameters or lacks_order:
             module.reducer._reset_state()
         return None
@@ -157,7 +157,7 @@ class Exchange:
         if self._stage is Stage.DUE:
             self._stage = Stage.SENDING
             self._before_sending()
-            with ranks.ours():
+            with ranks.uncounted_collectives():
                 self._average()
             self._stage = Stage.DONE
             self._module.require_forward_param_sync = True  # as after the reducer's own exchange
@@ -205,18 +205,18 @@ class _Noting(ProcessGroup):
         self._kept: dict[int, Tensor] = {}  # on the host: averages that came before the window failed
         self.count = 0  # messages of the exchange
         self.buckets_agreed = False  # whether ranks have agreed on the order of buckets, maybe in a measurement
-        self.forgets = False  # whether the reducer was reset, so that it would order its buckets a second time
+        self.must_reset = False  # after each exchange: once reset, a reducer would order its buckets anew, alone
 
-    def begin(self, *, again: bool = False) -> None:
-        """Begin an exchange, in which what is kept is not sent ``again``."""
+    def begin(self, *, keeps: bool = False) -> None:
+        """Begin an exchange; if it ``keeps`` the averages that have arrived before, these are not sent again."""
         self._sent = []
-        if not again:
+        if not keeps:
             self._kept = {}
         self.count = 0
 
     def keep(self, *, was_cut_off: bool) -> None:
         """Wait for the averages of what was sent, and keep them, also if the exchange was cut off half-way."""
-        self.forgets |= was_cut_off and self.buckets_agreed
+        self.must_reset |= was_cut_off and self.buckets_agreed
         for place, tensor, work in self._sent:
             work.wait()
             self._kept[place] = tensor.to("cpu", copy=True)
@@ -232,7 +232,7 @@ class _Noting(ProcessGroup):
             done: Future[list[Tensor]] = Future()
             done.set_result([tensors[0].copy_(self._kept[place])])
             return _create_work_from_future(done)
-        with ranks.ours():
+        with ranks.uncounted_collectives():
             work = self._group.allreduce(tensors, options)
         self._sent.append((place, tensors[0], work))
         return work
@@ -240,5 +240,5 @@ class _Noting(ProcessGroup):
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:  # type: ignore[override]
         """Send the order of buckets, as rank 0 has it."""
         self.buckets_agreed = True
-        with ranks.ours():
+        with ranks.uncounted_collectives():
             return self._group.broadcast(tensors, options)

@@ -41,7 +41,7 @@ def _replace_frequencies(trainer: Any, span: Any, stack: ExitStack) -> None:
 
 
 def before_schedulers(trainer: Any, call: Callable[[], None]) -> AbstractContextManager[None]:
-    """Return a context in which ``call`` runs after each optimizer step, before schedules do (``:360``)."""
+    """Return a context in which ``call`` runs before schedules do after an optimizer step, up to four times a step."""
     loop = trainer.fit_loop.epoch_loop
     stock = loop.update_lr_schedulers
 

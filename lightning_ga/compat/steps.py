@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_ga.compat.gradient_dtype import narrow
-from lightning_ga.compat.patching import replaced, shadowed, sibling
+from lightning_ga.compat.patching import nothing, replaced, shadowed, sibling
 from lightning_ga.snapshot.copies import coalesce_gradients
 from lightning_ga.snapshot.isolation import ModuleState, SwappedAttributes
 
@@ -41,7 +41,8 @@ WHOLE_WINDOW = PassPlace(steps=True)
 def isolated(trainer: Any, *, begins: bool = True, steps: bool = True) -> Iterator[Callable[[], None]]:
     """Return a context for passes; the yielded function puts back all that they changed, and so does the end.
 
-    If training ``begins``, the module's start hooks run first. Unless it ``steps``, no pass may let the optimizer step.
+    If training ``begins``, the module's start hooks run first, and again after each putting back. Unless it ``steps``,
+    no pass may let the optimizer step.
     """
     model = trainer.strategy.model
     modules = [trainer.lightning_module, model]
@@ -64,11 +65,12 @@ def isolated(trainer: Any, *, begins: bool = True, steps: bool = True) -> Iterat
         finally:
             state.restore()
             if begins and getattr(model, "find_unused_parameters", False) and not model.static_graph:
-                model.reducer._reset_state()  # passes under ``no_sync`` count, too (``c10d/reducer.cpp``)
+                # Passes under ``no_sync`` count, too (``c10d/reducer.cpp``). A running window needs its own counts.
+                model.reducer._reset_state()
 
 
 def run_pass(
-    trainer: Any, batch: Any, place: PassPlace = FIRST_OF_WINDOW, *, after_backward: Callable[[], object] = int
+    trainer: Any, batch: Any, place: PassPlace = FIRST_OF_WINDOW, *, after_backward: Callable[[], object] = nothing
 ) -> None:
     """Run forward and backward of a micro-batch on the device, and the optimizer's step if the place says so.
 

@@ -44,8 +44,11 @@ class Evaluation:
             return step(batch, *others)
         trainer = self._trainer
         stage = name.removesuffix("_step").replace("predict", "prediction")
-        loader = loaders.loader_of_step(trainer, others)
-        known = self._loaders.setdefault((stage, loader), _LoaderPieces(trainer, stage, loader))
+        loader_index = loaders.loader_index_of_step(trainer, others)
+        key = (stage, loader_index)
+        if key not in self._loaders:
+            self._loaders[key] = _LoaderPieces(trainer, stage, loader_index)
+        known = self._loaders[key]
         ranks.share_buffers_before_forward(trainer.strategy.model)
         savepoint = self._taken_savepoint()
         kept = retry_once(partial(KeptBatch, batch))
@@ -76,11 +79,13 @@ class Evaluation:
 class _LoaderPieces:
     """The batches of one loader of a stage, in pieces that fit; an error halves the pieces."""
 
-    def __init__(self, trainer: Any, stage: str, loader: int) -> None:
+    def __init__(self, trainer: Any, stage: str, loader_index: int) -> None:
         self._trainer = trainer
         self._stage = stage
-        found, combine = loaders.loaders_of(trainer, loader)
-        self._cutter = BatchCutter(list(map(KnownSamples, found)), combine, loaders.BatchTransfer(trainer, loader))
+        found, combine = loaders.loaders_of(trainer, loader_index)
+        self._cutter = BatchCutter(
+            list(map(KnownSamples, found)), combine, loaders.BatchTransfer(trainer, loader_index)
+        )
         self._limit: int | None = None  # most samples of a pass; ``None`` before an error
         self._running = 0  # samples of the pass that runs; 0 if none does, or if they were not counted
 

@@ -28,7 +28,7 @@ class GradientSums:
     def in_float32(self) -> Iterator[None]:
         """Return a context in which half-precision gradients are summed in float32, and rounded before each step."""
         half = []
-        if ranks.gradients_are_ours(self._trainer):
+        if ranks.gradients_are_private(self._trainer):
             half = gradient_dtype.half_parameters(self._trainer.lightning_module)
         if gradient_dtype.has_grad_dtype():
             self._half = half

@@ -11,8 +11,7 @@ from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import ranks
 from lightning_ga.plan.accumulation import ceil_div
 
-NO_LIMIT = 2**31
-"""The limit while nothing bounds a pass: before one is known, and if batches run as they are."""
+NO_LIMIT = 2**31  # while nothing bounds a pass: before a limit is known, and if batches run as they are
 
 
 class Limit:
@@ -24,7 +23,7 @@ class Limit:
         self.samples = NO_LIMIT
         self.is_known = False  # whether it has been found or given
         self.of_first_passes = NO_LIMIT  # what bounded a pass as training began; ``accumulate=`` multiplies it
-        self.has_fallen = False  # whether an error has lowered it
+        self.has_fallen = False  # whether an error of any rank, or of the run before, has lowered it
 
     @property
     def of_pass(self) -> int:
@@ -51,16 +50,20 @@ class Limit:
         return recipe if self.of_first_passes == NO_LIMIT else self.of_first_passes
 
     def use(self, samples: int) -> None:
-        """Use a limit that was found or given; the first one is that of training's start."""
+        """Use a limit that was found or given; the first one is that of training's start.
+
+        What errors of the run before have left is none: effective batches that are multiples of it stay as they were.
+        """
         self.samples = samples
         if not self.is_known:
             self.is_known = True
             self.of_first_passes = self.of_pass
 
     def fall(self, samples: int) -> None:
-        """Lower the limit, because a larger pass has run out of memory."""
-        self.samples = samples
-        self.has_fallen = True
+        """Lower the limit to so many samples, if it is larger: a larger pass has run out of memory, on any rank."""
+        if samples < self.samples:
+            self.samples = samples
+            self.has_fallen = True
 
     def mark(self) -> tuple[int, bool]:
         """Return what ``go_back`` takes."""
@@ -72,9 +75,7 @@ class Limit:
 
     def agree(self) -> None:
         """Set the limit to the smallest of all ranks, which call this together."""
-        smallest = ranks.smallest_over_ranks(self._trainer, self.samples)
-        if smallest < self.samples:
-            self.fall(smallest)
+        self.fall(ranks.smallest_over_ranks(self._trainer, self.samples))
 
     def cut_evenly(self, samples: int) -> None:
         """Let the chunks of a batch of so many samples have about the same size."""

@@ -20,7 +20,6 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
-from lightning_ga.loading.rebatch import evaluates_again
 from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.accumulation import ceil_div
@@ -32,7 +31,7 @@ from lightning_ga.probe.budget import DoesNotFitError
 from lightning_ga.probe.cache import forget
 from lightning_ga.probe.cache import hardware as describe_hardware
 from lightning_ga.probe.probed_trainer import TrainingSetup
-from lightning_ga.probe.trainer_limit import choose_recomputed, probe, recomputable
+from lightning_ga.probe.trainer_limit import choose_recomputed, find_limit, keeps_history, recomputable
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
 
@@ -52,8 +51,8 @@ class LimitSearch:
         self._kept = kept
         self.fits: Fits | None = None  # a whole window that fits, so that nothing was looked for
         self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
-        self._asked = 0  # samples that the last question was about
-        self._kind: Mapping[str, Any] | None = None  # the cache's description of the step; ``None`` without a cache
+        self._asked = 0  # samples that the last question was about, on this rank
+        self._cache_key: Mapping[str, Any] | None = None  # ``None`` without a cache
         self.recomputed = RecomputedParts(self._trainer.lightning_module)
         self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(self._trainer.lightning_module, self._always, "checkpoint=")
@@ -65,7 +64,7 @@ class LimitSearch:
 
     @property
     def chosen(self) -> Recomputed | None:
-        """What was chosen to be computed again, so that one sample fits; ``None`` if nothing was."""
+        """What was chosen to be computed again, so that the fewest samples fit; ``None`` if nothing was."""
         return None if self.probe is None else self.probe.recomputed
 
     def hardware(self) -> str:
@@ -87,13 +86,14 @@ class LimitSearch:
         limit = self._parts.limit
         limit.use(samples)
         if restored is not None and restored.limit is not None:
-            limit.fall(min(samples, restored.limit))
+            limit.fall(restored.limit)
         self._use_found()
 
     def follow_windows(self) -> bool:
         """Look for the limit again if the window that comes next is larger than any that was asked about.
 
-        Return whether the limit may have changed. All ranks, which come to the same window, agree on it first.
+        Return whether the limit may have changed. All ranks agree on it first: they come to the same window, and each
+        compares what it has asked about itself. In the step that may differ, but no window needs more than a batch.
         """
         high = self._most_useful()
         if self._parts.request.micro_batch is not None or high <= self._asked:
@@ -103,8 +103,8 @@ class LimitSearch:
         limit = self._parts.limit
         if not self._parts.shares.differ:
             limit.agree()
-        is_devices_own = limit.has_fallen or limit.samples < self._asked  # less fitted than was asked about
-        if is_devices_own:
+        is_final = limit.has_fallen or limit.samples < self._asked  # more does not fit: no window was the bound
+        if is_final:
             self._asked = high
         else:
             limit.use(self._find(high, None, self._setup(begins=False)))
@@ -118,12 +118,12 @@ class LimitSearch:
         """
         if self.fits is None or self._trainer.world_size > 1:  # if a window fitted, no search has run yet
             return None
-        search = partial(self._probe, failed, self._setup(begins=False), self.chosen)
-        failure = attempt(search, lambda _: True).failure
+        search = partial(self._probe, failed, self._setup(begins=False), None)
+        attempt(search, lambda _: True)
         self.fits = None
-        if failure is not None or self.probe is None or self.probe.limit >= failed:
-            return None
-        return self.probe.limit
+        if self.probe is not None and self.probe.limit >= failed:  # memory was short for a moment
+            self.probe = None
+        return None if self.probe is None else self.probe.limit
 
     def all_recomputable(self) -> tuple[str, ...]:
         """Return all submodules that can be computed again."""
@@ -136,8 +136,8 @@ class LimitSearch:
 
     def forget_limit(self) -> None:
         """Let the next run probe again, because memory has run out in this one."""
-        if self._kind is not None:
-            forget(self._kind)
+        if self._cache_key is not None:
+            forget(self._cache_key)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -205,11 +205,11 @@ class LimitSearch:
         if varies:  # first batches differ by rank
             high = ranks.smallest_over_ranks(self._trainer, high)
         found = self._recall(high, restored) or self._ask(high, setup)
-        if found < NO_LIMIT:  # what was recalled may be for larger windows
-            found = min(high, found)
-        if varies and found >= high and self._parts.limit.chunked is None:  # later batches may be larger: no bound
-            found = NO_LIMIT
-        return self._parts.request.capped(found)
+        # What was recalled may be for larger windows. If all of the first batch fits, later ones may be larger.
+        is_bound = not varies or found < high or self._parts.limit.chunked is not None
+        if is_bound and found < NO_LIMIT:
+            return self._parts.request.capped(min(high, found))
+        return self._parts.request.capped(NO_LIMIT)
 
     def _recall(self, high: int, restored: RunState | None) -> int | None:
         """Return the limit that a checkpoint has kept; ``None`` if there is none, or if it does not hold here."""
@@ -224,8 +224,8 @@ class LimitSearch:
 
     def _ask(self, high: int, setup: TrainingSetup) -> int:
         """Return the limit that trial steps show; a program for which they fail trains as its recipe says."""
-        if evaluates_again(self._trainer.optimizers[0]) and self._options.budget is None:
-            return high  # LBFGS's history outgrows a trial of one step: whole batches, until an error
+        if keeps_history(self._trainer) and self._options.budget is None:
+            return high  # whole batches, until an error
         try:
             self._probe_or_recompute(high, setup)
         except LayoutError:
@@ -266,10 +266,10 @@ class LimitSearch:
 
     def _probe(self, high: int, setup: TrainingSetup, chosen: Recomputed | None, *, whole_first: bool = False) -> None:
         """Probe with the submodules computed again that were chosen; first a whole window, if that may be enough."""
-        found = probe(setup, self._options, high=high, chosen=chosen, whole_first=whole_first)
-        self.probe = found.probe
+        found = find_limit(setup, self._options, high=high, chosen=chosen, whole_first=whole_first)
+        self.probe = found.result
         self.fits = found.fits
-        self._kind = found.kind
+        self._cache_key = found.cache_key
 
     def _use_found(self) -> None:
         """Compute again what was chosen, and cut by the sizes of samples within the limit."""

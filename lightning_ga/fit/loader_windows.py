@@ -101,7 +101,8 @@ class LoaderWindows(CutWindows):
             self.planner.plan_epoch(self._place.epoch)
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
-        with replaced(loader, seeds=loader.seeds):  # iterating uses seeds up, and training's iterator needs them again
+        # Iterating uses the generator up, and training's iterator needs it again.
+        with replaced(loader, unplanned_generator=loader.unplanned_generator):
             self._iterate()
         self.planner.note_first()
         self._first = advance.first_batch(self._trainer)
@@ -217,7 +218,7 @@ class LoaderWindows(CutWindows):
         if len(window.sizes) > 1:
             self._compiled.mark(tensors_in(batch), planned)
         gradients = self._parts.gradients
-        may_drop = self._source.may_drop_samples
+        may_drop = self._source.samples.has_own_collate
         samples = None
         if may_drop and gradients.normalize == "samples":
             samples = self._samples_left.count(batch, planned)

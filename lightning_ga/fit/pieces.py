@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ga.batch.pytree import open_container, rebuild, same_values
-from lightning_ga.compat.closures import logging_redirected, plain
-from lightning_ga.compat.logged_values import mean, merged_entry
+from lightning_ga.compat.logged_values import logging_redirected, mean, merged_entry, plain
 from lightning_ga.loading.trial_batches import BatchCutter
 
 _Key = tuple[str, str, int]

@@ -75,7 +75,7 @@ class Progress:
     def _read_loop(self, epoch: RecipeEpoch) -> None:
         place = self.place
         factor = epoch.recipe.factor
-        done = place.batches_done() if place.restarts else 0
+        done = place.batches_done if place.restarts else 0
         windows = done // factor
         self.position = replace(
             self.position,

@@ -43,7 +43,7 @@ class Shares:
         why = ranks.obstacle(trainer)
         if ranks.data_ranks(trainer)[0] == 1:
             why = "this training has one rank"
-        elif why is None and self._speed is not None and not ranks.gradients_are_ours(trainer):
+        elif why is None and self._speed is not None and not ranks.gradients_are_private(trainer):
             why = "a communication hook of DDP sends the gradients"
         if why is not None:
             raise UserError(

@@ -52,7 +52,7 @@ class StepWindows(CutWindows):
             if batch is not None:
                 self.planner.see(batch, self._cutter())
         # If the length of an epoch is not known, the batches that are done are enough.
-        batches = self._place.batches_of_epoch or self._place.batches_done()
+        batches = self._place.batches_of_epoch or self._place.batches_done
         recipe = self.planner.recipe
         return self._parts.progress.take_over(RecipeEpoch(recipe, batches, recipe.samples_of(batches)))
 

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning_ga.compat import loaders, ranks
+from lightning_ga.compat.closures import evaluates_again
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.errors import UserError
 from lightning_ga.fit.loader_windows import LoaderWindows
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.step_windows import StepWindows
 from lightning_ga.loading.known_samples import KnownSamples
-from lightning_ga.loading.rebatch import SourceSettings, evaluates_again
+from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import LoaderSource, read_source
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter

@@ -33,7 +33,7 @@ SAMPLES_AT_ONCE = 64
 FIRST_SECONDS = 0.2  # after which no further samples are read: no more than a small batch takes if reading is slow
 _FEW = 8  # samples of which some are collated
 _QUEUES = {"get", "put", "empty"}  # methods of those between threads or processes
-_KINDS = 3  # samples that are collated, of different shapes if there are any
+_EXAMPLES = 3  # samples that are collated, of different shapes if there are any
 _MOST_ELEMENTS = 2**26  # of a batch that is collated to see how batches grow
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
 
@@ -42,7 +42,7 @@ class KnownSamples:
     """A few samples of a loader, and what it collates of them.
 
     ``indices`` are those that may be read, by default of the whole dataset. They are ``trusted`` if the user has
-    said that samples are read by index: then the first one is not read twice.
+    said that samples are read by index: then the first one need not be the same again.
     """
 
     def __init__(
@@ -54,12 +54,15 @@ class KnownSamples:
         self.seconds_each = 0.0  # that reading one of the first samples has taken
         self._shown: Path | None = None  # file to which the first batch, maybe that of a worker, writes its samples
 
-    def showing(self) -> Any:
-        """Return the loader, or a copy that shows what its first batch is collated from if that alone does not."""
+    def with_shown_batch(self) -> Any:
+        """Return a copy of the loader that writes to a file what its first batch is collated from.
+
+        Return the loader itself if it makes no batch of samples, or one that is read without them.
+        """
         loader = self.loader
-        if not collates(loader) or _finishes_batches(loader) or loader.collate_fn is default_collate:
+        if not collates(loader) or _finishes_batches(loader) or not self.has_own_collate:
             return loader
-        if hasattr(loader.dataset, "__getitems__"):
+        if hasattr(loader.dataset, "__getitems__"):  # which may return a batch
             return loader
         with tempfile.NamedTemporaryFile(delete=False) as file:
             self._shown = Path(file.name)
@@ -91,24 +94,28 @@ class KnownSamples:
     def first(self) -> list[Any]:
         """The first samples of ``order``, read once; fewer if that is slow, none if it would leave a trace.
 
-        The very first is read three times: it must be the same again.
+        The very first is read twice: it must be the same again.
         """
         if not self._are_by_index:
             return []
         index, *rest = islice(self.order(), SAMPLES_AT_ONCE)
-        with closing(self._read(zip([index, index, index, *rest]))) as reads:
-            thrice = list(islice(reads, 3))  # the first time it may draw other random numbers
-            if len(thrice) < 3 or not (self._trusted or same_values(thrice[1], thrice[2])):
+        before = rest[:1] or [index]  # what is read before any other may draw other random numbers
+        with closing(self._read(chain(before, [index], self._in_time([index, *rest[1:]])))) as reads:
+            begun = list(islice(reads, 3))
+            if len(begun) < 3 or not (self._trusted or same_values(begun[1], begun[2])):
                 return []
-            found = [*thrice[1]]
-            started = time.monotonic()
-            for samples in reads:
-                found += samples
-                elapsed = time.monotonic() - started
-                self.seconds_each = elapsed / (len(found) - 1)
-                if elapsed > FIRST_SECONDS:
-                    break
-        return found
+            found = [begun[1], begun[0], *reads]
+        return found[: 1 + len(rest)]
+
+    def _in_time(self, indices: Iterable[Any]) -> Iterator[Any]:
+        """Yield indices until reading takes too long: a worker is asked for the next sample once it has sent one."""
+        started = time.monotonic()
+        for count, index in enumerate(indices, 1):
+            yield index
+            elapsed = time.monotonic() - started
+            self.seconds_each = elapsed / count
+            if elapsed > FIRST_SECONDS:
+                break
 
     @property
     def can_be_read_apart(self) -> bool:
@@ -123,7 +130,7 @@ class KnownSamples:
         used_up = self._used_up()
         if used_up:  # who reads files may seek in them
             return not all(isinstance(each, IOBase) for each in used_up)
-        one, *others = (list(self._read([[index]])) for index in islice(self.order(), 2))
+        one, *others = (list(self._read([index])) for index in islice(self.order(), 2))
         return bool(one) and bool(others) and same_values(one, others[0])
 
     @property
@@ -135,24 +142,24 @@ class KnownSamples:
         held = held_by(datasets_in(self.loader.dataset))
         return [each for each in held if isinstance(each, Iterator) or _QUEUES.issubset(dir(type(each)))]
 
-    def _read(self, lists: Iterable[Sequence[Any]]) -> Generator[Any, None, None]:
-        """Yield the samples of each list, unless reading them would leave a trace, or they are no list of samples."""
+    def _read(self, indices: Iterable[Any]) -> Generator[Any, None, None]:
+        """Yield the samples, unless reading them would leave a trace; up to one that cannot be read by itself."""
         if self._used_up():
             return
-        wanted = list(map(list, lists))
+        lists = map(list, zip(indices))
         reseeding = partial(_then_reseeded, self.loader.dataset)
-        with uncounted(), self.fetched(wanted, reseeding) as reads:  # samples lie on the host
-            for indices in wanted:
-                samples = attempt(next, is_no_lack_of_memory, reads).result  # training meets errors, too
-                if not isinstance(samples, (list, tuple)) or len(samples) != len(indices):
-                    return  # ``__getitems__`` may return a batch
-                yield samples
+        with uncounted(), self.fetched(lists, reseeding) as reads:  # samples lie on the host
+            while True:
+                samples = attempt(next, is_no_lack_of_memory, reads, None).result  # training meets errors, too
+                if not isinstance(samples, (list, tuple)) or len(samples) != 1:
+                    return  # at the end, or ``__getitems__`` returns a batch
+                yield samples[0]
 
     @contextmanager
     def fetched(
         self, lists: Iterable[list[Any]], read: Callable[[list[Any]], Any], *, workers: int = 1
     ) -> Iterator[Iterator[Any]]:
-        """Return a context that yields ``read(samples)`` for each list of indices, and leaves no trace in training.
+        """Return a context that yields ``read(samples)`` of each list in its order, and leaves no trace in training.
 
         If the loader has workers, separate ones read: files that a dataset opens on first use must not be open in this
         process when training starts its workers.
@@ -168,24 +175,30 @@ class KnownSamples:
             batch_sampler=lists,
             sampler=range(0),
             generator=torch.Generator(),
+            in_order=True,
         )
         with untouched(loader.dataset):
             yield DataLoader.__iter__(loader)
 
     # --- collating -----------------------------------------------------------------------------
 
+    @property
+    def has_own_collate(self) -> bool:
+        """Whether collating may drop samples, or make tensors of text: torch's own function does not."""
+        return self.loader.collate_fn is not default_collate
+
     @cached_property
-    def kinds(self) -> list[Any]:
+    def examples(self) -> list[Any]:
         """A few samples that collating keeps, of different shapes if there are any."""
         by_shapes: dict[str, list[Any]] = {}
         for sample in self._kept:
             by_shapes.setdefault(str(list(leaves(sample))), []).append(sample)
         ordered = [*(same.pop(0) for same in by_shapes.values()), *chain.from_iterable(by_shapes.values())]
-        return ordered[:_KINDS]
+        return ordered[:_EXAMPLES]
 
     @property
-    def are_dropped(self) -> bool:
-        """Whether some of the samples are left out of batches."""
+    def were_seen_dropped(self) -> bool:
+        """Whether some of the few samples that were collated are left out of batches."""
         return len(self._kept) < len(self._few)
 
     @cached_property
@@ -199,11 +212,12 @@ class KnownSamples:
     @cached_property
     def _kept(self) -> list[Any]:
         kept = list(filter(self.is_kept, self._few))
-        return kept or [sample for sample in self._few if sample is not None]  # an error of collating is met again
+        # If each one ends in an error, the layout is read from all of them, and says which.
+        return kept or [sample for sample in self._few if sample is not None]
 
     def is_kept(self, sample: Any) -> bool:
         """Return whether the collate function makes a batch of a sample, and does not leave it out."""
-        if sample is None or self.loader.collate_fn is default_collate:
+        if sample is None or not self.has_own_collate:
             return sample is not None
         batch = attempt(self.collate, is_no_lack_of_memory, [sample], 2).result
         return batch is not None and elements(batch) > 0
@@ -219,13 +233,14 @@ class KnownSamples:
     def joins_batches(self, batch_size: int) -> bool:
         """Return whether batches of so many samples were seen to grow as those of few do.
 
-        A collate function may look at the first sample only, or at so many of them.
+        A collate function may look at the first sample only, or at so many of them. Elements must grow in proportion:
+        as many for each sample from ``few`` to ``middle`` as from ``middle`` to its double.
         """
-        if self.loader.collate_fn is default_collate:
+        if not self.has_own_collate:
             return True
-        if not self.kinds:
+        if not self.examples:
             return False
-        middle = max(2, min(batch_size, _MOST_ELEMENTS // max(1, elements(self.kinds[0])) // 2))
+        middle = max(2, min(batch_size, _MOST_ELEMENTS // max(1, elements(self.examples[0])) // 2))
         few = min(2, middle - 1)
         small = self._elements_of(few)
         single = self._elements_of(middle)
@@ -234,7 +249,7 @@ class KnownSamples:
 
     def _elements_of(self, count: int) -> int:
         """Return the elements of a batch of equal samples; 0 if collating them ends in an error."""
-        batch = attempt(self.collate, is_no_lack_of_memory, self.kinds[:1], count).result
+        batch = attempt(self.collate, is_no_lack_of_memory, self.examples[:1], count).result
         return 0 if batch is None else elements(batch)
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from torch.utils.data import BatchSampler, default_collate
+from torch.utils.data import BatchSampler
 
 from lightning_ga.batch.layout import elements, leaves
 from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
@@ -21,21 +21,21 @@ from lightning_ga.memory.live_tensors import uncounted
 SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
 LOOK_SECONDS = 5.0  # of a look at further samples
 LEAST_LOOK = 256  # samples that a look must be able to read in this time
-_FIELDS = 32  # more fields are data, not structure: a dictionary keyed by name
+_PLACES = 32  # axes of fields; more are data, not structure: a dictionary keyed by name
 _Seen = tuple[int, int, Any]  # elements, number (the higher, the earlier) and sample
 
 
 class Largest:
-    """The samples with the most elements, and the largest of every field along every axis: among the first samples."""
+    """The samples with the most elements, and the largest of every field along every axis, of those scanned so far."""
 
     def __init__(self, samples: KnownSamples) -> None:
         self._samples = samples
-        self._kept = _Kept(text=samples.loader.collate_fn is not default_collate)  # that leaves text as it is
+        self._kept = _Kept(text=samples.has_own_collate)
         with uncounted():  # samples lie on the host
             self._kept.see(samples.first)
         self.seen = len(samples.first)  # samples that were scanned
         self.total = len(samples.indices)
-        self.complete = self._kept.uniform or self.seen == self.total  # whether the scan was not cut short
+        self.complete = self._kept.uniform or self.seen == self.total  # whether nothing is left to look for
 
     def look_further(self) -> None:
         """Scan the other samples, too, as far as there is time, unless the first have one size or reading is slow."""
@@ -98,13 +98,13 @@ class _Kept:
     def _is_largest(self, place: tuple[str, int], extent: int, seen: _Seen) -> bool:
         """Return whether a sample is the largest so far along an axis of a field, and then keep it."""
         known = self._largest.get(place)
-        is_larger = len(self._largest) < _FIELDS if known is None else (extent, seen) > known
+        is_larger = len(self._largest) < _PLACES if known is None else (extent, seen) > known
         if is_larger:
             self._largest[place] = (extent, seen)
         return is_larger
 
     def orders(self) -> tuple[list[Any], list[Any]]:
-        """Return the samples kept twice: first those that are largest in the most fields, or have most elements."""
+        """Return the kept samples in two orders: those that are largest in the most fields first, and by elements."""
         times: Counter[int] = Counter()
         kept = {seen[1]: seen for seen in self._most}
         for _, seen in self._largest.values():

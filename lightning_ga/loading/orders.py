@@ -34,21 +34,21 @@ class Sequential:
         self._multiple = multiple
         self._begun: tuple[int, int] | None = None  # the last epoch that training has begun, and its ``dataset_size``
 
-    def size(self, epoch: int, seed: int) -> int:
+    def size(self, epoch: int) -> int:
         """Return the samples of an epoch, by the length of the dataset now; once training has begun it, the same."""
         samples = self._dataset_size(epoch)
         return samples - samples % self._multiple
 
-    def draw(self, epoch: int, seed: int) -> Any:
+    def draw(self, epoch: int) -> Any:
         """Return the indices of one epoch, of which slices are read."""
-        return range(self.size(epoch, seed))
+        return range(self.size(epoch))
 
-    def begin(self, epoch: int, seed: int) -> Any:
+    def begin(self, epoch: int) -> Any:
         """Return the order that training begins an epoch with; once it has begun, the same."""
         self._begun = epoch, self._dataset_size(epoch)
-        return self.draw(epoch, seed)
+        return self.draw(epoch)
 
-    def pool(self, epoch: int, seed: int) -> Sequence[Any]:
+    def pool(self, epoch: int) -> Sequence[Any]:
         """Return the indices that training may meet."""
         return range(self._dataset_size(epoch))
 
@@ -66,15 +66,13 @@ class Shuffled(Sequential):
     It is drawn over the whole dataset; an epoch may leave some samples out.
     """
 
-    def __init__(self, length: int | Callable[[], int], seed: int | None = None, *, multiple: int = 1) -> None:
+    def __init__(self, length: int | Callable[[], int], seed: int, *, multiple: int = 1) -> None:
         super().__init__(length, multiple=multiple)
-        self.seed = seed
+        self._seed = seed
 
-    def draw(self, epoch: int, seed: int) -> torch.Tensor:
+    def draw(self, epoch: int) -> torch.Tensor:
         """Return the permutation of one epoch, four bytes a sample of up to 2³¹."""
-        if self.seed is not None:
-            seed = self.seed
-        seed = (seed + epoch) % _SEEDS
+        seed = (self._seed + epoch) % _SEEDS
         samples = self._dataset_size(epoch)
         dtype = torch.int32 if samples < 2**31 else torch.int64
         with uncounted():  # it lies on the host
@@ -89,42 +87,43 @@ class FromSampler:
     is read, because hooks may have changed it meanwhile.
     """
 
-    def __init__(self, sampler: Any, dataset: Any = None, *, batch: int = 1, shuffles: bool = False) -> None:
+    def __init__(self, sampler: Any, dataset: Any = None, *, seed: int, batch: int = 1, shuffles: bool = False) -> None:
         self._sampler = sampler
         self._dataset = dataset
+        self._seed = seed
         self._batch = batch
         self._shuffles = shuffles
-        self._drawn: tuple[Any, list[Any]] = (None, [])  # to plan: epoch, seed and length of the sampler, and indices
-        self._begun: tuple[Any, list[Any]] = (None, [])  # by training: epoch and seed, and indices
+        self._drawn: tuple[Any, list[Any]] = (None, [])  # to plan: epoch and length of the sampler, and indices
+        self._begun: tuple[int | None, list[Any]] = (None, [])  # by training: epoch and indices
         self._changes = False
 
-    def size(self, epoch: int, seed: int) -> int:
+    def size(self, epoch: int) -> int:
         """Return the samples of an epoch: those that the sampler yields."""
-        return len(self.draw(epoch, seed))
+        return len(self.draw(epoch))
 
-    def draw(self, epoch: int, seed: int) -> list[Any]:
+    def draw(self, epoch: int) -> list[Any]:
         """Return the sampler's own order for one epoch; of the epoch that training has begun, what that runs."""
-        if self._begun[0] == (epoch, seed):
+        if self._begun[0] == epoch:
             return self._begun[1]
-        wanted = epoch, seed, len(self._sampler)  # which may change before the epoch begins
+        wanted = epoch, len(self._sampler)  # which may change before the epoch begins
         if self._drawn[0] != wanted:
             with borrowed(self._sampler, self._dataset) as sampler:
-                drawn = self._read(sampler, epoch, seed)
-                if sampler is not self._sampler:
-                    self._changes |= not same_values(drawn, self._read(sampler, epoch, seed))
+                drawn = self._read(sampler, epoch)
+                if sampler is not self._sampler:  # one that cannot be copied would move on if it were read again
+                    self._changes |= not same_values(drawn, self._read(sampler, epoch))
             self._drawn = wanted, drawn
         return self._drawn[1]
 
-    def begin(self, epoch: int, seed: int) -> list[Any]:
+    def begin(self, epoch: int) -> list[Any]:
         """Return the order that training begins an epoch with; once it has begun, the same."""
-        if self._begun[0] != (epoch, seed):
-            self._begun = (epoch, seed), self._read(self._sampler, epoch, seed)
+        if self._begun[0] != epoch:
+            self._begun = epoch, self._read(self._sampler, epoch)
             self._drawn = (None, [])
         return self._begun[1]
 
-    def changes(self, epoch: int, seed: int) -> bool:
+    def changes(self, epoch: int) -> bool:
         """Return whether the sampler yields another order each time that it is asked for one epoch."""
-        self.draw(epoch, seed)
+        self.draw(epoch)
         return self._changes
 
     def kept(self) -> str | None:
@@ -137,26 +136,26 @@ class FromSampler:
         except TypeError:  # indices may be of any type
             return None
 
-    def restore(self, kept: str, epoch: int, seed: int) -> None:
+    def restore(self, kept: str, epoch: int) -> None:
         """Begin an epoch with the order that a checkpoint has kept."""
         indices = array("q")
         indices.frombytes(zlib.decompress(b64decode(kept)))
-        self._begun = (epoch, seed), indices.tolist()
+        self._begun = epoch, indices.tolist()
         self._changes = True
 
-    def pool(self, epoch: int, seed: int) -> Sequence[Any]:
+    def pool(self, epoch: int) -> Sequence[Any]:
         """Return the indices of the epoch."""
-        return self.draw(epoch, seed)
+        return self.draw(epoch)
 
-    def _read(self, sampler: Any, epoch: int, seed: int) -> list[Any]:
+    def _read(self, sampler: Any, epoch: int) -> list[Any]:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        with seeded(seed + epoch, sampler, epoch=epoch):
+        with seeded(self._seed + epoch, sampler, epoch=epoch):
             iterator = iter(sampler)
             found = list(islice(iterator, ceil_div(len(sampler), self._batch) * self._batch))
-            next(iterator, None)  # a sampler may change as it ends
+            next(iterator, None)  # let it run to its end, where it may count its epochs
         if self._shuffles and found:
-            return [found[int(place)] for place in Shuffled(len(found)).draw(epoch, seed)[:]]
+            return [found[int(place)] for place in Shuffled(len(found), self._seed).draw(epoch)]
         return found
 
 

@@ -52,11 +52,6 @@ def collates_by_index(loader: Any) -> bool:
     return collates(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step of the optimizer evaluates its closure more than once, as LBFGS and SAM do."""
-    return isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step")
-
-
 def why_in_step(loader: Any) -> str:
     """Return why the batches of a loader can only be cut in the step; empty if they can be cut in the loader."""
     kind = type(loader)
@@ -104,21 +99,23 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
     if type(sampler) is SequentialSampler:
         length = partial(len, sampler.data_source)
         if settings.must_shuffle:
-            return Shuffled(length)
+            return Shuffled(length, settings.seed)
         return Sequential(length)
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         own = sampler.generator
-        return Shuffled(partial(len, sampler), None if own is None else own.initial_seed())
+        return Shuffled(partial(len, sampler), settings.seed if own is None else own.initial_seed())
+    # Lightning leaves a DistributedSampler as it is; here there is one on a single rank.
     shuffles = settings.must_shuffle and not isinstance(sampler, DistributedSampler)
-    batch = 1 if batches.drop_last else batches.batch_size
-    return FromSampler(sampler, loader.dataset, batch=batch, shuffles=shuffles)
+    batch = 1 if batches.drop_last else batches.batch_size  # to which the length is rounded up
+    return FromSampler(sampler, loader.dataset, seed=settings.seed, batch=batch, shuffles=shuffles)
 
 
 def rebatch(loader: "DataLoader[Any]", sampler: WindowBatchSampler, *, shuffle: bool = True) -> "DataLoader[Any]":
     """Copy a loader so that it yields the micro-batches of a window batch sampler, in the order of that sampler.
 
-    Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept. The loop's first
-    ``iter``, before a plan is made, starts no worker; the seed that it draws is that of the next (``seeds``).
+    Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept. ``iter`` draws a
+    seed for data workers. The loop's first one, before there is a plan, starts no worker, but draws all the same. The
+    next one draws that seed again, from ``unplanned_generator``.
     """
     settings: dict[str, Any] = {"batch_sampler": sampler, "drop_last": False, "in_order": True}
     if not shuffle:  # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``
@@ -129,18 +126,20 @@ def rebatch(loader: "DataLoader[Any]", sampler: WindowBatchSampler, *, shuffle: 
     def begin(self: Any) -> Iterator[Any]:
         own = self.generator
         if not sampler.enabled:
-            self.seeds = torch.Generator()
-            self.seeds.set_state((own or torch.default_generator).get_state())
+            self.unplanned_generator = torch.Generator()
+            self.unplanned_generator.set_state((own or torch.default_generator).get_state())
             torch.empty((), dtype=torch.int64).random_(generator=own)
             return iter(())
-        self.generator = self.seeds or own
-        self.seeds = None
+        self.generator = self.unplanned_generator or own
+        self.unplanned_generator = None
         try:
             return kind.__iter__(self)
         finally:
             self.generator = own
 
-    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin, "seeds": None}))
+    object.__setattr__(
+        copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin, "unplanned_generator": None})
+    )
     return copied
 
 

@@ -10,9 +10,9 @@ from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_ga.batch.layout import leaves
 from lightning_ga.errors import UserError
@@ -31,19 +31,26 @@ _Axis = tuple[str, int]  # field and axis
 _LARGEST = 2**31 - 1
 
 
+class _FittingLimits(NamedTuple):
+    """Limits, and for how many of the largest samples they were found."""
+
+    largest_that_fit: int
+    limits: SizeLimits
+
+
 class SampleSizes:
     """The sizes of samples, read once, and the limits by which micro-batches are cut, once they are known."""
 
-    def __init__(self, loader: "DataLoader[Any]", size_of: SizeOf, order: Order, seed: int) -> None:
+    def __init__(self, loader: "DataLoader[Any]", size_of: SizeOf, order: Order, epoch: int) -> None:
         self._loader = loader
         self._size_of = size_of
         self._order = order
-        self._seed = seed
-        self.limits: tuple[int, SizeLimits] | None = None  # how many of the largest fit, and the limits then
+        self._epoch = epoch  # that the data were set up in
+        self.limits: _FittingLimits | None = None
 
     def set_limits(self, samples: int, limits: SizeLimits) -> None:
         """Cut by these limits from here on; so many of the longest samples fit."""
-        self.limits = samples, limits
+        self.limits = _FittingLimits(samples, limits)
 
     def follow(self, earlier: "SampleSizes") -> None:
         """Cut by the limits of data that were loaded before."""
@@ -51,7 +58,7 @@ class SampleSizes:
 
     @cached_property
     def _sizes(self) -> dict[Any, int]:
-        pool = self._order.pool(0, self._seed)
+        pool = self._order.pool(self._epoch)
         return dict(zip(pool, self._read(pool)))
 
     @property
@@ -61,7 +68,7 @@ class SampleSizes:
 
     @cached_property
     def by_size(self) -> list[Any]:
-        """The indices of all samples, those of the largest first."""
+        """The indices of the samples that are known, those of the largest first."""
         return sorted(self._sizes, key=self._sizes.__getitem__, reverse=True)
 
     def trials_of_smaller(self, least: int, cutter: BatchCutter) -> tuple[int, TrialBatches]:
@@ -79,12 +86,12 @@ class SampleSizes:
         if self.limits is None:
             return plan, epoch
         indices = listed(drawn)
-        of, limits = self.limits
         new = [each for each in indices if each not in self._sizes]  # no earlier epoch had these
         if new:
             self._sizes.update(zip(new, self._read(new)))
         sizes = array("q", map(self._sizes.__getitem__, indices))
-        return plan_by_size(plan, epoch, sizes, limits.lowered(epoch.micro_batch, of=of))
+        limits = self.limits.limits.lowered(epoch.micro_batch, of=self.limits.largest_that_fit)
+        return plan_by_size(plan, epoch, sizes, limits)
 
     def _read(self, indices: Sequence[Any]) -> "array[int]":
         """Read the sizes of some samples."""
@@ -95,12 +102,12 @@ class SampleSizes:
                 return array("q", map(partial(_called, size_of, dataset), indices))
         measure: Callable[[Any], int] = partial(_by_name, name=size_of)
         if size_of == "auto":  # read from a few samples
-            text = self._loader.collate_fn is not default_collate  # that leaves text as it is
-            few = KnownSamples(self._loader, indices, trusted=True).first
-            measure = partial(_by_shape, axes=_varying_axes(few, text), text=text)
+            known = KnownSamples(self._loader, indices, trusted=True)
+            text = known.has_own_collate
+            measure = partial(_by_shape, axes=_varying_axes(known.first, text), text=text)
         lists = BatchSampler(indices, SAMPLES_AT_ONCE, drop_last=False)
-        workers = max(1, self._loader.num_workers)
-        with KnownSamples(self._loader).fetched(lists, partial(_measured, measure), workers=workers) as reports:
+        measured = partial(_measured, measure)
+        with KnownSamples(self._loader).fetched(lists, measured, workers=self._loader.num_workers) as reports:
             return array("q", chain.from_iterable(reports))
 
 
@@ -114,13 +121,11 @@ def _called(size_of: Callable[[Any, Any], int], dataset: Any, place: Any) -> int
 
 
 def _size(value: Any, source: str) -> int:
-    """Return a whole number as it is, and the length of anything else."""
+    """Return a whole number as it is, also that of a tensor without axes, and the length of anything else."""
     size = None
-    with suppress(TypeError):  # a tensor of one number is one, too
-        if getattr(value, "ndim", hasattr(value, "__len__")):
-            size = len(value)
-        else:
-            size = index(value)
+    with suppress(TypeError):
+        is_number = not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
+        size = index(value) if is_number else len(value)
     if size is None or not 0 <= size <= _LARGEST:
         raise UserError(
             f"What size_of= {source} is {value!r}: a size is a whole number of at least 0 and at most {_LARGEST:,}, or "

@@ -16,15 +16,14 @@ class WindowBatchSampler(Sampler[list[Any]]):
     Until an epoch is arranged it yields nothing, so that data workers fetch nothing in vain.
     """
 
-    def __init__(self, order: Order, *, rank: int, seed: int) -> None:
+    def __init__(self, order: Order, *, rank: int) -> None:
         self.order = order
         self.rank = rank
-        self.seed = seed
         self.epoch = 0
         self.start = 0
         self.plan: EpochPlan | None = None
         self.enabled = False
-        self.length: int | None = None  # of an epoch, if not in micro-batches
+        self.length: int | None = None  # of an epoch in batches of the recipe, while data are set up
 
     @property
     def sampler(self) -> "WindowBatchSampler":
@@ -54,7 +53,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         return iter(())
 
     def _micro_batches(self, plan: EpochPlan) -> Iterator[list[Any]]:
-        drawn = self.order.begin(self.epoch, self.seed)
+        drawn = self.order.begin(self.epoch)
         for index in range(self.start, plan.count):
             window = plan.window(index, self.rank)
             of_window = listed(drawn[window.start : window.end])

@@ -13,7 +13,7 @@ from lightning_ga.loading.trial_batches import BatchCutter
 
 
 class SamplesLeft:
-    """Counts, and warns once if it sees a number that no plan can be right about."""
+    """Counts, and warns once if a batch has more samples than were planned, or a number that cannot be counted."""
 
     def __init__(self, cutter: Callable[[], BatchCutter]) -> None:
         self._cutter = cutter
@@ -23,9 +23,9 @@ class SamplesLeft:
         """Return how many of the ``planned`` samples are left in a batch; ``None`` if the plan is to be believed."""
         cutter = self._cutter()
         left = cutter.count_left(batch)
-        if left is None and cutter.drops_samples:
+        if left is None and cutter.were_seen_dropped:
             self._warn(planned, "a number that cannot be counted")
-        elif left is not None and left > planned > 0:
+        elif left is not None and left > planned > 0:  # a stand-in, of which none are planned, has one
             self._warn(planned, str(left))
             return None
         return left

@@ -1,4 +1,4 @@
-"""The training data of one fit: cut in the loader into micro-batches, or left as they are and cut in the step."""
+"""The training data of one fit, cut in the loader into micro-batches; ``step_source.py`` has those of the step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from lightning_ga.errors import UserError
 from lightning_ga.loading.known_samples import KnownSamples
@@ -53,14 +53,13 @@ class LoaderSource:
     Places of samples are those in the order that all ranks share.
     """
 
-    varies = False  # whether batches may be larger than the first
+    varies = False  # whether the first batch may be smaller than others
 
     def __init__(
         self, loader: "DataLoader[Any]", order: Order, settings: SourceSettings, size_of: SizeOf | None = None
     ) -> None:
         self._epoch = settings.epoch
         self._order = order
-        self._seed = settings.seed
         self._rank = settings.rank
         batches: Any = loader.batch_sampler
         self.recipe = Recipe(
@@ -71,13 +70,12 @@ class LoaderSource:
             limit=settings.limit_batches,
         )
         # Lightning keeps this number until data are loaded again, also if a dataset becomes longer.
-        self.batches_at_set_up = self.recipe.batches_within_limit(order.size(settings.epoch, settings.seed))
-        self.may_drop_samples = loader.collate_fn is not default_collate  # those of a micro-batch
-        self._sampler = WindowBatchSampler(order, rank=settings.rank, seed=settings.seed)
-        self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.seed)
+        self.batches_at_set_up = self.recipe.batches_within_limit(order.size(settings.epoch))
+        self._sampler = WindowBatchSampler(order, rank=settings.rank)
+        self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.epoch)
         self.samples = KnownSamples(loader, self._indices, trusted=size_of is not None)
         # The fit loop reads this one.
-        self.loader: Any = rebatch(self.samples.showing(), self._sampler, shuffle=settings.may_shuffle)
+        self.loader: Any = rebatch(self.samples.with_shown_batch(), self._sampler, shuffle=settings.may_shuffle)
 
     @property
     def epoch_plan(self) -> EpochPlan:
@@ -92,11 +90,11 @@ class LoaderSource:
     def index_of(self, window: Window, index_in_window: int) -> Any:
         """Return the index in the dataset of the first sample of a micro-batch."""
         place = self.epoch_plan.places(window, index_in_window)[0]
-        return listed(self._order.draw(self._sampler.epoch, self._seed)[place : place + 1])[0]
+        return listed(self._order.draw(self._sampler.epoch)[place : place + 1])[0]
 
     def epoch(self, number: int) -> RecipeEpoch:
         """Return the batches of the recipe, and their samples, in an epoch of the dataset as long as it is now."""
-        return self.recipe.epoch(self._order.size(number, self._seed), self.batches_at_set_up)
+        return self.recipe.epoch(self._order.size(number), self.batches_at_set_up)
 
     @cached_property
     def joins_batches(self) -> bool:
@@ -119,8 +117,8 @@ class LoaderSource:
         if not isinstance(order, FromSampler):
             return
         if kept is not None:
-            order.restore(kept, epoch, self._seed)
-        elif order.changes(epoch, self._seed):
+            order.restore(kept, epoch)
+        elif order.changes(epoch):
             rank_zero_warn(
                 "The sampler yields another order each time that it is asked for one epoch, and the checkpoint does "
                 "not contain the order of this one: some of its samples come twice, and others not before the next. "
@@ -158,14 +156,15 @@ class LoaderSource:
         total = self.epoch(epoch).samples
         windows = self._windows(total, schedule, samples_done, windows_done)
         world_size = self.recipe.world_size
+        largest = windows.largest or world_size  # an epoch that is done has no window, and yet a plan
         if limits:
-            plan = plan_unequal_shares(windows.largest, limits=limits, ratio=ratio, rank=self._rank, multiple=multiple)
+            plan = plan_unequal_shares(largest, limits=limits, ratio=ratio, rank=self._rank, multiple=multiple)
         else:
-            largest = windows.largest or world_size
             plan = plan_accumulation(largest, micro_batch=micro_batch, world_size=world_size, multiple=multiple)
-        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple, ratio, self._rank if ratio else 0)
+        rank = self._rank if ratio else 0  # of equal shares the first is the largest: all ranks have its factor
+        epoch_plan = EpochPlan(windows, micro_batch, world_size, multiple, ratio, rank)
         if self.sizes is not None:
-            plan, epoch_plan = self.sizes.cut(plan, epoch_plan, self._order.draw(epoch, self._seed)[:total])
+            plan, epoch_plan = self.sizes.cut(plan, epoch_plan, self._order.draw(epoch)[:total])
         if start is None:
             start = epoch_plan.done
         self._sampler.arrange(epoch, epoch_plan, start=start, enabled=enabled)
@@ -181,7 +180,7 @@ class LoaderSource:
         """Return the indices of samples that training may meet."""
         if self.sizes is not None:
             return self.sizes.by_size
-        indices = self._order.pool(self._epoch, self._seed)
+        indices = self._order.pool(self._epoch)
         if type(self._order) is Sequential:  # a shuffled epoch may draw any of them
             return indices[: self.epoch(self._epoch).samples]
         return indices
@@ -193,7 +192,7 @@ class LoaderSource:
     @contextmanager
     def in_recipe_batches(self, epoch: int) -> Iterator[None]:
         """Return a context in which the loader is as long as the user's; at least one batch if there are windows."""
-        self._sampler.length = self.recipe.batches(self._order.size(epoch, self._seed))
+        self._sampler.length = self.recipe.batches(self._order.size(epoch))
         try:
             yield
         finally:
@@ -205,7 +204,7 @@ class LoaderSource:
         world_size = self.recipe.world_size
         if schedule.is_constant:
             size = require_effective_batch(schedule.largest, world_size)
-            return RegularWindows(total, size, samples_done, windows_done or ceil_div(samples_done, size))
+            return RegularWindows(total, size, samples_done, windows_done)
 
         def size_at(windows: int, samples: int) -> int:
             return require_effective_batch(schedule.at(windows, samples), world_size)

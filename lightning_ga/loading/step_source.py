@@ -26,14 +26,15 @@ class StepSource:
         self.why = why  # the step cuts them
         self.recipe_factor = settings.recipe_factor
         self.world_size = settings.world_size
-        self.batch_size = _batch_size(loader)  # samples of a rank's batch; ``None`` until one is seen
-        self._asked_size = 1  # of a batch, also if the data are less than one
-        if collates(loader) and loader.batch_size is not None:
-            self._asked_size = loader.batch_size
+        self._written_size = _written_batch_size(loader)  # samples of a rank's batch as the user wrote it
+        self.batch_size = self._written_size  # at most all samples; ``None`` until a batch is seen
+        length = length_of(loader.dataset) if self._written_size else None
+        if self.batch_size is not None and length is not None:
+            self.batch_size = min(self.batch_size, length) or None
         self.varies = self.batch_size is None  # whether the first batch may be smaller than others
         self.samples = KnownSamples(loader)
         if collates(loader) and isinstance(loader.dataset, IterableDataset):
-            self.loader = self.samples.showing()
+            self.loader = self.samples.with_shown_batch()
 
     def see(self, batch: Any, cutter: BatchCutter) -> None:
         """Read the batch size off the first batch, if the loader does not say it."""
@@ -50,7 +51,7 @@ class StepSource:
 
     def factor_for(self, effective: int) -> int:
         """Return the batches of a window of so many samples over all ranks; refuse a number that is no multiple."""
-        size = max(self.batch_size or 1, self._asked_size)
+        size = self._written_size or self.batch_size or 1
         each = size * self.world_size
         if effective % each:
             raise UserError(
@@ -60,12 +61,11 @@ class StepSource:
         return effective // each
 
 
-def _batch_size(loader: Any) -> int | None:
-    """Return the samples of a DataLoader's batches but the last; ``None`` if they are not known."""
+def _written_batch_size(loader: Any) -> int | None:
+    """Return the batch size that a DataLoader, or its BatchSampler, was given; ``None`` if that is not known."""
     if not collates(loader):  # a loader with an __iter__ of its own may yield anything
         return None
     size: int | None = loader.batch_size
     if size is None and type(loader.batch_sampler) is BatchSampler:
         size = loader.batch_sampler.batch_size
-    length = length_of(loader.dataset)
-    return size if size is None or length is None else min(size, length) or None
+    return size

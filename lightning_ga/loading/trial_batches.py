@@ -1,13 +1,13 @@
 """Count and cut the batches of training, and make batches for the probe and the measurement of the same kind."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from typing import Any
 
 from lightning_ga.batch.layout import HookLayout, Layout, leaves
-from lightning_ga.batch.pytree import REMEDY, LayoutError, tensors_in
+from lightning_ga.batch.pytree import REMEDY, LayoutError, open_container, tensors_in
 from lightning_ga.batch.read_layout import Comparison, read_hook_layout, read_layout, read_ready_made
 from lightning_ga.loading.known_samples import KnownSamples, is_no_lack_of_memory
 from lightning_ga.loading.largest import Largest
@@ -35,15 +35,15 @@ class BatchCutter:
     The layout is read once, from a few samples. If no samples are known, each batch is read by itself.
     """
 
-    def __init__(self, samples: Sequence[KnownSamples], combine: Callable[[list[Any]], Any], transfer: Any) -> None:
-        self._samples = samples
+    def __init__(self, known: Sequence[KnownSamples], combine: Callable[[list[Any]], Any], transfer: Any) -> None:
+        self._known = known  # of each loader
         self._combine = combine
         self._transfer = transfer
 
     @property
-    def drops_samples(self) -> bool:
+    def were_seen_dropped(self) -> bool:
         """Whether some of the samples that are known are left out of batches."""
-        return any(each.are_dropped for each in self._samples)
+        return any(each.were_seen_dropped for each in self._known)
 
     def count(self, batch: Any) -> int:
         """Return the samples of a batch; raise ``LayoutError`` if they cannot be separated."""
@@ -61,7 +61,7 @@ class BatchCutter:
 
     def weight(self, batch: Any, samples: int) -> int:
         """Return a batch's weight in samples: with several loaders, the most that one of them gives."""
-        if len(self._samples) == 1:
+        if len(self._known) == 1:
             return samples
         return max(self._layout(batch).sizes(batch).values())
 
@@ -71,15 +71,15 @@ class BatchCutter:
 
     def halves(self, batch: Any, most: int, multiple: int = 1) -> CutBatch | None:
         """Cut at most so many samples of a batch in two parts that are multiples; ``None`` if there is only one."""
-        count = self.count(batch)
-        samples = whole_multiples(min(count, most), multiple)
-        if samples < 2:
+        size = self.count(batch)
+        count = whole_multiples(min(size, most), multiple)
+        if count < 2:
             return None
-        if samples < count:
-            batch = self.cut(batch, 0, samples)
-        middle = split_evenly(samples, 2, multiple)[0]
-        parts = self.cut(batch, 0, middle), self.cut(batch, middle, samples)
-        return CutBatch(batch, parts, (middle, samples - middle))
+        if count < size:
+            batch = self.cut(batch, 0, count)
+        middle = split_evenly(count, 2, multiple)[0]
+        parts = self.cut(batch, 0, middle), self.cut(batch, middle, count)
+        return CutBatch(batch, parts, (middle, count - middle))
 
     def _layout(self, batch: Any) -> Layout | HookLayout:
         hook = self._transfer.split_batch
@@ -94,10 +94,10 @@ class BatchCutter:
     def _shown(self) -> Layout | HookLayout | str | None:
         """The layout that small batches show, or why they show none; ``None`` if no samples are known."""
         hook = self._transfer.split_batch
-        kinds = [each.kinds for each in self._samples]
-        if not all(kinds):
+        examples = [each.examples for each in self._known]
+        if not all(examples):
             return None
-        comparison = Comparison(self._batch, len(kinds), max(map(len, kinds)))
+        comparison = Comparison(self._batch, len(examples), max(map(len, examples)))
         state = RandomState()  # hooks of the transfer may draw
         read = read_layout if hook is None else partial(read_hook_layout, hook)
         outcome = attempt(read, is_no_lack_of_memory, comparison)
@@ -109,11 +109,12 @@ class BatchCutter:
             f"{type(outcome.failure).__name__}: {outcome.failure}: {REMEDY}."
         )
 
-    def _batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
+    def _batch(self, counts: Sequence[int], numbers: Sequence[int], seed: int) -> Any:
+        """Return a batch of ``counts`` samples of the loaders, made of the examples of these numbers in turn."""
         batches = []
-        for samples, count in zip(self._samples, counts):
-            chosen = [samples.kinds[kind % len(samples.kinds)] for kind in kinds]
-            batches.append(samples.collate(chosen, count, seed=seed))
+        for known, count in zip(self._known, counts):
+            chosen = [known.examples[number % len(known.examples)] for number in numbers]
+            batches.append(known.collate(chosen, count, seed=seed))
         return self._transfer.to_device(self._combine(batches))
 
 
@@ -129,15 +130,15 @@ class TrialBatches:
     """
 
     def __init__(
-        self, samples: KnownSamples, cutter: BatchCutter, most: int, *, batch: Any = None, in_step: bool = False
+        self, known: KnownSamples, cutter: BatchCutter, most: int, *, batch: Any = None, in_step: bool = False
     ) -> None:
         self.most = most  # samples of the largest micro-batch
         self.cutter = cutter
-        self._samples = samples
+        self._known = known
         self._batch = batch
         self.largest: Largest | None = None  # the samples that batches are collated of
-        if samples.first and batch is None:
-            self.largest = Largest(samples)
+        if known.can_be_read_apart and batch is None:
+            self.largest = Largest(known)
         self._is_cut = in_step or self.largest is None
 
     @property
@@ -145,68 +146,72 @@ class TrialBatches:
         """Whether there is no sample to make a batch of."""
         return self.largest is None and self._batch is None
 
-    def make(self, samples: int, move: Move) -> tuple[Any, Any]:
-        """Return a micro-batch of so many of the heaviest samples, moved, and the whole batch that it is cut from."""
+    def make(self, count: int, move: Move) -> tuple[Any, Any]:
+        """Return a micro-batch of so many of the heaviest samples, moved, and the whole batch that it is cut from.
+
+        The latter is ``None`` if the samples are collated apart. A batch of training that is wanted whole is not cut,
+        because it may be one that cannot be.
+        """
         if self.largest is None:
             whole = move(copied_if_possible(self._batch))
         elif self._is_cut:
             whole = move(self.largest.batch(self.most))
         else:
-            return move(self.largest.batch(samples)), None
-        if samples >= self.most and self.largest is None:
+            return move(self.largest.batch(count)), None
+        if count >= self.most and self.largest is None:
             return whole, whole
-        return self.cutter.cut(whole, 0, samples), whole
+        return self.cutter.cut(whole, 0, count), whole
 
-    def batch_in_two_parts(self, samples: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
+    def batch_in_two_parts(self, count: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
         """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
         if self.largest is None:
-            return self.cutter.halves(move(copied_if_possible(self._batch)), samples, multiple)
+            return self.cutter.halves(move(copied_if_possible(self._batch)), count, multiple)
 
         def made(samples: Sequence[Any]) -> Any:
-            return move(self._samples.collate(samples, len(samples), seed=seed))
+            return move(self._known.collate(samples, len(samples), seed=seed))
 
-        chosen = self._unlike(samples)
+        chosen = self._unlike(count, multiple)
         if len(chosen) < 2:
             return None
         if self._is_cut:
-            return self.cutter.halves(made(chosen), samples, multiple)
+            return self.cutter.halves(made(chosen), count, multiple)
         middle = split_evenly(len(chosen), 2, multiple)[0]
         whole = made(chosen)
         parts = made(chosen[:middle]), made(chosen[middle:])
         return CutBatch(whole, parts, (middle, len(chosen) - middle))
 
-    def _unlike(self, number: int) -> list[Any]:
-        """Return so many of the samples that were read and are not left out of batches; those differ."""
-        samples = self._samples
-        known = [sample for sample in samples.first if sample is not None]
-        chosen = unlike(known, number)
-        if all(map(samples.is_kept, chosen)):
+    def _unlike(self, count: int, multiple: int) -> list[Any]:
+        """Return at most so many of the samples that were read and are not left out of batches; those differ."""
+        is_kept = self._known.is_kept
+        samples = [sample for sample in self._known.first if sample is not None]
+        chosen = unlike(samples, count, multiple)
+        if all(map(is_kept, chosen)):
             return chosen
-        return unlike(list(filter(samples.is_kept, known)), number)
+        return unlike(list(filter(is_kept, samples)), count, multiple)
 
 
-def unlike(samples: Sequence[Any], number: int) -> list[Any]:
-    """Return some of the samples, as unlike as possible: in size, numbers that losses ignore, labels.
+def unlike(samples: Sequence[Any], count: int, multiple: int = 1) -> list[Any]:
+    """Return at most ``count`` samples, as unlike as possible: in size, numbers that losses ignore, labels.
 
     Those that are alike are neighbours, so that the halves differ most. The first half has only samples that are
     shorter than the longest, if there are any: it is padded less than the whole. If these are few, they are repeated.
     """
-    number = min(number, len(samples))
-    if not number:
+    count = whole_multiples(min(count, len(samples)), multiple)
+    if not count:
         return []
     traits = sorted(zip(map(_traits, samples), range(len(samples))))
     largest = traits[-1][0][0]
     smaller = [each for each in traits if each[0][0] < largest]  # they come first
-    chosen = _spread_over(traits, number)
-    half = (number + 1) // 2
+    chosen = _spread_over(traits, count)
+    half = (count + 1) // 2
     if smaller and chosen[half - 1] not in smaller:
         chosen[:half] = _spread_over(smaller[: ceil_div(len(smaller), 2)], half)
     return [samples[place] for _, place in chosen]
 
 
-def _spread_over(ordered: Sequence[Any], number: int) -> list[Any]:
-    step = (len(ordered) - 1) / max(1, number - 1)
-    return [ordered[round(place * step)] for place in range(number)]
+def _spread_over(ordered: Sequence[Any], count: int) -> list[Any]:
+    step = (len(ordered) - 1) / max(1, count - 1)
+    return [ordered[round(place * step)] for place in range(count)]
 
 
 def _traits(sample: Any) -> tuple[float, ...]:
@@ -223,10 +228,6 @@ def _traits(sample: Any) -> tuple[float, ...]:
         elif values.numel():
             ignored += int((values < 0).sum())
             labels += values.double().mean().item()
-    fields: Any = ()
-    if isinstance(sample, Mapping):
-        fields = sample.values()
-    elif isinstance(sample, (list, tuple)):
-        fields = sample
+    fields = dict(open_container(sample) or ()).values()
     labels += sum(value for value in fields if isinstance(value, int))
     return size, ignored, labels

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from lightning_ga.memory.trace import rounded_up
 
 _LEAVES: tuple[type, ...] = (Tensor, int, float, bool, type(None), torch.dtype, torch.device)
+_PLAIN: tuple[type, ...] = (Tensor, Parameter)
 # Operations whose output was made just now, although it is their own argument.
 _CREATES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default)
 # Adds to a sparse tensor in place by making its parts anew: how backward passes accumulate sparse gradients.
@@ -29,10 +30,11 @@ _ADDS = torch.ops.aten.add_.Tensor
 class HeldStorage(weakref.ref[torch.UntypedStorage]):
     """A known storage: its bytes, and whether they are counted."""
 
-    __slots__ = ("counts", "key", "number", "recording", "size")
+    __slots__ = ("bytes", "counts", "key", "number", "recording", "size")
 
     key: int  # address of the storage: unique as long as it lives
     size: int
+    bytes: int  # rounded up as an allocator does
     counts: bool
     recording: object  # of the step in which it was allocated; ``None`` without one
     number: int  # in that recording
@@ -124,13 +126,17 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = type(arg)
             if kind is Parameter:
                 self._touch(arg)
+            elif kind in _LEAVES:
+                continue
             elif kind is list or kind is tuple:
                 for item in arg:
                     if type(item) is Parameter:
                         self._touch(item)
-            elif kind not in _LEAVES and getattr(arg, "_is_param", False):
+            elif getattr(arg, "_is_param", False):
                 self._touch(arg)
         out = func(*args, **(kwargs or {}))
+        if args and out is args[0] and type(out) in _PLAIN and func not in _CREATES and out.layout is torch.strided:
+            return out  # in place: nothing is new
         if isinstance(out, Tensor):
             self._see((out,), func, args, kwargs)
         elif isinstance(out, (list, tuple)):
@@ -182,13 +188,13 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count the storages of an operation's outputs, except older ones that do not count."""
         older: set[int] | None = None
         for tensor in outputs:
-            if not _has_storage(tensor):
+            storage = _storage_of(tensor)
+            if storage is None:
                 made_by = func
                 if func is _ADDS and tensor.layout is torch.sparse_coo:
                     made_by = _CREATES[0]
                 self._see(plain_tensors(tensor), made_by, args, kwargs)
                 continue
-            storage = tensor.untyped_storage()
             held = self._held.get(storage._cdata)
             if held is not None:
                 if held.counts and held.size != storage.nbytes():
@@ -197,9 +203,9 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if older is None:
                 older = set() if func in _CREATES else _taken(args, kwargs)
             counts = storage._cdata not in older and self._counts(tensor) and not _uncounted.get()
-            self._hold(storage, counts=counts)
+            held = self._hold(storage, counts=counts)
             if counts:
-                self._check(storage.nbytes())
+                self._check(held.size)
 
     def _resize(self, storage: torch.UntypedStorage, held: HeldStorage) -> None:
         """Count a storage that was resized: the new block is there before the old one dies."""
@@ -213,11 +219,12 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = HeldStorage(storage, self._on_death)
         held.key = storage._cdata
         held.size = storage.nbytes()
+        held.bytes = held.size if self.rounding == 1 else rounded_up(held.size, self.rounding)
         held.counts = counts
         held.recording = None
         self._held[held.key] = held
         if counts:
-            self.live_bytes += rounded_up(held.size, self.rounding)
+            self.live_bytes += held.bytes
         return held
 
     def _check(self, size: int) -> None:
@@ -238,7 +245,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _released(self, held: HeldStorage) -> None:
         if held.counts:
-            self.live_bytes -= rounded_up(held.size, self.rounding)
+            self.live_bytes -= held.bytes
 
 
 def _taken(args: Any, kwargs: Any) -> set[int]:
@@ -252,16 +259,21 @@ def _taken(args: Any, kwargs: Any) -> set[int]:
     return found
 
 
-def addresses(tensors: Iterable[Tensor]) -> Iterator[int]:
-    """Yield the addresses of the storages of tensors."""
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the addresses of the storages of tensors."""
+    found = []
     for tensor in tensors:
-        for plain in plain_tensors(tensor):
-            yield plain.untyped_storage()._cdata
+        storage = _storage_of(tensor)
+        if storage is not None:
+            found.append(storage._cdata)
+        else:
+            found += addresses(plain_tensors(tensor))
+    return found
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
     """Return the tensors with storage behind a tensor: itself, a sparse tensor's parts, a subclass's inner tensors."""
-    if _has_storage(tensor):
+    if _storage_of(tensor) is not None:
         return (tensor,)
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -280,13 +292,12 @@ def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
     return ()
 
 
-def _has_storage(tensor: Tensor) -> bool:
-    """Return whether the tensor's own storage contains its data: not for sparse, opaque and wrapper tensors."""
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the storage that contains the tensor's data; ``None`` for sparse, opaque and wrapper tensors."""
     kind = type(tensor)
     if kind is not Tensor and kind is not Parameter and is_traceable_wrapper_subclass(tensor):
-        return False
+        return None
     try:
-        tensor.untyped_storage()
+        return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
-        return False
-    return True
+        return None

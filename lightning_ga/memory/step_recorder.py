@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.holders import Origin, StepOrigins
 from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
-from lightning_ga.memory.trace import MemoryTrace, canonical, rounded_up
+from lightning_ga.memory.trace import MemoryTrace, canonical
 from lightning_ga.plan import records as holder
 
 Owned = Callable[[], Mapping[str, Iterable[Tensor]]]  # a method of a training: tensors of its state, by what they are
@@ -70,7 +70,7 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
         self._allocator = allocator
         self._blocks_before = 0
         self._recording: Recording | None = None  # of the step
-        self._operation: Any = None
+        self._operation = ("", False)  # name, and whether it is one of a loss of logits
         self._was_backward = False
 
     def start(self, *, budget: int | None = None, record: bool = True) -> None:
@@ -101,7 +101,7 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
             if held is not None and held.counts:
                 self._name_storage(recording, held, kind)
                 if held.recording is not recording:
-                    resident[kind] += rounded_up(held.size, self.rounding)
+                    resident[kind] += held.bytes
         self._recording = None
         return recording.trace(samples), StepOrigins(recording.origins, resident, complete)
 
@@ -130,14 +130,14 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
             recording.origins[held.number] = origin._replace(kind=kind)
 
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
-        self._operation = func
+        self._operation = _described(func)
         super()._see(outputs, func, args, kwargs)
         recording = self._recording
         if recording is None:
             return
         if func is _ADD and torch._C._current_graph_task_id() != -1:
             self._note_sum(recording, args[0], *outputs)
-        if _described(func)[1]:
+        if self._operation[1]:
             for value in args:
                 if isinstance(value, Tensor) and value.is_floating_point():
                     self._name(recording, [value], holder.LOGITS)
@@ -176,13 +176,13 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
         else:  # alive before the step: an allocation at its start
             number = recording.number(held.size)
             recording.initial.append(number)
-            recording.floor -= rounded_up(held.size, self.rounding)
+            recording.floor -= held.bytes
             if held.key in recording.kinds:
                 recording.origins[number] = Origin("forward", "", recording.kinds.pop(held.key))
         recording.events.append(~number)
 
     def _origin(self) -> Origin:
-        operation, is_loss = _described(self._operation)
+        operation, is_loss = self._operation
         kind = holder.LOGITS if is_loss else ""
         if torch._C._current_graph_task_id() != -1:
             self._was_backward = True

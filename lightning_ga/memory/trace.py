@@ -111,7 +111,9 @@ def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> in
 
 def bytes_alive(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> list[int]:
     """Return the bytes alive after each event."""
-    changes = [rounded_up(size, rounding) for size in sizes]
+    changes = list(sizes)
+    if rounding > 1:
+        changes = [rounded_up(size, rounding) for size in changes]
     changes += map(neg, reversed(changes[:]))  # so that index ~n holds the release of storage n
     return list(accumulate(map(changes.__getitem__, events)))
 

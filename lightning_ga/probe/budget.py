@@ -9,7 +9,7 @@ from lightning_ga.plan.units import least_budget, parse_budget
 
 
 class DoesNotFitError(UserError):
-    """A step of the fewest samples takes more bytes than are left."""
+    """A step of the fewest samples takes more bytes than are left: ``needed``, or more if that was not measured."""
 
     def __init__(self, sentence: str, needed: int, left: int) -> None:
         super().__init__(sentence)

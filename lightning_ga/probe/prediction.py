@@ -45,23 +45,27 @@ class PeakPredictor:
 
         With ``at_least``, temporaries have ended growing.
         """
+        pairs = list(zip(self.first.sizes, self.second.sizes))
+        known = {pair: self._size(*pair, samples) for pair in set(pairs)}  # most storages have a size in common
+        sizes = [known[pair] for pair in pairs]
+        for number in self.temporaries if at_least else ():
+            sizes[number] = max(pairs[number][1], 0)
+        return sizes
+
+    def _size(self, small: int, large: int, samples: int) -> int:
+        """Return the bytes of a storage that has these two sizes in the traces."""
         low = self.first.samples
         high = self.second.samples
         before = samples - low
         after = high - samples
         apart = high - low
-        sizes = []
-        for number, (small, large) in enumerate(zip(self.first.sizes, self.second.sizes)):
-            if at_least and number in self.temporaries:
-                size = large
-            elif large <= small:
-                size = small
-            elif not self._is_square(small, large):
-                size = small - (small - large) * before // apart
-            else:  # size / samples is a line through both points
-                size = ceil_div(samples * (small * high * after + large * low * before), low * high * apart)
-            sizes.append(max(size, 0))
-        return sizes
+        if large <= small:
+            size = small
+        elif not self._is_square(small, large):
+            size = small - (small - large) * before // apart
+        else:  # size / samples is a line through both points
+            size = ceil_div(samples * (small * high * after + large * low * before), low * high * apart)
+        return max(size, 0)
 
     def __call__(self, samples: int, *, at_least: bool = False) -> int:
         """Return the predicted peak in bytes at a micro-batch of ``samples``."""

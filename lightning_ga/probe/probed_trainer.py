@@ -7,7 +7,8 @@ that a step changes is put back (``compat.steps.isolated``).
 Tested in tests/integration/test_probe.py and tests/integration/test_traceless.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -39,7 +40,6 @@ from lightning_ga.recompute.wrapper import recomputed
 from lightning_ga.snapshot.copies import is_writable, sparse_parameters
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
-TIMED = 3  # passes of a size, after one to warm up
 ROW_SAMPLES = (32, 8, 2)  # samples of a pass in which the rows of sparse gradients are counted: the first that fits
 
 
@@ -61,6 +61,8 @@ class TrainingSetup:
 class ProbedTrainer(ProbedTraining):
     """The training of a Trainer: steps on batches of its largest samples, from the same state each."""
 
+    can_warm_up = True
+
     def __init__(
         self, setup: TrainingSetup, restore: Callable[[], None], announce: Callable[[str], object] = len
     ) -> None:
@@ -73,6 +75,8 @@ class ProbedTrainer(ProbedTraining):
         self.announce = announce
         self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
         self._sparse: list[Tensor] = []  # parameters with a sparse gradient whose rows are not counted yet
+        self._is_assumed = False  # whether these are all that are trained, because no pass has shown which have one
+        self._found_all = False
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
 
@@ -85,6 +89,10 @@ class ProbedTrainer(ProbedTraining):
         with uncounted():
             small = self.batch(min(2, self.batches.most))
         return describe_step(self.trainer, small, options, self._setup.rank_samples)
+
+    def found_all(self) -> bool:
+        """Return whether the first step found all gradients and states of optimizers, because they were made before."""
+        return self._found_all
 
     def see_gradients(self) -> None:
         """See in a small pass which parameters have gradients, unless a step has shown it; count rows of sparse ones.
@@ -121,10 +129,12 @@ class ProbedTrainer(ProbedTraining):
         batch, _whole = self.batch(samples)
         run_pass(self.trainer, batch, FIRST_OF_WINDOW, after_backward=partial(self._after_backward, meter))
 
-    def _after_backward(self, meter: StepRecorder | None) -> None:
+    def _after_backward(self, meter: StepRecorder | None, reached: set[Tensor] | None = None) -> None:
         """Note that a phase of the step ends, and which parameters have gradients if that is not known yet."""
         if meter is not None:
             meter.mark()
+        if reached:
+            self._drop_unreached(reached)
         if not self._gradients:
             self._sparse = []
             for parameter in self._trained():
@@ -134,6 +144,31 @@ class ProbedTrainer(ProbedTraining):
                     self._sparse.append(parameter)
                 else:
                     self._gradients[parameter] = None
+
+    @contextmanager
+    def _noting_reached(self) -> Iterator[set[Tensor]]:
+        """Yield a set to which a backward pass adds the parameters that it reaches, while gradients are assumed."""
+        reached = set[Tensor]()
+        assumed = self._gradients if self._is_assumed else ()
+        hooks = []
+        for parameter in assumed:
+            hooks.append(parameter.register_post_accumulate_grad_hook(reached.add))  # type: ignore[no-untyped-call]
+        try:
+            yield reached
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _drop_unreached(self, reached: set[Tensor]) -> None:
+        """Drop assumed gradients that no backward pass has reached, and the state of their parameters."""
+        unreached = self._gradients.keys() - reached
+        self._is_assumed = False
+        self._found_all = not unreached
+        for parameter in unreached:
+            del self._gradients[parameter]
+            parameter.grad = None
+            for optimizer in self.trainer.optimizers:
+                optimizer.state.pop(parameter, None)
 
     def _trained(self) -> list[Tensor]:
         return [each for each in self.trainer.lightning_module.parameters() if each.requires_grad]
@@ -150,6 +185,7 @@ class ProbedTrainer(ProbedTraining):
         """Run plain steps, and see again which parameters have gradients."""
         super().forget()
         self._recomputed = ()
+        self._is_assumed = self._found_all = False
         if self._gradients or self._sparse:
             self._gradients = {}
             self._sparse = []
@@ -181,8 +217,8 @@ class ProbedTrainer(ProbedTraining):
             place = LAST_OF_WINDOW
             if chunks is not None or not self._gradients:
                 place = WHOLE_WINDOW
-            with recomputed(self.trainer.lightning_module, self._recomputed):
-                run_pass(self.trainer, batch, place, after_backward=partial(self._after_backward, meter))
+            with recomputed(self.trainer.lightning_module, self._recomputed), self._noting_reached() as reached:
+                run_pass(self.trainer, batch, place, after_backward=partial(self._after_backward, meter, reached))
         finally:
             if chunks is not None:
                 chunks.use(samples, window=window)
@@ -234,7 +270,7 @@ class ProbedTrainer(ProbedTraining):
         """Return whether every rank has this value."""
         return self._setup.alone or len({*ranks.of_all_ranks(self.trainer, value)}) == 1
 
-    def warm_up(self) -> bool:
+    def warm_up(self) -> None:
         """Make what the first training step would, by a step on gradients of zeros: of all that is trained, if unseen.
 
         Which sparse gradients there are, and how many rows they have, is seen in a small pass.
@@ -243,11 +279,12 @@ class ProbedTrainer(ProbedTraining):
             self.see_gradients()
         elif not self._gradients:
             self._gradients = dict.fromkeys(self._trained())
+            self._is_assumed = True
+        self._found_all = not self._is_assumed
         self.reset()
         narrow(self.trainer.lightning_module.parameters())
         for optimizer in self.trainer.optimizers:
             optimizer.step(lambda: torch.zeros(()))
-        return True
 
 
 def _is_sum(gradient: Tensor, parameter: Tensor) -> bool:

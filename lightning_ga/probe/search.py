@@ -1,9 +1,9 @@
 """Find the largest micro-batch that fits in a memory budget, in as few training steps as possible.
 
-``Search`` says which size to try next as a function of the outcomes so far. Two traces of small
-steps predict the peak at every size (see ``prediction``), and one step at the predicted limit verifies
-it. If the prediction misses, or the streams do not align, measured peaks and halving close in on
-the limit from both sides. The limit was always tried, or, if nothing may be tried, predicted.
+``Search`` says which size to try next as a function of the outcomes so far. Two or three traces of small steps (on a
+GPU larger ones) predict the peak at every size (see ``prediction``), and one step at the predicted limit verifies it.
+If the prediction misses, or the streams do not align, measured peaks and halving close in on the limit from both sides.
+The limit was always tried, or, if nothing may be tried, predicted.
 
 If sizes are exact to the byte, so is the limit. An allocator that rounds and cuts segments varies from step to step:
 there the search ends when at most one sample in a hundred could be gained, or after ``MOST_TRIALS``.
@@ -27,8 +27,8 @@ MOST_TRIALS = 12  # if sizes are not exact
 HOLE_RESERVE = 0.005  # share of the budget that a first trial near it leaves to holes, if there is no margin
 WORTH_RECORDING = 0.03  # a step is recorded if sizes larger by this share might still fit
 WORTH_A_STEP = 1.05  # times the largest step: if nothing can be predicted, a smaller growth ends the search
-SPARE = 0.08  # of a size that failed although the curve said that it fits: how far to stay below it,
-SPARED_FAILURES = 2  # after so many failures
+SPARE = 0.08  # of a size that failed although the curve said that it fits: how far to stay below it
+SPARED_FAILURES = 2  # up to so many failures; after more, the interval is halved
 
 
 class Search:
@@ -73,7 +73,7 @@ class Search:
     def propose(self) -> tuple[int, bool]:
         """Return the next size to try, below ``ceiling``, or ``limit`` at the end; and whether to record the step.
 
-        A step need not be recorded, if that disturbs it.
+        A step that is not recorded is not disturbed by that.
         """
         is_first = len(self._fitting) < len(self._sizes)
         size, is_unsure = self._next()
@@ -107,14 +107,15 @@ class Search:
             return min(2 * low, self.ceiling - 1)
         is_exact = self.task.rounding == 1
         is_large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
-        guess = largest_fitting(self._needs, low + 1, self.task.high, self.task.budget)
+        guess = largest_fitting(self._less_margin, low + 1, self.task.high, self.task.budget)
         if is_large and not is_exact:
             return self._below_failures(guess)
         if not is_exact and not self.task.has_margin:
-            # Near an allocator's budget, many more samples may need little more memory.
+            # Near an allocator's budget, many more samples may need little more memory. So the guess stays below it by
+            # a hundredth of the size or by HOLE_RESERVE of the budget, whichever leaves more samples.
             within = self.task.budget - int(HOLE_RESERVE * self.task.budget)
             spared = largest_fitting(curve.needs, low + 1, guess, within)
-            guess = max(spared, largest_fitting(self._needs, low + 1, guess - guess // 100, self.task.budget))
+            guess = max(spared, largest_fitting(self._less_margin, low + 1, guess - guess // 100, self.task.budget))
         if guess < self.ceiling:
             return guess
         # Memory may be fragmented. A step that fits corrects the curve, so one should come soon.
@@ -187,7 +188,7 @@ class Search:
             is_foreseen = curve.confirms(step.trial, step.traces)
             self._verified |= is_foreseen
         else:
-            is_foreseen = self._needs(step.samples) > self.task.budget
+            is_foreseen = self._less_margin(step.samples) > self.task.budget
         self._misled |= not is_foreseen
 
     def _is_enough(self, guess: int) -> bool:
@@ -195,7 +196,7 @@ class Search:
         limit = self.limit
         enough = limit >= ENOUGH * guess
         if len(self._steps) >= MANY_TRIALS:
-            enough = limit >= NEARLY * guess or limit >= NEARLY_OF_FAILED * self.ceiling
+            enough = limit >= NEARLY * guess or (bool(self._failed) and limit >= NEARLY_OF_FAILED * self.ceiling)
         is_beyond = limit > max(self._sizes) or bool(self._failed)
         return (is_beyond and enough) or (limit > 0 and len(self._steps) >= MOST_TRIALS)
 
@@ -208,7 +209,10 @@ class Search:
 
     @property
     def predicted(self) -> int:
-        """The limit if nothing may be tried: predicted if the streams align, else the largest size that was tried."""
+        """The limit if nothing may be tried: predicted if the streams align, else the largest size that was tried.
+
+        The margin stays unused, because no trial shows that holes keep within it.
+        """
         if self._curve is None or self._replay is None:
             return self.limit
         return max(self.limit, largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, self.task.budget))
@@ -220,7 +224,7 @@ class Search:
     @property
     def method(self) -> Method:
         """What found the limit."""
-        if self.task.closest is not None:
+        if self.task.closest is not None:  # no step near the budget may run
             return "below" if self._replay is None else "prediction"
         if self._is_proven():
             return "replay"
@@ -248,8 +252,8 @@ class Search:
         """Return whether a replay is as good as a trial: one trial confirmed it, and none contradicted it."""
         return self._verified and not self._misled and self._replay is not None
 
-    def _needs(self, samples: int) -> int:
-        """Return the bytes that the budget must leave: holes may be in the margin, blocks may not."""
+    def _less_margin(self, samples: int) -> int:
+        """Return the bytes that the budget must leave, less what holes may use of the margin; blocks may not."""
         assert self._curve is not None
         needed = self._curve.needs(samples)
         margin = int(MARGIN * self.task.budget)

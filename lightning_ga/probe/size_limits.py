@@ -1,8 +1,8 @@
 """The limits of micro-batches of unequal samples, from trials at two sizes of a sample.
 
 The memory of ``b`` padded samples of size ``l`` is c + b·(γ + αl + βl²): activations, and attention matrices. Along
-b·l = budget it is c + budget·(γ/l + α + βl), largest at an end: at the longest size, whose limit is known, or at a
-shorter size, at which the samples that this budget allows are tried. Micro-batches of even shorter samples get no more
+b·l = area it is c + area·(γ/l + α + βl), largest at an end: at the longest size, whose limit is known, or at a
+shorter size, at which the samples that this area allows are tried. Micro-batches of even shorter samples get no more
 samples. If fewer fit at the shorter size, the memory of a sample, convex in ``l``, is bounded by the chord through both
 limits: size + offset. Pure: trials come in as a function.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.plan.size_cuts import SizeLimits
 
-_SHARES = (1.0, 0.75, 0.5)  # of the samples that the budget allows at the shorter size, tried in turn
+_SHARES = (1.0, 0.75, 0.5)  # of the samples that the area allows at the shorter size, tried in turn
 
 
 def limits_by_size(
@@ -31,7 +31,8 @@ def limits_by_size(
     fits = most
     steps = 0
     if most > limit:
-        fits, steps = confirm([int(share * most) for share in _SHARES])
+        shares = [int(share * most) for share in _SHARES]
+        fits, steps = confirm([samples for samples in shares if samples > limit])  # fewer fit at any size
     fits = max(limit, fits)
     offset = 0
     if limit < fits < most:

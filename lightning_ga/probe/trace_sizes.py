@@ -28,8 +28,12 @@ class Task:
     closest: float | None = None  # share of the budget that a trial may come to; ``None`` if every size may be tried
 
 
-def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False) -> tuple[int, ...]:
+def trace_sizes(
+    high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False, traced: bool = False
+) -> tuple[int, ...]:
     """Choose the sizes of the first traces, none below the ``first`` step: they fit for sure, yet lie apart.
+
+    If the first step is ``traced`` as it is in training, it is one of them.
 
     Kernels of an accelerator use other temporaries for larger inputs, so there the traces are as large as a quarter of
     the memory allows.
@@ -41,7 +45,10 @@ def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: boo
     second = min(affordable // 4, high // 2)
     if kernels_vary and second > 8:
         return (second // 2, second)
-    for pair in ((2 * first, 4 * first), (first, 2 * first)):
+    pairs = [(first, 2 * first)]
+    if not traced:
+        pairs.insert(0, (2 * first, 4 * first))
+    for pair in pairs:
         if pair[1] <= min(high, affordable):
             return pair
     return (first, first + 1)

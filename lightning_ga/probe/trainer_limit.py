@@ -40,8 +40,8 @@ class Found(NamedTuple):
     """What is known of a limit; nothing if there is no sample."""
 
     fits: Fits | None = None  # a window that fits, so that no limit was looked for
-    probe: ProbeResult | None = None
-    kind: Mapping[str, Any] | None = None  # the step that the limit is remembered for; ``None`` without a cache
+    result: ProbeResult | None = None
+    cache_key: Mapping[str, Any] | None = None  # describes the step; ``None`` without a cache
 
 
 def _look_further(batches: TrialBatches) -> None:
@@ -58,7 +58,7 @@ def _look_further(batches: TrialBatches) -> None:
         )
 
 
-def probe(
+def find_limit(
     setup: TrainingSetup, options: Options, *, high: int, chosen: Recomputed | None = None, whole_first: bool = False
 ) -> Found:
     """Find the largest micro-batch of a training step of a Trainer, or remember it.
@@ -71,7 +71,7 @@ def probe(
     started = time.perf_counter()
     if batches.empty:
         return Found()
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+    if keeps_history(trainer):
         raise UserError(
             "LBFGS keeps a history that grows over many steps, so that no trial of one step shows its memory: give "
             "micro_batch_size=… to do without a probe."
@@ -85,10 +85,10 @@ def probe(
             if fits is not None:
                 return Found(fits)
         _look_further(batches)
-        kind = training.describe(options) if options.cache else None
+        cache_key = training.describe(options) if options.cache else None
         known = None
-        if kind is not None and chosen is None:
-            known = _remembered_by_all(training, kind)
+        if cache_key is not None and chosen is None:
+            known = _remembered_by_all(training, cache_key)
         predict_only = True if ranks.is_sharded(trainer) else None
         found = prober.find(high, known=known, predict_only=predict_only)
         is_new = found.source != "cache"
@@ -97,21 +97,26 @@ def probe(
         if is_new and options.objective == "throughput":
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
-        if setup.sizes is not None:
+        if setup.sizes is not None:  # also from the cache, whose key does not tell how large smaller samples are
             longest = setup.sizes.largest
             limit = found.limit
             shorter, training.batches = setup.sizes.trials_of_smaller(ceil_div(limit * longest, high), batches.cutter)
             confirm = partial(prober.confirm, predict_only=predict_only)
             limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
             found = replace(found, sizes=limits, steps=steps or found.steps)
-        if is_new and kind is not None:
-            remember(kind, found)
-    return Found(probe=replace(found, seconds=time.perf_counter() - started), kind=kind)
+        if is_new and cache_key is not None:
+            remember(cache_key, found)
+    return Found(result=replace(found, seconds=time.perf_counter() - started), cache_key=cache_key)
 
 
-def _remembered_by_all(training: ProbedTrainer, kind: Mapping[str, Any]) -> ProbeResult | None:
+def keeps_history(trainer: Any) -> bool:
+    """Return whether the optimizer's memory grows over many steps, as LBFGS's does: one step does not show it."""
+    return any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers)
+
+
+def _remembered_by_all(training: ProbedTrainer, cache_key: Mapping[str, Any]) -> ProbeResult | None:
     """Return what an earlier probe found, with submodules that all ranks then compute again."""
-    known = remembered(kind)
+    known = remembered(cache_key)
     names: tuple[str, ...] = ()
     if known is not None and known.recomputed is not None:
         names = known.recomputed.names
@@ -136,7 +141,7 @@ def _budget(training: ProbedTrainer, options: Options) -> Budget:
 
 
 def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitError) -> Recomputed:
-    """Choose the submodules that are computed again so that the fewest samples fit, which do not plainly.
+    """Choose the submodules that are computed again so that the fewest samples fit; without these they do not.
 
     Ranks choose from what the first of them has seen, unless each probes alone.
     """
@@ -154,33 +159,39 @@ def choose_recomputed(setup: TrainingSetup, options: Options, plain: DoesNotFitE
     for each in root.all():
         if each.name in chosen.names:
             plain_bytes += each.frees
-    return Recomputed(chosen.names, chosen.share, size, max(plain.needed, plain_bytes), plain.left)
+    return Recomputed(
+        chosen.names,
+        chosen.share,
+        samples=size,
+        plain_bytes=max(plain.needed, plain_bytes),
+        budget_bytes=plain.left,
+    )
 
 
-def _chosen_within(allowed: Budget, training: ProbedTrainer, root: Candidate, size: int) -> ChosenSet:
+def _chosen_within(budget: Budget, training: ProbedTrainer, root: Candidate, size: int) -> ChosenSet:
     """Return the submodules that are computed again so that a step of so many samples fits; raise if no set does.
 
     The first step with an optimizer needs less memory than later ones, so its state is made before.
     """
-    trials = Trials(training, StepMeter(training.device, training), allowed.asked)
+    trials = Trials(training, StepMeter(training.device, training), budget.asked)
     with trials.running():
         warmed = attempt(training.warm_up).failure is None
         training.put_back()
-        alive, budget = trials.prepare()
-        budget = training.smallest(budget)
-        if not training.agree(warmed and alive <= budget):
+        alive, budget_bytes = trials.prepare()
+        budget_bytes = training.smallest(budget_bytes)
+        if not training.agree(warmed and alive <= budget_bytes):
             what = "The model, its gradients and its optimizer's states, which checkpointing cannot lower, take"
-            raise allowed.shortage(what, alive, budget)
+            raise budget.shortage(what, alive, budget_bytes)
 
         def peak_with(names: tuple[str, ...]) -> int | None:
             training.recompute(names)
             trial = trials.run(size, record=False, lenient=True).trial
             return training.largest(trial.peak_bytes) if trial.fits else None
 
-        chosen = choose(root, peak_with, budget)
+        chosen = choose(root, peak_with, budget_bytes)
     if not chosen.names:
         what = f"With micro_batch_size={size} and all submodules computed again that can be, a step takes more than"
-        raise allowed.shortage(what, budget, budget)
+        raise budget.shortage(what, budget_bytes, budget_bytes)  # how much more was not measured
     return chosen
 
 
@@ -191,15 +202,15 @@ def recomputable(setup: TrainingSetup) -> tuple[str, ...]:
     if seen is None:
         return ()
     root = seen[1]
-    return tuple(root.chosen(root.frees / PARTS[0]))
+    return tuple(root.chosen(root.frees / PARTS[0]))  # the largest, because there is no trial to choose by
 
 
 @contextmanager
 def _probed(setup: TrainingSetup) -> Iterator[ProbedTrainer]:
     """Yield the training for trial steps, of which no trace is left."""
     trainer = setup.trainer
-    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as restore:
-        yield ProbedTrainer(setup, restore, announce)
+    with announcing(trainer) as announce, isolated(trainer, begins=setup.begins) as put_back:
+        yield ProbedTrainer(setup, put_back, announce)
 
 
 def timed_windows(training: ProbedTrainer, *, rank_samples: int, limit: int) -> tuple[Timing, ...]:

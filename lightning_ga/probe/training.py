@@ -23,6 +23,8 @@ class ProbedTraining:
     made is kept when the training is put back, and given to the next trial.
     """
 
+    can_warm_up = False  # whether the optimizer's state can be made without a training step
+
     def __init__(self) -> None:
         self._stepping: WeakSet[Optimizer] = WeakSet()
         self._warm: list[tuple[Optimizer, dict[Any, Any]]] = []
@@ -37,6 +39,10 @@ class ProbedTraining:
 
     def updates_in_proportion(self) -> bool:
         """Return whether the optimizers' steps are known to need memory in proportion to the gradients."""
+        return False
+
+    def found_all(self) -> bool:
+        """Return whether the first step has found the gradients and the optimizers' state that later ones find."""
         return False
 
     def see_gradients(self) -> None:
@@ -66,9 +72,9 @@ class ProbedTraining:
         """Return whether ``value`` is true on every rank."""
         return bool(value)
 
-    def warm_up(self) -> bool:
-        """Make the optimizer's state without a training step; return whether that was done."""
-        return False
+    def warm_up(self) -> None:
+        """Make the optimizer's state without a training step, if ``can_warm_up``."""
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Forget the state that optimizers made, and what else is known of a limit that does not hold any more."""

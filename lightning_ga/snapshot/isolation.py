@@ -185,8 +185,9 @@ class SwappedAttributes:
             self._keep(own, dict(own), () if is_wrapper else own.keys() - _TABLES)
             self._complete.add(id(own))
             for name in own.keys() & _TABLES:
-                if isinstance(own[name], _CONTAINERS):
-                    self._tables.append((own[name], copy.copy(own[name])))
+                table = own[name]
+                if isinstance(table, _CONTAINERS):  # most are empty
+                    self._tables.append((table, copy.copy(table) if table else type(table)()))
 
     def add(self, owner: object, *names: str, copied: bool = True) -> None:
         """Keep attributes of an object, ``copied`` for trials or as they are."""

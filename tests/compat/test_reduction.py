@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ga.compat import ranks
 from lightning_ga.compat.gradient_dtype import begin, has_grad_dtype, widen
-from lightning_ga.compat.reduction import ONCE, Exchange
+from lightning_ga.compat.reduction import ALREADY_SENT, Exchange
 
 WINDOWS, BATCH = 5, 8
 OPTIONS: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
@@ -314,7 +314,7 @@ def sums_of_half_precision() -> None:
         assert parameter.grad.is_sparse == (name == "table.weight")
         assert parameter.grad.dtype == torch.float32
         torch.testing.assert_close(parameter.grad.to_dense(), local[parameter] / 2, rtol=1e-6, atol=1e-6)
-    assert exchange.failed() == ONCE
+    assert exchange.failed() == ALREADY_SENT
     dist.destroy_process_group()
 
 
@@ -323,8 +323,8 @@ def refused() -> None:
     join()
     for options, with_hook, place, sentence in (
         ({"find_unused_parameters": True}, False, ("after", 0), None),
-        ({}, True, ("backward", 0), ONCE),
-        ({}, True, ("forward", 0), ONCE),
+        ({}, True, ("backward", 0), ALREADY_SENT),
+        ({}, True, ("forward", 0), ALREADY_SENT),
         ({}, False, ("after", 0), None),
     ):
         case = Case(3, [4, 4, 4], options, comm_hook=with_hook)
@@ -359,7 +359,7 @@ def private_names() -> None:
     dist.all_reduce(torch.ones(1))
     ddp._sync_buffers()
     assert ranks.collectives_run() == before + 3  # with buffers of two types
-    with ranks.alone():
+    with ranks.in_single_group():
         dist.all_reduce(torch.ones(1))
     for _ in range(2):
         ddp(torch.ones(3, 2)).sum().backward()

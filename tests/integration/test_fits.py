@@ -11,9 +11,11 @@ import pytest
 import torch
 from reference import Samples, fit
 from torch.utils.data import DataLoader
+from true_support import Sharpness
 from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate
+from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.limit_search import LimitSearch
 from lightning_ga.schedule import by_step, linear
 from lightning_ga.testing import limit_memory
@@ -303,6 +305,51 @@ def test_the_limit_is_looked_for_after_an_error_and_leaves_no_trace(mode: Any) -
     for ours, other in zip(module.state_dict().values(), told.state_dict().values(), strict=True):
         assert torch.equal(ours, other)
     assert torch.equal(random_numbers, drawn)
+
+
+def test_a_search_that_refutes_an_error_leaves_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was short for a moment is there again in trials: micro-batches are halved, and no limit is known."""
+    below = LimitSearch.below
+    hoard = Hoard()
+
+    def after_it_is_free(search: LimitSearch, failed: int) -> int | None:
+        hoard.kept = torch.zeros(0)
+        return below(search, failed)
+
+    monkeypatch.setattr(LimitSearch, "below", after_it_is_free)
+    callback = AutoAccumulate(cache=False)
+    with limit_memory(int(1.35 * BUDGET)), pytest.warns(UserWarning, match="Memory ran out in training with 32"):
+        fit(DataLoader(Samples(192), batch_size=32), callback, hoard, module=Counted(), max_epochs=2)
+    assert (callback.oom_events, callback.fits, callback.probe) == (1, None, None)
+    assert callback.plan is not None
+    assert callback.plan.micro_batch_size == 16
+
+
+@pytest.mark.parametrize("room", [ROOM, BUDGET])
+def test_an_optimizer_that_evaluates_twice_is_asked_about(room: int) -> None:
+    """Unlike LBFGS, it keeps no history that one step does not show."""
+    callback = AutoAccumulate(cache=False)
+    module = Counted()
+    module.configure_optimizers = lambda: Sharpness(module.parameters())  # type: ignore[method-assign]
+    with limit_memory(room):
+        fit(DataLoader(Samples(128), batch_size=64), callback, module=module, max_epochs=1)
+    assert callback.oom_events == 0
+    if room == ROOM:
+        assert callback.fits is not None
+        assert callback.fits.samples == 64
+    else:
+        assert callback.probe is not None
+        assert 1 < callback.probe.limit < 64
+
+
+def test_a_limit_falls_to_a_smaller_one_alone() -> None:
+    """A resumed run may have less to run at once than what errors of the run before have left."""
+    limit = Limit(None, ())
+    limit.use(8)
+    limit.fall(16)
+    assert (limit.samples, limit.after_errors) == (8, None)
+    limit.fall(4)
+    assert (limit.samples, limit.after_errors) == (4, 4)
 
 
 class Labelled(torch.Tensor):

@@ -254,13 +254,15 @@ class Slow(Dataset[Any]):
     """Takes a tenth of a second for each sample, by a clock of its own; samples are of unequal size."""
 
     def __init__(self) -> None:
-        self.reads = torch.zeros((), dtype=torch.int64)
+        self.reads = torch.zeros((), dtype=torch.int64).share_memory_()  # but those by the several workers of training
 
     def __len__(self) -> int:
         return SIZE
 
     def __getitem__(self, index: int) -> Any:
-        self.reads += 1
+        worker = get_worker_info()
+        if worker is None or worker.num_workers == 1:
+            self.reads += 1
         return torch.full((1 + index % 7,), float(index))
 
     def clock(self) -> float:
@@ -286,19 +288,29 @@ class Pooled(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
+def padded(batch: list[Any]) -> Any:
+    return pad_sequence(batch, batch_first=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("settings", [{}, {"memory_budget": "1 GB"}, {"memory_budget": "1 GB", "verify": False}])
 def test_slow_samples_are_read_for_one_more_batch_at_most(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step, with the batch that it takes; the search for the largest reads no others, and says so."""
+    """Before the first step, with the batch that it takes; the search for the largest reads no others, and says so.
+
+    Those are four: one sample, another twice, and a third. If there are workers, another worker reads these, and none
+    in advance.
+    """
     data = Slow()
     for module in (known_samples, largest):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=data.clock))
-    monkeypatch.setattr(known_samples, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(known_samples, "FIRST_SECONDS", 0.15)
     monkeypatch.setattr(largest, "LOOK_SECONDS", 5.0)
     module = Pooled(data)
-    loader = DataLoader(data, 8, collate_fn=lambda batch: pad_sequence(batch, batch_first=True))
+    loader = DataLoader(data, 8, collate_fn=padded, num_workers=workers)
     told = pytest.warns(UserWarning, match="there was time to read") if "memory_budget" in settings else nullcontext()
     with told:
         fit(loader, AutoAccumulate(cache=False, **settings), module=module, max_steps=1)
-    assert 8 <= module.read_before[0] <= 2 * 8
+    of_training = 0 if workers else 8
+    assert module.read_before[0] - of_training == 4

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from reference import StreamOf
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
@@ -129,3 +129,13 @@ def test_windows_of_batches_that_are_kept() -> None:
     own = read_source(turned, settings_of())
     own.see(next(iter(turned)), cutter(turned))
     assert own.batch_size == 6
+
+
+@pytest.mark.parametrize("written", [{"batch_size": 8}, {"batch_sampler": BatchSampler(range(5), 8, drop_last=False)}])
+def test_fewer_samples_than_a_batch_make_one_as_it_was_written(written: Any) -> None:
+    """The effective batch is a multiple of the batch size, in whichever way that was given."""
+    source = read_source(DataLoader(ROWS[:5], **written), SourceSettings(1, 1, 0, 7), why="micro_batching='step'")
+    assert isinstance(source, StepSource)
+    assert (source.batch_size, source.factor_for(8)) == (5, 1)
+    with pytest.raises(UserError, match="batches of 8 samples"):
+        source.factor_for(5)

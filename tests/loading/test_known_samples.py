@@ -2,6 +2,7 @@
 
 import multiprocessing
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -39,16 +40,41 @@ class Counting(Dataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_few_samples_are_read_and_the_first_of_them_three_times(workers: int) -> None:
+def test_few_samples_are_read_and_the_first_of_them_twice(workers: int) -> None:
     """From all over the dataset, with its first and its last."""
     data = Counting()
     samples = KnownSamples(DataLoader(data, 8, num_workers=workers))
     found = samples.first
     assert len(set(found)) == len(found) == SAMPLES_AT_ONCE
     assert found[:2] == [0, SIZE - 1]
-    assert int(data.reads.sum()) == SAMPLES_AT_ONCE + 2
-    assert sorted(data.reads.tolist())[-2:] == [1, 3]
+    assert int(data.reads.sum()) == SAMPLES_AT_ONCE + 1
+    assert sorted(data.reads.tolist())[-2:] == [1, 2]
     assert samples.first is found
+
+
+class OfNoise(Dataset[float]):
+    """A sample is noise, drawn from a generator that the first read makes."""
+
+    random: Any = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> float:
+        self.random = self.random or np.random.default_rng(index)
+        return index + float(self.random.random())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_first_read_of_all_may_draw_other_random_numbers(size: int) -> None:
+    """No sample of a small dataset is known twice."""
+    data = OfNoise(size)
+    found = KnownSamples(DataLoader(data, 8)).first
+    assert sorted(map(int, found)) == list(range(size))
+    assert data.random is None
 
 
 class Pops(Dataset[int]):
@@ -191,17 +217,17 @@ def test_the_first_batch_of_a_stream_shows_what_it_was_collated_from(workers: in
     """Its samples, copied; the stream is not iterated again, and later batches show nothing."""
     data = Stream()
     samples = KnownSamples(DataLoader(data, 4, num_workers=workers, collate_fn=second_axis))
-    copied = samples.showing()
+    copied = samples.with_shown_batch()
     first, second, *_ = copied
     assert first.shape == second.shape == (3, 4)
-    assert [number for _, number in samples.kinds] == [0, 1, 2]
-    assert samples.collate(samples.kinds, 5).shape == (3, 5)
+    assert [number for _, number in samples.examples] == [0, 1, 2]
+    assert samples.collate(samples.examples, 5).shape == (3, 5)
     list(copied)
-    assert [number for _, number in samples.kinds] == [0, 1, 2]
+    assert [number for _, number in samples.examples] == [0, 1, 2]
     assert int(data.begun) == 2  # both by this test
     plain = DataLoader(data, 4)
-    assert KnownSamples(plain).showing() is plain
-    assert KnownSamples(plain).kinds == []
+    assert KnownSamples(plain).with_shown_batch() is plain
+    assert KnownSamples(plain).examples == []
 
 
 def test_looking_at_samples_uses_up_no_random_numbers() -> None:
@@ -215,7 +241,7 @@ def test_looking_at_samples_uses_up_no_random_numbers() -> None:
     samples = KnownSamples(loader)
     samples.collate(samples.first, 2)
     assert torch.equal(torch.get_rng_state(), before)
-    cut = WindowBatchSampler(Sequential(size), rank=0, seed=1)
+    cut = WindowBatchSampler(Sequential(size), rank=0)
     cut.arrange(0, EpochPlan(RegularWindows(size, 4), 2), start=0, enabled=True)
     with torch.random.fork_rng():
         assert len(list(rebatch(loader, cut))) == 6
@@ -290,6 +316,26 @@ def test_samples_that_collating_leaves_out_are_known() -> None:
         return torch.stack([row for row, index in batch if index % 2 == 0])
 
     samples = KnownSamples(DataLoader([*ROWS[:7], None], 4, collate_fn=keep_even))  # type: ignore[arg-type]
-    assert samples.are_dropped
-    assert all(index % 2 == 0 for _, index in samples.kinds)
-    assert not KnownSamples(DataLoader(ROWS, 4)).are_dropped
+    assert samples.were_seen_dropped
+    assert all(index % 2 == 0 for _, index in samples.examples)
+    assert not KnownSamples(DataLoader(ROWS, 4)).were_seen_dropped
+
+
+class SlowAtFirst(Dataset[int]):
+    """Its first samples take longer to read than those after them."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> int:
+        if index < 4:
+            time.sleep(0.05)
+        return index
+
+
+def test_samples_are_read_in_order_whatever_the_loader_says() -> None:
+    """Sizes are told apart by it."""
+    loader = DataLoader(SlowAtFirst(), 4, num_workers=2, in_order=False)
+    lists = [[*range(start, start + 4)] for start in range(0, 24, 4)]
+    with KnownSamples(loader).fetched(lists, list, workers=2) as reads:
+        assert [*reads] == lists

@@ -63,15 +63,15 @@ def weighted(generator: torch.Generator | None = None) -> WeightedRandomSampler:
     return WeightedRandomSampler([1.0 + i for i in range(SIZE)], SIZE, generator=generator)
 
 
-ORDERS: dict[str, Callable[[], Order]] = {
-    "sequential": lambda: Sequential(SIZE),
-    "shuffled": lambda: Shuffled(SIZE),
-    "weighted": lambda: FromSampler(weighted(), SIZE),
-    "weighted, own generator": lambda: FromSampler(weighted(torch.Generator().manual_seed(5)), SIZE),
-    "subset": lambda: FromSampler(SubsetRandomSampler(range(0, SIZE, 2)), SIZE // 2),
-    "replacement": lambda: FromSampler(RandomSampler(range(SIZE), replacement=True), SIZE),
-    "numpy": lambda: FromSampler(NumpySampler(), SIZE),
-    "by epoch": lambda: FromSampler(ByEpoch(), SIZE),
+ORDERS: dict[str, Callable[[int], Order]] = {
+    "sequential": lambda seed: Sequential(SIZE),
+    "shuffled": lambda seed: Shuffled(SIZE, seed),
+    "weighted": lambda seed: FromSampler(weighted(), SIZE, seed=seed),
+    "weighted, own generator": lambda seed: FromSampler(weighted(torch.Generator().manual_seed(5)), SIZE, seed=seed),
+    "subset": lambda seed: FromSampler(SubsetRandomSampler(range(0, SIZE, 2)), SIZE // 2, seed=seed),
+    "replacement": lambda seed: FromSampler(RandomSampler(range(SIZE), replacement=True), SIZE, seed=seed),
+    "numpy": lambda seed: FromSampler(NumpySampler(), SIZE, seed=seed),
+    "by epoch": lambda seed: FromSampler(ByEpoch(), SIZE, seed=seed),
 }
 
 
@@ -89,31 +89,31 @@ def test_an_order_depends_on_seed_and_epoch_alone(way: str) -> None:
     """
     spoil_random_numbers(1)
     before = [state() for state in GLOBAL]
-    first = list(ORDERS[way]().draw(3, seed=7)[0:SIZE])
+    first = list(ORDERS[way](7).draw(3)[0:SIZE])
     for state, kept in zip(GLOBAL, before):
         assert np.array_equal(np.asarray(state(), dtype=object), np.asarray(kept, dtype=object))
     spoil_random_numbers(2)
-    other = ORDERS[way]()
-    other.draw(0, seed=7)
-    assert list(other.draw(3, seed=7)[0:SIZE]) == first
+    other = ORDERS[way](7)
+    other.draw(0)
+    assert list(other.draw(3)[0:SIZE]) == first
     if way != "sequential":
-        assert list(other.draw(4, seed=7)[0:SIZE]) != first
+        assert list(other.draw(4)[0:SIZE]) != first
     for seed in (0, 2**63 - 1, 2**64 - 1):
-        assert len(list(other.draw(2, seed=seed)[0:5])) == 5
+        assert len(list(ORDERS[way](seed).draw(2)[0:5])) == 5
 
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_looking_at_an_epoch_leaves_a_sampler_as_it_was(copies: bool) -> None:
     """In a copy, or put back where there is none; training draws from the sampler itself, which then moves on."""
     sampler = Changing(20, 20, copies=copies)
-    order, drawn = FromSampler(sampler), sampler.generator.bit_generator.state
-    first = order.draw(0, 7)
+    order, drawn = FromSampler(sampler, seed=7), sampler.generator.bit_generator.state
+    first = order.draw(0)
     assert (sampler.ended, sampler.log) == (0, [0])
-    assert order.begin(0, 7) == first
+    assert order.begin(0) == first
     assert sampler.ended == 1
-    assert order.begin(0, 7) == order.draw(0, 7) == first  # also when the epoch goes on after an error
+    assert order.begin(0) == order.draw(0) == first  # also when the epoch goes on after an error
     assert sampler.ended == 1
-    assert [number // 100 for number in order.begin(1, 7)] == [1] * 20
+    assert [number // 100 for number in order.begin(1)] == [1] * 20
     assert (sampler.ended, sampler.log) == (2, [0, 0, 1])
     assert sampler.generator.bit_generator.state == drawn
 
@@ -123,8 +123,8 @@ def test_looking_at_an_epoch_leaves_a_sampler_as_it_was(copies: bool) -> None:
 )
 def test_a_sampler_that_yields_another_number_than_its_length(size: int, yields: int, batch: int, samples: int) -> None:
     """As in stock Lightning, which counts batches by the length: what is there is trained on, up to that many."""
-    order = FromSampler(Changing(size, yields, copies=True), batch=batch)
-    assert order.size(0, 7) == len(order.draw(0, 7)) == samples
+    order = FromSampler(Changing(size, yields, copies=True), seed=7, batch=batch)
+    assert order.size(0) == len(order.draw(0)) == samples
 
 
 def orders_that_change() -> dict[str, tuple[Any, Order]]:
@@ -133,8 +133,8 @@ def orders_that_change() -> dict[str, tuple[Any, Order]]:
     return {
         "sequential": (changing, Sequential(changing.__len__)),
         "shuffled": (shuffled, Shuffled(shuffled.__len__, seed=3)),
-        "multiple": (doubled, Shuffled(doubled.__len__, multiple=2)),
-        "sampler": (sampler, FromSampler(sampler)),
+        "multiple": (doubled, Shuffled(doubled.__len__, 7, multiple=2)),
+        "sampler": (sampler, FromSampler(sampler, seed=7)),
     }
 
 
@@ -150,19 +150,19 @@ def resize(data: Any, length: int) -> None:
 def test_an_epoch_has_the_samples_that_are_there_as_it_begins(kind: str, lengths: tuple[int, ...]) -> None:
     """Later changes wait for the next epoch, also if the epoch begins again after an error; others may be asked for."""
     data, order = orders_that_change()[kind]
-    order.size(2, 7)  # as for the number of optimizer steps
+    order.size(2)  # as for the number of optimizer steps
     for epoch, length in enumerate(lengths):
         resize(data, length)
         expected = length - length % 2 if kind == "multiple" else length
-        assert order.size(epoch, 7) == expected
-        begun = listed(order.begin(epoch, 7))
+        assert order.size(epoch) == expected
+        begun = listed(order.begin(epoch))
         if kind != "sampler":
             assert sorted(begun) == [*range(length)]
         for other in (length + 3, length - 3, length):
             resize(data, other)
-            assert order.size(len(lengths), 7) == (other - other % 2 if kind == "multiple" else other)
-            assert order.size(epoch, 7) == expected
-            assert listed(order.draw(epoch, 7)) == listed(order.begin(epoch, 7)) == begun
+            assert order.size(len(lengths)) == (other - other % 2 if kind == "multiple" else other)
+            assert order.size(epoch) == expected
+            assert listed(order.draw(epoch)) == listed(order.begin(epoch)) == begun
 
 
 def test_the_length_is_not_asked_for_each_sample() -> None:
@@ -173,11 +173,11 @@ def test_the_length_is_not_asked_for_each_sample() -> None:
         asked.append(1000)
         return 1000
 
-    for order in (Sequential(length), Shuffled(length)):
-        drawn = order.begin(0, 7)
+    for order in (Sequential(length), Shuffled(length, 7)):
+        drawn = order.begin(0)
         assert len([int(drawn[place]) for place in range(1000)]) == 1000
-        order.begin(0, 7)
-        order.size(0, 7)
+        order.begin(0)
+        order.size(0)
         assert len(asked) == 1
         asked.clear()
 
@@ -186,14 +186,14 @@ def test_the_length_is_not_asked_for_each_sample() -> None:
 def test_a_look_at_other_epochs_leaves_the_epoch_that_runs(copies: bool) -> None:
     """``optimizer_steps()`` may be asked in mid-epoch, and then memory runs out: the epoch goes on in its order."""
     sampler = Changing(20, 20, copies=copies)
-    order = FromSampler(sampler)
+    order = FromSampler(sampler, seed=7)
     for epoch in range(2):
-        begun = [*order.begin(epoch, 7)]
+        begun = [*order.begin(epoch)]
         for other in range(4):
-            assert order.size(other, 7) == 20
-        assert order.draw(epoch, 7) == order.begin(epoch, 7) == begun
+            assert order.size(other) == 20
+        assert order.draw(epoch) == order.begin(epoch) == begun
         assert sampler.ended == epoch + 1
-        assert [*order.draw(epoch + 1, 7)] != begun
+        assert [*order.draw(epoch + 1)] != begun
 
 
 def test_datasets_that_a_sampler_holds_are_not_copied() -> None:

@@ -71,7 +71,7 @@ def armed(loader: DataLoader[Any], *, start: int = 0) -> WindowBatchSampler:
     """Windows of 4 in micro-batches of 2, of the order that was read off the loader."""
     order = read_order(loader, settings_of())
     assert order is not None
-    cut = WindowBatchSampler(order, rank=0, seed=1)
+    cut = WindowBatchSampler(order, rank=0)
     cut.arrange(0, EpochPlan(RegularWindows(SIZE, 4), 2), start=start, enabled=True)
     return cut
 
@@ -125,7 +125,7 @@ def test_micro_batches_come_in_the_order_of_the_plan() -> None:
     loader = DataLoader(LastFirst(), 2, num_workers=2, in_order=False, multiprocessing_context="fork")
     order = read_order(loader, settings_of())
     assert order is not None
-    cut = WindowBatchSampler(order, rank=0, seed=1)
+    cut = WindowBatchSampler(order, rank=0)
     cut.arrange(0, EpochPlan(RegularWindows(8, 4), 2), start=0, enabled=True)
     assert numbers(rebatch(loader, cut)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
@@ -141,7 +141,7 @@ def test_what_ranks_share_is_shuffled_as_by_lightning(own: bool) -> None:
     for share in shares:
         share.set_epoch(3)
     theirs = [index for turn in zip(*shares, strict=True) for index in turn]
-    assert [int(index) for index in order.draw(3, 7)] == theirs[:SIZE]
+    assert [int(index) for index in order.draw(3)] == theirs[:SIZE]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_an_order_follows_the_length_of_its_dataset(make: Any, settings: dict[st
     assert order is not None
     for epoch, length in enumerate((SIZE, 7, 20, 1, 12)):
         data[:] = range(length)
-        assert order.size(epoch, 7) == length - length % multiple
-        assert sorted(map(int, order.pool(epoch, 7))) == [*range(length)]
-        assert sorted(map(int, order.begin(epoch, 7))) == [*range(length)]
+        assert order.size(epoch) == length - length % multiple
+        assert sorted(map(int, order.pool(epoch))) == [*range(length)]
+        assert sorted(map(int, order.begin(epoch))) == [*range(length)]
 
 
 class Endless:

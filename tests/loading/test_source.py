@@ -16,7 +16,7 @@ from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import LoaderSource, read_source
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.plan.accumulation import plan_accumulation
-from lightning_ga.plan.batch_schedule import constant
+from lightning_ga.plan.batch_schedule import by_step, constant
 from lightning_ga.plan.size_cuts import SizeLimits
 
 SEED = 11
@@ -140,7 +140,7 @@ def test_windows_are_cut_by_the_sizes_of_samples(sizes, window, world_size, shuf
         assert plain.size_budget is None
         assert feed.sizes is not None
         assert feed.sizes.largest == max(sizes)
-        feed.sizes.limits = 2, limits
+        feed.sizes.set_limits(2, limits)
         plan = feed.arrange(0, constant(effective), 2)
         assert plan.size_budget == limits.budget
     order = list(range(len(sizes)))
@@ -153,3 +153,12 @@ def test_windows_are_cut_by_the_sizes_of_samples(sizes, window, world_size, shuf
             for size in each.sizes:
                 held = [sizes[index] for index in next(batches).tolist()]
                 assert size <= 1 or (size <= limits.samples and size * max(held) <= limits.budget)
+
+
+@pytest.mark.parametrize("unequal", [{}, {"limits": (4, 2), "ratio": (1, 1)}])
+def test_an_epoch_that_is_done_has_a_plan_and_no_batch(unequal: Any) -> None:
+    """As after a checkpoint of its end, where windows grow; the loader has a batch size all the same."""
+    for feed in feeds(lambda rank: DataLoader(range(16), 2), 2):  # type: ignore[arg-type]
+        plan = feed.arrange(0, by_step({0: 4, 2: 8}), 2, samples_done=16, windows_done=3, **unequal)
+        assert feed.loader.batch_size == plan.micro_batch_size == 1
+        assert [*feed.loader] == []

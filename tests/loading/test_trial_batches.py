@@ -163,3 +163,12 @@ def test_one_half_of_the_measured_samples_is_padded_less(short: int, fields: int
     assert [part.shape[1] for part in cut.whole] == [8 + field for field in range(fields)]
     lengths = [[part.shape[1] for part in half] for half in cut.parts]
     assert [3] * fields in lengths
+
+
+@pytest.mark.parametrize("in_step", ["", "micro_batching='step'"])
+def test_parts_of_few_samples_are_multiples(in_step: str) -> None:
+    """Of ten samples, eight are in a batch of multiples of four."""
+    rows: Any = [torch.full((2,), float(number)) for number in range(10)]
+    found = trials_of(DataLoader(rows, 16), in_step=in_step).batch_in_two_parts(12, lambda batch: batch, multiple=4)
+    assert found is not None
+    assert found.sizes == (4, 4)

@@ -184,3 +184,11 @@ def test_the_bound_of_a_small_step_is_above_the_peak_of_a_large_one(
 
     small, large = step(2), step(samples)
     assert most_bytes(small, samples, peak=small.peak(), owned=1000, gradients=0) >= large.peak()
+
+
+def test_the_most_that_is_of_use_is_no_size_that_failed() -> None:
+    """After many trials, nearly as much as failed is enough; nearly as much as is asked about is not."""
+    search = Search(Task(100, 10**9, rounding=512))
+    for samples in (4, 8, 16, 60, 96):
+        search.record(Step(Trial(samples, 512 * samples, True, 0.0), ()))
+    assert search.propose()[0] == 100

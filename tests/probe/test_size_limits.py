@@ -26,6 +26,7 @@ def test_whatever_the_limits_allow_fits(fixed, by_size, squared, longest, data):
 
     def confirm(sizes: Sequence[int]) -> tuple[int, int]:
         assert list(sizes) == sorted(sizes, reverse=True)
+        assert sizes[-1] > limit  # fewer are known to fit
         return next((size for size in sizes if needs(size, shorter) <= room), 0), 1
 
     found, _ = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)

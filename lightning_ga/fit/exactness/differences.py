@@ -59,7 +59,7 @@ def compare(whole: Gradient, first: Gradient, second: Gradient, *, weight: float
     def error(share: float, other: float) -> float:
         squares = 0.0
         for w, a, b in _alike(whole, first, second):
-            squares += _square(share * a + other * b - w)
+            squares += _square((share * a).add_(b, alpha=other).sub_(w))
         return math.sqrt(squares) / size
 
     found = error(weight, 1 - weight)

@@ -6,6 +6,7 @@ Tested in tests/fit/exactness/test_measure.py.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning_ga.batch.layout import LayoutError
@@ -83,10 +84,14 @@ class Judgement:
 
     def _judge_gradients(self, whole: Gradient, first: Gradient, second: Gradient) -> Exactness:
         """Return the verdict on gradients of a whole batch and of its parts."""
-        found = self._differences(whole, first, second)
+        is_all = math.inf if self._layers else self._tolerance  # an error that needs no cause from these gradients
+        found = self._differences(whole, first, second, enough=is_all)
         is_exact = found.error <= self._tolerance
-        if is_exact and not self._changed:
-            return self._exactness("exact", found)
+        if not self._changed:
+            if is_exact:
+                return self._exactness("exact", found)
+            if self._layers and self._of_loss.error <= self._tolerance:  # no noise, no state: it would show here, too
+                return self._exactness("batch_norm", found)
         alone = self._run_second()
         if not self._are_same(alone, second):
             if not self._are_same(alone, self._run_second()):
@@ -119,16 +124,20 @@ class Judgement:
             if found.error <= level:
                 return self._exactness("random", reason=_RANDOM.format(noise))
         if self._layers:
-            with fixed_statistics():
-                (fixed,) = self._passes.run(self._batch.whole)
-                of_loss = self._differences(fixed, *self._passes.run(*self._batch.parts))
-            if of_loss.error <= level:
+            if self._of_loss.error <= level:
                 return self._exactness("batch_norm", found)
-            found = replace(of_loss, error=found.error)
+            found = replace(self._of_loss, error=found.error)
         return self._exactness(found.cause(level), found)
 
-    def _differences(self, whole: Gradient, first: Gradient, second: Gradient) -> Differences:
-        return compare(whole, first, second, weight=self._counts[0] / sum(self._counts), enough=self._tolerance)
+    @cached_property
+    def _of_loss(self) -> Differences:
+        """The differences if BatchNorm layers normalize by running statistics, so that they couple no samples."""
+        with fixed_statistics():
+            (whole,) = self._passes.run(self._batch.whole)
+            return self._differences(whole, *self._passes.run(*self._batch.parts), enough=self._tolerance)
+
+    def _differences(self, whole: Gradient, first: Gradient, second: Gradient, *, enough: float) -> Differences:
+        return compare(whole, first, second, weight=self._counts[0] / sum(self._counts), enough=enough)
 
     def _stateful(self, found: Differences | None) -> Exactness:
         verdict = self._exactness("stateful", found)

@@ -32,6 +32,8 @@ from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, rese
 from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
 
 PERTURBATION = 1e-2  # how far weights are moved: even a teacher of momentum 0.9999 then changes by more than rounding
+_SMALL = 2**16  # elements of a tensor that gets noise
+_STARTS = 1021  # places in the noise at which the parts of tensors begin
 _LONGEST = 1000  # longer containers are data: only their length is compared
 _DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")  # in names of layers and of rates
 _RATES = ("p", "prob", "rate", "drop_prob")  # names of rates in such layers
@@ -50,7 +52,7 @@ def passes_of(trainer: Any, *, plain: bool, begins: bool, in_step: bool = False)
         stack.enter_context(compiled_run_eagerly())  # graphs that are compiled for a few samples are of no use
         stack.enter_context(_full_precision(trainer, plain=plain))
         stack.enter_context(_without_dropout())
-        stack.enter_context(ranks.alone())
+        stack.enter_context(ranks.in_single_group())
         yield Passes(trainer, restore, in_step=in_step)
 
 
@@ -66,7 +68,8 @@ class Passes:
         self._restore = restore
         self._in_step = in_step
         self.module: Module = trainer.lightning_module
-        self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._parameters = list(self.module.parameters())
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self.is_on_host = trainer.strategy.root_device.type == "cpu"
         self.count = 0  # of passes so far
         self.changed: tuple[str, ...] = ()
@@ -74,9 +77,14 @@ class Passes:
     def begin(self, seed: int = 0) -> None:
         """Put everything back, move the weights, and seed all random numbers."""
         self._restore()
-        Module.zero_grad(self.module)
         _stop_dropping(self.module)
         _perturb(self._trained)
+        self._begin_pass(seed)
+
+    def _begin_pass(self, seed: int) -> None:
+        """Let a pass begin without gradients, with these random numbers."""
+        for parameter in self._parameters:
+            parameter.grad = None
         reseed(seed, generators_of(self.module))
 
     def run(self, *batches: Any, seed: int = 0, watched: bool = False) -> list[Gradient]:
@@ -89,10 +97,10 @@ class Passes:
         before = self._state() if watched else {}
         gradients = list[Gradient]()
         for number, batch in enumerate(batches):
-            reseed(seed, generators_of(self.module))
+            if number > 0:
+                self._begin_pass(seed)
             begins = not self._in_step or number == 0
             ends = not self._in_step or number == len(batches) - 1
-            Module.zero_grad(self.module)
             run_pass(self.trainer, copied_if_possible(batch), PassPlace(begins=begins, ends=ends))
             self.count += 1
             with uncounted():
@@ -158,14 +166,20 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _perturb(tensors: Sequence[Tensor]) -> None:
-    """Change tensors a little, in the same way each time; add noise to small ones."""
-    for number, tensor in enumerate(tensors):
-        if is_writable(tensor):
-            tensor.mul_(1.0 + PERTURBATION)
-            if tensor.is_floating_point() and tensor.numel() <= 2**16:
-                generator = torch.Generator(tensor.device).manual_seed(number)
-                noise = torch.empty(tensor.shape, device=tensor.device).normal_(generator=generator)
-                tensor.add_(noise.to(tensor.dtype), alpha=PERTURBATION)
+    """Change tensors a little, in the same way each time; add noise to small ones, to each another part of it."""
+    writable = [*filter(is_writable, tensors)]
+    for tensor in writable:
+        tensor.mul_(1.0 + PERTURBATION)
+    small = [tensor for tensor in writable if tensor.is_floating_point() and tensor.numel() <= _SMALL]
+    most = max((tensor.numel() for tensor in small), default=0)
+    noise: dict[torch.device, Tensor] = {}
+    for number, tensor in enumerate(small):
+        device = tensor.device
+        if device not in noise:
+            generator = torch.Generator(device).manual_seed(0)
+            noise[device] = torch.empty(most + _STARTS, device=device).normal_(generator=generator)
+        part = noise[device].narrow(0, number % _STARTS, tensor.numel())
+        tensor.add_(part.view(tensor.shape), alpha=PERTURBATION)
 
 
 def batch_norm_layers(module: Module) -> tuple[str, ...]:
@@ -222,11 +236,15 @@ def _stop_dropping(module: Module) -> None:
     The rates are plain attributes, which the isolation puts back.
     """
     for part in module.modules():
-        drops = re.search("|".join(_DROPS), type(part).__name__.lower())
         for name, value in list(vars(part).items()):
-            is_rate = re.search("dropout|layerdrop", name) or (drops and name in _RATES)
-            if is_rate and isinstance(value, float) and 0 < value <= 1:
+            if isinstance(value, float) and 0 < value <= 1 and _is_rate(type(part), name):
                 vars(part)[name] = 0.0
+
+
+def _is_rate(layer: type, name: str) -> bool:
+    """Return whether an attribute of such layers is the share of values that they drop."""
+    drops = re.search("|".join(_DROPS), layer.__name__.lower())
+    return bool(re.search("dropout|layerdrop", name) or (drops and name in _RATES))
 
 
 @contextmanager
