@@ -82,7 +82,7 @@ def first_batch(trainer: Any) -> Any:
 
 
 def _as_if_read_now(fetched: Any, before: RandomState, after: RandomState) -> Iterator[Any]:
-    """Yield a batch; if nothing was drawn since ``before`` it was read, draw what reading it has drawn."""
+    """Yield a batch that was read already; random numbers go on ``after`` it, if none were drawn since ``before``."""
     if before.is_current():
         after.restore()
     yield fetched

@@ -52,7 +52,7 @@ class Limit:
     def use(self, samples: int) -> None:
         """Use a limit that was found or given; the first one is that of training's start.
 
-        What errors of the run before have left is none: effective batches that are multiples of it stay as they were.
+        What errors of the run before have left of it does not count: ``accumulate=`` multiplies the same in both runs.
         """
         self.samples = samples
         if not self.is_known:

@@ -92,8 +92,8 @@ class LimitSearch:
     def follow_windows(self) -> bool:
         """Look for the limit again if the window that comes next is larger than any that was asked about.
 
-        Return whether the limit may have changed. All ranks agree on it first: they come to the same window, and each
-        compares what it has asked about itself. In the step that may differ, but no window needs more than a batch.
+        Return whether the limit may have changed. All ranks agree on it first, because all come here at that window:
+        in the loader they have asked about the same number, and in the step no window needs more than a batch.
         """
         high = self._most_useful()
         if self._parts.request.micro_batch is not None or high <= self._asked:
@@ -266,7 +266,7 @@ class LimitSearch:
 
     def _probe(self, high: int, setup: TrainingSetup, chosen: Recomputed | None, *, whole_first: bool = False) -> None:
         """Probe with the submodules computed again that were chosen; first a whole window, if that may be enough."""
-        found = find_limit(setup, self._options, high=high, chosen=chosen, whole_first=whole_first)
+        found = find_limit(setup, self._options, high=high, recomputed=chosen, whole_first=whole_first)
         self.probe = found.result
         self.fits = found.fits
         self._cache_key = found.cache_key

@@ -52,12 +52,12 @@ class KnownSamples:
         self._given = indices
         self._trusted = trusted
         self.seconds_each = 0.0  # that reading one of the first samples has taken
-        self._shown: Path | None = None  # file to which the first batch, maybe that of a worker, writes its samples
+        self._shown_file: Path | None = None  # to which the first batch, maybe that of a worker, writes its samples
 
     def with_shown_batch(self) -> Any:
         """Return a copy of the loader that writes to a file what its first batch is collated from.
 
-        Return the loader itself if it makes no batch of samples, or one that is read without them.
+        Return the loader itself if it makes no batches of samples, or batches that show as much themselves.
         """
         loader = self.loader
         if not collates(loader) or _finishes_batches(loader) or not self.has_own_collate:
@@ -65,9 +65,9 @@ class KnownSamples:
         if hasattr(loader.dataset, "__getitems__"):  # which may return a batch
             return loader
         with tempfile.NamedTemporaryFile(delete=False) as file:
-            self._shown = Path(file.name)
-        weakref.finalize(self, self._shown.unlink, missing_ok=True)
-        return copy_loader(loader, collate_fn=partial(_collate_and_show, loader.collate_fn, self._shown))
+            self._shown_file = Path(file.name)
+        weakref.finalize(self, self._shown_file.unlink, missing_ok=True)
+        return copy_loader(loader, collate_fn=partial(_collate_and_show, loader.collate_fn, self._shown_file))
 
     @cached_property
     def indices(self) -> Sequence[Any]:
@@ -127,9 +127,9 @@ class KnownSamples:
         """Whether the dataset seems to hand out one sample after the other in this process, whatever the index is."""
         if self._trusted or self.loader.num_workers or self.first or not self._are_by_index:
             return False
-        used_up = self._used_up()
-        if used_up:  # who reads files may seek in them
-            return not all(isinstance(each, IOBase) for each in used_up)
+        consumables = self._consumables()
+        if consumables:  # who reads files may seek in them
+            return not all(isinstance(each, IOBase) for each in consumables)
         one, *others = (list(self._read([index])) for index in islice(self.order(), 2))
         return bool(one) and bool(others) and same_values(one, others[0])
 
@@ -137,20 +137,20 @@ class KnownSamples:
     def _are_by_index(self) -> bool:
         return collates_by_index(self.loader) and not _finishes_batches(self.loader) and len(self.indices) > 0
 
-    def _used_up(self) -> list[Any]:
-        """Return what reading uses up and cannot be put back: iterators, files and queues."""
+    def _consumables(self) -> list[Any]:
+        """Return what reading would use up, and cannot be put back: iterators, files and queues."""
         held = held_by(datasets_in(self.loader.dataset))
         return [each for each in held if isinstance(each, Iterator) or _QUEUES.issubset(dir(type(each)))]
 
     def _read(self, indices: Iterable[Any]) -> Generator[Any, None, None]:
         """Yield the samples, unless reading them would leave a trace; up to one that cannot be read by itself."""
-        if self._used_up():
+        if self._consumables():
             return
         lists = map(list, zip(indices))
         reseeding = partial(_then_reseeded, self.loader.dataset)
         with uncounted(), self.fetched(lists, reseeding) as reads:  # samples lie on the host
             while True:
-                samples = attempt(next, is_no_lack_of_memory, reads, None).result  # training meets errors, too
+                samples = attempt(next, anything_but_out_of_memory, reads, None).result  # training meets errors, too
                 if not isinstance(samples, (list, tuple)) or len(samples) != 1:
                     return  # at the end, or ``__getitems__`` returns a batch
                 yield samples[0]
@@ -203,10 +203,10 @@ class KnownSamples:
 
     @cached_property
     def _few(self) -> list[Any]:
-        if self.first or self._shown is None:
+        if self.first or self._shown_file is None:
             return self.first[:_FEW]
-        shown = self._shown.read_bytes()
-        self._shown.unlink()
+        shown = self._shown_file.read_bytes()
+        self._shown_file.unlink()
         return list(pickle.loads(shown)) if shown else []
 
     @cached_property
@@ -219,7 +219,7 @@ class KnownSamples:
         """Return whether the collate function makes a batch of a sample, and does not leave it out."""
         if sample is None or not self.has_own_collate:
             return sample is not None
-        batch = attempt(self.collate, is_no_lack_of_memory, [sample], 2).result
+        batch = attempt(self.collate, anything_but_out_of_memory, [sample], 2).result
         return batch is not None and elements(batch) > 0
 
     def collate(self, samples: Sequence[Any], count: int, *, seed: int = 0) -> Any:
@@ -249,11 +249,11 @@ class KnownSamples:
 
     def _elements_of(self, count: int) -> int:
         """Return the elements of a batch of equal samples; 0 if collating them ends in an error."""
-        batch = attempt(self.collate, is_no_lack_of_memory, self.examples[:1], count).result
+        batch = attempt(self.collate, anything_but_out_of_memory, self.examples[:1], count).result
         return 0 if batch is None else elements(batch)
 
 
-def is_no_lack_of_memory(error: Exception) -> bool:
+def anything_but_out_of_memory(error: Exception) -> bool:
     """Return whether memory has not run out: user code may raise anything else."""
     return not is_out_of_memory(error)
 
@@ -264,7 +264,7 @@ def _finishes_batches(loader: "DataLoader[Any]") -> bool:
 
 
 def _then_reseeded(dataset: Any, samples: Any) -> Any:
-    """Return what was read, and let the next read draw the same random numbers as any but the first."""
+    """Return what was read, and reseed, so that every read but the first draws the same random numbers."""
     reseed(0, generators_in(held_by(datasets_in(dataset))))
     return samples
 

@@ -28,24 +28,24 @@ _Seen = tuple[int, int, Any]  # elements, number (the higher, the earlier) and s
 class Largest:
     """The samples with the most elements, and the largest of every field along every axis, of those scanned so far."""
 
-    def __init__(self, samples: KnownSamples) -> None:
-        self._samples = samples
-        self._kept = _Kept(text=samples.has_own_collate)
+    def __init__(self, known: KnownSamples) -> None:
+        self._known = known
+        self._kept = _Kept(text=known.has_own_collate)
         with uncounted():  # samples lie on the host
-            self._kept.see(samples.first)
-        self.seen = len(samples.first)  # samples that were scanned
-        self.total = len(samples.indices)
+            self._kept.see(known.first)
+        self.seen = len(known.first)  # samples that were scanned
+        self.total = len(known.indices)
         self.complete = self._kept.uniform or self.seen == self.total  # whether nothing is left to look for
 
     def look_further(self) -> None:
         """Scan the other samples, too, as far as there is time, unless the first have one size or reading is slow."""
-        samples = self._samples
-        if self.complete or samples.seconds_each * LEAST_LOOK > LOOK_SECONDS:
+        known = self._known
+        if self.complete or known.seconds_each * LEAST_LOOK > LOOK_SECONDS:
             return
         started = time.monotonic()
-        rest = BatchSampler(islice(samples.order(), self.seen, None), SAMPLES_AT_ONCE, drop_last=False)
+        rest = BatchSampler(islice(known.order(), self.seen, None), SAMPLES_AT_ONCE, drop_last=False)
         scan = partial(_scan, _Kept(text=self._kept.text))
-        with uncounted(), samples.fetched(rest, scan, workers=samples.loader.num_workers) as reports:
+        with uncounted(), known.fetched(rest, scan, workers=known.loader.num_workers) as reports:
             for count, newcomers in reports:
                 self.seen += count
                 self._kept.see(newcomers)
@@ -58,7 +58,7 @@ class Largest:
 
         A padded batch is largest with the longest of every field in it; a packed one, with the largest samples.
         """
-        collate = self._samples.collate
+        collate = self._known.collate
         chosen, other = self._kept.orders()
         if {*map(id, chosen[:count])} != {*map(id, other[:count])}:
             with uncounted():

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -31,13 +31,6 @@ _Axis = tuple[str, int]  # field and axis
 _LARGEST = 2**31 - 1
 
 
-class _FittingLimits(NamedTuple):
-    """Limits, and for how many of the largest samples they were found."""
-
-    largest_that_fit: int
-    limits: SizeLimits
-
-
 class SampleSizes:
     """The sizes of samples, read once, and the limits by which micro-batches are cut, once they are known."""
 
@@ -46,15 +39,18 @@ class SampleSizes:
         self._size_of = size_of
         self._order = order
         self._epoch = epoch  # that the data were set up in
-        self.limits: _FittingLimits | None = None
+        self.limits: SizeLimits | None = None
+        self._largest_that_fit = 0  # how many of the largest samples these limits were found for
 
     def set_limits(self, samples: int, limits: SizeLimits) -> None:
         """Cut by these limits from here on; so many of the longest samples fit."""
-        self.limits = _FittingLimits(samples, limits)
+        self.limits = limits
+        self._largest_that_fit = samples
 
     def follow(self, earlier: "SampleSizes") -> None:
         """Cut by the limits of data that were loaded before."""
         self.limits = earlier.limits
+        self._largest_that_fit = earlier._largest_that_fit
 
     @cached_property
     def _sizes(self) -> dict[Any, int]:
@@ -90,7 +86,7 @@ class SampleSizes:
         if new:
             self._sizes.update(zip(new, self._read(new)))
         sizes = array("q", map(self._sizes.__getitem__, indices))
-        limits = self.limits.limits.lowered(epoch.micro_batch, of=self.limits.largest_that_fit)
+        limits = self.limits.lowered(epoch.micro_batch, of=self._largest_that_fit)
         return plan_by_size(plan, epoch, sizes, limits)
 
     def _read(self, indices: Sequence[Any]) -> "array[int]":

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_ga.batch.layout import HookLayout, Layout, leaves
 from lightning_ga.batch.pytree import REMEDY, LayoutError, open_container, tensors_in
 from lightning_ga.batch.read_layout import Comparison, read_hook_layout, read_layout, read_ready_made
-from lightning_ga.loading.known_samples import KnownSamples, is_no_lack_of_memory
+from lightning_ga.loading.known_samples import KnownSamples, anything_but_out_of_memory
 from lightning_ga.loading.largest import Largest
 from lightning_ga.memory.oom import attempt
 from lightning_ga.plan.accumulation import ceil_div, split_evenly, whole_multiples
@@ -54,7 +54,7 @@ class BatchCutter:
 
         It is known if a few samples, collated apart, have shown how batches grow with them.
         """
-        if self._shown is None or isinstance(self._shown, str):
+        if self._layout_or_reason is None or isinstance(self._layout_or_reason, str):
             return None
         counted: int | None = attempt(self.count, _is_of_layout, batch).result
         return counted
@@ -83,15 +83,15 @@ class BatchCutter:
 
     def _layout(self, batch: Any) -> Layout | HookLayout:
         hook = self._transfer.split_batch
-        shown = self._shown
-        if isinstance(shown, str) and hook is None:
-            raise LayoutError(shown)
-        if isinstance(shown, (Layout, HookLayout)):
-            return shown
+        found = self._layout_or_reason
+        if isinstance(found, str) and hook is None:
+            raise LayoutError(found)
+        if isinstance(found, (Layout, HookLayout)):
+            return found
         return read_ready_made(batch) if hook is None else HookLayout(hook)
 
     @cached_property
-    def _shown(self) -> Layout | HookLayout | str | None:
+    def _layout_or_reason(self) -> Layout | HookLayout | str | None:
         """The layout that small batches show, or why they show none; ``None`` if no samples are known."""
         hook = self._transfer.split_batch
         examples = [each.examples for each in self._known]
@@ -100,7 +100,7 @@ class BatchCutter:
         comparison = Comparison(self._batch, len(examples), max(map(len, examples)))
         state = RandomState()  # hooks of the transfer may draw
         read = read_layout if hook is None else partial(read_hook_layout, hook)
-        outcome = attempt(read, is_no_lack_of_memory, comparison)
+        outcome = attempt(read, anything_but_out_of_memory, comparison)
         state.restore()
         if outcome.failure is None or _is_of_layout(outcome.failure):
             return outcome.result or str(outcome.failure)  # the error itself would keep batches alive

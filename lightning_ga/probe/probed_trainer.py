@@ -22,6 +22,7 @@ from lightning_ga.chunks import ChunkSize
 from lightning_ga.compat import ranks
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, narrow
 from lightning_ga.compat.loaders import BatchTransfer
+from lightning_ga.compat.patching import nothing
 from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, run_pass
 from lightning_ga.loading.sample_sizes import SampleSizes
 from lightning_ga.loading.trial_batches import TrialBatches
@@ -64,7 +65,7 @@ class ProbedTrainer(ProbedTraining):
     can_warm_up = True
 
     def __init__(
-        self, setup: TrainingSetup, restore: Callable[[], None], announce: Callable[[str], object] = len
+        self, setup: TrainingSetup, restore: Callable[[], None], announce: Callable[[str], object] = nothing
     ) -> None:
         super().__init__()
         self.trainer = setup.trainer
@@ -76,7 +77,6 @@ class ProbedTrainer(ProbedTraining):
         self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
         self._sparse: list[Tensor] = []  # parameters with a sparse gradient whose rows are not counted yet
         self._is_assumed = False  # whether these are all that are trained, because no pass has shown which have one
-        self._found_all = False
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
 
@@ -89,10 +89,6 @@ class ProbedTrainer(ProbedTraining):
         with uncounted():
             small = self.batch(min(2, self.batches.most))
         return describe_step(self.trainer, small, options, self._setup.rank_samples)
-
-    def found_all(self) -> bool:
-        """Return whether the first step found all gradients and states of optimizers, because they were made before."""
-        return self._found_all
 
     def see_gradients(self) -> None:
         """See in a small pass which parameters have gradients, unless a step has shown it; count rows of sparse ones.
@@ -163,7 +159,7 @@ class ProbedTrainer(ProbedTraining):
         """Drop assumed gradients that no backward pass has reached, and the state of their parameters."""
         unreached = self._gradients.keys() - reached
         self._is_assumed = False
-        self._found_all = not unreached
+        self.found_all = not unreached
         for parameter in unreached:
             del self._gradients[parameter]
             parameter.grad = None
@@ -185,7 +181,7 @@ class ProbedTrainer(ProbedTraining):
         """Run plain steps, and see again which parameters have gradients."""
         super().forget()
         self._recomputed = ()
-        self._is_assumed = self._found_all = False
+        self._is_assumed = self.found_all = False
         if self._gradients or self._sparse:
             self._gradients = {}
             self._sparse = []
@@ -280,7 +276,7 @@ class ProbedTrainer(ProbedTraining):
         elif not self._gradients:
             self._gradients = dict.fromkeys(self._trained())
             self._is_assumed = True
-        self._found_all = not self._is_assumed
+        self.found_all = not self._is_assumed
         self.reset()
         narrow(self.trainer.lightning_module.parameters())
         for optimizer in self.trainer.optimizers:

@@ -185,10 +185,10 @@ class Prober:
 
     def _first_step(self, high: int) -> Step | None:
         """Run a step of two samples if these fit, in which the optimizer may make its state; ``None`` if none fits."""
-        if self._is_warm():
-            step = self._trials.run(self._training.first_sizes(high)[0], record=True)
-            if step.trial.fits:
-                return step
+        if self._may_warm_up():
+            warm = self._warm_step(high)
+            if warm is not None:
+                return warm
             self._training.forget()
         for size in self._training.first_sizes(high):
             step = self._trials.run(size, record=True)
@@ -203,20 +203,25 @@ class Prober:
             self._tried.append(step.trial)
         return None
 
-    def _is_warm(self) -> bool:
-        """Let the optimizer make its state before the first step, so that this is like later ones; return if it did.
+    def _may_warm_up(self) -> bool:
+        """Return whether the optimizer may make its state before the first step, outside of the budget.
 
-        Blocks of an allocator would lie otherwise than in training, where the first step makes the state.
+        With an allocator, blocks would lie otherwise than in training, where the first step makes the state.
         """
         if self._meter.allocator is not None or not self._training.can_warm_up:
             return False
         parameters = bytes_of(self._training.owned()[PARAMETERS])
-        is_safe = self._training.updates_in_proportion() and self._meter.room() >= WARM_ROOM * parameters
-        if not self._training.agree(is_safe):
-            return False
-        is_warm = attempt(self._training.warm_up, lambda error: isinstance(error, Exception)).failure is None
+        has_room = self._meter.room() >= WARM_ROOM * parameters
+        return self._training.agree(has_room and self._training.updates_in_proportion())
+
+    def _warm_step(self, high: int) -> Step | None:
+        """Run a first step that finds the optimizer's state, as later ones do; ``None`` if it fails."""
+        warmed = attempt(self._training.warm_up, lambda error: isinstance(error, Exception))
         self._training.put_back()
-        return self._training.agree(is_warm)
+        if not self._training.agree(warmed.failure is None):
+            return None
+        step = self._trials.run(self._training.first_sizes(high)[0], record=True)
+        return step if step.trial.fits else None
 
     def _new_search(self, high: int, first: Step, *, cautious: bool) -> Search:
         """Return a search that knows what the first step has shown."""
@@ -240,7 +245,7 @@ class Prober:
             has_margin=may_reserve(self._meter.device, budget + int(MARGIN * budget)),
             closest=closest,
         )
-        is_traced = self._training.agree(self._training.found_all())
+        is_traced = self._training.agree(self._training.found_all)
         search = Search(task, trace_sizes(high, affordable, first.samples, kernels_vary=kernels_vary, traced=is_traced))
         if is_traced:
             self._tried.append(first.trial)

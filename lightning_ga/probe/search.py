@@ -165,8 +165,7 @@ class Search:
 
     def record(self, step: Step) -> None:
         """Process the outcome of one step."""
-        if self._curve is not None:
-            self._judge(self._curve, step)
+        self._judge(step)
         self._steps.append(step)
         fitting = self._fitting
         if not step.trial.fits:
@@ -182,10 +181,12 @@ class Search:
         elif len(fitting) == len(self._sizes) == 2 and self._replay is not None and self._curve is not None:
             self._sizes += third_size(self.task, self._curve, self.limit, self._guess())
 
-    def _judge(self, curve: Curve, step: Step) -> None:
-        """Note whether the curve has foreseen what came of a step."""
+    def _judge(self, step: Step) -> None:
+        """Note whether the curve, if there is one, has foreseen what came of a step."""
+        if self._curve is None:
+            return
         if step.trial.fits:
-            is_foreseen = curve.confirms(step.trial, step.traces)
+            is_foreseen = self._curve.confirms(step.trial, step.traces)
             self._verified |= is_foreseen
         else:
             is_foreseen = self._less_margin(step.samples) > self.task.budget

@@ -28,11 +28,10 @@ def limits_by_size(
         (SizeLimits(budget=3360, samples=48, offset=20), 6)
     """
     most = min(high, ceil_div(limit * longest, shorter))
-    fits = most
-    steps = 0
-    if most > limit:
-        shares = [int(share * most) for share in _SHARES]
-        fits, steps = confirm([samples for samples in shares if samples > limit])  # fewer fit at any size
+    if most <= limit:
+        return SizeLimits(limit * longest, limit), 0
+    shares = [int(share * most) for share in _SHARES]
+    fits, steps = confirm([samples for samples in shares if samples > limit])  # fewer fit at any size
     fits = max(limit, fits)
     offset = 0
     if limit < fits < most:

@@ -25,7 +25,7 @@ class Task:
     rounding: int = 1  # of the allocator, in bytes: 512 on CUDA; sizes are exact to the byte if it is 1
     in_segments: bool = False  # whether the budget bounds the segments that blocks are cut out of
     has_margin: bool = False  # whether there is one percent more than the budget, for an allocator's holes
-    closest: float | None = None  # share of the budget that a trial may come to; ``None`` if every size may be tried
+    closest: float | None = None  # share of the budget that trials may come to, if the search is cautious
 
 
 def trace_sizes(

@@ -59,12 +59,17 @@ def _look_further(batches: TrialBatches) -> None:
 
 
 def find_limit(
-    setup: TrainingSetup, options: Options, *, high: int, chosen: Recomputed | None = None, whole_first: bool = False
+    setup: TrainingSetup,
+    options: Options,
+    *,
+    high: int,
+    recomputed: Recomputed | None = None,
+    whole_first: bool = False,
 ) -> Found:
     """Find the largest micro-batch of a training step of a Trainer, or remember it.
 
-    ``chosen`` says which submodules are computed again already. With ``whole_first``, one step says whether ``high``
-    samples are sure to fit, so that nothing is looked for.
+    ``recomputed`` says which submodules are computed again already. With ``whole_first``, one step says whether
+    ``high`` samples are sure to fit, so that nothing is looked for.
     """
     trainer = setup.trainer
     batches = setup.batches
@@ -77,7 +82,7 @@ def find_limit(
             "micro_batch_size=… to do without a probe."
         )
     with _probed(setup) as training:
-        prober = _prober(training, options)
+        prober = Prober(training, StepMeter(training.device, training), _budget(training, options))
         if whole_first:
             # Ranks ask together: one that runs out of memory between two questions cannot go on alone.
             catches = may_be_out_of_memory if trainer.world_size == 1 else lambda _: False
@@ -87,13 +92,13 @@ def find_limit(
         _look_further(batches)
         cache_key = training.describe(options) if options.cache else None
         known = None
-        if cache_key is not None and chosen is None:
+        if cache_key is not None and recomputed is None:
             known = _remembered_by_all(training, cache_key)
         predict_only = True if ranks.is_sharded(trainer) else None
         found = prober.find(high, known=known, predict_only=predict_only)
         is_new = found.source != "cache"
         if is_new:
-            found = replace(found, recomputed=chosen)
+            found = replace(found, recomputed=recomputed)
         if is_new and options.objective == "throughput":
             timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
@@ -124,11 +129,6 @@ def _remembered_by_all(training: ProbedTrainer, cache_key: Mapping[str, Any]) ->
         return None
     training.recompute(names)
     return known
-
-
-def _prober(training: ProbedTrainer, options: Options) -> Prober:
-    """Return what looks for the limit of a training, within the budget that was asked for."""
-    return Prober(training, StepMeter(training.device, training), _budget(training, options))
 
 
 def _budget(training: ProbedTrainer, options: Options) -> Budget:

@@ -24,6 +24,7 @@ class ProbedTraining:
     """
 
     can_warm_up = False  # whether the optimizer's state can be made without a training step
+    found_all = False  # whether the first step has found the gradients and the optimizer's state that later ones find
 
     def __init__(self) -> None:
         self._stepping: WeakSet[Optimizer] = WeakSet()
@@ -39,10 +40,6 @@ class ProbedTraining:
 
     def updates_in_proportion(self) -> bool:
         """Return whether the optimizers' steps are known to need memory in proportion to the gradients."""
-        return False
-
-    def found_all(self) -> bool:
-        """Return whether the first step has found the gradients and the optimizers' state that later ones find."""
         return False
 
     def see_gradients(self) -> None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.batch.pytree import is_constant
-from lightning_ga.compat.patching import shadowed
+from lightning_ga.compat.patching import nothing, shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.recompute.state import ForwardEffects
 from lightning_ga.snapshot.copies import by_id, versions, with_own_containers
@@ -104,7 +104,7 @@ class RunTwice:
     """The forward pass of a module, which runs again in the backward pass; ``again`` is called before it does."""
 
     def __init__(
-        self, module: Module, name: str, forward: Callable[..., Any], again: Callable[[], object] = int
+        self, module: Module, name: str, forward: Callable[..., Any], again: Callable[[], object] = nothing
     ) -> None:
         self._name = name
         self._forward = forward

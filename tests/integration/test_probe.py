@@ -40,6 +40,24 @@ def test_training_at_the_limit_fits_and_one_more_does_not() -> None:
         train(limit + 1)
 
 
+@pytest.mark.loader_only(
+    reason="its micro-batches are larger than the loader's batches, which a step only makes smaller"
+)
+@pytest.mark.parametrize("unreached", [False, True])
+def test_parameters_that_no_loss_reaches_have_neither_gradients_nor_state_in_trials(unreached: bool) -> None:
+    """The limit is the same as without them but for their own bytes, and as many steps are tried at most."""
+
+    class Beside(Wide):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside = torch.nn.Parameter(torch.zeros(1000, dtype=torch.float64), requires_grad=unreached)
+
+    found = probe(Beside(), budget=BUDGET + 8000).probe
+    plain = probe(Wide()).probe
+    assert (found.limit, found.peak_bytes) == (plain.limit, plain.peak_bytes + 8000)
+    assert (plain.steps, found.steps) == (3, 4 if unreached else 3)
+
+
 @pytest.mark.loader_only(reason="a window of several batches of the loader is in question")
 def test_after_a_failed_probe_micro_batches_are_those_of_the_recipe() -> None:
     """Not a rank's whole share of the window."""

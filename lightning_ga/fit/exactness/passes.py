@@ -172,14 +172,10 @@ def _perturb(tensors: Sequence[Tensor]) -> None:
         tensor.mul_(1.0 + PERTURBATION)
     small = [tensor for tensor in writable if tensor.is_floating_point() and tensor.numel() <= _SMALL]
     most = max((tensor.numel() for tensor in small), default=0)
-    noise: dict[torch.device, Tensor] = {}
+    noise = torch.empty(most + _STARTS, device="cpu").normal_(generator=torch.Generator().manual_seed(0))
     for number, tensor in enumerate(small):
-        device = tensor.device
-        if device not in noise:
-            generator = torch.Generator(device).manual_seed(0)
-            noise[device] = torch.empty(most + _STARTS, device=device).normal_(generator=generator)
-        part = noise[device].narrow(0, number % _STARTS, tensor.numel())
-        tensor.add_(part.view(tensor.shape), alpha=PERTURBATION)
+        part = noise.narrow(0, number % _STARTS, tensor.numel()).view(tensor.shape)
+        tensor.add_(part.to(tensor.device), alpha=PERTURBATION)
 
 
 def batch_norm_layers(module: Module) -> tuple[str, ...]:

@@ -156,6 +156,12 @@ def test_batch_norm_is_told_and_does_not_hide_the_loss(loss: Any, cause: str) ->
     assert "BatchNorm layers (net.1)" in str(verdict)
 
 
+def test_batch_norm_alone_is_told_in_six_passes() -> None:
+    """The batch and its parts, as in training and by running statistics; these leave noise and state no room."""
+    verdict = verdict_on(Module(cross_entropy, nn.BatchNorm1d(6)))
+    assert (verdict.cause, verdict.micro_steps) == ("batch_norm", 6)
+
+
 def test_batch_norm_that_changes_no_gradient_is_exact() -> None:
     class Frozen(Module):
         def on_train_epoch_start(self) -> None:
