@@ -31,11 +31,10 @@ def obstacle(trainer: Any) -> str | None:
         return "SyncBatchNorm layers let ranks wait for each other in forward passes"
     if has_others and any(map(_measures_time, trainer.callbacks)):
         return "max_time= or train_time_interval= lets ranks wait for each other after every batch"
-    is_other = any(getattr(module, name, 0) for name in _OTHER_EXCHANGES)
+    is_other = has_others
     if isinstance(module, DistributedDataParallel):
+        is_other = any(getattr(module, name, 0) for name in _OTHER_EXCHANGES)
         is_other = is_other or (module.static_graph and bool(module._comm_hooks))
-    elif has_others:
-        is_other = True
     return f"{name} exchanges gradients in a way of its own" if is_other else None
 
 
@@ -71,7 +70,12 @@ def share_buffers_before_forward(module: Any) -> None:
 
 def shared_seed(trainer: Any) -> int:
     """Return rank 0's seed on every rank: that of ``seed_everything``, or else torch's."""
-    return int(trainer.strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))))
+    return of_first_rank(trainer, int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
+
+
+def of_first_rank(trainer: Any, number: int) -> int:
+    """Return rank 0's number on every rank."""
+    return int(trainer.strategy.broadcast(number))
 
 
 def data_ranks(trainer: Any) -> tuple[int, int]:

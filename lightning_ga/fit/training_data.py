@@ -5,6 +5,7 @@ Tested in tests/integration/test_features.py.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 from lightning_ga.compat import loaders, ranks
@@ -83,6 +84,7 @@ class TrainingData:
             may_shuffle=not trainer.overfit_batches,
             must_shuffle=position.shuffles,
             epoch=self._parts.progress.place.epoch,
+            of_first_rank=partial(ranks.of_first_rank, trainer),
         )
         source = read_source(loader, settings, why=self._why_in_step(), size_of=self._options.size_of)
         if self._parts.shares.differ and isinstance(source, StepSource):

@@ -5,7 +5,7 @@ copy keeps everything, and the user's own loader stays untouched.
 """
 
 import copy
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.loading.orders import FromSampler, Order, Sequential, Shuffled
 from lightning_ga.loading.sampler import WindowBatchSampler
+
+
+def _of_the_only_rank(number: int) -> int:
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class SourceSettings:
     may_shuffle: bool = True  # false if the trainer asks for the order of the dataset (``overfit_batches``)
     must_shuffle: bool = False  # whether it shuffles whatever the loader says, as it does on several ranks
     epoch: int = 0  # that the data are set up in
+    of_first_rank: Callable[[int], int] = _of_the_only_rank  # returns the first rank's number; all ranks call it
 
 
 def length_of(data: Any) -> int | None:
@@ -102,8 +107,10 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
             return Shuffled(length, settings.seed)
         return Sequential(length)
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
-        own = sampler.generator
-        return Shuffled(partial(len, sampler), settings.seed if own is None else own.initial_seed())
+        seed = settings.seed
+        if sampler.generator is not None:
+            seed = sampler.generator.initial_seed()  # each rank may have seeded its own otherwise
+        return Shuffled(partial(len, sampler), settings.of_first_rank(seed))
     # Lightning leaves a DistributedSampler as it is; here there is one on a single rank.
     shuffles = settings.must_shuffle and not isinstance(sampler, DistributedSampler)
     batch = 1 if batches.drop_last else batches.batch_size  # to which the length is rounded up

@@ -36,6 +36,13 @@ def wrapped(*layers: nn.Module, **attributes: Any) -> DistributedDataParallel:
     return module
 
 
+def named_alike() -> nn.Module:
+    """A module that is called in no exchange, with an attribute of a name that is also one of DDP's."""
+    module = nn.Linear(1, 1)
+    module.mixed_precision = True  # type: ignore[assignment]
+    return module
+
+
 def trainer(model: nn.Module, world_size: int = 2, strategy: type[Strategy] = Strategy) -> Any:
     return SimpleNamespace(world_size=world_size, strategy=strategy(model), callbacks=[])
 
@@ -45,6 +52,7 @@ def trainer(model: nn.Module, world_size: int = 2, strategy: type[Strategy] = St
     [
         (trainer(nn.Linear(1, 1), 1), None),
         (trainer(nn.SyncBatchNorm(1), 1), None),
+        (trainer(named_alike(), 1), None),
         (trainer(wrapped()), None),
         (trainer(wrapped(), 1), None),
         (trainer(wrapped(static_graph=True)), None),

@@ -1,5 +1,6 @@
 """Data-parallel ranks (gloo): the same windows and the same gradients as one rank with the whole batch."""
 
+import os
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -67,6 +68,9 @@ LOADERS = {
     "stream": lambda size, batch: DataLoader(Share(Samples(size)), batch),
     "own batches": lambda size, _: DataLoader(Samples(size), batch_sampler=OwnBatches()),
     "own share": lambda size, batch: DataLoader(Samples(size), batch, sampler=OwnShare()),
+    "own seeds": lambda size, batch: DataLoader(
+        Samples(size), batch, shuffle=True, generator=torch.Generator().manual_seed(100 + int(os.environ["RANK"]))
+    ),
 }
 
 
@@ -96,6 +100,10 @@ ROWS: dict[str, tuple[list[list[int]], Any, dict[str, Any]]] = {
         *(both(OWN[:4], OWN[4:]), ("own batches", 45, 0)),
         {"micro_batch_size": 4, "verify": False, **SHARED},
     ),
+    "generators that each rank has seeded in its own way": (  # the first rank's seed is that of all
+        cut(permutation(40, 100, 0), 12),
+        *(("own seeds", 40, 4), {"effective_batch_size": 12, "trainer": {"max_epochs": 1}}),
+    ),
     "streams of the ranks that end apart": (  # after 23 and 22 micro-batches, and six batches each
         both(*(cut(range(rank, 45, 2), 4) for rank in range(2))),
         *(("stream", 45, 4), {"micro_batch_size": 1}),
@@ -118,12 +126,13 @@ def assert_trained(records: list[dict[str, Any]], windows: list[list[int]], size
 
 @pytest.mark.parametrize("name", ROWS)
 def test_windows_and_gradients_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
-    """Of two epochs."""
+    """Of two epochs, or one."""
     windows, data, settings = ROWS[name]
+    epochs = settings.get("trainer", {}).get("max_epochs", 2)
     records = run(tmp_path, *data, **settings)
     if data[0].startswith("own"):
-        assert joined(records) == [sorted(window) for window in windows * 2]
-    assert_trained(records, windows * 2, data[1])
+        assert joined(records) == [sorted(window) for window in windows * epochs]
+    assert_trained(records, windows * epochs, data[1])
 
 
 @pytest.mark.parametrize("micro_batching", ["loader", "step"])
