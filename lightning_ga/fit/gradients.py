@@ -44,7 +44,7 @@ class Gradients:
         self.counted = Counted()  # in the loop's running batch so far
         self._sum = partial(ranks.sum_over_ranks, trainer)
         self._stock = WindowWeights()
-        self._known: KnownWindow | None = None  # once a window's samples have been known in advance
+        self._known = KnownWindow(self._world_size, sum_over_ranks=self._sum)
         self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counter is None)
         self.weights: WindowWeights = self._stock  # of the running window: one of these three
         self._zeroing: list[Any] = []  # hooks during a pass of weight 0
@@ -111,10 +111,15 @@ class Gradients:
         return count / total if total else 0.0
 
     def _weigh_known(self, count: float, *, planned: float, window_samples: float, is_summed: bool = False) -> None:
-        if self._known is None:
-            self._known = KnownWindow(self._world_size, sum_over_ranks=self._sum if is_summed else None)
         is_first = self._begin_pass(self._known)
-        self._known.weigh(count, planned=planned, window=window_samples, factor=self._factor, first=is_first)
+        self._known.weigh(
+            count,
+            planned=planned,
+            window=window_samples,
+            factor=self._factor,
+            first=is_first,
+            is_summed=is_summed,
+        )
 
     def _weigh_late(self, count: float) -> None:
         is_first = self._begin_pass(self._late)

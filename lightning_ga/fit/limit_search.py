@@ -250,7 +250,8 @@ class LimitSearch:
 
     def _probe_or_recompute(self, high: int, setup: TrainingSetup) -> None:
         """Probe; if not one sample fits, and that is asked for, with submodules computed again."""
-        if self._trainer.world_size > 1:
+        together = setup.begins or not setup.alone  # later, ranks with limits of their own ask without the others
+        if self._trainer.world_size > 1 and together:
             _require_cut_on_all_ranks(self._trainer, setup.batches)
         self.fits = None
         try:

@@ -60,14 +60,18 @@ class KnownWindow(WindowWeights):
 
     window: float = 0.0  # its samples as planned, over all ranks
     seen: float = 0.0  # samples of this rank's micro-batches so far, as planned
-    sum_over_ranks: Callable[[float], float] | None = None  # if samples may be dropped on several ranks
+    sum_over_ranks: Callable[[float], float] = float
+    is_summed: bool = False  # whether samples of this window may be dropped on several ranks
 
-    def weigh(self, count: float, *, planned: float, window: float, factor: int, first: bool) -> None:
+    def weigh(
+        self, count: float, *, planned: float, window: float, factor: int, first: bool, is_summed: bool = False
+    ) -> None:
         """Weigh the next micro-batch of this rank by its samples.
 
         ``planned`` are its samples as planned: a collate_fn may have dropped some. ``window`` are those that were
-        planned for the window over all ranks.
+        planned for the window over all ranks. ``is_summed`` is the same in all passes of a window.
         """
+        self.is_summed = is_summed
         self._begin(count, first=first)
         if count and planned == window and self.world_size == 1:  # one micro-batch is its own mean, to the bit
             window = count
@@ -82,7 +86,7 @@ class KnownWindow(WindowWeights):
         Ranks have averaged their gradients, so all must have the same scale: counts are summed if samples may be
         dropped. No rank skips a micro-batch, because Lightning refuses a step that returns ``None`` there.
         """
-        if self.sum_over_ranks is not None:
+        if self.is_summed:
             skipped = self.window - self.sum_over_ranks(self.reached)
         elif self.world_size == 1:
             skipped = self.seen - self.reached

@@ -99,6 +99,30 @@ def test_each_rank_finds_its_own_limit(tmp_path: Path) -> None:
         assert worst_error(record["gradients"], plain_loop(Samples(800), windows)) <= 1e-12
 
 
+def growing_without_end() -> dict[str, Any]:
+    """What this rank records if windows grow in an epoch that was not known at the start, and one rank has failed."""
+    module = Wide()
+    if os.environ["RANK"] == "1":
+        module.fails_above = 2
+    ours = AutoAccumulate({0: 16, 2: 32}, shares="memory", verify=False, cache=False)
+    fit(DataLoader(Samples(96), 8, shuffle=True), ours, module=module, max_epochs=-1, max_steps=15, **ddp())
+    return {"windows": module.windows, "gradients": module.gradients, "n": ours.oom_events}
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
+def test_a_rank_asks_about_grown_windows_alone(tmp_path: Path) -> None:
+    """A rank whose limit an error has shown does not ask, and the others do not wait for it."""
+    records = on_ranks(growing_without_end, tmp_path)
+    assert [each["n"] for each in records] == [0, 2]
+    windows = []
+    for epoch, effective in enumerate((16, 16, 32)):
+        windows += cut(permutation(96, 7, epoch), effective)
+    assert joined(records) == [sorted(window) for window in windows]
+    for record in records:
+        assert worst_error(record["gradients"], plain_loop(Samples(96), windows)) <= 1e-12
+
+
 class Paced(Wide):
     """Takes seconds for each sample, by a clock of its own; ranks wait for long where they exchange a logged value."""
 

@@ -79,6 +79,17 @@ def test_validation_is_due_at_the_end_of_the_window_in_which_its_batches_are_don
     assert validated_at(AutoAccumulate(micro_batch_size=3, micro_batching="step", verify=False)) == validated_at()
 
 
+def test_a_window_of_no_whole_number_of_batches_may_still_end_where_validation_is_due(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Five batches of 30 are three windows of 50; three batches of 10 are none of 50."""
+    for batch, waits in ((30, False), (10, True)):
+        caplog.clear()
+        callback = AutoAccumulate(50, micro_batching="loader", verify=False)
+        fit(loader(300, batch), callback, module=Validated(), max_epochs=1, val_check_interval=batch // 6 or 1)
+        assert ("validation at the end of the window" in caplog.text) is waits
+
+
 def test_validation_by_time(micro_batching: Any) -> None:
     """An interval of no seconds is due after every batch."""
     callback = AutoAccumulate(micro_batch_size=3, micro_batching=micro_batching)

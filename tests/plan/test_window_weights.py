@@ -52,6 +52,18 @@ def test_known_weights_give_the_mean_over_the_window(counts: list[list[int]], mi
     torch.testing.assert_close(seen_by_the_optimizer(means, weights, factor), whole, rtol=1e-12, atol=1e-14)
 
 
+def test_each_window_knows_whether_samples_may_be_dropped() -> None:
+    """Data that are loaded again may have another collate function: of 16 planned samples, 12 are left."""
+    known = KnownWindow(2, sum_over_ranks=lambda count: 2 * count)
+    scales = []
+    for counts, is_summed in (((4, 4), False), ((4, 2), True), ((4, 4), False)):
+        for number, count in enumerate(counts):
+            known.weigh(count, planned=4, window=16, factor=2, first=number == 0, is_summed=is_summed)
+            known.reach()
+        scales.append(known.close(2))
+    assert scales == [1.0, 16 / 12, 1.0]
+
+
 @pytest.mark.parametrize(
     ("found", "words"), [(None, "a NoneType"), ([3, 4], "a list"), (torch.ones(2, 3), r"a Tensor of shape \(2, 3\)")]
 )
