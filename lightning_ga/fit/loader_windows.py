@@ -272,8 +272,10 @@ class LoaderWindows(CutWindows):
         if self.planner.keeps_batches and self.planner.plan.factor > 1:
             found.append("the samples of two batches were not seen to be collated to one, so each batch is a pass")
         every = getattr(self._trainer, "val_check_interval", None)
-        of_window = self.planner.inputs.schedule.largest
-        is_int = isinstance(every, int)
-        if self._recipe_is_clock and is_int and self._source.recipe.samples_of(every) % of_window != 0:
-            found.append(f"validation at the end of the window in which val_check_interval={every} batches are done")
+        if self._recipe_is_clock and isinstance(every, int):
+            samples = self._source.recipe.samples_of(every)
+            if samples % self.planner.inputs.schedule.largest != 0:
+                found.append(
+                    f"validation at the end of the window in which val_check_interval={every} batches are done"
+                )
         return "; ".join(found)
