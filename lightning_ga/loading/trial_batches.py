@@ -32,7 +32,7 @@ class CutBatch:
 class BatchCutter:
     """Counts and cuts the batches that ``combine`` makes of one batch of each loader.
 
-    The layout is read once, from a few samples. If no samples are known, each batch is read by itself.
+    The layout is read once, from a few samples. While no samples are known, each batch is read by itself.
     """
 
     def __init__(self, known: Sequence[KnownSamples], combine: Callable[[list[Any]], Any], transfer: Any) -> None:
@@ -54,7 +54,7 @@ class BatchCutter:
 
         It is known if a few samples, collated apart, have shown how batches grow with them.
         """
-        if self._layout_or_reason is None or isinstance(self._layout_or_reason, str):
+        if not isinstance(self._layout_or_reason, (Layout, HookLayout)):
             return None
         counted: int | None = attempt(self.count, _is_of_layout, batch).result
         return counted
@@ -90,13 +90,17 @@ class BatchCutter:
             return found
         return read_ready_made(batch) if hook is None else HookLayout(hook)
 
-    @cached_property
+    @property
     def _layout_or_reason(self) -> Layout | HookLayout | str | None:
-        """The layout that small batches show, or why they show none; ``None`` if no samples are known."""
+        """The layout that small batches show, or why they show none; ``None`` while no samples are known."""
+        if not all(each.examples for each in self._known):
+            return None
+        return self._of_examples
+
+    @cached_property
+    def _of_examples(self) -> Layout | HookLayout | str:
         hook = self._transfer.split_batch
         examples = [each.examples for each in self._known]
-        if not all(examples):
-            return None
         comparison = Comparison(self._batch, len(examples), max(map(len, examples)))
         state = RandomState()  # hooks of the transfer may draw
         read = read_layout if hook is None else partial(read_hook_layout, hook)

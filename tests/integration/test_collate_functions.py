@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from reference import Regression, Samples, fit, worst_error
@@ -100,6 +101,29 @@ def flatten_good(batch: list[Any]) -> Any:
         torch.cat([torch.atleast_1d(torch.as_tensor(sample[part])).expand(1 + sample[2] % 2, -1) for sample in kept])
         for part in range(3)
     ]
+
+
+class Augmented(NumberedRows):
+    """Draws random numbers that cannot be put back."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, *others = super().__getitem__(index)
+        return inputs + 1e-9 * np.random.default_rng().random(), *others
+
+
+def without_5_to_7(batch: list[Any]) -> Any:
+    return default_collate([sample for sample in batch if sample[2] not in (5, 6, 7)])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_left_out_weigh_nothing_in_windows_of_several_batches(workers: int) -> None:
+    """Also if only the first batch shows samples, and the window was planned before it."""
+    data = Augmented(16)
+    accumulate = AutoAccumulate(effective_batch_size=8)
+    ours, _ = fit(DataLoader(data, 4, collate_fn=without_5_to_7, num_workers=workers), accumulate, max_epochs=1)
+    whole, _ = fit(DataLoader(data, 8, collate_fn=without_5_to_7), max_epochs=1)
+    assert list(map(len, (indices for _, indices in ours.micro_batches))) == [4, 1, 4, 4]
+    assert worst_error(ours.gradients, whole.gradients) <= 1e-6
 
 
 def test_a_number_of_samples_that_cannot_be_read_is_said() -> None:
