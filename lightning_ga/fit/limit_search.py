@@ -118,7 +118,8 @@ class LimitSearch:
         """
         if self.fits is None or self._trainer.world_size > 1:  # if a window fitted, no search has run yet
             return None
-        search = partial(self._probe, failed, self._setup(begins=False), None)
+        setup = self._setup(begins=False)
+        search = partial(self._probe, setup.batches.at_most(failed), setup, None)
         attempt(search, lambda _: True)
         self.fits = None
         if self.probe is not None and self.probe.limit >= failed:  # memory was short for a moment
@@ -201,15 +202,22 @@ class LimitSearch:
         self._asked = high
         if self.probe is None:  # after a probe, the submodules that it has chosen stay
             self.recomputed.use(self._always)
-        varies = self._data.windows.planner.source.varies
-        if varies:  # first batches differ by rank
-            high = ranks.smallest_over_ranks(self._trainer, high)
-        found = self._recall(high, restored) or self._ask(high, setup)
-        # What was recalled may be for larger windows. If all of the first batch fits, later ones may be larger.
-        is_bound = not varies or found < high or self._parts.limit.chunked is not None
-        if is_bound and found < NO_LIMIT:
-            return self._parts.request.capped(min(high, found))
-        return self._parts.request.capped(NO_LIMIT)
+        tried = setup.batches.at_most(high)
+        if not setup.alone:  # first batches differ by rank
+            tried = ranks.smallest_over_ranks(self._trainer, tried)
+        if not tried:  # a collate function has left nothing of the first batch
+            return self._parts.request.capped(high)
+        found = self._recall(tried, restored) or self._ask(tried, setup)
+        # What was recalled may be for larger windows.
+        if self._data.windows.planner.source.varies:
+            high = tried
+            if found >= high and self._parts.limit.chunked is None:  # all of the first batch fits; later may be larger
+                found = NO_LIMIT
+        elif found >= tried and self.probe is None:  # nothing was looked for: others have as many as were planned
+            found = max(found, high)
+        if found >= NO_LIMIT:
+            return self._parts.request.capped(NO_LIMIT)
+        return self._parts.request.capped(min(high, found))
 
     def _recall(self, high: int, restored: RunState | None) -> int | None:
         """Return the limit that a checkpoint has kept; ``None`` if there is none, or if it does not hold here."""
@@ -236,7 +244,7 @@ class LimitSearch:
         except Exception as error:
             if may_be_out_of_memory(error) or isinstance(error, UserError) or self._trainer.world_size > 1:
                 raise  # ranks probe together or not at all
-            recipe = min(high, self._data.windows.planner.recipe.batch_size)
+            recipe = min(self._asked, self._data.windows.planner.recipe.batch_size)
             said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
             rank_zero_warn(
                 "The probe found no limit, because a trial step, in which the probe records memory, ended in "
@@ -289,12 +297,21 @@ class LimitSearch:
 
 
 def _require_cut_on_all_ranks(trainer: Any, batches: TrialBatches) -> None:
-    """Raise ``LayoutError`` on all ranks if one cannot cut its batches: trials end in votes, which need all ranks."""
-    why = ""
-    try:
+    """Raise an error on all ranks if one cannot cut its batches: trials end in votes, which need all ranks.
+
+    It is a ``LayoutError`` on all ranks if each of the errors is one; then training goes on.
+    """
+
+    def cut() -> None:
         if not batches.empty:
             batches.make(min(2, batches.most), lambda batch: batch)
-    except LayoutError as error:
-        why = str(error)  # the error itself would keep batches alive
-    if not ranks.smallest_over_ranks(trainer, int(not why)):
-        raise LayoutError(why or "The batches of another rank cannot be cut into samples.")
+
+    failure = attempt(cut, lambda _: True).failure  # whatever it was, the other ranks wait for this one
+    is_of_layout = isinstance(failure, LayoutError)
+    if ranks.smallest_over_ranks(trainer, int(failure is None)):
+        return
+    if ranks.smallest_over_ranks(trainer, int(failure is None or is_of_layout)):
+        raise failure or LayoutError("The batches of another rank cannot be cut into samples.")
+    if failure is None or is_of_layout:
+        raise RuntimeError("Cutting a batch ended in an error on another rank, which shows it.")
+    raise failure

@@ -40,6 +40,7 @@ class LoaderWindows(CutWindows):
         # If training alone reads samples, probe and measurement begin the loop's iterator before training does.
         self._key_of_iterator: Any = None  # what the iterator was made for; ``None`` before there is one
         self._first: Any = None  # the iterator's first micro-batch, until training begins
+        self._planned_first: int | None = None  # its samples on this rank before a collate function leaves any out
         self._compiled = CompiledModules(self._trainer)
         self._samples_left = SamplesLeft(cutter)
         self._prepare()
@@ -93,7 +94,8 @@ class LoaderWindows(CutWindows):
             return TrialBatches(samples, self._cutter(), self._source.largest_micro_batch(epoch))
         if self._key_of_iterator is None:
             self._read_first()
-        return TrialBatches(samples, self._cutter(), self.planner.most_read or 0, batch=self._first)
+        most = self.planner.most_read or 0
+        return TrialBatches(samples, self._cutter(), most, batch=self._first, planned=self._planned_first)
 
     def _read_first(self) -> None:
         """Read the first micro-batch, which training still gets; it is a whole share if the limit is not known."""
@@ -106,6 +108,8 @@ class LoaderWindows(CutWindows):
             self._iterate()
         self.planner.note_first()
         self._first = advance.first_batch(self._trainer)
+        if self._first is not None:
+            self._planned_first = self._source.window(self._source.epoch_plan.done).sizes[0]
 
     def _iterate(self) -> None:
         """Let the loop's iterator begin with the window that comes next."""

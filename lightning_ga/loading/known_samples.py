@@ -53,6 +53,7 @@ class KnownSamples:
         self._trusted = trusted
         self.seconds_each = 0.0  # that reading one of the first samples has taken
         self._shown_file: Path | None = None  # to which the first batch, maybe that of a worker, writes its samples
+        self._shown: list[Any] = []  # what it has written; the file is gone then
 
     def with_shown_batch(self) -> Any:
         """Return a copy of the loader that writes to a file what its first batch is collated from.
@@ -187,33 +188,40 @@ class KnownSamples:
         """Whether collating may drop samples, or make tensors of text: torch's own function does not."""
         return self.loader.collate_fn is not default_collate
 
-    @cached_property
+    @property
     def examples(self) -> list[Any]:
-        """A few samples that collating keeps, of different shapes if there are any."""
-        by_shapes: dict[str, list[Any]] = {}
-        for sample in self._kept:
-            by_shapes.setdefault(str(list(leaves(sample))), []).append(sample)
-        ordered = [*(same.pop(0) for same in by_shapes.values()), *chain.from_iterable(by_shapes.values())]
-        return ordered[:_EXAMPLES]
+        """A few samples that collating keeps, of different shapes if there are any; none before some are known."""
+        return self._examples if self._few else []
 
     @property
     def were_seen_dropped(self) -> bool:
         """Whether some of the few samples that were collated are left out of batches."""
-        return len(self._kept) < len(self._few)
+        return bool(self._few) and len(self._kept) < len(self._few)
 
-    @cached_property
+    @property
     def _few(self) -> list[Any]:
-        if self.first or self._shown_file is None:
-            return self.first[:_FEW]
-        shown = self._shown_file.read_bytes()
-        self._shown_file.unlink()
-        return list(pickle.loads(shown)) if shown else []
+        """The samples that are known: if the first batch is to show them, none before it has been collated."""
+        if self._shown_file is not None and not self.first:
+            written = self._shown_file.read_bytes()
+            if written:
+                self._shown_file.unlink()
+                self._shown_file = None
+                self._shown = list(pickle.loads(written))
+        return self._shown or self.first[:_FEW]
 
     @cached_property
     def _kept(self) -> list[Any]:
         kept = list(filter(self.is_kept, self._few))
         # If each one ends in an error, the layout is read from all of them, and says which.
         return kept or [sample for sample in self._few if sample is not None]
+
+    @cached_property
+    def _examples(self) -> list[Any]:
+        by_shapes: dict[str, list[Any]] = {}
+        for sample in self._kept:
+            by_shapes.setdefault(str(list(leaves(sample))), []).append(sample)
+        ordered = [*(same.pop(0) for same in by_shapes.values()), *chain.from_iterable(by_shapes.values())]
+        return ordered[:_EXAMPLES]
 
     def is_kept(self, sample: Any) -> bool:
         """Return whether the collate function makes a batch of a sample, and does not leave it out."""
@@ -234,11 +242,12 @@ class KnownSamples:
         """Return whether batches of so many samples were seen to grow as those of few do.
 
         A collate function may look at the first sample only, or at so many of them. Elements must grow in proportion:
-        as many for each sample from ``few`` to ``middle`` as from ``middle`` to its double.
+        as many for each sample from ``few`` to ``middle`` as from ``middle`` to its double. Only samples that are read
+        apart show it: those of the first batch come after its size is planned, and each rank has others.
         """
         if not self.has_own_collate:
             return True
-        if not self.examples:
+        if not self.can_be_read_apart or not self.examples:
             return False
         middle = max(2, min(batch_size, _MOST_ELEMENTS // max(1, elements(self.examples[0])) // 2))
         few = min(2, middle - 1)

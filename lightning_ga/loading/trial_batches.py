@@ -11,6 +11,7 @@ from lightning_ga.batch.pytree import REMEDY, LayoutError, open_container, tenso
 from lightning_ga.batch.read_layout import Comparison, read_hook_layout, read_layout, read_ready_made
 from lightning_ga.loading.known_samples import KnownSamples, anything_but_out_of_memory
 from lightning_ga.loading.largest import Largest
+from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt
 from lightning_ga.plan.accumulation import ceil_div, split_evenly, whole_multiples
 from lightning_ga.snapshot.copies import copied_if_possible
@@ -32,7 +33,7 @@ class CutBatch:
 class BatchCutter:
     """Counts and cuts the batches that ``combine`` makes of one batch of each loader.
 
-    The layout is read once, from a few samples. If no samples are known, each batch is read by itself.
+    The layout is read once, from a few samples. While no samples are known, each batch is read by itself.
     """
 
     def __init__(self, known: Sequence[KnownSamples], combine: Callable[[list[Any]], Any], transfer: Any) -> None:
@@ -49,12 +50,21 @@ class BatchCutter:
         """Return the samples of a batch; raise ``LayoutError`` if they cannot be separated."""
         return self._layout(batch).samples(batch)
 
+    def count_moved(self, batch: Any) -> int:
+        """Return the samples of a batch that is not moved yet; hooks of the transfer may draw random numbers."""
+        state = RandomState()
+        try:
+            with uncounted():
+                return self.count(self._transfer.to_device(copied_if_possible(batch)))
+        finally:
+            state.restore()
+
     def count_left(self, batch: Any) -> int | None:
         """Return how many samples the collate function has left in a batch; ``None`` if that is not known.
 
         It is known if a few samples, collated apart, have shown how batches grow with them.
         """
-        if self._layout_or_reason is None or isinstance(self._layout_or_reason, str):
+        if not isinstance(self._layout_or_reason, (Layout, HookLayout)):
             return None
         counted: int | None = attempt(self.count, _is_of_layout, batch).result
         return counted
@@ -90,13 +100,17 @@ class BatchCutter:
             return found
         return read_ready_made(batch) if hook is None else HookLayout(hook)
 
-    @cached_property
+    @property
     def _layout_or_reason(self) -> Layout | HookLayout | str | None:
-        """The layout that small batches show, or why they show none; ``None`` if no samples are known."""
+        """The layout that small batches show, or why they show none; ``None`` while no samples are known."""
+        if not all(each.examples for each in self._known):
+            return None
+        return self._of_examples
+
+    @cached_property
+    def _of_examples(self) -> Layout | HookLayout | str:
         hook = self._transfer.split_batch
         examples = [each.examples for each in self._known]
-        if not all(examples):
-            return None
         comparison = Comparison(self._batch, len(examples), max(map(len, examples)))
         state = RandomState()  # hooks of the transfer may draw
         read = read_layout if hook is None else partial(read_hook_layout, hook)
@@ -127,12 +141,22 @@ class TrialBatches:
 
     They are collated of samples that were read apart from training, or cut out of a batch that training will run, as
     the loader made it. Those of data that are cut in the step are always cut, out of batches of ``most`` samples.
+
+    ``most`` is planned for all ranks, and ``planned`` for the batch; a collate function may have left fewer in it.
     """
 
     def __init__(
-        self, known: KnownSamples, cutter: BatchCutter, most: int, *, batch: Any = None, in_step: bool = False
+        self,
+        known: KnownSamples,
+        cutter: BatchCutter,
+        most: int,
+        *,
+        batch: Any = None,
+        planned: int | None = None,
+        in_step: bool = False,
     ) -> None:
-        self.most = most  # samples of the largest micro-batch
+        self._most = most
+        self._planned = most if planned is None else planned
         self.cutter = cutter
         self._known = known
         self._batch = batch
@@ -141,10 +165,27 @@ class TrialBatches:
             self.largest = Largest(known)
         self._is_cut = in_step or self.largest is None
 
+    @cached_property
+    def most(self) -> int:
+        """Samples of the largest micro-batch; of a batch that has fewer than were planned for it, those that it has."""
+        return self._most if self._held >= self._planned else self._held
+
+    @cached_property
+    def _held(self) -> int:
+        """The samples of the batch that training will run; the most if there is none, or if they cannot be counted."""
+        if self._batch is None:
+            return self._most
+        counted = attempt(self.cutter.count_moved, lambda _: True, self._batch)
+        return self._most if counted.failure else min(self._most, counted.result)
+
+    def at_most(self, count: int) -> int:
+        """Return ``count``, or how many samples the batch that training will run has, if these are fewer."""
+        return count if self._batch is None else min(count, self.most)
+
     @property
     def empty(self) -> bool:
         """Whether there is no sample to make a batch of."""
-        return self.largest is None and self._batch is None
+        return self.largest is None and (self._batch is None or not self.most)
 
     def make(self, count: int, move: Move) -> tuple[Any, Any]:
         """Return a micro-batch of so many of the heaviest samples, moved, and the whole batch that it is cut from.
@@ -155,10 +196,10 @@ class TrialBatches:
         if self.largest is None:
             whole = move(copied_if_possible(self._batch))
         elif self._is_cut:
-            whole = move(self.largest.batch(self.most))
+            whole = move(self.largest.batch(self._most))
         else:
             return move(self.largest.batch(count)), None
-        if count >= self.most and self.largest is None:
+        if count >= self._held and self.largest is None:
             return whole, whole
         return self.cutter.cut(whole, 0, count), whole
 

@@ -1,10 +1,12 @@
 """The gradients of a plain loop, whatever the collate function does with samples; the loader cuts."""
 
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from reference import Regression, Samples, fit, worst_error
+from reference import Regression, Samples, StreamOf, fit, worst_error
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -100,6 +102,53 @@ def flatten_good(batch: list[Any]) -> Any:
         torch.cat([torch.atleast_1d(torch.as_tensor(sample[part])).expand(1 + sample[2] % 2, -1) for sample in kept])
         for part in range(3)
     ]
+
+
+class Augmented(NumberedRows):
+    """Draws random numbers that cannot be put back."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, *others = super().__getitem__(index)
+        return inputs + 1e-9 * np.random.default_rng().random(), *others
+
+
+def without_5_to_7(batch: list[Any]) -> Any:
+    return default_collate([sample for sample in batch if sample[2] not in (5, 6, 7)])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_left_out_weigh_nothing_in_windows_of_several_batches(workers: int) -> None:
+    """Also if only the first batch shows samples, and the window was planned before it."""
+    data = Augmented(16)
+    accumulate = AutoAccumulate(effective_batch_size=8)
+    ours, _ = fit(DataLoader(data, 4, collate_fn=without_5_to_7, num_workers=workers), accumulate, max_epochs=1)
+    whole, _ = fit(DataLoader(data, 8, collate_fn=without_5_to_7), max_epochs=1)
+    assert list(map(len, (indices for _, indices in ours.micro_batches))) == [4, 1, 4, 4]
+    assert worst_error(ours.gradients, whole.gradients) <= 1e-6
+
+
+def without_1_to_3(batch: list[Any]) -> Any:
+    return default_collate([sample for sample in batch if sample[2] not in (1, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    ("data", "budget", "largest"),
+    [
+        (Augmented(16), {}, 4),
+        (StreamOf(NumberedRows(16)), {}, 4),
+        (StreamOf(NumberedRows(16)), {"memory_budget": "1GB"}, 1),
+    ],
+    ids=["augmented", "stream", "budget"],
+)
+def test_a_first_batch_of_which_one_sample_is_left_is_tried(data: Any, budget: dict[str, Any], largest: int) -> None:
+    """As one sample; windows are cut as if it were whole, unless the limit itself was looked for."""
+    accumulate = AutoAccumulate(effective_batch_size=8, verify=False, **budget)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The probe found no limit")
+        ours, _ = fit(DataLoader(data, 4, collate_fn=without_1_to_3), accumulate, max_epochs=1)
+    whole, _ = fit(DataLoader(data, 8, collate_fn=without_1_to_3), max_epochs=1)
+    assert max(len(indices) for _, indices in ours.micro_batches) == largest
+    assert worst_error(ours.gradients, whole.gradients) <= 1e-6
 
 
 def test_a_number_of_samples_that_cannot_be_read_is_said() -> None:

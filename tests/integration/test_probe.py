@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.fit import limit_search
 from lightning_ga.testing import limit_memory
 
 
@@ -19,6 +21,45 @@ def probe(module: pl.LightningModule, dataset: Any = None, *, callbacks: Any = (
     loader = DataLoader(Samples(128) if dataset is None else dataset, batch_size=64, **settings.pop("loader", {}))
     fit(loader, *callbacks, callback, module=module, max_epochs=1, **settings)
     return callback
+
+
+class Cuts:
+    """Batches of which a cut ends in an error, or does not."""
+
+    empty, most = False, 4
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def make(self, count: int, move: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+FINE, UNCUT, FAILED = None, LayoutError("uncut"), RuntimeError("failed")
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "raised"),
+    [
+        (FINE, FINE, None),
+        (UNCUT, FINE, (LayoutError, "uncut")),
+        (FINE, UNCUT, (LayoutError, "another rank")),
+        (FAILED, FINE, (RuntimeError, "failed")),
+        (FINE, FAILED, (RuntimeError, "on another rank")),
+        (UNCUT, FAILED, (RuntimeError, "on another rank")),
+        (FAILED, UNCUT, (RuntimeError, "failed")),
+    ],
+)
+def test_ranks_vote_whatever_a_cut_ends_in(own: Any, other: Any, raised: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them waits for one that is gone, and they go on together or not at all."""
+    votes = iter([int(other is None), int(not isinstance(other, RuntimeError))])
+    monkeypatch.setattr(limit_search.ranks, "smallest_over_ranks", lambda _, value: min(value, next(votes)))
+    if raised is None:
+        limit_search._require_cut_on_all_ranks(None, Cuts(own))  # type: ignore[arg-type]
+        return
+    with pytest.raises(raised[0], match=raised[1]):
+        limit_search._require_cut_on_all_ranks(None, Cuts(own))  # type: ignore[arg-type]
 
 
 @pytest.mark.loader_only(

@@ -11,7 +11,7 @@ import torch
 from ranks import ddp, joined, on_ranks
 from reference import Regression, Samples, SaveAll, StreamOf, cut, fit, permutation, plain_loop, worst_error
 from torch.distributed import get_rank
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from lightning_ga import AutoAccumulate, ExactnessWarning
 
@@ -63,9 +63,14 @@ class Share(StreamOf):
         return (self.dataset[index] for index in range(get_rank(), len(self.dataset), 2))
 
 
+def without_0_2_4(batch: list[Any]) -> Any:
+    return default_collate([sample for sample in batch if sample[2] not in (0, 2, 4)])
+
+
 LOADERS = {
     "in order": lambda size, batch: DataLoader(Samples(size), batch),
     "stream": lambda size, batch: DataLoader(Share(Samples(size)), batch),
+    "left out": lambda size, batch: DataLoader(Share(Samples(size)), batch, collate_fn=without_0_2_4),
     "own batches": lambda size, _: DataLoader(Samples(size), batch_sampler=OwnBatches()),
     "own share": lambda size, batch: DataLoader(Samples(size), batch, sampler=OwnShare()),
     "own seeds": lambda size, batch: DataLoader(
@@ -111,6 +116,10 @@ ROWS: dict[str, tuple[list[list[int]], Any, dict[str, Any]]] = {
     "shares of different sizes": (
         both(cut(range(0, 45, 2), 4), cut(range(1, 45, 2), 4)),
         *(("own share", 45, 4), {"micro_batch_size": 2, **SHARED}),
+    ),
+    "a first batch of which one rank has a single sample left": (
+        [[6, 1, 3, 5, 7], [8, 10, 12, 14, 9, 11, 13, 15]],
+        *(("left out", 16, 4), {"effective_batch_size": 8, "verify": False}),
     ),
     "an empty micro-batch, NaN over nothing": (
         [[i for i in window if i not in MASKED] for window in cut(range(16), 8)],

@@ -88,6 +88,16 @@ def test_what_cannot_be_read_is_refused_or_cut_by_the_hook() -> None:
         cutter(DataLoader(ROWS, 8, collate_fn=full)).count(None)
 
 
+def test_a_layout_is_not_settled_before_the_first_batch() -> None:
+    """Which shows it, if samples cannot be read apart."""
+    known = KnownSamples(DataLoader(StreamOf(ROWS), 8, collate_fn=time_first))
+    cut = BatchCutter([known], lambda batches: batches[0], Move())
+    loader = known.with_shown_batch()
+    assert cut.count_left(torch.zeros(3, 8)) is None
+    batch = next(iter(loader))
+    assert (cut.count_left(batch), cut.count(batch)) == (8, 8)
+
+
 class Once(IterableDataset[int]):
     """A stream that cannot be copied, and loses what is read of it."""
 

@@ -230,6 +230,22 @@ def test_the_first_batch_of_a_stream_shows_what_it_was_collated_from(workers: in
     assert KnownSamples(plain).examples == []
 
 
+def test_nothing_is_settled_before_the_first_batch() -> None:
+    """Samples that it will show are asked for earlier, too; whether batches can be joined stays as planned."""
+
+    def keep_even(batch: list[Any]) -> Any:
+        return torch.stack([row for row, index in batch if index % 2 == 0])
+
+    samples = KnownSamples(DataLoader(Stream(), 4, collate_fn=keep_even))
+    loader = samples.with_shown_batch()
+    for _ in range(2):
+        assert (samples.examples, samples.were_seen_dropped, samples.joins_batches(4)) == ([], False, False)
+    next(iter(loader))
+    assert [number for _, number in samples.examples] == [0, 2]
+    assert samples.were_seen_dropped
+    assert not samples.joins_batches(4)
+
+
 def test_looking_at_samples_uses_up_no_random_numbers() -> None:
     """A pass over the copy uses up as many as one over the user's loader: seeds of workers."""
     size = 11

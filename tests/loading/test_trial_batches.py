@@ -10,6 +10,7 @@ from reference import StreamOf
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import LoaderSource, read_source
 from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
@@ -119,6 +120,22 @@ def test_a_batch_that_training_will_see_is_cut() -> None:
     assert telling is not None
     assert [part.tolist() for part in telling.parts] == [[0, -1], [-2, -3]]
     assert first.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("left", "most"), [(5, 5), (3, 3), (1, 1), (0, 0)])
+def test_a_batch_of_training_has_the_samples_that_were_left_in_it(left: int, most: int) -> None:
+    """No more are tried; one that is smaller because ranks share a window unequally lost nothing."""
+    loader = DataLoader(StreamOf(range(12)), 5)
+    cutter = BatchCutter([KnownSamples(loader)], lambda batches: batches[0], Plain())
+    batch = torch.arange(left)
+    trials = TrialBatches(KnownSamples(loader), cutter, 5, batch=batch)
+    assert (trials.most, trials.at_most(2), trials.at_most(7)) == (most, min(2, most), most)
+    assert trials.empty == (not left)
+    part, whole = trials.make(2, lambda batch: batch)
+    assert (len(part), len(whole)) == (min(2, left), left)
+    assert TrialBatches(KnownSamples(loader), cutter, 5, batch=batch, planned=left).most == 5
+    uncuttable = TrialBatches(KnownSamples(loader), cutter, 5, batch=["text"])
+    assert (uncuttable.most, uncuttable.at_most(7)) == (5, 5)
 
 
 def test_samples_that_tell_differ_in_what_losses_ignore_and_in_labels() -> None:
