@@ -5,7 +5,7 @@ A batch is largest with the largest samples of the data set or, if fields are pa
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from heapq import nlargest
 from itertools import islice
@@ -15,8 +15,9 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from lightning_ga.batch.layout import elements, leaves
-from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
+from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples, anything_but_out_of_memory
 from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.memory.oom import attempt
 
 SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
 LOOK_SECONDS = 5.0  # of a look at further samples
@@ -30,6 +31,7 @@ class Largest:
 
     def __init__(self, known: KnownSamples) -> None:
         self._known = known
+        self._collated: _Kept | None = None  # those of the scanned that batches are made of, once they were asked for
         self._kept = _Kept(text=known.has_own_collate)
         with uncounted():  # samples lie on the host
             self._kept.see(known.first)
@@ -42,6 +44,7 @@ class Largest:
         known = self._known
         if self.complete or known.seconds_each * LEAST_LOOK > LOOK_SECONDS:
             return
+        self._collated = None
         started = time.monotonic()
         rest = BatchSampler(islice(known.order(), self.seen, None), SAMPLES_AT_ONCE, drop_last=False)
         scan = partial(_scan, _Kept(text=self._kept.text))
@@ -59,11 +62,38 @@ class Largest:
         A padded batch is largest with the longest of every field in it; a packed one, with the largest samples.
         """
         collate = self._known.collate
-        chosen, other = self._kept.orders()
+        if self._collated is None:
+            with uncounted():
+                self._collated = self._left_in_batches()
+        chosen, other = self._collated.orders()
         if {*map(id, chosen[:count])} != {*map(id, other[:count])}:
             with uncounted():
                 chosen = max(chosen, other, key=lambda order: elements(collate(order, count)))
         return collate(chosen, count)
+
+    def _left_in_batches(self) -> "_Kept":
+        """Return the largest samples that collating does not drop; if it drops them all, those of the first.
+
+        If no batch grows with any of these, they are not dropped: collating may make one batch of however many.
+        """
+        known = self._known
+        if not known.has_own_collate:
+            return self._kept
+        _, by_weight = self._kept.orders()
+        for samples in (by_weight, known.first):
+            left = _Kept(text=self._kept.text)
+            if left.see(filter(self._adds_to_batches, samples)):
+                return left
+        return self._kept
+
+    def _adds_to_batches(self, sample: Any) -> bool:
+        """Return whether a batch has more elements with a sample twice: of none, some make a batch of zeros."""
+        once, twice = map(partial(self._elements_of, sample), (1, 2))
+        return once < twice
+
+    def _elements_of(self, sample: Any, count: int) -> int:
+        batch = attempt(self._known.collate, anything_but_out_of_memory, [sample], count).result
+        return 0 if batch is None else elements(batch)
 
 
 class _Kept:
@@ -77,7 +107,7 @@ class _Kept:
         self._largest: dict[tuple[str, int], tuple[int, _Seen]] = {}  # extent and sample, by field and axis
         self._count = 0
 
-    def see(self, samples: Sequence[Any]) -> list[Any]:
+    def see(self, samples: Iterable[Any]) -> list[Any]:
         """Scan samples; return those that are kept for now."""
         return list(filter(self._see, samples))
 

@@ -4,11 +4,13 @@ Tested in tests/integration/test_sample_sizes.py.
 """
 
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, partial
 from itertools import chain
+from math import ceil
 from operator import index
 from typing import Any
 
@@ -41,6 +43,7 @@ class SampleSizes:
         self._epoch = epoch  # that the data were set up in
         self.limits: SizeLimits | None = None
         self._largest_that_fit = 0  # how many of the largest samples these limits were found for
+        self._shared: _Shared | None = None  # what "auto" measures by, from the first time that it reads samples on
 
     def set_limits(self, samples: int, limits: SizeLimits) -> None:
         """Cut by these limits from here on; so many of the longest samples fit."""
@@ -48,9 +51,10 @@ class SampleSizes:
         self._largest_that_fit = samples
 
     def follow(self, earlier: "SampleSizes") -> None:
-        """Cut by the limits of data that were loaded before."""
+        """Cut by the limits of data that were loaded before, and measure as these were."""
         self.limits = earlier.limits
         self._largest_that_fit = earlier._largest_that_fit
+        self._shared = earlier._shared
 
     @cached_property
     def _sizes(self) -> dict[Any, int]:
@@ -96,15 +100,68 @@ class SampleSizes:
         if callable(size_of):
             with untouched(dataset):
                 return array("q", map(partial(_called, size_of, dataset), indices))
-        measure: Callable[[Any], int] = partial(_by_name, name=size_of)
-        if size_of == "auto":  # read from a few samples
-            known = KnownSamples(self._loader, indices, trusted=True)
-            text = known.has_own_collate
-            measure = partial(_by_shape, axes=_varying_axes(known.first, text), text=text)
+        if size_of == "auto":
+            return self._read_shapes(indices)
+        with self._measured(indices, partial(_by_name, name=size_of)) as sizes:
+            return array("q", sizes)
+
+    def _read_shapes(self, indices: Sequence[Any]) -> "array[int]":
+        text = KnownSamples(self._loader).has_own_collate
+        with self._measured(indices, partial(_extents, text=text)) as extents:
+            if self._shared is not None:
+                return array("q", map(self._shared.size, extents))
+            self._shared, sizes = _read_shared(extents)
+            return sizes
+
+    @contextmanager
+    def _measured(self, indices: Sequence[Any], measure: Callable[[Any], Any]) -> Iterator[Iterator[Any]]:
+        """Return a context that yields what ``measure`` returns for some samples; data workers send only that."""
         lists = BatchSampler(indices, SAMPLES_AT_ONCE, drop_last=False)
-        measured = partial(_measured, measure)
-        with KnownSamples(self._loader).fetched(lists, measured, workers=self._loader.num_workers) as reports:
-            return array("q", chain.from_iterable(reports))
+        read = partial(_of_each, measure)
+        with KnownSamples(self._loader).fetched(lists, read, workers=self._loader.num_workers) as reports:
+            yield chain.from_iterable(reports)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the first samples have in common, by which all samples are measured.
+
+    A sample's size is the largest of its extents along the other axes. If the first samples have all in common, it is
+    the largest of these. The unit stays that of the limits: a later sample that is n times longer along a common axis
+    counts n times as much, and the axis stays a common one.
+    """
+
+    extents: dict[_Axis, int]
+    least: int  # size of a sample that has no other axes
+
+    def size(self, extents: dict[_Axis, int]) -> int:
+        """Return the size of a sample of these extents."""
+        size = self.least
+        times = Fraction(1)
+        for axis, extent in extents.items():
+            common = self.extents.get(axis)
+            if common is None:
+                size = max(size, extent)
+            else:
+                times = max(times, Fraction(extent, max(1, common)))
+        return ceil(size * times)
+
+
+def _read_shared(samples: Iterable[dict[_Axis, int]]) -> tuple[_Shared, "array[int]"]:
+    """Return what samples of these extents have in common, and their sizes."""
+    shared: dict[_Axis, int] | None = None
+    sizes = array("q")
+    for extents in samples:
+        if shared is None:
+            shared = extents
+        differing = [axis for axis in shared if extents.get(axis) != shared[axis]]
+        if differing:  # all samples before this one have the same extents there
+            before = max(map(shared.pop, differing))
+            sizes = array("q", map(partial(max, before), sizes))
+        sizes.append(max((extents[axis] for axis in extents.keys() - shared.keys()), default=0))
+    shared = shared or {}
+    least = 1 if any(sizes) else max(shared.values(), default=1)
+    return _Shared(shared, least), array("q", map(partial(max, least), sizes))
 
 
 def _called(size_of: Callable[[Any, Any], int], dataset: Any, place: Any) -> int:
@@ -152,20 +209,5 @@ def _extents(sample: Any, *, text: bool) -> dict[_Axis, int]:
     return {(field, axis): extent for field, shape in leaves(sample, text=text) for axis, extent in enumerate(shape)}
 
 
-def _varying_axes(samples: Sequence[Any], text: bool) -> set[_Axis]:
-    """Return the axes along which samples have different extents."""
-    times: Counter[tuple[_Axis, int]] = Counter()
-    for sample in samples:
-        times.update(_extents(sample, text=text).items())
-    return {axis for (axis, _), count in times.items() if count < len(samples)}
-
-
-def _by_shape(sample: Any, *, axes: set[_Axis], text: bool) -> int:
-    """Return the largest of the extents that vary; 1 if none does."""
-    extents = _extents(sample, text=text)
-    return max(map(extents.__getitem__, axes & extents.keys()), default=1)
-
-
-def _measured(measure: Callable[[Any], int], samples: Iterable[Any]) -> list[int]:
-    """Return the sizes of samples; a data worker sends only these."""
+def _of_each(measure: Callable[[Any], Any], samples: Iterable[Any]) -> list[Any]:
     return list(map(measure, samples))

@@ -3,6 +3,7 @@
 The oracle of windows and gradients is a plain loop, in which each window is one padded batch.
 """
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, pairwise
@@ -14,10 +15,17 @@ import pytest
 import torch
 from reference import SaveAt, cut, fit, permutation, worst_error
 from texts import LONGEST, Reader, Reading, Texts, pad, plain_gradients
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_ga import AutoAccumulate, UserError, optimizer_steps
 from lightning_ga.counters import TargetTokens
+from lightning_ga.loading.orders import Sequential
+from lightning_ga.loading.rebatch import SourceSettings
+from lightning_ga.loading.sample_sizes import SampleSizes
+from lightning_ga.loading.source import LoaderSource, read_source
+from lightning_ga.plan.batch_schedule import constant
+from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.testing import limit_memory
 
 SIZE, EFFECTIVE, SEED = 150, 64, 7  # three windows an epoch, the last of 22
@@ -222,3 +230,80 @@ def test_an_error_of_size_of_names_it_and_the_index() -> None:
     with pytest.raises(KeyError) as caught:
         fit(DataLoader(Nameless(), 2), AutoAccumulate(size_of=lambda data, index: {0: 1, 1: 1}[index]))
     assert any("size_of= raised this" in note and "the index 2" in note for note in caught.value.__notes__)
+
+
+class Lines(Dataset):
+    """Samples of one field, of these lengths; maybe with an iterator, so that none is read apart from the rest."""
+
+    def __init__(self, lengths: list[int], held: Any = None) -> None:
+        self.lengths = lengths
+        self.held = held
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(self.lengths[index])
+
+
+class LastOfEpoch(Sampler):
+    """Every epoch draws the same samples but for one."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*range(15), 15 + self.epoch])
+
+
+def sized(data: Lines, sampler: Any = None) -> LoaderSource:
+    """The source of 16 samples an epoch, sized by shape; four of the largest fit."""
+    loader = DataLoader(data, 16, sampler=sampler, collate_fn=partial(pad_sequence, batch_first=True))
+    source = read_source(loader, SourceSettings(1, 1, 0, SEED), size_of="auto")
+    assert isinstance(source, LoaderSource)
+    assert source.sizes is not None
+    source.sizes.set_limits(4, SizeLimits(4 * source.sizes.largest, 16))
+    return source
+
+
+@pytest.mark.parametrize("lengths", [[10, 20, 30, 40] * 4, [40] * 16])
+def test_a_sample_of_a_later_epoch_is_measured_as_those_before(lengths: list[int]) -> None:
+    """Along the axes that varied then, or as many times as it is longer, alone if it must be."""
+    source = sized(Lines([*lengths, 500, 81]), LastOfEpoch())
+    for epoch, longest in enumerate((40, 500, 81)):
+        source.arrange(epoch, constant(16), 16)
+        shapes = [tuple(batch.shape) for batch in source.loader]
+        assert sum(rows for rows, _ in shapes) == 16
+        assert max(length for _, length in shapes) == longest
+        assert all(rows == 1 or rows * length <= 4 * 40 for rows, length in shapes)
+
+
+def test_reloaded_data_are_measured_as_those_whose_limits_they_get() -> None:
+    first, second = sized(Lines([40] * 16)), sized(Lines([80] * 16))
+    second.sizes.__dict__.pop("_sizes")
+    second.sizes.follow(first.sizes)
+    second.arrange(0, constant(16), 16)
+    assert max(len(batch) for batch in second.loader) == 2
+
+
+@pytest.mark.parametrize("lengths", [[10, 20, 30, 40] * 4, [40] * 16])
+def test_the_axes_that_vary_are_those_of_all_samples(lengths: list[int]) -> None:
+    """Also if none can be read apart from the rest; what the plan says of padding is true, also if no axis varies."""
+    plans = []
+    for held in (None, iter([])):
+        plans.append(str(sized(Lines(lengths, held)).arrange(0, constant(16), 16)))
+    assert plans[0] == plans[1]
+    assert "at most 160 tokens each if padded" in plans[0]
+    assert ("padding 0 % (was 0 %)" in plans[0]) == (len({*lengths}) == 1)
+
+
+def test_an_axis_that_varies_late_or_is_missing_counts_for_all() -> None:
+    """As in a plain reading of all samples at once."""
+    data = [{"image": torch.zeros(3, 8)}] * 70 + [{"image": torch.zeros(3, 5), "text": torch.zeros(9)}]
+    sizes = SampleSizes(DataLoader(data), "auto", Sequential(71), 0)
+    assert (sizes.largest, len(sizes.by_size), sizes.by_size[0]) == (9, 71, 70)

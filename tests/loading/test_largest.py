@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -36,3 +37,29 @@ def test_text_counts_only_where_it_is_made_into_tensors() -> None:
         assert (largest.seen, largest.total, largest.complete) == (64, 500, seen == 64)
         largest.look_further()
         assert (largest.seen, largest.complete) == (seen, True)
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+@pytest.mark.parametrize(("is_kept", "longest"), [(lambda n: n % 4 == 0, 100), (lambda n: n <= 50, 50)])
+def test_samples_that_collating_drops_are_not_among_the_largest(is_kept: Any, longest: int, stand_in: bool) -> None:
+    """Neither some of them nor all, even where a batch of dropped samples is not empty; so no batch has too few."""
+    samples = [torch.ones(1 + n) for n in range(100)]
+
+    def collate(batch: list[Any]) -> Any:
+        kept = [sample for sample in batch if is_kept(len(sample))]
+        return pad_sequence(kept or [torch.zeros(9)] * stand_in, batch_first=True)
+
+    loader = DataLoader(samples, 4, collate_fn=collate)  # type: ignore[arg-type]
+    largest = Largest(KnownSamples(loader))
+    for _ in range(2):
+        rows, length = largest.batch(40).shape
+        assert rows == 40
+        assert longest - 3 <= length <= longest
+        largest.look_further()
+
+
+def test_one_sample_may_be_the_whole_batch() -> None:
+    """Then no batch grows, and none of the samples is dropped."""
+    samples = [torch.ones(1 + n) for n in range(100)]
+    loader = DataLoader(samples, 4, collate_fn=lambda batch: batch[0])  # type: ignore[arg-type]
+    assert Largest(KnownSamples(loader)).batch(4).shape == (100,)
