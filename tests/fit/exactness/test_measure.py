@@ -313,8 +313,11 @@ class Trials:
         return CutBatch(move(found.whole), (move(found.parts[0]), move(found.parts[1])), found.sizes)
 
 
-def at_start(module: Any, batches: Trials, move: Any = lambda batch: batch, *, limit: int = 100) -> Exactness:
-    return in_training(module, lambda trainer: measure_at_start(trainer, batches, move, None, limit=limit))
+def at_start(
+    module: Any, batches: Trials, move: Any = lambda batch: batch, *, limit: int = 100, multiple: int = 1
+) -> Exactness:
+    run = lambda trainer: measure_at_start(trainer, batches, move, None, limit=limit, multiple=multiple)  # noqa: E731
+    return in_training(module, run)
 
 
 def of_many(module: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -340,6 +343,30 @@ def test_a_few_samples_are_measured_at_the_start(batches: Any, loss: Any, asked:
     verdict = at_start(Module(loss), batches)
     assert (batches.asked, verdict.cause) == (asked, cause)
     assert words in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("most", "limit", "fits", "asked"),
+    [
+        (30, 100, 100, [24]),
+        (31, 100, 100, [24]),
+        (50, 100, 100, [24, 48]),
+        (50, 4, 100, [24]),
+        (50, 100, 40, [24, 48, 24]),
+    ],
+)
+def test_the_search_for_a_gradient_ends(most: int, limit: int, fits: int, asked: list[int]) -> None:
+    """If no larger multiple is left; a small model may begin above its limit."""
+    batches = Trials(most, fits=fits)
+    calls = batches.batch_in_two_parts
+
+    def bounded(*given: Any, **named: Any) -> CutBatch | None:
+        assert len(batches.asked) < 9
+        return calls(*given, **named)
+
+    batches.batch_in_two_parts = bounded  # type: ignore[method-assign]
+    verdict = at_start(Module(lambda m, b: 0 * cross_entropy(m, b)), batches, limit=limit, multiple=8)
+    assert (batches.asked, verdict.cause, verdict.has_gradient) == (asked, "unmeasured", False)
 
 
 class Draws(nn.Linear):
