@@ -6,13 +6,14 @@ cannot show effects that come between measurements, rare samples, what callbacks
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import ranks
 from lightning_ga.errors import UserError
-from lightning_ga.fit.exactness.judgement import Judgement, judge_chunks
+from lightning_ga.fit.exactness.judgement import Judgement, NotFiniteError, judge_chunks
 from lightning_ga.fit.exactness.passes import Passes, passes_of, rounding
 from lightning_ga.loading.trial_batches import CutBatch, Move, TrialBatches
 from lightning_ga.memory.oom import attempt, is_out_of_memory
@@ -135,15 +136,19 @@ def _tried(
             batch = make(passes, 0)
             if batch is None:
                 return _unmeasured(trainer, "the training data have no two samples that stay in one batch")
-            if chunked is not None:
-                return judge_chunks(passes, chunked, batch, tolerance)
-            return Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
+            try:
+                if chunked is not None:
+                    return judge_chunks(passes, chunked, batch, tolerance)
+                return Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
+            except NotFiniteError as error:
+                verdict = Exactness(None, tolerance, "unmeasured", reason=str(error))
+                return replace(verdict, micro_steps=passes.count, tensors=passes.changed)
 
     outcome = attempt(judged, _is_survivable)
     error = outcome.failure
     if error is None or is_out_of_memory(error):
-        verdict: Exactness | None = outcome.result
-        return verdict
+        found: Exactness | None = outcome.result
+        return found
     if isinstance(error, LayoutError):
         return Exactness(None, tolerance, "uncuttable", reason=str(error))
     reason = f"a step on some samples ended in {type(error).__name__}: {str(error).rstrip('.')}"
