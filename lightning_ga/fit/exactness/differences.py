@@ -101,4 +101,4 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _square(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_real(tensor))) ** 2
+    return float(torch.linalg.vector_norm(_real(tensor)).double().square())  # infinity, where a float would raise

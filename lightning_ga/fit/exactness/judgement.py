@@ -4,10 +4,12 @@ Tested in tests/fit/exactness/test_measure.py.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from lightning_ga.chunks import ChunkedModules
 
 _NOISE = 3.0  # by how much a difference has to exceed that of other random numbers
+_ITS_GRADIENT = "its gradient"
+_BY_STATISTICS = "its gradient by running statistics"
 _NO_GRADIENT = "its gradient is zero"
 _UNSEEDED = "two passes over one batch differ though they draw the same random numbers, so nothing can be measured"
 _RANDOM = (
@@ -45,6 +49,18 @@ def _is_of_parts(error: Exception) -> bool:
     return not is_mistake and not is_out_of_memory(error)
 
 
+class NotFiniteError(Exception):
+    """A gradient that is infinite or NaN: nothing can be compared with it."""
+
+
+def _finite(gradient: Gradient, name: str) -> Gradient:
+    """Return the gradient of this name; raise ``NotFiniteError`` if its norm is infinite or NaN."""
+    size = norm(gradient)
+    if not size < math.inf:
+        raise NotFiniteError(f"the norm of {name} is {size}")
+    return gradient
+
+
 class Judgement:
     """Runs a batch and its parts; ``remake`` makes the batch again with other random numbers."""
 
@@ -56,25 +72,21 @@ class Judgement:
         self._remake = remake
         self._tolerance = tolerance
         self._layers = batch_norm_layers(passes.module)
-        self._changed: tuple[str, ...] = ()  # by a pass over the whole batch
         self._counts = [float(size) for size in batch.sizes]
         if callable(normalize):
             self._counts = [float(count_items(normalize, part)) for part in batch.parts]
 
     def verdict(self) -> Exactness:
-        """Return the verdict."""
+        """Return the verdict; raise ``NotFiniteError`` if some gradient is infinite or NaN."""
         if not (min(self._counts) >= 0 and 0 < sum(self._counts) < math.inf):
             return self._exactness("unmeasured", reason=f"normalize counts {self._counts} in the parts of a batch")
-        (whole,) = self._passes.run(self._batch.whole, watched=True)
-        self._changed = self._passes.changed
-        size = norm(whole)
-        if size == 0:
+        (found,) = self._passes.run(self._batch.whole, watched=True)
+        whole = _finite(found, _ITS_GRADIENT)
+        if norm(whole) == 0:
             return self._exactness("unmeasured", reason=_NO_GRADIENT, has_gradient=False)
-        if not size < math.inf:
-            return self._exactness("unmeasured", reason=f"the norm of its gradient is {size}")
         parts = attempt(self._passes.run, _is_of_parts, *self._batch.parts)
         if parts.failure is None:
-            return self._judge_gradients(whole, *parts.result)
+            return self._judge_gradients(whole, *self._as_trained(parts.result))
         if self._layers and min(self._batch.sizes) < 2:  # these layers may refuse one sample
             return self._exactness("batch_norm")
         # A part that fails alone, too, raises here. Otherwise the second one depends on what the first has left.
@@ -84,10 +96,10 @@ class Judgement:
 
     def _judge_gradients(self, whole: Gradient, first: Gradient, second: Gradient) -> Exactness:
         """Return the verdict on gradients of a whole batch and of its parts."""
-        is_all = math.inf if self._layers else self._tolerance  # an error that needs no cause from these gradients
-        found = self._differences(whole, first, second, enough=is_all)
+        enough = math.inf if self._layers else self._tolerance  # with BatchNorm, ``_of_loss`` tells the cause
+        found = self._differences(whole, first, second, enough=enough)
         is_exact = found.error <= self._tolerance
-        if not self._changed:
+        if not self._passes.changed:
             if is_exact:
                 return self._exactness("exact", found)
             if self._layers and self._of_loss.error <= self._tolerance:  # no noise, no state: it would show here, too
@@ -101,21 +113,33 @@ class Judgement:
             return self._exactness("exact", found)
         return self._named(whole, found)
 
+    def _as_trained(self, gradients: Sequence[Gradient], first: int = 0) -> list[Gradient]:
+        """Return the gradients of the parts, from number ``first`` on, with zeros for a mean over nothing.
+
+        At weight 0, training takes zeros for any gradient. Here a finite one stays: it shows which weight is right.
+        """
+        taken = list[Gradient]()
+        for number, gradient in enumerate(gradients, first):
+            if self._counts[number] == 0 and not norm(gradient) < math.inf:
+                gradient = [*map(torch.zeros_like, gradient)]
+            taken.append(_finite(gradient, f"the gradient of a part of {self._batch.sizes[number]} samples"))
+        return taken
+
     def _run_second(self) -> Gradient:
-        (gradient,) = self._passes.run(self._batch.parts[1])
+        (gradient,) = self._as_trained(self._passes.run(self._batch.parts[1]), first=1)
         return gradient
 
     def _are_same(self, one: Gradient, other: Gradient) -> bool:
-        """Return whether gradients of the same samples are equal, up to rounding; NaN is."""
+        """Return whether gradients of the same samples are equal, up to rounding."""
         tolerance = self._tolerance
         if self._passes.is_on_host and tolerance <= 1e-4:
             tolerance /= 100
-        return not distance(one, other) > tolerance
+        return distance(one, other) <= tolerance
 
     def _named(self, whole: Gradient, found: Differences) -> Exactness:
         """Name the cause of a difference that is not due to state."""
         (other,) = self._passes.run(self._remake().whole, seed=1)
-        noise = distance(whole, other)
+        noise = distance(whole, _finite(other, "its gradient with other random numbers"))
         level = self._tolerance
         if noise > self._tolerance:
             level = _NOISE * noise
@@ -133,15 +157,17 @@ class Judgement:
     def _of_loss(self) -> Differences:
         """The differences if BatchNorm layers normalize by running statistics, so that they couple no samples."""
         with fixed_statistics():
-            (whole,) = self._passes.run(self._batch.whole)
-            return self._differences(whole, *self._passes.run(*self._batch.parts), enough=self._tolerance)
+            (found,) = self._passes.run(self._batch.whole)
+            whole = _finite(found, _BY_STATISTICS)
+            parts = self._as_trained(self._passes.run(*self._batch.parts))
+            return self._differences(whole, *parts, enough=self._tolerance)
 
     def _differences(self, whole: Gradient, first: Gradient, second: Gradient, *, enough: float) -> Differences:
         return compare(whole, first, second, weight=self._counts[0] / sum(self._counts), enough=enough)
 
     def _stateful(self, found: Differences | None) -> Exactness:
         verdict = self._exactness("stateful", found)
-        return replace(verdict, tensors=self._changed or (ELSEWHERE,))
+        return replace(verdict, tensors=self._passes.changed or (ELSEWHERE,))
 
     def _exactness(self, cause: Cause, found: Differences | None = None, **more: Any) -> Exactness:
         return Exactness(
@@ -149,14 +175,17 @@ class Judgement:
             self._tolerance,
             cause,
             layers=() if cause in ("exact", "random", "unmeasured") else self._layers,
-            tensors=self._changed,
+            tensors=self._passes.changed,
             micro_steps=self._passes.count,
             **more,
         )
 
 
 def judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tolerance: float) -> Exactness:
-    """Compare a pass whose submodules of ``whole=`` run in two chunks with a pass in which they run whole."""
+    """Compare a pass whose submodules of ``whole=`` run in two chunks with a pass in which they run whole.
+
+    It raises ``NotFiniteError`` if some gradient is infinite or NaN.
+    """
     samples = sum(batch.sizes)
     in_two = (samples + 1) // 2
 
@@ -175,16 +204,18 @@ def judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tol
     for name, chunks in chunked.forwards.items():
         if not chunks.is_called:
             raise refused(f"training_step does not call {name} itself: name submodules that are called.")
-    if not 0 < norm(whole) < math.inf:
+    if norm(_finite(whole, _ITS_GRADIENT)) == 0:
         return verdict("unmeasured", reason=_NO_GRADIENT, has_gradient=False)
     passes.run(batch.parts[1])  # another length shows which arguments have no samples
-    error = distance(whole, gradient(in_two))
+    error = distance(whole, _finite(gradient(in_two), "its gradient in chunks"))
     if error <= tolerance:
         return verdict("exact", error)
     if any(chunks.draws for chunks in chunked.forwards.values()):
         return verdict("random", reason=RANDOM_CHUNKS)
     with fixed_statistics():
-        if distance(gradient(None), gradient(in_two)) > tolerance:
+        of_whole = _finite(gradient(None), _BY_STATISTICS)
+        of_chunks = _finite(gradient(in_two), _BY_STATISTICS)
+        if distance(of_whole, of_chunks) > tolerance:
             raise refused(
                 f"run in chunks, {', '.join(chunked.names)} made a gradient that is off by {error:.1g} of it, so what "
                 "it computes of a sample depends on the others: name submodules that treat samples by themselves."

@@ -6,13 +6,14 @@ cannot show effects that come between measurements, rare samples, what callbacks
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import ranks
 from lightning_ga.errors import UserError
-from lightning_ga.fit.exactness.judgement import Judgement, judge_chunks
+from lightning_ga.fit.exactness.judgement import Judgement, NotFiniteError, judge_chunks
 from lightning_ga.fit.exactness.passes import Passes, passes_of, rounding
 from lightning_ga.loading.trial_batches import CutBatch, Move, TrialBatches
 from lightning_ga.memory.oom import attempt, is_out_of_memory
@@ -62,26 +63,33 @@ def measure_at_start(
 
     If training ``begins``, the module's start hooks run first. Parts are multiples of ``multiple`` if so many fit.
 
-    A small model may run a few samples more than that. ``move`` moves a batch to the device, with its hooks.
+    If their gradient is zero, more samples follow, and fewer once memory runs out. A small model may begin with a few
+    samples more than ``limit``. ``move`` moves a batch to the device, with its hooks.
     """
     refuse_lazy(trainer.lightning_module.parameters())
     if ranks.is_sharded(trainer):
         return _unmeasured(trainer, _SHARDED)
     plain = _is_small(trainer)
+
+    def tried(size: int) -> Exactness | None:
+        make = partial(_make_batch, batches, move, size, multiple)
+        return _tried(trainer, make, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked)
+
     most = min(limit, batches.most)
     size = whole_multiples(min(max(SAMPLES, 3 * multiple), batches.most if plain else most), multiple)
-    verdict = _unmeasured(trainer, "a micro-batch of one sample has no parts")
-    while size >= 2:
-        make = partial(_make_batch, batches, move, size, multiple)
-        found = _tried(trainer, make, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked)
-        verdict = found or _unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
-        if found is None:
-            size = most = whole_multiples(size // 2, multiple)
-        elif not found.has_gradient and size < most:
-            size = whole_multiples(min(_MORE * size, most), multiple)
-        else:
-            break
-    return verdict
+    if size < 2:
+        return _unmeasured(trainer, "a micro-batch of one sample has no parts")
+    found = tried(size)
+    while found is not None and not found.has_gradient:
+        larger = whole_multiples(min(_MORE * size, most), multiple)
+        if larger <= size:
+            return found
+        size = larger
+        found = tried(size)
+    while found is None and size >= 4:
+        size = whole_multiples(size // 2, multiple)
+        found = tried(size)
+    return found or _unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
 
 
 def _make_batch(
@@ -128,15 +136,19 @@ def _tried(
             batch = make(passes, 0)
             if batch is None:
                 return _unmeasured(trainer, "the training data have no two samples that stay in one batch")
-            if chunked is not None:
-                return judge_chunks(passes, chunked, batch, tolerance)
-            return Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
+            try:
+                if chunked is not None:
+                    return judge_chunks(passes, chunked, batch, tolerance)
+                return Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
+            except NotFiniteError as error:
+                verdict = Exactness(None, tolerance, "unmeasured", reason=str(error))
+                return replace(verdict, micro_steps=passes.count, tensors=passes.changed)
 
     outcome = attempt(judged, _is_survivable)
     error = outcome.failure
     if error is None or is_out_of_memory(error):
-        verdict: Exactness | None = outcome.result
-        return verdict
+        found: Exactness | None = outcome.result
+        return found
     if isinstance(error, LayoutError):
         return Exactness(None, tolerance, "uncuttable", reason=str(error))
     reason = f"a step on some samples ended in {type(error).__name__}: {str(error).rstrip('.')}"

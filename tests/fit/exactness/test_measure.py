@@ -274,7 +274,12 @@ def out_of_memory(module: Any, batch: dict[str, Tensor]) -> Tensor:
     [
         (lambda m, b: 0 * cross_entropy(m, b), "unmeasured", "its gradient is zero"),
         (lambda m, b: torch.nan * cross_entropy(m, b), "unmeasured", "its gradient is nan"),
-        (of_few(torch.nan), "coupled", "relative error nan"),  # of pairs, say, that few samples do not hold
+        (lambda m, b: 1e200 * cross_entropy(m, b), "unmeasured", "its gradient is inf"),
+        (
+            of_few(torch.nan),
+            "unmeasured",
+            "the gradient of a part of 3 samples is nan",
+        ),  # of pairs that few do not hold
         (of_few(ValueError("too few")), "unmeasured", "ended in ValueError: too few"),
         (out_of_memory, "unmeasured", "memory ran out in the measurement, on 7 samples"),
     ],
@@ -288,6 +293,50 @@ def test_what_has_no_gradient_costs_no_run(loss: Any, cause: str, words: str) ->
 def test_an_error_of_the_users_ends_the_run() -> None:
     with pytest.raises(UserError, match="normalize returned a str"):
         verdict_on(Module(cross_entropy), normalize=lambda _: "many")
+
+
+def masked_mean(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The mean of what a mask leaves: 0/0 if it leaves nothing."""
+    errors = module.net(batch["inputs"]).square().sum(1)
+    return (errors * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def count_mask(batch: dict[str, Tensor]) -> Tensor:
+    return batch["mask"].sum()
+
+
+@pytest.mark.parametrize("kept", [range(4, 7), range(4)])
+def test_a_part_without_items_counts_as_in_training(kept: range) -> None:
+    """A pass of weight 0 adds nothing, whatever its gradient is."""
+    mask = torch.zeros(7)
+    mask[kept] = 1
+    verdict = verdict_on(Module(masked_mean), cut(batch_of(mask=mask)), normalize=count_mask)
+    assert (verdict.cause, verdict.relative_error < 1e-12) == ("exact", True)
+
+
+def test_batch_norm_does_not_make_a_part_without_items_coupled() -> None:
+    """Not by running statistics, either."""
+    mask = torch.tensor([0.0, 0, 0, 0, 1, 1, 1])
+    module = Module(masked_mean, nn.BatchNorm1d(6, dtype=torch.float64))
+    assert verdict_on(module, cut(batch_of(mask=mask)), normalize=count_mask).cause == "batch_norm"
+
+
+def test_a_part_that_is_counted_wrongly_as_nothing_is_told() -> None:
+    mask = torch.tensor([0.0, 0, 0, 0, 1, 1, 1])
+    assert verdict_on(Module(cross_entropy), cut(batch_of(mask=mask)), normalize=count_mask).cause == "weighted"
+
+
+@pytest.mark.parametrize(("value", "words"), [(torch.nan, "random numbers is nan"), (1e200, "random numbers is inf")])
+def test_other_random_numbers_without_a_finite_gradient_leave_it_unmeasured(value: float, words: str) -> None:
+    """They would have shown whether the difference is noise."""
+
+    def loss(module: Any, batch: dict[str, Tensor]) -> Tensor:
+        is_seed_0 = bool(torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(0)))
+        return cross_entropy(module, batch, reduction="sum") * (1.0 if is_seed_0 else value)
+
+    verdict = verdict_on(Module(loss))
+    assert verdict.cause == "unmeasured"
+    assert words in str(verdict)
 
 
 class Trials:
@@ -313,8 +362,11 @@ class Trials:
         return CutBatch(move(found.whole), (move(found.parts[0]), move(found.parts[1])), found.sizes)
 
 
-def at_start(module: Any, batches: Trials, move: Any = lambda batch: batch, *, limit: int = 100) -> Exactness:
-    return in_training(module, lambda trainer: measure_at_start(trainer, batches, move, None, limit=limit))
+def at_start(
+    module: Any, batches: Trials, move: Any = lambda batch: batch, *, limit: int = 100, multiple: int = 1
+) -> Exactness:
+    run = lambda trainer: measure_at_start(trainer, batches, move, None, limit=limit, multiple=multiple)  # noqa: E731
+    return in_training(module, run)
 
 
 def of_many(module: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -342,6 +394,30 @@ def test_a_few_samples_are_measured_at_the_start(batches: Any, loss: Any, asked:
     assert words in str(verdict)
 
 
+@pytest.mark.parametrize(
+    ("most", "limit", "fits", "asked"),
+    [
+        (30, 100, 100, [24]),
+        (31, 100, 100, [24]),
+        (50, 100, 100, [24, 48]),
+        (50, 4, 100, [24]),
+        (50, 100, 40, [24, 48, 24]),
+    ],
+)
+def test_the_search_for_a_gradient_ends(most: int, limit: int, fits: int, asked: list[int]) -> None:
+    """If no larger multiple is left; a small model may begin above its limit."""
+    batches = Trials(most, fits=fits)
+    calls = batches.batch_in_two_parts
+
+    def bounded(*given: Any, **named: Any) -> CutBatch | None:
+        assert len(batches.asked) < 9
+        return calls(*given, **named)
+
+    batches.batch_in_two_parts = bounded  # type: ignore[method-assign]
+    verdict = at_start(Module(lambda m, b: 0 * cross_entropy(m, b)), batches, limit=limit, multiple=8)
+    assert (batches.asked, verdict.cause, verdict.has_gradient) == (asked, "unmeasured", False)
+
+
 class Draws(nn.Linear):
     """Draws random numbers."""
 
@@ -349,14 +425,46 @@ class Draws(nn.Linear):
         return super().forward(inputs) + torch.randn(len(inputs), self.out_features)
 
 
+class Factor(nn.Linear):
+    """Multiplies its outputs by a factor; by another one if there are few samples."""
+
+    def __init__(self, usual: float, of_few: float) -> None:
+        super().__init__(5, 6, dtype=torch.float64)
+        self.usual, self.of_few = usual, of_few
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * (self.usual if len(inputs) == SAMPLES else self.of_few)
+
+
+def in_chunks(trainer: Any) -> Exactness:
+    chunked = ChunkedModules(trainer, ["net"])
+    with chunked.installed():
+        return measure_at_start(trainer, Trials(100), lambda batch: batch, None, limit=100, chunked=chunked)
+
+
 def test_submodules_in_chunks_that_draw_random_numbers_are_told() -> None:
     """All other verdicts of theirs are in ``integration/test_whole.py``."""
     module = Module(contrastive)
     module.net = Draws(5, 6).double()
 
-    def run(trainer: Any) -> Exactness:
-        chunked = ChunkedModules(trainer, ["net"])
-        with chunked.installed():
-            return measure_at_start(trainer, Trials(100), lambda batch: batch, None, limit=100, chunked=chunked)
+    assert in_training(module, in_chunks).cause == "random"
 
-    assert in_training(module, run).cause == "random"
+
+@pytest.mark.parametrize(
+    ("whole", "chunks", "cause", "words"),
+    [
+        (0.0, 0.0, "unmeasured", "its gradient is zero"),
+        (1e200, 1e200, "unmeasured", "the norm of its gradient is inf"),
+        (torch.nan, torch.nan, "unmeasured", "the norm of its gradient is nan"),
+        (1.0, torch.nan, "unmeasured", "the norm of its gradient in chunks is nan"),
+        (1.0, 1.0, "exact", ""),
+    ],
+)
+def test_submodules_in_chunks_without_a_finite_gradient_are_unmeasured(
+    whole: float, chunks: float, cause: str, words: str
+) -> None:
+    module = Module(cross_entropy)
+    module.net = Factor(whole, chunks)
+    verdict = in_training(module, in_chunks)
+    assert (verdict.cause, verdict.has_gradient) == (cause, whole != 0)
+    assert words in str(verdict)
