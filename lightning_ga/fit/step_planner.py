@@ -38,8 +38,17 @@ class StepPlanner:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch of the loader; 1 before one is seen, if the loader does not say it."""
+        """Samples of a batch, of the largest loader; 1 before one is seen, if the loader does not say it."""
         return self.source.batch_size or 1
+
+    @property
+    def units(self) -> int:
+        """The parts into which a batch can be cut, each with samples of every loader: what limits and pieces count."""
+        return self.source.units or 1
+
+    @property
+    def _samples_of_unit(self) -> int:
+        return self.batch_size // self.units
 
     @property
     def recipe(self) -> Recipe:
@@ -62,10 +71,10 @@ class StepPlanner:
         return self.recipe.samples_of(batches)
 
     def useful_limit(self, epochs: range) -> int:
-        """Return the largest piece of a batch that these epochs can use."""
+        """Return the largest piece of a batch, in units, that these epochs can use."""
         request = self._parts.request
         high = request.useful_limit(epochs, recipe=self.recipe.effective, total=None, world_size=self.source.world_size)
-        return max(1, min(high, request.capped(self.batch_size)))
+        return max(1, min(high, request.capped(self.units)))
 
     def useful_now(self) -> int:
         """Return the largest piece that the next window can use: windows grow by whole batches."""
@@ -99,7 +108,7 @@ class StepPlanner:
         limit = self._parts.limit
         if self._plan is None or not limit.chunked_names or not limit.is_known:
             return self._plan
-        return in_chunks_of(self._plan, limit.samples, limit.chunked_names)
+        return in_chunks_of(self._plan, limit.samples * self._samples_of_unit, limit.chunked_names)
 
     def plan_next_window(self) -> int:
         """Plan the next window; return how many batches make it."""
@@ -109,11 +118,12 @@ class StepPlanner:
         )
         micro_batch = self._parts.limit.of_pass
         if micro_batch == NO_LIMIT:  # batches run as they are
-            micro_batch = self.batch_size
+            micro_batch = self.units
         self._plan = plan_in_step(
-            self.batch_size,
+            self.units,
             batches=factor,
             micro_batch=micro_batch,
+            weight=self._samples_of_unit,
             world_size=self.source.world_size,
             multiple=self._parts.request.multiple,
         )

@@ -4,10 +4,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
 from reference import Regression, Samples, StreamOf, Validated, fit, loader
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, optimizer_steps
+from lightning_ga import AutoAccumulate, UserError, optimizer_steps
+from lightning_ga.schedule import by_samples
 
 
 class Scheduled(Regression):
@@ -25,6 +28,27 @@ def test_a_stream_has_no_count() -> None:
         assert module.steps == 5
     module, trainer = fit(loader(30, 4), module=Scheduled(), accumulate_grad_batches=3)
     assert module.steps == trainer.global_step == 6
+
+
+class Paired(Regression):
+    """Trains on two loaders at a time, and keeps the samples of each pass over the larger one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
+
+
+def test_samples_of_several_loaders_are_those_of_the_largest() -> None:
+    """Batches of 8 and 12 are cut into as many as 4 pieces, and count as 12 samples."""
+    data = CombinedLoader({"a": loader(64, 8), "b": loader(96, 12)}, "min_size")
+    callback = AutoAccumulate(24, micro_batch_size=2)
+    module, trainer = fit(data, callback, module=Paired(), max_epochs=1)
+    assert str(callback.plan).startswith("effective batch 24 = 6 × 4 × 1")
+    assert [len(indices) for _, indices in module.micro_batches] == [4, 6] * 16
+    assert trainer.global_step == callback.optimizer_steps() == 4
+    changes = AutoAccumulate(by_samples({0: 12, 24: 36}), micro_batch_size=4)
+    assert fit(data, changes, module=Paired(), max_epochs=1)[1].global_step == changes.optimizer_steps() == 4
+    with pytest.raises(UserError, match="batches of 12 samples on 1 ranks are kept. Use a multiple of 12"):
+        fit(data, AutoAccumulate(20, micro_batch_size=2), module=Paired(), max_epochs=1)
 
 
 # --- intervals: windows of three batches -----------------------------------------------------------
