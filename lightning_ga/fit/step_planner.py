@@ -12,7 +12,7 @@ from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter
-from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of, plan_in_step
+from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, in_chunks_of, plan_in_step
 from lightning_ga.plan.recipe import Recipe
 
 
@@ -80,21 +80,55 @@ class StepPlanner:
         """Return the largest piece that the next window can use: windows grow by whole batches."""
         return self.useful_limit(self._parts.progress.place.epochs[:1])
 
-    def steps(self, epochs: int) -> int | None:
-        """Count the optimizer steps of a training of so many epochs; ``None`` if that is not known."""
+    def steps(self, epochs: int, most: int | float) -> int | None:
+        """Count the optimizer steps of so many epochs, at least up to ``most``; ``None`` if their length is not known.
+
+        Raises:
+            UserError: If windows count samples, and no batch has shown yet how many it has.
+        """
         batches = self._parts.progress.place.batches_of_epoch
-        if batches is None or (self.source.batch_size is None and self._parts.request.counts_samples):
+        if batches is None:
             return None
+        self._require_known_samples()
+        if self._parts.request.is_by_window:
+            return self._steps_of_growth(epochs, batches, most)
+        steps = 0
+        for epoch in range(epochs):
+            if steps >= most:
+                break
+            steps += ceil_div(batches, self._batches_of_window(epoch, step=steps, samples=0))
+        return steps
+
+    def _steps_of_growth(self, epochs: int, batches: int, most: int | float) -> int:
+        """Count window by window while windows may change, and then by epochs."""
+        schedule = self._parts.request.by_window
+        assert schedule is not None, "otherwise windows change between epochs alone"
         steps = 0
         samples = 0
         for epoch in range(epochs):
             left = batches
-            while left > 0:
+            if schedule.is_settled(steps, samples):
+                factor = self._batches_of_window(epoch, step=steps, samples=samples)
+                return steps + (epochs - epoch) * ceil_div(batches, factor)
+            while left > 0 and steps < most:
                 factor = self._batches_of_window(epoch, step=steps, samples=samples)
                 samples += self.recipe.samples_of(min(factor, left))
                 steps += 1
                 left -= factor
         return steps
+
+    def _require_known_samples(self) -> None:
+        request = self._parts.request
+        if self.source.batch_size is not None or not request.counts_samples:
+            return
+        name = "accumulate" if request.is_factor else "effective_batch_size"
+        asked = request.by_window or request.schedule(0)
+        raise UserError(
+            f"How many optimizer steps {name}={asked} makes is not known before training has read a batch: with "
+            f"{self.source.why}, the loader does not say how many samples a batch has. To count steps in "
+            "configure_optimizers, give accumulate= as a number of the loader's batches, or train on one DataLoader "
+            "with batch_size=…."
+        )
 
     def advice(self, epochs: range) -> str:
         """Return nothing: a window is a number of batches."""

@@ -10,7 +10,8 @@ from reference import Regression, Samples, StreamOf, Validated, fit, loader
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError, optimizer_steps
-from lightning_ga.schedule import by_samples
+from lightning_ga.plan.config import Request
+from lightning_ga.schedule import by_samples, by_step
 
 
 class Scheduled(Regression):
@@ -28,6 +29,44 @@ def test_a_stream_has_no_count() -> None:
         assert module.steps == 5
     module, trainer = fit(loader(30, 4), module=Scheduled(), accumulate_grad_batches=3)
     assert module.steps == trainer.global_step == 6
+
+
+@pytest.mark.parametrize("asked", [24, {0: 24, 1: 32}, by_step({0: 8, 2: 24})])
+def test_steps_are_not_guessed_while_the_samples_of_a_batch_are_not_known(asked: Any) -> None:
+    """Once training has begun they are counted."""
+    ready_made = DataLoader(list(loader(64, 8)), batch_size=None)
+    with pytest.raises(
+        UserError, match=r"effective_batch_size=.* before training has read a batch: with .*accumulate="
+    ):
+        fit(ready_made, AutoAccumulate(asked), module=Scheduled(), max_epochs=2)
+    callback = AutoAccumulate(asked)
+    assert fit(ready_made, callback, max_epochs=2)[1].global_step == callback.optimizer_steps()
+    for known in (AutoAccumulate(), AutoAccumulate(accumulate=3)):
+        module, trainer = fit(ready_made, known, module=Scheduled(), max_epochs=2)
+        assert module.steps == trainer.global_step == known.optimizer_steps()
+
+
+@pytest.mark.parametrize("asked", [8, {0: 8, 1: 16}, by_step({0: 8, 10**6: 16}), by_step({0: 8, 5: 16})])
+def test_windows_that_do_not_change_are_not_counted_one_by_one(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor those after the last step."""
+    looked_up: list[int] = []
+    count_at = Request.count_at
+
+    def noted(self: Request, epoch: int, *, step: int, samples: int) -> int | None:
+        looked_up.append(epoch)
+        return count_at(self, epoch, step=step, samples=samples)
+
+    monkeypatch.setattr(Request, "count_at", noted)
+    callback = AutoAccumulate(asked, micro_batching="step", verify=False)
+    module, trainer = fit(loader(160, 4), callback, module=Scheduled(), max_epochs=300, max_steps=7)
+    assert module.steps == trainer.global_step == 7
+    assert len(looked_up) < 40
+
+
+def test_epochs_after_the_last_change_are_counted_together(micro_batching: Any) -> None:
+    callback = AutoAccumulate(by_step({0: 4, 5: 12}), micro_batch_size=4, micro_batching=micro_batching)
+    module, trainer = fit(loader(28, 4), callback, module=Scheduled(), max_epochs=4)
+    assert module.steps == trainer.global_step == callback.optimizer_steps() == 6 + 3 * 3
 
 
 class Paired(Regression):
