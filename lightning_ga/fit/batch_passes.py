@@ -18,6 +18,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import IN_A_PIECE
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
+from lightning_ga.fit.step_planner import StepPlanner
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.piece_sizes import piece_sizes
@@ -54,15 +55,15 @@ class WholePasses:
 class BatchPasses(WholePasses):
     """Makes the closures of automatic optimization, each of which runs a batch as a whole or in pieces."""
 
-    def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], batch_size: Callable[[], int]) -> None:
+    def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], planner: StepPlanner) -> None:
         super().__init__(parts.progress.place, None)
         self._parts = parts
         self._trainer = parts.progress.trainer
         self._compiled = CompiledModules(self._trainer)
         self._cutter = cutter
-        self._batch_size = batch_size  # of a batch whose samples cannot be counted
-        self.samples = 0  # of the window's batches so far, on this rank
-        self.sizes: tuple[int, ...] = ()  # of the pieces of the batch that runs
+        self._planner = planner  # knows the size of a batch whose samples cannot be counted
+        self.samples = 0  # of the window's batches so far, on this rank, each of its largest loader
+        self.sizes: tuple[int, ...] = ()  # of the pieces of the batch that runs, in units; see ``StepPlanner.units``
         self.has_cut = False  # whether a batch of this fit was cut
 
     def exchange_through(self, exchange: AnyExchange | None) -> None:
@@ -81,7 +82,7 @@ class BatchPasses(WholePasses):
         """Return the closure that runs one batch of the loop; see ``closures.intercepted_closures``."""
         batch = given["batch"]
         batch_samples = self._plan_pieces(batch)
-        self.samples += sum(self.sizes)
+        self.samples += batch_samples
         if len(self.sizes) == 1:
             return partial(self._run_whole, lightning_closure, batch, batch_samples)
         self.has_cut = True
@@ -92,19 +93,19 @@ class BatchPasses(WholePasses):
         return partial(self._run_pieces, of_piece, batch, batch_samples)
 
     def _plan_pieces(self, batch: Any) -> int:
-        """Plan the samples of each piece of a batch; return those of the batch, in its longest loader."""
+        """Plan the units of each piece of a batch; return the samples of the batch, of its largest loader."""
         cutter = self._cutter()
         limit = self._parts.limit
         try:
-            samples = cutter.count(batch)
-            batch_samples = cutter.weight(batch, samples)
+            units = cutter.count(batch)
+            batch_samples = cutter.weight(batch, units)
         except LayoutError:  # a batch that cannot be cut runs whole if it fits
-            samples = self._batch_size()
-            batch_samples = samples
-            if limit.of_pass < samples:
+            units = self._planner.units
+            batch_samples = self._planner.batch_size
+            if limit.of_pass < units:
                 raise
-        limit.cut_evenly(samples)
-        self.sizes = piece_sizes(samples, limit.of_pass, self._parts.request.multiple)
+        limit.cut_evenly(units)
+        self.sizes = piece_sizes(units, limit.of_pass, self._parts.request.multiple)
         return batch_samples
 
     def _run_whole(self, closure: Any, batch: Any, batch_samples: int) -> Any:
@@ -114,13 +115,12 @@ class BatchPasses(WholePasses):
     def _run_pieces(self, of_piece: Callable[[Any], Any], batch: Any, batch_samples: int) -> Any:
         """Run a batch in pieces, sum their gradients, and merge what they log and return."""
         self._parts.values.begin_merging()
-        # Several loaders are cut into as many samples as the greatest common divisor of their batches' samples.
-        in_longest = batch_samples // sum(self.sizes)
+        samples_of_unit = batch_samples // sum(self.sizes)
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
         for number, (piece, size, is_last) in enumerate(cut_in_pieces(self._cutter(), batch, self.sizes)):
             self._compiled.mark(tensors_in(piece), size)
             closure = of_piece(piece)
-            samples = size * in_longest
+            samples = size * samples_of_unit
             share = self._parts.gradients.weigh_piece(piece, batch, samples=samples, batch_samples=batch_samples)
             with ExitStack() as stack:
                 stack.enter_context(self._pass(is_last=is_last))
@@ -128,7 +128,7 @@ class BatchPasses(WholePasses):
                     stack.enter_context(closures.before_the_last(self._trainer))
                 # The last pass logs at once, because other ranks may exchange values in it.
                 stack.enter_context(pieces.piece(samples=size, share=share, logs_at_once=is_last))
-                result = self._run_piece(closure, zeroes=number == 0)
+                result = self._run_piece(closure, samples_of_unit, zeroes=number == 0)
             if not is_last:  # ``before_the_last`` leaves out the hook that settles gradients
                 self._parts.gradients.settle()
             pieces.add(result.asdict() if result.loss is not None else None)
@@ -136,10 +136,11 @@ class BatchPasses(WholePasses):
         output = pieces.finish() or {}
         return type(result)(output.pop("loss", None), output)  # the type that Lightning gave the last piece's
 
-    def _run_piece(self, closure: Any, *, zeroes: bool) -> Any:
+    def _run_piece(self, closure: Any, samples_of_unit: int, *, zeroes: bool) -> Any:
         try:
             return closures.run_closure(closure, zeroes=zeroes)
         except Exception as error:
             if not isinstance(error, UserError) and not is_out_of_memory(error):
-                error.add_note(IN_A_PIECE.format(samples=sum(self.sizes), sizes=", ".join(map(str, self.sizes))))
+                sizes = [size * samples_of_unit for size in self.sizes]
+                error.add_note(IN_A_PIECE.format(samples=sum(sizes), sizes=", ".join(map(str, sizes))))
             raise

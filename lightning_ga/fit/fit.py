@@ -5,6 +5,7 @@ Tested in tests/integration/test_fits.py and tests/integration/test_schedules.py
 
 import gc
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -249,14 +250,17 @@ class Fit:
         self._reporter.restore(state.oom_events)
 
     def optimizer_steps(self) -> int | None:
-        """Count the optimizer steps of the whole training; ``None`` if the data or the epochs have no end."""
+        """Count the optimizer steps of the whole training; ``None`` if the data or the epochs have no end.
+
+        Raises:
+            UserError: If windows count samples, and no batch has shown yet how many it has.
+        """
         last = self.trainer.max_epochs
         if last is None or last < 0 or not self.data.is_set_up:
             return None
-        steps = self.windows.planner.steps(max(1, last))
-        if steps is None or self.trainer.max_steps == -1:
-            return steps
-        return min(steps, int(self.trainer.max_steps))
+        most = inf if self.trainer.max_steps == -1 else self.trainer.max_steps
+        steps = self.windows.planner.steps(max(1, last), most)
+        return None if steps is None else int(min(steps, most))
 
     # --- what a user reads at the start --------------------------------------------------------
 

@@ -92,11 +92,13 @@ class LoaderPlanner:
             return high
         return min(high, ceil_div(asked, self.recipe.world_size))
 
-    def steps(self, epochs: int) -> int:
-        """Count the optimizer steps of a training of so many epochs."""
+    def steps(self, epochs: int, most: int | float) -> int:
+        """Count the optimizer steps of a training of so many epochs, at least up to ``most``."""
         steps = 0
         samples = 0
         for epoch in range(epochs):
+            if steps >= most:
+                break
             more, seen = self.source.steps_of(epoch, self._schedule_of(epoch, steps=steps, samples=samples))
             steps += more
             samples += seen

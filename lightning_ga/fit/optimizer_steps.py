@@ -16,7 +16,8 @@ def optimizer_steps(trainer: Any) -> int | float:
     current factor. The count is infinite if nothing limits it: no number of steps, and no epochs of a known length.
 
     Raises:
-        UserError: If no fit is running.
+        UserError: If no fit is running; or if ``effective_batch_size=`` counts the samples of batches, and the loader
+            does not say before training has read one how many these are: ready-made batches, several loaders.
     """
     if getattr(trainer, "lightning_module", None) is None:
         raise UserError(

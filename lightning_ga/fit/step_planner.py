@@ -12,7 +12,7 @@ from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.loading.trial_batches import BatchCutter
-from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of, plan_in_step
+from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, in_chunks_of, plan_in_step
 from lightning_ga.plan.recipe import Recipe
 
 
@@ -38,8 +38,17 @@ class StepPlanner:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch of the loader; 1 before one is seen, if the loader does not say it."""
+        """Samples of a batch, of the largest loader; 1 before one is seen, if the loader does not say it."""
         return self.source.batch_size or 1
+
+    @property
+    def units(self) -> int:
+        """The parts into which a batch can be cut, each with samples of every loader: what limits and pieces count."""
+        return self.source.units or 1
+
+    @property
+    def _samples_of_unit(self) -> int:
+        return self.batch_size // self.units
 
     @property
     def recipe(self) -> Recipe:
@@ -62,30 +71,64 @@ class StepPlanner:
         return self.recipe.samples_of(batches)
 
     def useful_limit(self, epochs: range) -> int:
-        """Return the largest piece of a batch that these epochs can use."""
+        """Return the largest piece of a batch, in units, that these epochs can use."""
         request = self._parts.request
         high = request.useful_limit(epochs, recipe=self.recipe.effective, total=None, world_size=self.source.world_size)
-        return max(1, min(high, request.capped(self.batch_size)))
+        return max(1, min(high, request.capped(self.units)))
 
     def useful_now(self) -> int:
         """Return the largest piece that the next window can use: windows grow by whole batches."""
         return self.useful_limit(self._parts.progress.place.epochs[:1])
 
-    def steps(self, epochs: int) -> int | None:
-        """Count the optimizer steps of a training of so many epochs; ``None`` if that is not known."""
+    def steps(self, epochs: int, most: int | float) -> int | None:
+        """Count the optimizer steps of so many epochs, at least up to ``most``; ``None`` if their length is not known.
+
+        Raises:
+            UserError: If windows count samples, and no batch has shown yet how many it has.
+        """
         batches = self._parts.progress.place.batches_of_epoch
-        if batches is None or (self.source.batch_size is None and self._parts.request.counts_samples):
+        if batches is None:
             return None
+        self._require_known_samples()
+        if self._parts.request.is_by_window:
+            return self._steps_of_growth(epochs, batches, most)
+        steps = 0
+        for epoch in range(epochs):
+            if steps >= most:
+                break
+            steps += ceil_div(batches, self._batches_of_window(epoch, step=steps, samples=0))
+        return steps
+
+    def _steps_of_growth(self, epochs: int, batches: int, most: int | float) -> int:
+        """Count window by window while windows may change, and then by epochs."""
+        schedule = self._parts.request.by_window
+        assert schedule is not None, "otherwise windows change between epochs alone"
         steps = 0
         samples = 0
         for epoch in range(epochs):
             left = batches
-            while left > 0:
+            if schedule.is_settled(steps, samples):
+                factor = self._batches_of_window(epoch, step=steps, samples=samples)
+                return steps + (epochs - epoch) * ceil_div(batches, factor)
+            while left > 0 and steps < most:
                 factor = self._batches_of_window(epoch, step=steps, samples=samples)
                 samples += self.recipe.samples_of(min(factor, left))
                 steps += 1
                 left -= factor
         return steps
+
+    def _require_known_samples(self) -> None:
+        request = self._parts.request
+        if self.source.batch_size is not None or not request.counts_samples:
+            return
+        name = "accumulate" if request.is_factor else "effective_batch_size"
+        asked = request.by_window or request.schedule(0)
+        raise UserError(
+            f"How many optimizer steps {name}={asked} makes is not known before training has read a batch: with "
+            f"{self.source.why}, the loader does not say how many samples a batch has. To count steps in "
+            "configure_optimizers, give accumulate= as a number of the loader's batches, or train on one DataLoader "
+            "with batch_size=…."
+        )
 
     def advice(self, epochs: range) -> str:
         """Return nothing: a window is a number of batches."""
@@ -99,7 +142,7 @@ class StepPlanner:
         limit = self._parts.limit
         if self._plan is None or not limit.chunked_names or not limit.is_known:
             return self._plan
-        return in_chunks_of(self._plan, limit.samples, limit.chunked_names)
+        return in_chunks_of(self._plan, limit.samples * self._samples_of_unit, limit.chunked_names)
 
     def plan_next_window(self) -> int:
         """Plan the next window; return how many batches make it."""
@@ -109,11 +152,12 @@ class StepPlanner:
         )
         micro_batch = self._parts.limit.of_pass
         if micro_batch == NO_LIMIT:  # batches run as they are
-            micro_batch = self.batch_size
+            micro_batch = self.units
         self._plan = plan_in_step(
-            self.batch_size,
+            self.units,
             batches=factor,
             micro_batch=micro_batch,
+            weight=self._samples_of_unit,
             world_size=self.source.world_size,
             multiple=self._parts.request.multiple,
         )

@@ -28,7 +28,7 @@ class StepWindows(CutWindows):
         super().__init__(parts, cutter)
         self.planner = StepPlanner(parts, source)
         self._reads = False  # whether the loop has begun to read
-        self._passes = BatchPasses(parts, cutter, lambda: self.planner.batch_size)
+        self._passes = BatchPasses(parts, cutter, self.planner)
 
     def use(self, source: Any) -> None:
         """Use a loader that is loaded again."""
@@ -64,7 +64,7 @@ class StepWindows(CutWindows):
             batch = self.batches[-1].batch
         elif not self._reads and (self._source.varies or not samples.can_be_read_apart):
             batch = advance.first_batch(self._trainer)
-        return TrialBatches(samples, self._cutter(), self.planner.batch_size, batch=batch, in_step=True)
+        return TrialBatches(samples, self._cutter(), self.planner.units, batch=batch, in_step=True)
 
     @property
     def has_several_passes(self) -> bool:
@@ -163,7 +163,7 @@ class StepWindows(CutWindows):
         if largest > 1:
             return largest
         # Before the first pass; and one sample in a small batch is no reason to give up while other pieces have more.
-        return min(limit.samples, self.planner.batch_size)
+        return min(limit.samples, self.planner.units)
 
     def plan_again(self) -> None:
         """Give the window's batches back to the loop, which begins it again in smaller pieces."""

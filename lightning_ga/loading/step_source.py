@@ -31,6 +31,7 @@ class StepSource:
         length = length_of(loader.dataset) if self._written_size else None
         if self.batch_size is not None and length is not None:
             self.batch_size = min(self.batch_size, length) or None
+        self.units = self.batch_size  # into which a batch can be cut: samples of one loader; see ``BatchCutter.count``
         self.varies = self.batch_size is None  # whether the first batch may be smaller than others
         self.samples = KnownSamples(loader)
         if collates(loader) and isinstance(loader.dataset, IterableDataset):
@@ -40,10 +41,12 @@ class StepSource:
         """Read the batch size off the first batch, if the loader does not say it."""
         if self.batch_size is None:
             counted = attempt(cutter.count, lambda error: isinstance(error, LayoutError), batch)
-            self.batch_size = max(1, counted.result or length_of_first(batch))
+            self.units = max(1, counted.result or length_of_first(batch))
+            self.batch_size = cutter.weight(batch, self.units) if counted.result else self.units
 
     def follow(self, earlier: "StepSource") -> None:
         """Use what is known of the loader before: its batch size, and if it is this one, its copy with its workers."""
+        self.units = self.units or earlier.units
         self.batch_size = self.batch_size or earlier.batch_size
         if self._given is earlier._given:
             self.loader = earlier.loader

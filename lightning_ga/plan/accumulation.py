@@ -203,11 +203,15 @@ def in_chunks_of(plan: AccumulationPlan, most: int, names: tuple[str, ...]) -> A
 
 
 def plan_in_step(
-    batch: int, *, batches: int, micro_batch: int, world_size: int = 1, multiple: int = 1
+    units: int, *, batches: int, micro_batch: int, weight: int = 1, world_size: int = 1, multiple: int = 1
 ) -> AccumulationPlan:
-    """Plan windows of whole ``batches`` on each rank, each batch cut into the fewest near-equal chunks that fit."""
-    require_few_micro_batches(batch * batches, micro_batch, 1)
-    chunks = micro_batch_sizes(batch, micro_batch, multiple) * batches
+    """Plan windows of whole ``batches`` on each rank, each batch cut into the fewest near-equal chunks that fit.
+
+    Batch and micro-batch are cut in ``units``, each of which counts as ``weight`` samples.
+    """
+    batch = units * weight
+    require_few_micro_batches(batch * batches, micro_batch * weight, 1)
+    chunks = tuple(size * weight for size in micro_batch_sizes(units, micro_batch, multiple)) * batches
     return AccumulationPlan(batch * batches * world_size, world_size, chunks[0], len(chunks), (chunks,) * world_size)
 
 

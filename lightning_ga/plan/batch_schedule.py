@@ -62,6 +62,10 @@ class PiecewiseSchedule:
         """Return the count of the window that begins after so many steps and samples."""
         return self.counts[bisect_right(self.starts, self._place(step, samples)) - 1]
 
+    def is_settled(self, step: int, samples: int) -> bool:
+        """Return whether the count stays what it is after so many steps and samples."""
+        return self.starts[-1] <= self._place(step, samples)
+
     def later(self, step: int, samples: int, *, times: int) -> "PiecewiseSchedule":
         """Return this schedule as it goes on after so many steps and samples, each count so many times as large."""
         before = self._place(step, samples)

@@ -4,10 +4,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
 from reference import Regression, Samples, StreamOf, Validated, fit, loader
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, optimizer_steps
+from lightning_ga import AutoAccumulate, UserError, optimizer_steps
+from lightning_ga.plan.config import Request
+from lightning_ga.schedule import by_samples, by_step
 
 
 class Scheduled(Regression):
@@ -25,6 +29,65 @@ def test_a_stream_has_no_count() -> None:
         assert module.steps == 5
     module, trainer = fit(loader(30, 4), module=Scheduled(), accumulate_grad_batches=3)
     assert module.steps == trainer.global_step == 6
+
+
+@pytest.mark.parametrize("asked", [24, {0: 24, 1: 32}, by_step({0: 8, 2: 24})])
+def test_steps_are_not_guessed_while_the_samples_of_a_batch_are_not_known(asked: Any) -> None:
+    """Once training has begun they are counted."""
+    ready_made = DataLoader(list(loader(64, 8)), batch_size=None)
+    with pytest.raises(
+        UserError, match=r"effective_batch_size=.* before training has read a batch: with .*accumulate="
+    ):
+        fit(ready_made, AutoAccumulate(asked), module=Scheduled(), max_epochs=2)
+    callback = AutoAccumulate(asked)
+    assert fit(ready_made, callback, max_epochs=2)[1].global_step == callback.optimizer_steps()
+    for known in (AutoAccumulate(), AutoAccumulate(accumulate=3)):
+        module, trainer = fit(ready_made, known, module=Scheduled(), max_epochs=2)
+        assert module.steps == trainer.global_step == known.optimizer_steps()
+
+
+@pytest.mark.parametrize("asked", [8, {0: 8, 1: 16}, by_step({0: 8, 10**6: 16}), by_step({0: 8, 5: 16})])
+def test_windows_that_do_not_change_are_not_counted_one_by_one(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor those after the last step."""
+    looked_up: list[int] = []
+    count_at = Request.count_at
+
+    def noted(self: Request, epoch: int, *, step: int, samples: int) -> int | None:
+        looked_up.append(epoch)
+        return count_at(self, epoch, step=step, samples=samples)
+
+    monkeypatch.setattr(Request, "count_at", noted)
+    callback = AutoAccumulate(asked, micro_batching="step", verify=False)
+    module, trainer = fit(loader(160, 4), callback, module=Scheduled(), max_epochs=300, max_steps=7)
+    assert module.steps == trainer.global_step == 7
+    assert len(looked_up) < 40
+
+
+def test_epochs_after_the_last_change_are_counted_together(micro_batching: Any) -> None:
+    callback = AutoAccumulate(by_step({0: 4, 5: 12}), micro_batch_size=4, micro_batching=micro_batching)
+    module, trainer = fit(loader(28, 4), callback, module=Scheduled(), max_epochs=4)
+    assert module.steps == trainer.global_step == callback.optimizer_steps() == 6 + 3 * 3
+
+
+class Paired(Regression):
+    """Trains on two loaders at a time, and keeps the samples of each pass over the larger one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
+
+
+def test_samples_of_several_loaders_are_those_of_the_largest() -> None:
+    """Batches of 8 and 12 are cut into as many as 4 pieces, and count as 12 samples."""
+    data = CombinedLoader({"a": loader(64, 8), "b": loader(96, 12)}, "min_size")
+    callback = AutoAccumulate(24, micro_batch_size=2)
+    module, trainer = fit(data, callback, module=Paired(), max_epochs=1)
+    assert str(callback.plan).startswith("effective batch 24 = 6 × 4 × 1")
+    assert [len(indices) for _, indices in module.micro_batches] == [4, 6] * 16
+    assert trainer.global_step == callback.optimizer_steps() == 4
+    changes = AutoAccumulate(by_samples({0: 12, 24: 36}), micro_batch_size=4)
+    assert fit(data, changes, module=Paired(), max_epochs=1)[1].global_step == changes.optimizer_steps() == 4
+    with pytest.raises(UserError, match="batches of 12 samples on 1 ranks are kept. Use a multiple of 12"):
+        fit(data, AutoAccumulate(20, micro_batch_size=2), module=Paired(), max_epochs=1)
 
 
 # --- intervals: windows of three batches -----------------------------------------------------------

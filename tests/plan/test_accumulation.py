@@ -51,14 +51,16 @@ def test_a_plan_is_exact_fits_and_is_the_same_on_all_ranks(request_: tuple[int, 
     assert all(max(rank) - min(rank) <= 1 for rank in plan.chunks)
 
 
-@given(st.integers(1, 50), st.integers(1, 5), LIMITS, WORLD_SIZES)
-def test_batches_cut_in_the_step_keep_their_samples(batch: int, batches: int, limit: int, world_size: int) -> None:
+@given(st.integers(1, 50), st.integers(1, 5), LIMITS, WORLD_SIZES, st.integers(1, 3))
+def test_batches_cut_in_the_step_keep_their_samples(
+    units: int, batches: int, limit: int, world_size: int, weight: int
+) -> None:
     """Each is cut into the fewest near-equal pieces that fit, on every rank."""
-    plan = plan_in_step(batch, batches=batches, micro_batch=limit, world_size=world_size)
-    pieces = split_evenly(batch, -(-batch // limit))
+    plan = plan_in_step(units, batches=batches, micro_batch=limit, weight=weight, world_size=world_size)
+    pieces = tuple(weight * size for size in split_evenly(units, -(-units // limit)))
     assert plan.chunks == (pieces * batches,) * world_size
-    assert plan.effective_batch_size == batch * batches * world_size == sum(map(sum, plan.chunks))
-    assert plan.micro_batch_size == pieces[0] <= limit
+    assert plan.effective_batch_size == units * weight * batches * world_size == sum(map(sum, plan.chunks))
+    assert plan.micro_batch_size == pieces[0] <= limit * weight
     assert plan.factor == len(pieces) * batches
 
 

@@ -80,6 +80,7 @@ def test_counts_hold_from_their_step_or_sample_on(counts: dict[int, int], step: 
     epochs = as_schedule(counts, name="n")
     assert by_step(counts).at(step, samples) == epochs(step)
     assert by_samples(counts).at(step, samples) == epochs(samples)
+    assert by_step(counts).is_settled(step, samples) == (step >= by_step(counts).starts[-1])
     assert as_schedule(by_step(counts), name="n")(3) == max(counts.values())  # the largest, which a plan has to hold
 
 

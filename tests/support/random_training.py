@@ -679,7 +679,8 @@ class Program(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self.recipe, self.net)
-        schedule = schedule_of(self.recipe, optimizer, optimizer_steps(self.trainer))
+        steps = optimizer_steps(self.trainer) if self.recipe.schedule == "one cycle" else None
+        schedule = schedule_of(self.recipe, optimizer, steps)
         config = {"scheduler": schedule, "interval": self.recipe.interval, "frequency": self.recipe.frequency}
         return [optimizer], [config] if schedule is not None else []
 
