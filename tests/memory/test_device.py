@@ -136,7 +136,9 @@ def test_a_run_holds_a_cuda_device_to_its_budget(fractions, budget, during):
     from lightning_ga.fit.fit import Fit
 
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))
-    run: Any = SimpleNamespace(trainer=trainer, _options=Options(budget), parts=SimpleNamespace(undo_at_end=ExitStack()))
+    run: Any = SimpleNamespace(
+        trainer=trainer, _options=Options(budget), parts=SimpleNamespace(undo_at_end=ExitStack())
+    )
     Fit._hold_to_budget(run)
     assert fractions == during
     run.parts.undo_at_end.close()
