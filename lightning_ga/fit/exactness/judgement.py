@@ -77,7 +77,10 @@ class Judgement:
             self._counts = [float(count_items(normalize, part)) for part in batch.parts]
 
     def verdict(self) -> Exactness:
-        """Return the verdict; raise ``NotFiniteError`` if some gradient is infinite or NaN."""
+        """Return the verdict; raise ``NotFiniteError`` if the gradient of the whole is infinite or NaN.
+
+        That of a part whose weight is above 0 would be so in training, too: there it differs from a finite whole.
+        """
         if not (min(self._counts) >= 0 and 0 < sum(self._counts) < math.inf):
             return self._exactness("unmeasured", reason=f"normalize counts {self._counts} in the parts of a batch")
         (found,) = self._passes.run(self._batch.whole, watched=True)
@@ -122,7 +125,7 @@ class Judgement:
         for number, gradient in enumerate(gradients, first):
             if self._counts[number] == 0 and not norm(gradient) < math.inf:
                 gradient = [*map(torch.zeros_like, gradient)]
-            taken.append(_finite(gradient, f"the gradient of a part of {self._batch.sizes[number]} samples"))
+            taken.append(gradient)
         return taken
 
     def _run_second(self) -> Gradient:
@@ -130,11 +133,11 @@ class Judgement:
         return gradient
 
     def _are_same(self, one: Gradient, other: Gradient) -> bool:
-        """Return whether gradients of the same samples are equal, up to rounding."""
+        """Return whether gradients of the same samples are equal, up to rounding; NaN is."""
         tolerance = self._tolerance
         if self._passes.is_on_host and tolerance <= 1e-4:
             tolerance /= 100
-        return distance(one, other) <= tolerance
+        return not distance(one, other) > tolerance
 
     def _named(self, whole: Gradient, found: Differences) -> Exactness:
         """Name the cause of a difference that is not due to state."""

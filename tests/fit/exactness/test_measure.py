@@ -275,11 +275,7 @@ def out_of_memory(module: Any, batch: dict[str, Tensor]) -> Tensor:
         (lambda m, b: 0 * cross_entropy(m, b), "unmeasured", "its gradient is zero"),
         (lambda m, b: torch.nan * cross_entropy(m, b), "unmeasured", "its gradient is nan"),
         (lambda m, b: 1e200 * cross_entropy(m, b), "unmeasured", "its gradient is inf"),
-        (
-            of_few(torch.nan),
-            "unmeasured",
-            "the gradient of a part of 3 samples is nan",
-        ),  # of pairs that few do not hold
+        (of_few(torch.nan), "coupled", "relative error nan"),  # of pairs, say, that few samples do not hold
         (of_few(ValueError("too few")), "unmeasured", "ended in ValueError: too few"),
         (out_of_memory, "unmeasured", "memory ran out in the measurement, on 7 samples"),
     ],
