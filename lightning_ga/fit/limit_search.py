@@ -205,7 +205,7 @@ class LimitSearch:
         tried = setup.batches.at_most(high)
         if not setup.alone:  # first batches differ by rank
             tried = ranks.smallest_over_ranks(self._trainer, tried)
-        if not tried:  # a collate function has left nothing of the first batch
+        if not tried and not setup.alone:  # a collate function has left nothing of a first batch: none is tried
             return self._parts.request.capped(high)
         found = self._recall(tried, restored) or self._ask(tried, setup)
         # What was recalled may be for larger windows.
