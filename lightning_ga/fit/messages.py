@@ -53,6 +53,11 @@ IN_THE_LOADER = (
     "the collate function take less memory. With map-style data that are cut in the loader such an error is survived."
 )
 
+IN_THE_TRANSFER = (
+    "Memory ran out as a batch of {samples} samples was moved to the device ({memory}): the step cuts it after that, "
+    "and into single samples already. Let the loader yield smaller batches."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class OomEvent:

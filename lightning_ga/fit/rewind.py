@@ -164,6 +164,11 @@ class Rewinder:
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
         failed = self._windows.largest_pass
+        samples = self._windows.uncut
+        if failed == 1 < samples and is_out_of_memory(failure):
+            memory = describe_memory(self._trainer.strategy.root_device)
+            failure.add_note(messages.IN_THE_TRANSFER.format(samples=samples, memory=memory))
+            raise failure
         at_most = self._remedies.choose_remedy(failed, failure)  # ``failed`` itself after a last remedy
         undo_passes(self._trainer, "training", failure, leave_ranks=self._leave_ranks, undo=self._undo)
         fits = self._remedies.lower(failed, at_most=at_most)  # trial steps, which need the state from before

@@ -149,6 +149,12 @@ class StepWindows(CutWindows):
         self._passes.forget_sizes()
         self.batches.append(KeptBatch(batch))
 
+    @property
+    def uncut(self) -> int:
+        """The samples of a batch that is on its way to the step, which will cut it; 0 otherwise."""
+        is_on_its_way = len(self.batches) > 0 and not self._passes.sizes
+        return self.planner.batch_size if is_on_its_way else 0
+
     def can_read_again(self, kept_before: int) -> bool:
         """Return whether the batch that failed had been read, so that it is kept."""
         return len(self.batches) != kept_before

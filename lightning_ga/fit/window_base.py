@@ -69,6 +69,11 @@ class CutWindows:
         """
         return None
 
+    @property
+    def uncut(self) -> int:
+        """The samples of a batch that is on its way to the step, which will cut it; 0 otherwise."""
+        return 0
+
     def can_read_again(self, kept_before: int) -> bool:
         """Return whether the samples of a failed pass can be read again; so many batches were kept before it."""
         return True

@@ -166,3 +166,20 @@ def test_what_only_training_reads_is_measured_on_its_batch_after_an_error(mode: 
         fit(DataLoader(Noisy(37), batch_size=8), callback, Arm(faults), module=AsksForABatch(), max_epochs=1)
     assert callback.exactness.cause == "exact"
     assert any(SAME_RESULT in str(each.message) for each in caught)
+
+
+class MovesInVain(Regression):
+    """Memory runs out as each batch of several samples is moved, from the second step on."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        if len(batch[0]) > 1 and self.trainer.global_step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+def test_a_batch_that_cannot_be_moved_before_the_step_cuts_it_is_named() -> None:
+    """It is not one sample alone that needs the memory."""
+    callback = AutoAccumulate(micro_batching="step", micro_batch_size=1, verify=False)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(DataLoader(Samples(32), batch_size=8), callback, module=MovesInVain(), max_epochs=1)
+    assert any("as a batch of 8 samples was moved" in note for note in caught.value.__notes__)

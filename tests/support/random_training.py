@@ -596,8 +596,8 @@ class Machine(pl.Callback):
 
     in_use: "Machine | None" = None
 
-    def __init__(self, course: Course, by_size: bool) -> None:
-        self.course, self.by_size = course, by_size
+    def __init__(self, course: Course, by_size: bool, ours: AutoAccumulate) -> None:
+        self.course, self.by_size, self.ours = course, by_size, ours
         self.loop: Any = None  # of training, from a batch's start to its end, or to that of a batch that runs again
         self.results: Any = None  # of the loop, which has others in a measurement
         self.operations = Faults(*(call for place, call in course.fails if place == "operation"))
@@ -616,7 +616,9 @@ class Machine(pl.Callback):
         if place == "forward":
             machine.sizes.append(size)
             machine.operations.armed = size > always
-        if size > always and (place, call) in machine.course.fails:
+        # Batches are moved whole before the step cuts them: single samples make that no smaller.
+        is_lost = place == "transfer" and machine.ours.plan.micro_batch_size == 1
+        if size > always and not is_lost and (place, call) in machine.course.fails:
             machine.operations.armed = False
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 20.00 MiB, in {place}.")
 
@@ -723,7 +725,7 @@ def cause_of(ours: AutoAccumulate) -> str | None:
 def fit(recipe: Recipe, course: Course, path: Path, *, resumes: bool = False) -> Outcome:
     """One life of the recipe in a Trainer, from the checkpoint at the path or up to it."""
     module, ours = (Moving if recipe.transfers else Program)(recipe), accumulate(recipe, course)
-    machine = Machine(course, recipe.by_size)
+    machine = Machine(course, recipe.by_size, ours)
     callbacks = [ours, machine, *([StopAt(path, course.stops)] if course.stops else [])]
     settings: dict[str, Any] = {"max_epochs": recipe.first_fit or recipe.epochs, "gradient_clip_val": recipe.clip}
     settings |= {"accumulate_grad_batches": recipe.factor, "limit_train_batches": recipe.limit}
