@@ -89,15 +89,15 @@ class LimitSearch:
             limit.fall(restored.limit)
         self._use_found()
 
-    def follow_windows(self) -> bool:
+    def follow_windows(self) -> None:
         """Look for the limit again if the window that comes next is larger than any that was asked about.
 
-        Return whether the limit may have changed. All ranks agree on it first, because all come here at that window:
-        in the loader they have asked about the same number, and in the step no window needs more than a batch.
+        All ranks agree on it first, because all come here at that window: in the loader they have asked about the same
+        number, and in the step no window needs more than a batch.
         """
         high = self._most_useful()
         if self._parts.request.micro_batch is not None or high <= self._asked:
-            return False
+            return
         of_epoch = self._data.windows.planner.useful_limit(self._parts.progress.place.epochs[:1])
         high = max(high, min(2 * high, of_epoch))  # of a ramp, not each window is asked about
         limit = self._parts.limit
@@ -109,7 +109,6 @@ class LimitSearch:
         else:
             limit.use(self._find(high, None, self._setup(begins=False)))
             self._use_found()
-        return True
 
     def below(self, failed: int) -> int | None:
         """Look for the limit below a pass that ran out of memory, if none was looked for before.
