@@ -3,6 +3,7 @@
 Tested in tests/loading/test_batch_cutter.py.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
@@ -13,6 +14,7 @@ from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.rebatch import SourceSettings, collates, length_of
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt
+from lightning_ga.snapshot.untouched import borrowed, seeded
 
 
 class StepSource:
@@ -42,6 +44,8 @@ class StepSource:
         if self.batch_size is None:
             counted = attempt(cutter.count, lambda error: isinstance(error, LayoutError), batch)
             self.units = max(1, counted.result or length_of_first(batch))
+            if cutter.were_seen_dropped:  # the collate function may have left out some of just this batch
+                self.units = max(self.units, _first_of_batch_sampler(self._given))
             self.batch_size = cutter.weight(batch, self.units) if counted.result else self.units
 
     def follow(self, earlier: "StepSource") -> None:
@@ -62,6 +66,15 @@ class StepSource:
                 f"batches of {size} samples on {self.world_size} ranks are kept. Use a multiple of {each}."
             )
         return effective // each
+
+
+def _first_of_batch_sampler(loader: Any) -> int:
+    """Return of how many samples a batch sampler makes its first batch; 0 if there is none that can be asked again."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if not collates(loader) or sampler is None or isinstance(sampler, Iterator):
+        return 0
+    with borrowed(sampler, loader.dataset) as lent, seeded(0, lent):
+        return len(next(iter(lent), ()))
 
 
 def _written_batch_size(loader: Any) -> int | None:

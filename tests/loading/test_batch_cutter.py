@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from reference import StreamOf
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
@@ -121,6 +121,27 @@ def test_a_stream_loses_nothing() -> None:
 
 def settings_of(world_size: int = 1) -> SourceSettings:
     return SourceSettings(2, world_size, 0, 7)
+
+
+def test_a_sample_dropped_of_the_first_batch_makes_no_other_windows() -> None:
+    """The batch sampler says how many there were; it is asked for a copy of its first list."""
+    asked: list[int] = []
+
+    class Pairs(Sampler[list[int]]):
+        def __iter__(self) -> Any:
+            asked.append(id(self))
+            return iter([[0, 1], [2, 3], [4, 5]])
+
+    def without_zero(samples: list[int]) -> torch.Tensor:
+        return torch.tensor([[sample] for sample in samples if sample != 0])
+
+    loader = DataLoader(range(6), batch_sampler=Pairs(), collate_fn=without_zero)  # type: ignore[arg-type]
+    source = read_source(loader, settings_of())
+    first = next(iter(loader))
+    assert len(first) == 1
+    source.see(first, cutter(loader))
+    assert (source.batch_size, source.units, source.factor_for(4)) == (2, 2, 2)
+    assert asked.count(id(loader.batch_sampler)) == 1  # by the loader
 
 
 def test_windows_of_batches_that_are_kept() -> None:
