@@ -97,7 +97,12 @@ def _sum_of_bits(values: Tensor) -> Tensor:
     """Return the sum of the bits as integers; integer i weighs as much as its place modulo a prime."""
     if values.is_complex():
         values = torch.view_as_real(values)
-    bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
+    values = values.reshape(-1)
+    kind = _INTEGERS[values.element_size()]
+    each = 8 // values.element_size()
+    if values.numel() % each == 0 and values.storage_offset() % each == 0:
+        kind = torch.int64  # sums of other kinds take eight times as long
+    bits = values.view(kind)
     width = min(bits.numel(), _WIDTH)
     rest = bits.numel() % width  # rows overlap by the rest, so that there is no shorter one
     columns = bits.unfold(0, width + rest, width).sum(0, dtype=torch.int64)
