@@ -94,19 +94,24 @@ def checksums(tensors: Sequence[Tensor]) -> list[int | None]:
 
 
 def _sum_of_bits(values: Tensor) -> Tensor:
-    """Return the sum of the bits as integers; integer i weighs as much as its place modulo a prime."""
+    """Return the sum of the bits as integers; integer i weighs as much as its place modulo a prime.
+
+    Large tensors are read eight bytes at a time, which takes an eighth of the time.
+    """
     if values.is_complex():
         values = torch.view_as_real(values)
     values = values.reshape(-1)
-    kind = _INTEGERS[values.element_size()]
     each = 8 // values.element_size()
-    if values.numel() % each == 0 and values.storage_offset() % each == 0:
-        kind = torch.int64  # sums of other kinds take eight times as long
-    bits = values.view(kind)
+    is_packed = values.nbytes >= SMALL and values.numel() % each == 0 and values.storage_offset() % each == 0
+    bits = values.view(torch.int64 if is_packed else _INTEGERS[values.element_size()])
     width = min(bits.numel(), _WIDTH)
     rest = bits.numel() % width  # rows overlap by the rest, so that there is no shorter one
     columns = bits.unfold(0, width + rest, width).sum(0, dtype=torch.int64)
-    return (columns * torch.arange(1, width + rest + 1, device=bits.device)).sum()
+    places = torch.arange(1, width + rest + 1, device=bits.device)
+    if is_packed:  # upper bits by themselves: weights would push them out
+        upper = (columns >> 32) * (places + len(places))
+        return (upper + (columns & 0xFFFFFFFF) * places).sum()
+    return (columns * places).sum()
 
 
 def by_id(things: Iterable[Any]) -> dict[int, Any]:
