@@ -10,23 +10,21 @@ Tested in tests/recompute/test_wrapper.py.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import is_, itemgetter
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.copies import checksums, copies_of, is_writable, refill
+from lightning_ga.snapshot.copies import checksums, copies_of, has_same_entries, is_writable, put_back
 from lightning_ga.snapshot.isolation import contained
 from lightning_ga.snapshot.random_numbers import (
     GENERATORS,
     generator_state,
     global_generators,
-    restore_generator,
     torch_generators,
 )
 
@@ -48,10 +46,10 @@ class StateBefore:
 
     def __enter__(self) -> None:
         self._now = copies_of(thing for thing, _ in self.copies)
-        _put_back(self.copies)
+        put_back(self.copies)
 
     def __exit__(self, *_: object) -> None:
-        _put_back(self._now)
+        put_back(self._now)
         self._now = []
 
 
@@ -79,7 +77,7 @@ class ForwardEffects:
         if self._looks:
             self._look()
             self._watched = self._unchanging() if is_due else {}
-            self._sums = checksums([*self._watched.values()])
+            self._sums = checksums(self._watched.values())
         return StateBefore([*self._kept, *given])
 
     def _look(self) -> None:
@@ -123,7 +121,7 @@ class ForwardEffects:
                 self._known.add(id(thing))
 
     def _require_unchanged(self) -> None:
-        sums = checksums([*self._watched.values()])
+        sums = checksums(self._watched.values())
         for name, before, now in zip(self._watched, self._sums, sums):
             if before != now and None not in (before, now):
                 raise UserError(
@@ -154,22 +152,4 @@ def _is_same(thing: Any, kept: Any) -> bool:
     """Return whether a generator or a container is as it was: its state, or its entries by identity."""
     if isinstance(thing, GENERATORS):
         return same_values(kept, generator_state(thing))
-    if isinstance(thing, set):
-        return bool(thing == kept)
-    if isinstance(thing, dict):
-        return [*thing] == [*kept] and all(map(is_, thing.values(), kept.values()))
-    return len(thing) == len(kept) and all(map(is_, thing, kept))
-
-
-@torch.no_grad()
-def _put_back(copies: Iterable[tuple[Any, Any]]) -> None:
-    """Put copies back; versions of tensors stay, because others may have saved these for a backward pass."""
-    for thing, kept in copies:
-        if isinstance(thing, Tensor):
-            thing.data.copy_(kept)
-        elif isinstance(thing, GENERATORS):
-            restore_generator(thing, kept)
-        elif not _is_same(thing, kept):
-            if isinstance(thing, dict):
-                thing.clear()  # else keys that come back would be the last ones
-            refill(thing, kept)
+    return has_same_entries(thing, kept)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
+from operator import length_hint
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,13 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, retry_once
-from lightning_ga.snapshot.copies import by_id, copies_of, is_writable, refill
-from lightning_ga.snapshot.random_numbers import (
-    GENERATORS,
-    RandomState,
-    generators_of,
-    restore_generator,
-)
+from lightning_ga.snapshot.copies import by_id, copies_of, is_writable, put_back
+from lightning_ga.snapshot.random_numbers import GENERATORS, RandomState, generators_of
 
 _TABLES = vars(Module()).keys() - {"training"}  # of tensors, children and hooks: no deep copies
 _CONTAINERS = (dict, list, set, deque)
@@ -139,11 +135,7 @@ class SteppingState:
     def restore(self) -> None:
         """Put everything back."""
         self._tensors.restore()
-        for thing, kept in self._others:
-            if isinstance(thing, GENERATORS):
-                restore_generator(thing, kept)
-            else:
-                refill(thing, kept)
+        put_back(self._others)
 
 
 def contained(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -172,8 +164,7 @@ class SwappedAttributes:
     def __init__(self, shared: Iterable[object]) -> None:
         self._memo = by_id(shared)
         self._kept: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
-        self._complete: set[int] = set()  # attributes from which ``restore`` removes new ones, by id
-        self._tables: list[tuple[Any, Any]] = []  # with copies
+        self._complete: list[tuple[Any, Any]] = []  # attributes and tables of modules, with copies of all
 
     def add_modules(self, modules: Iterable[Module]) -> None:
         """Keep all attributes of modules, and the contents of their tables of tensors, children and hooks."""
@@ -183,11 +174,8 @@ class SwappedAttributes:
             # Compiled modules contain their graphs, and PyTorch's wrappers for ranks their process groups.
             is_wrapper = type(module).__module__.startswith(("torch._dynamo", "torch.nn.parallel", "torch.distributed"))
             self._keep(own, dict(own), () if is_wrapper else own.keys() - _TABLES)
-            self._complete.add(id(own))
-            for name in own.keys() & _TABLES:
-                table = own[name]
-                if isinstance(table, _CONTAINERS):  # most are empty
-                    self._tables.append((table, copy.copy(table) if table else type(table)()))
+            tables = [own[name] for name in own.keys() & _TABLES if isinstance(own[name], _CONTAINERS)]
+            self._complete += copies_of([own, *tables])
 
     def add(self, owner: object, *names: str, copied: bool = True) -> None:
         """Keep attributes of an object, ``copied`` for trials or as they are."""
@@ -206,15 +194,10 @@ class SwappedAttributes:
                 own[name] = _copied(own[name], memo)
 
     def restore(self) -> None:
-        """Put the original attributes back, and what the tables of modules held."""
+        """Put the original attributes back, and what the tables of modules held; remove new ones of modules."""
         for own, before, _ in self._kept:
-            if id(own) in self._complete:
-                for name in own.keys() - before.keys():
-                    del own[name]
             own.update(before)
-        for table, content in self._tables:
-            if table or content:  # most are empty
-                refill(table, content)
+        put_back(self._complete)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -243,9 +226,4 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 def _is_long(value: Any) -> bool:
     """Return whether a container has so many entries that they are data."""
-    if isinstance(value, (Tensor, np.ndarray)) or not hasattr(value, "__len__"):
-        return False
-    try:
-        return len(value) > _LONGEST
-    except TypeError:  # of arrays of no dimension
-        return False
+    return not isinstance(value, (Tensor, np.ndarray)) and length_hint(value) > _LONGEST

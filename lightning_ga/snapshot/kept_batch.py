@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ga.batch.pytree import tensors_in
+from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.snapshot.copies import SMALL, Copies, by_id, is_writable, sums_of_bits, versions, with_own_containers
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -29,7 +30,7 @@ class KeptBatch:
         self._versions = versions(self._tensors)
         self._copies: Copies | None = None
         self._large: list[Tensor] = []
-        self._sums: dict[int, Tensor] = {}  # of the bits of large ones; read only after an error
+        self._sums: list[Tensor | None] = []  # of the bits of large ones; read only after an error
         with torch._C.DisableTorchFunction():  # a class of the user's own may refuse anything
             unversioned = by_id(filter(Tensor.is_inference, self._tensors))
             if unversioned:
@@ -57,8 +58,8 @@ class KeptBatch:
         """Return whether a tensor of which no copy is kept was written to."""
         if versions(self._tensors) != self._versions:
             return True
-        now = sums_of_bits(self._large)
-        return any(not torch.equal(before, now[number]) for number, before in self._sums.items())
+        pairs = zip(self._sums, sums_of_bits(self._large))
+        return any(before is not None and not torch.equal(before, now) for before, now in pairs)
 
 
 def undo(savepoint: Savepoint, batches: Sequence[KeptBatch]) -> str | None:
@@ -74,19 +75,11 @@ def undo(savepoint: Savepoint, batches: Sequence[KeptBatch]) -> str | None:
 
 
 def _memory_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield dense tensors that share the memory of the values of a tensor of any layout."""
-    if hasattr(tensor, "__tensor_flatten__"):  # a class that wraps others, such as jagged tensors
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _memory_of(getattr(tensor, name))
-    elif tensor.is_nested:
-        yield from tensor.unbind()
-    elif tensor.layout is torch.sparse_coo:
-        yield tensor._values()
-    elif tensor.layout is not torch.strided:
-        yield tensor.values()
-    elif tensor.numel():
-        for axis in reversed(range(tensor.dim())):
-            if tensor.stride(axis) == 0:  # the same memory again and again
-                tensor = tensor.select(axis, 0)
-        if is_writable(tensor) and not tensor.is_meta and not tensor.is_quantized:
-            yield tensor
+    """Yield dense tensors that share the memory of a tensor of any layout."""
+    for plain in plain_tensors(tensor):
+        for part in plain.unbind() if plain.is_nested else (plain,):
+            for axis in reversed(range(part.dim())):
+                if part.numel() and part.stride(axis) == 0:  # the same memory again and again
+                    part = part.select(axis, 0)
+            if part.numel() and is_writable(part) and not part.is_meta and not part.is_quantized:
+                yield part

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from lightning_ga.snapshot.copies import by_id, copies_of, refill
+from lightning_ga.snapshot.copies import by_id, copies_of, put_back
 from lightning_ga.snapshot.random_numbers import RandomState, generators_in, held_by, reseed, seed_generator
 
 _COPIED = 100_000  # entries of a container that is put back: longer ones are data
@@ -56,8 +56,7 @@ def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
         with seeded(seed, *found):
             yield
     finally:
-        for container, content in before:
-            refill(container, content)
+        put_back(before)
 
 
 @contextmanager
