@@ -221,7 +221,7 @@ def _copied_updates(metric: Metric, copy_of: Callable[[Metric], Metric | None]) 
 def _empty_copy(metric: Metric) -> Metric | None:
     """Copy a metric without what it has collected, and without networks in it; ``None`` if it cannot be copied."""
     known: dict[int, Any] = {id(part): part for part in metric.children()}
-    for value in metric_state(metric, copied=False).values():
+    for value in metric_state(metric).values():
         if isinstance(value, Tensor):
             known[id(value)] = value.detach()
         elif isinstance(value, list):

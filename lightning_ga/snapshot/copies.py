@@ -70,7 +70,7 @@ def sums_of_bits(tensors: Iterable[Tensor]) -> list[Tensor | None]:
     values that change places.
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        return [_sum_of_bits(tensor.detach()) if _has_bits(tensor) else None for tensor in tensors]
+        return list(map(_sum_of_bits, tensors))
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
@@ -78,16 +78,13 @@ def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
     return [None if value is None else int(value) for value in sums_of_bits(tensors)]
 
 
-def _has_bits(tensor: Tensor) -> bool:
-    """Return whether the memory of a tensor can be read."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta:
-        return False
-    # Sparse tensors have no storage to ask for, and sharded ones may be freed.
-    return is_writable(tensor) and tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0
-
-
-def _sum_of_bits(values: Tensor) -> Tensor:
+def _sum_of_bits(tensor: Tensor) -> Tensor | None:
     """Return the sum of the bits as integers; integer i weighs as much as its place modulo a prime."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta or not is_writable(tensor):
+        return None
+    if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0:  # sharded ones may be freed
+        return None
+    values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
     bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
@@ -165,23 +162,17 @@ _COUNTERS = (
 )
 
 
-def metric_state(metric: Metric, *, copied: bool = True) -> dict[str, Any]:
-    """Return what an update of a metric may change; logged values are replaced and need no copies."""
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """Return what an update of a metric may change."""
     own = vars(metric)
-    state = {name: own[name] for name in (*metric._defaults, *_COUNTERS) if name in own}
-    return _with_copies(metric, state) if copied else state
+    return {name: own[name] for name in (*metric._defaults, *_COUNTERS) if name in own}
 
 
-def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
-    """Give a metric copies of what ``metric_state`` returned: updates change states in place."""
-    vars(metric).update(_with_copies(metric, state))
-
-
-def _with_copies(metric: Metric, state: dict[str, Any]) -> dict[str, Any]:
+def copied_state(metric: Metric, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a metric with copies of what updates change in place."""
     copies = dict(state)
     for name in metric._defaults:
-        value = state[name]
-        copies[name] = list(value) if isinstance(value, list) else value.clone()
+        copies[name] = _copy_of(state[name])
     return copies
 
 

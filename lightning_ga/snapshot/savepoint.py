@@ -24,13 +24,13 @@ from lightning_ga.snapshot.copies import (
     SMALL,
     Copies,
     by_id,
+    copied_state,
     copies_of,
     has_same_entries,
     is_writable,
     metric_state,
     put_back,
     refill,
-    set_metric_state,
     versions,
 )
 
@@ -77,10 +77,10 @@ class Savepoint:
         self._versions = versions(self._watched.values())
         results = self._results()
         self._logged = results, dict(results)
-        self._states = [(result, metric_state(result, copied=False)) for result in results.values()]
+        self._states = list(zip(results.values(), map(metric_state, results.values())))  # their tensors are replaced
         logged = (vars(result).get("value") for result in results.values())
         metrics = by_id(filter(_is_metric, chain(self._metrics, logged))).values()
-        self._states += zip(metrics, map(metric_state, metrics))
+        self._states += zip(metrics, map(copied_state, metrics, map(metric_state, metrics)))
         self._attributes = _Attributes(self._module)
         self._is_taken = True
 
@@ -101,7 +101,7 @@ class Savepoint:
             table.update(buffers)
         self._copies.restore()
         for metric, state in self._states:
-            set_metric_state(metric, state)
+            vars(metric).update(copied_state(metric, state))  # copies again: updates change states in place
         refill(*self._logged)
         self._attributes.restore()
         for name, before, now in zip(self._watched, self._versions, versions(self._watched.values())):
