@@ -252,33 +252,33 @@ def _read_names(argument: str, given: Any) -> tuple[str, ...]:
 
 def _refuse_together(options: Options, request: Request) -> None:
     """Refuse arguments that do not go together."""
-    if options.whole and request.is_factor:
-        raise UserError(
-            f"whole={options.whole!r} makes a window one batch, so its factor is 1, and accumulate="
-            f"{request.factor(0)} asks for another: give effective_batch_size=… instead."
-        )
-    if options.on_oom == "skip" and options.normalize is None:
-        what = f"whole={options.whole!r}" if options.whole else "normalize=None"
-        raise UserError(
-            f"on_oom='skip' leaves samples out of a mean over samples, and {what} makes no such mean: leave one of "
-            "them out."
-        )
+    throughput = "objective='throughput'"
+    factor = "accumulate="
+    multiple = f"micro_batch_multiple={request.multiple}"
     size_of = "size_of="
     shares = f"shares={options.shares!r}"
-    whole = f"whole={options.whole!r}"
-    multiple = f"micro_batch_multiple={request.multiple}"
+    whole = f"whole={options.whole!r}"  # a window is one batch, with one loss
+    no_mean = "normalize=None"
+    skip = "on_oom='skip'"  # leaves samples out of a mean over samples
     is_given = {
-        "objective='throughput'": options.objective == "throughput",
-        "accumulate=": request.is_factor,
+        throughput: options.objective == "throughput",
+        factor: request.is_factor,
         "micro_batching='step'": options.micro_batching == "step",
         whole: options.whole != (),
         multiple: request.multiple > 1,
         f"effective_batch_size={request.by_window!r}": request.is_by_window,
         size_of: options.size_of is not None,
         shares: options.shares != "equal",
+        no_mean: options.normalize is None,
+        skip: options.on_oom == "skip",
     }
-    together = {size_of: {shares}, whole: is_given.keys() - {"objective='throughput'", multiple}, shares: {multiple}}
-    for first, fitting in together.items():
-        for second in is_given:
-            if second not in (first, *fitting) and is_given[first] and is_given[second]:
+    refused = {
+        size_of: is_given.keys() - {size_of, no_mean, skip},
+        whole: {throughput, multiple, factor},
+        shares: is_given.keys() - {shares, multiple, no_mean, skip},
+        skip: {whole, no_mean},
+    }
+    for first, others in refused.items():
+        for second in filter(is_given.__getitem__, is_given):
+            if is_given[first] and second in others:
                 raise UserError(f"{first} and {second} do not go together: leave one of them out.")

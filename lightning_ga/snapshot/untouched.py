@@ -71,13 +71,11 @@ def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
         lent = copy.deepcopy(thing, memo)
     except Exception:  # it may contain anything: open files, generators
         lent = thing
-    before = dict(own)
+    before = copies_of([own])
     try:
         yield lent
     finally:
-        if lent is thing:
-            own.clear()
-            own.update(before)
+        put_back(before)
 
 
 @contextmanager
