@@ -215,7 +215,7 @@ class Fit:
         progress = self.parts.progress
         progress.place.leave(self.data.recipe_factor, progress.position)
         self.parts.undo_at_end.close()
-        self._reporter.report_pending(self.verdict.exactness)
+        self._reporter.report_pending(self.verdict.at_end())
 
     def fail(self, error: BaseException) -> None:
         """After an error: add a note if that helps, such as what holds the memory; restore the user's factor."""

@@ -111,6 +111,12 @@ class Verdict:
         if known:
             self.exactness = combined(known)
 
+    def at_end(self) -> Exactness | None:
+        """Return the verdict as training ends, maybe before a window that has failed was measured."""
+        if self.exactness is None and self._options.verify:
+            return Exactness(None, 0.0, "unmeasured", reason="training ended before the window began again")
+        return self.exactness
+
     def warn(self) -> None:
         """Warn once that accumulation is not exact, or not known to be, if windows take several passes."""
         if self._has_warned or not self._data.windows.has_several_passes:
