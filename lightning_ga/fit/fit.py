@@ -113,8 +113,7 @@ class Fit:
         """Let the loop run windows from here on; their members begin each of them in this order."""
         parts = self.parts
         members = [remedies.begin_window]  # first: takes limits back, by which windows are planned
-        if self.search.follows_growth:
-            members.append(self._follow_growth)
+        members.append(self.search.begin_window)
         members.append(self.windows.begin_window)
         members.append(parts.gradients.begin_window)
         members.append(parts.values.begin_window)
@@ -151,11 +150,6 @@ class Fit:
             if effective is not None:
                 require_effective_batch(effective, world_size)
                 require_few_micro_batches(effective, parts.limit.of_first_passes, world_size)
-
-    def _follow_growth(self) -> None:
-        """Look for the limit again if the schedule has made this window larger than those asked about."""
-        if not self.parts.progress.place.skips_backward:
-            self.search.follow_windows()
 
     def _begin_rates(self) -> None:
         """Scale and log the rates of a window by its effective batch."""
@@ -259,8 +253,17 @@ class Fit:
         if last is None or last < 0 or not self.data.is_set_up:
             return None
         most = inf if self.trainer.max_steps == -1 else self.trainer.max_steps
-        steps = self.windows.planner.steps(max(1, last), most)
-        return None if steps is None else int(min(steps, most))
+        steps = 0
+        samples = 0
+        for epoch in range(max(1, last)):
+            if steps >= most:
+                break
+            counted = self.windows.planner.steps_of(epoch, steps=steps, samples=samples)
+            if counted is None:
+                return None
+            steps += counted[0]
+            samples += counted[1]
+        return int(min(steps, most))
 
     # --- what a user reads at the start --------------------------------------------------------
 

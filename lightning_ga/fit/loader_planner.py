@@ -81,28 +81,9 @@ class LoaderPlanner:
             high = min(high, self.most_read or share)
         return self.source.capped(max(1, high))
 
-    def useful_now(self) -> int:
-        """Return the largest micro-batch that the window that comes next can use, and can be tried."""
-        place = self._parts.progress.place
-        position = self._parts.progress.position_in(place.epoch)
-        steps = position.steps_before + position.windows_done
-        asked = self._parts.request.count_at(place.epoch, step=steps, samples=position.samples_seen)
-        high = self.useful_limit(place.epochs[:1])
-        if asked is None:
-            return high
-        return min(high, ceil_div(asked, self.recipe.world_size))
-
-    def steps(self, epochs: int, most: int | float) -> int:
-        """Count the optimizer steps of a training of so many epochs, at least up to ``most``."""
-        steps = 0
-        samples = 0
-        for epoch in range(epochs):
-            if steps >= most:
-                break
-            more, seen = self.source.steps_of(epoch, self._schedule_of(epoch, steps=steps, samples=samples))
-            steps += more
-            samples += seen
-        return steps
+    def steps_of(self, epoch: int, *, steps: int, samples: int) -> tuple[int, int]:
+        """Return optimizer steps and samples of an epoch that begins after so many."""
+        return self.source.steps_of(epoch, self._schedule_of(epoch, steps=steps, samples=samples))
 
     def _schedule_of(self, epoch: int, *, steps: int, samples: int) -> PiecewiseSchedule:
         """Return the effective batches of an epoch that begins after so many steps and samples."""

@@ -98,9 +98,7 @@ def cut_in_pieces(cutter: BatchCutter, batch: Any, sizes: Sequence[int]) -> Iter
         start += size
 
 
-def merge(
-    outputs: Sequence[Any], samples: Sequence[int], shares: Sequence[float], *, is_loss: bool = False
-) -> Any:
+def merge(outputs: Sequence[Any], samples: Sequence[int], shares: Sequence[float], *, is_loss: bool = False) -> Any:
     """Merge what a step returned for the pieces of a batch; graphs and subclasses of tensors are left behind.
 
     - Tensors, arrays and lists as long as their piece are joined, and lists whose lengths differ.

@@ -78,7 +78,9 @@ class FailsAgain(Regression):
 
 
 @pytest.mark.filterwarnings("default:Memory ran out in:UserWarning")
-@pytest.mark.parametrize(("verify", "said"), [(True, "training ended before the window began again"), (False, "verify")])
+@pytest.mark.parametrize(
+    ("verify", "said"), [(True, "training ended before the window began again"), (False, "verify")]
+)
 def test_an_error_whose_window_never_begins_again_says_why_nothing_was_measured(verify: bool, said: str) -> None:
     callback = AutoAccumulate(verify=verify, micro_batching="step")
     with (
