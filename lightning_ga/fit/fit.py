@@ -192,11 +192,8 @@ class Fit:
         assert self._rewinder is not None, "training has begun"
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
-        if self._reporter.has_told_verdict:
-            return
-        known = self.verdict.exactness
-        if known is not None and known.cause != "exact":  # this window may have been the first of several passes
-            self.verdict.warn()
+        if not self._reporter.has_told_verdict:  # no report of an error has contained it
+            self.verdict.warn()  # this window may have been the first of several passes
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""

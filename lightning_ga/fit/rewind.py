@@ -75,7 +75,7 @@ class Rewinder:
         if self._savepoint is None:
             return advance.guarded_advance(self._trainer, self.run)
         self._members.append(self._savepoint.take)
-        return advance.guarded_advance(self._trainer, self.run, self._windows.batch_keeper)
+        return advance.guarded_advance(self._trainer, self.run, self._windows.keep)
 
     def run(self, stock_advance: Callable[[], None]) -> None:
         """Run the loop's next micro-batch; if memory runs out, the window's first one, smaller."""
@@ -92,7 +92,8 @@ class Rewinder:
             except Exception as error:
                 if isinstance(error, UserError) or not may_be_out_of_memory(error):
                     raise
-                obstacle = self._obstacle(is_read=self._windows.can_read_again(kept_before))
+                is_kept = len(self._windows.batches) > kept_before
+                obstacle = self._obstacle(is_read=is_kept or not self._windows.in_step)
                 if obstacle is not None:
                     self._explain(error, obstacle)
                     raise
@@ -173,7 +174,7 @@ class Rewinder:
         undo_passes(self._trainer, "training", failure, leave_ranks=self._leave_ranks, undo=self._undo)
         fits = self._remedies.lower(failed, at_most=at_most)  # trial steps, which need the state from before
         self._windows.plan_again()
-        self._reporter.add(self._reporter.event("training", failed, fits, self._limit.unit))
+        self._reporter.add(self._reporter.survived("training", failed, fits, self._limit.unit))
 
     def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""

@@ -140,12 +140,8 @@ class StepWindows(CutWindows):
 
     # --- errors --------------------------------------------------------------------------------
 
-    @property
-    def batch_keeper(self) -> Callable[[Any], None]:
-        """The function that gets each batch as the loader made it, because steps change containers."""
-        return self._keep
-
-    def _keep(self, batch: Any) -> None:
+    def keep(self, batch: Any) -> None:
+        """Keep a batch as the loader made it, because steps change containers."""
         self._passes.forget_sizes()
         self.batches.append(KeptBatch(batch))
 
@@ -154,10 +150,6 @@ class StepWindows(CutWindows):
         """The samples of a batch that is on its way to the step, which will cut it; 0 otherwise."""
         is_on_its_way = len(self.batches) > 0 and not self._passes.sizes
         return self.planner.batch_size if is_on_its_way else 0
-
-    def can_read_again(self, kept_before: int) -> bool:
-        """Return whether the batch that failed had been read, so that it is kept."""
-        return len(self.batches) != kept_before
 
     @property
     def largest_pass(self) -> int:
