@@ -112,12 +112,14 @@ class Fit:
     def _begin_windows(self, rewinder: Rewinder, remedies: Remedies, exchange: AnyExchange | None) -> None:
         """Let the loop run windows from here on; their members begin each of them in this order."""
         parts = self.parts
-        members = [remedies.begin_window]  # first: takes limits back, by which windows are planned
-        members.append(self.search.begin_window)
-        members.append(self.windows.begin_window)
-        members.append(parts.gradients.begin_window)
-        members.append(parts.values.begin_window)
-        members.append(self._begin_rates)  # after the window is planned
+        members = [
+            remedies.begin_window,  # first: takes limits back, by which windows are planned
+            self.search.begin_window,
+            self.windows.begin_window,
+            parts.gradients.begin_window,
+            parts.values.begin_window,
+            self._begin_rates,  # after the window is planned
+        ]
         if exchange is not None:
             members.append(exchange.begin_window)
         members.append(parts.shares.begin_window)  # last but the Rewinder's savepoint: a window's time begins here

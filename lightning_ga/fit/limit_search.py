@@ -305,12 +305,12 @@ class LimitSearch:
         if sizes is None:
             return
         most = self._parts.request.most or NO_LIMIT
+        longest = self._parts.limit.samples
+        limits = SizeLimits(longest * sizes.largest, most)
         if self.probe is not None and self.probe.sizes is not None:
-            by_probe = self.probe.sizes
-            sizes.set_limits(self.probe.limit, replace(by_probe, samples=min(most, by_probe.samples)))
-        else:
-            samples = self._parts.limit.samples
-            sizes.set_limits(samples, SizeLimits(samples * sizes.largest, most))
+            longest = self.probe.limit
+            limits = replace(self.probe.sizes, samples=min(most, self.probe.sizes.samples))
+        sizes.set_limits(longest, limits)
 
 
 def _require_cut_on_all_ranks(trainer: Any, batches: TrialBatches) -> None:

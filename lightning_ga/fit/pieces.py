@@ -43,7 +43,7 @@ class Pieces:
 
     @contextmanager
     def piece(self, *, samples: int, share: float, logs_at_once: bool = False) -> Iterator[None]:
-        """Return a context for the pass over the next piece, whose logged values are kept; an error discards all.
+        """Return a context for the pass over the next piece, whose logged values are kept.
 
         With ``logs_at_once``, for the last piece, each value is logged as that piece logs it.
         """
@@ -60,13 +60,8 @@ class Pieces:
             if logs_at_once:
                 self._log(key, log)
 
-        try:
-            with logging_redirected(self._results, note):
-                yield
-        except BaseException:
-            self._pieces.clear()
-            self._logged.clear()
-            raise
+        with logging_redirected(self._results, note):
+            yield
 
     def add(self, output: Any) -> None:
         """Keep what the step has returned for the piece."""

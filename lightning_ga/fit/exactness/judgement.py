@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.differences import Differences, Gradient, compare, distance, norm
@@ -117,14 +115,14 @@ class Judgement:
         return self._named(whole, found)
 
     def _as_trained(self, gradients: Sequence[Gradient], first: int = 0) -> list[Gradient]:
-        """Return the gradients of the parts, from number ``first`` on, with zeros for a mean over nothing.
+        """Return the gradients of the parts, from number ``first`` on, with zeros for NaN of a mean over nothing.
 
         At weight 0, training takes zeros for any gradient. Here a finite one stays: it shows which weight is right.
         """
         taken = list[Gradient]()
         for number, gradient in enumerate(gradients, first):
-            if self._counts[number] == 0 and not norm(gradient) < math.inf:
-                gradient = [*map(torch.zeros_like, gradient)]
+            if self._counts[number] == 0:
+                gradient = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in gradient]
             taken.append(gradient)
         return taken
 
@@ -179,7 +177,6 @@ class Judgement:
             cause,
             layers=() if cause in ("exact", "random", "unmeasured") else self._layers,
             tensors=self._passes.changed,
-            micro_steps=self._passes.count,
             **more,
         )
 
@@ -198,7 +195,7 @@ def judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tol
         return found
 
     def verdict(cause: Cause, error: float | None = None, **more: Any) -> Exactness:
-        return Exactness(error, tolerance, cause, micro_steps=passes.count, **more)
+        return Exactness(error, tolerance, cause, **more)
 
     def refused(reason: str) -> UserError:
         return UserError(f"whole={chunked.names!r}: {reason}")
