@@ -163,7 +163,8 @@ class Fit:
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict.
 
-        If windows have grown, they are asked about as at the start.
+        If windows have grown, they are asked about as at the start. The first epoch has begun in ``start``, with each
+        rank's own limit; if another rank's is lower, ``begin_window`` cuts it again.
         """
         parts = self.parts
         parts.shares.follow_limits(parts.limit.samples)
@@ -217,7 +218,7 @@ class Fit:
         probe = self.search.probe
         if is_out_of_memory(error) and probe is not None and probe.holders is not None:
             error.add_note(f"As the probe recorded it: {probe.holders.sentence()}")
-        self.parts.progress.place.set_factor(self.data.recipe_factor)
+        self.parts.progress.place.set_factor(self.data.recipe_factor)  # before: ``close`` notes it for the next fit
         self.close()
 
     # --- records -------------------------------------------------------------------------------

@@ -76,17 +76,17 @@ def measure_at_start(
         return _tried(trainer, make, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked)
 
     most = min(limit, batches.most)
-    size = whole_multiples(min(max(SAMPLES, 3 * multiple), batches.most if plain else most), multiple)
+    most_at_first = batches.most if plain else most  # a small model may begin above its limit
+    size = whole_multiples(min(max(SAMPLES, 3 * multiple), most_at_first), multiple)
     if size < 2:
         return _unmeasured(trainer, "a micro-batch of one sample has no parts")
     found = tried(size)
-    while found is not None and not found.has_gradient:
-        larger = whole_multiples(min(_MORE * size, most), multiple)
-        if larger <= size:
-            return found
+    larger = whole_multiples(min(_MORE * size, most), multiple)
+    while found is not None and not found.has_gradient and larger > size:
         size = larger
+        larger = whole_multiples(min(_MORE * size, most), multiple)
         found = tried(size)
-    while found is None and size >= 4:
+    while found is None and size >= 4:  # memory has run out
         size = whole_multiples(size // 2, multiple)
         found = tried(size)
     return found or _unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
