@@ -129,7 +129,7 @@ class Fit:
         if self._options.on_oom == "skip":
             parts.undo_at_end.enter_context(self._left_out.installed())
         parts.undo_at_end.enter_context(rewinder.guarding(members))
-        parts.undo_at_end.enter_context(self.windows.patches(exchange))
+        self.windows.install(exchange)
 
     def _tensors_kept(self) -> list[Tensor]:
         """Return what lies on the device so that a window can run again."""

@@ -114,12 +114,10 @@ class LeftOut:
         return None if samples is None else ceil_div(samples, ONE_IN)
 
     def _write(self, row: dict[str, Any]) -> None:
-        path = self._folder / "skipped.csv"
         self._folder.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        with path.open("a", newline="", encoding="utf-8") as file:
+        with (self._folder / "skipped.csv").open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*row])
-            if is_new:
+            if file.tell() == 0:
                 writer.writeheader()
             writer.writerow(row)
 

@@ -8,7 +8,7 @@ Tested in tests/integration/test_probe.py and tests/integration/test_remembered.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -142,8 +142,9 @@ class LimitSearch:
         self._found = found
         return None if self.probe is None else self.probe.limit
 
+    @cached_property
     def all_recomputable(self) -> tuple[str, ...]:
-        """Return all submodules that can be computed again."""
+        """All submodules that can be computed again, as isolated passes show."""
         names = self.recomputed.names
         self.recomputed.use(())  # what is computed again shows nothing
         try:
@@ -231,7 +232,7 @@ class LimitSearch:
         """Return the limit of batches of which ``high`` samples are useful; ``tried`` were there, and so many fit."""
         if fits == NO_LIMIT:
             return NO_LIMIT
-        if self._data.windows.planner.source.varies:
+        if self._data.windows.planner.source.first_may_be_smaller:
             if fits >= tried and self._parts.limit.chunked is None:  # the whole first batch; later ones may be larger
                 return NO_LIMIT
             return min(fits, tried)

@@ -6,7 +6,7 @@ Tested in tests/integration/test_survive.py and tests/differential/test_differen
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -175,15 +175,13 @@ class LoaderWindows(CutWindows):
             return replace(self._span, after=self._span.before)
         return self._span
 
-    @contextmanager
-    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
-        """Return a context in which the loop runs these windows; the last pass of each exchanges gradients."""
-        with ExitStack() as stack:
-            stack.enter_context(self._place.before_reading(self._follow_length))
-            if exchange is not None:
-                passes = WholePasses(self._place, exchange)
-                stack.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._place))
-            yield
+    def install(self, exchange: AnyExchange | None) -> None:
+        """Let the loop run these windows to the end of the fit; the last pass of each exchanges gradients."""
+        undo_at_end = self._parts.undo_at_end
+        undo_at_end.enter_context(self._place.before_reading(self._follow_length))
+        if exchange is not None:
+            passes = WholePasses(self._place, exchange)
+            undo_at_end.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._place))
 
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin its first epoch, at the window that comes next."""

@@ -3,8 +3,7 @@
 Tested in tests/integration/test_survive.py and tests/differential/test_differential.py.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from lightning_ga.compat import advance, closures, loaders, ranks, schedulers
@@ -62,7 +61,7 @@ class StepWindows(CutWindows):
         batch = None
         if self.batches:
             batch = self.batches[-1].batch
-        elif not self._reads and (self._source.varies or not samples.can_be_read_apart):
+        elif not self._reads and (self._source.first_may_be_smaller or not samples.can_be_read_apart):
             batch = advance.first_batch(self._trainer)
         return TrialBatches(samples, self._cutter(), self.planner.units, batch=batch, in_step=True)
 
@@ -91,15 +90,13 @@ class StepWindows(CutWindows):
         """Return the batches before and after the window that ends; the loop counts the recipe's by itself."""
         return WindowSpan(self._source.recipe_factor, self._place.window_start, self._place.ready)
 
-    @contextmanager
-    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
-        """Return a context in which the loop's batches run in pieces that fit."""
+    def install(self, exchange: AnyExchange | None) -> None:
+        """Let the loop's batches run in pieces that fit, to the end of the fit."""
         self._passes.exchange_through(exchange)
-        with ExitStack() as stack:
-            stack.enter_context(closures.intercepted_closures(self._trainer, self._passes.closure, self._place))
-            if self._parts.request.is_by_window:
-                stack.enter_context(self._place.windows_begin_anywhere())
-            yield
+        undo_at_end = self._parts.undo_at_end
+        undo_at_end.enter_context(closures.intercepted_closures(self._trainer, self._passes.closure, self._place))
+        if self._parts.request.is_by_window:
+            undo_at_end.enter_context(self._place.windows_begin_anywhere())
 
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin with the batch that comes next."""
