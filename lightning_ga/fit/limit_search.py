@@ -83,9 +83,7 @@ class LimitSearch:
 
     def begin(self) -> None:
         """Find the limit as training begins; a restored run falls to what errors had left of it."""
-        restored = self._parts.progress.restored
-        if restored is not None and not self._is_valid_here(restored):
-            restored = None
+        restored = self._restored()
         if self._parts.request.micro_batch is None:
             samples = self._find(self._most_useful(), restored, self._setup(begins=True))
         else:
@@ -173,12 +171,13 @@ class LimitSearch:
             or ranks.is_sharded(self._trainer)
         )
 
-    def _is_valid_here(self, restored: RunState) -> bool:
-        """Return whether all ranks run on the hardware of the checkpoint's first rank, and with one limit."""
-        if self._parts.shares.differ:
-            return False
+    def _restored(self) -> RunState | None:
+        """Return what a checkpoint has kept, if all ranks run on the hardware of its first rank, and with one limit."""
+        restored = self._parts.progress.restored
+        if restored is None or self._parts.shares.differ:
+            return None
         is_same = restored.hardware == self.hardware()
-        return bool(ranks.smallest_over_ranks(self._trainer, int(is_same)))
+        return restored if ranks.smallest_over_ranks(self._trainer, int(is_same)) else None
 
     def _most_useful(self) -> int:
         """Return the largest micro-batch of the window that comes next; of all, if the limit is wanted at once."""
@@ -265,17 +264,21 @@ class LimitSearch:
         except Exception as error:
             if may_be_out_of_memory(error) or isinstance(error, UserError) or self._trainer.world_size > 1:
                 raise  # ranks probe together or not at all
-            recipe = min(self._asked, self._data.windows.planner.recipe.batch_size)
-            said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
-            rank_zero_warn(
-                "The probe found no limit, because a trial step, in which the probe records memory, ended in "
-                f"{type(error).__name__}: {said}. Training uses micro-batches of the recipe, {recipe} samples; give "
-                "micro_batch_size=… to choose."
-            )
-            return recipe
+            return self._limit_without_probe(error)
         if self.probe is None:
             return high
         return self.probe.fastest or self.probe.limit
+
+    def _limit_without_probe(self, error: Exception) -> int:
+        """Warn that a trial step has failed; return the micro-batch of the recipe."""
+        recipe = min(self._asked, self._data.windows.planner.recipe.batch_size)
+        said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
+        rank_zero_warn(
+            "The probe found no limit, because a trial step, in which the probe records memory, ended in "
+            f"{type(error).__name__}: {said}. Training uses micro-batches of the recipe, {recipe} samples; give "
+            "micro_batch_size=… to choose."
+        )
+        return recipe
 
     def _probe(self, high: int, setup: TrainingSetup) -> Found:
         """Probe; if not one sample fits, and that is asked for, with submodules computed again.

@@ -3,15 +3,10 @@
 Tested in tests/integration/test_schedules.py and tests/differential/test_differential.py.
 """
 
-from contextlib import suppress
-from typing import Any
-
-from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
 from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, in_chunks_of, plan_in_step
 from lightning_ga.plan.recipe import Recipe
 from lightning_ga.plan.windows import GrowingWindows
@@ -29,11 +24,6 @@ class StepPlanner:
         """Plan windows of a loader that is loaded again."""
         source.follow(self.source)
         self.source = source
-
-    def see(self, batch: Any, cutter: BatchCutter) -> None:
-        """Read the batch size off the first batch."""
-        with suppress(LayoutError):  # its number of samples may not be known
-            self.source.see(batch, cutter)
 
     # --- sizes ---------------------------------------------------------------------------------
 

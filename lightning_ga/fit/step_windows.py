@@ -4,8 +4,10 @@ Tested in tests/integration/test_survive.py and tests/differential/test_differen
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import advance, closures, loaders, ranks, schedulers
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import BatchPasses
@@ -49,7 +51,8 @@ class StepWindows(CutWindows):
         if self._source.batch_size is None:
             batch = advance.first_batch(self._trainer)
             if batch is not None:
-                self.planner.see(batch, self._cutter())
+                with suppress(LayoutError):  # its number of samples may not be known
+                    self._source.see(batch, self._cutter())
         # If the length of an epoch is not known, the batches that are done are enough.
         batches = self._place.batches_of_epoch or self._place.batches_done
         recipe = self.planner.recipe
