@@ -98,8 +98,7 @@ class Fit:
         parts.shares.check()
         exchange = exchange_of(self.trainer, before_sending=parts.shares.note_sending)
         remedies = Remedies(parts, self._options, self.search, self._left_out)
-        retries = self._options.on_oom != "raise"
-        rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=retries)
+        rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=self._options.on_oom != "raise")
         self._rewinder = rewinder
         self.search.begin()
         parts.shares.follow_limits(parts.limit.samples)

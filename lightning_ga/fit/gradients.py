@@ -161,8 +161,7 @@ class Gradients:
             self._has_warned = True
             meaning = AS_ZEROS if self.normalize is None else AS_MEAN
             rank_zero_warn(LEFT_OUT.format(meaning=meaning), category=ExactnessWarning)
-        self.passes = 0  # LBFGS and SAM evaluate the window again
-        self._losses = 0
+        self.begin_window()  # LBFGS and SAM evaluate it again
 
     def stop_zeroing(self) -> None:
         """Let gradients come as they are again after a pass of weight 0."""

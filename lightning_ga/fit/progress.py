@@ -23,16 +23,10 @@ class Progress:
         self.place = place
         self.restored: RunState | None = None  # what was read from a checkpoint
         self._follows_fit = earlier is not None  # whether a fit before has ended here, and counted earlier epochs
-        start = Position(
-            ranks.shared_seed(trainer),
-            place.epoch,
-            steps_before=trainer.global_step,
-            shuffles=loaders.shares_shuffled(trainer),
-        )
-        if earlier is not None:
-            before = earlier.at_start_of(start.epoch, start.steps_before)
-            start = replace(start, samples_before=before.samples_before, batches_before=before.batches_before)
-        self.position = start
+        seed = ranks.shared_seed(trainer)
+        before = earlier or Position(seed, place.epoch)
+        start = before.at_start_of(place.epoch, int(trainer.global_step))
+        self.position = replace(start, seed=seed, shuffles=loaders.shares_shuffled(trainer))
 
     @property
     def window(self) -> tuple[int, int]:

@@ -48,11 +48,8 @@ class StepPlanner:
 
     def effective(self, epoch: int) -> int:
         """Return the largest effective batch of an epoch."""
-        request = self._parts.request
-        factor = request.factor(epoch)
-        if factor is not None:  # of the loader's batches
-            return self.recipe.samples_of(factor)
-        return request.asked_effective(epoch) or self.recipe.effective
+        asked = self._parts.request.effective_batch(epoch, self.batch_size, self.source.world_size)
+        return asked or self.recipe.effective
 
     def samples_of_epoch(self, epoch: int) -> int | None:
         """Return the samples of any epoch, over all ranks; ``None`` if that is not known."""
