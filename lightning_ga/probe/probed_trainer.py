@@ -7,8 +7,7 @@ that a step changes is put back (``compat.steps.isolated``).
 Tested in tests/integration/test_probe.py and tests/integration/test_traceless.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -62,8 +61,6 @@ class TrainingSetup:
 class ProbedTrainer(ProbedTraining):
     """The training of a Trainer: steps on batches of its largest samples, from the same state each."""
 
-    can_warm_up = True
-
     def __init__(
         self, setup: TrainingSetup, restore: Callable[[], None], announce: Callable[[str], object] = nothing
     ) -> None:
@@ -76,7 +73,6 @@ class ProbedTrainer(ProbedTraining):
         self.announce = announce
         self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
         self._sparse: list[Tensor] = []  # parameters with a sparse gradient whose rows are not counted yet
-        self._is_assumed = False  # whether these are all that are trained, because no pass has shown which have one
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
 
@@ -125,12 +121,10 @@ class ProbedTrainer(ProbedTraining):
         batch, _whole = self.batch(samples)
         run_pass(self.trainer, batch, FIRST_OF_WINDOW, after_backward=partial(self._after_backward, meter))
 
-    def _after_backward(self, meter: StepRecorder | None, reached: set[Tensor] | None = None) -> None:
+    def _after_backward(self, meter: StepRecorder | None) -> None:
         """Note that a phase of the step ends, and which parameters have gradients if that is not known yet."""
         if meter is not None:
             meter.mark()
-        if reached:
-            self._drop_unreached(reached)
         if not self._gradients:
             self._sparse = []
             for parameter in self._trained():
@@ -140,31 +134,6 @@ class ProbedTrainer(ProbedTraining):
                     self._sparse.append(parameter)
                 else:
                     self._gradients[parameter] = None
-
-    @contextmanager
-    def _noting_reached(self) -> Iterator[set[Tensor]]:
-        """Yield a set to which a backward pass adds the parameters that it reaches, while gradients are assumed."""
-        reached = set[Tensor]()
-        assumed = self._gradients if self._is_assumed else ()
-        hooks = []
-        for parameter in assumed:
-            hooks.append(parameter.register_post_accumulate_grad_hook(reached.add))  # type: ignore[no-untyped-call]
-        try:
-            yield reached
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _drop_unreached(self, reached: set[Tensor]) -> None:
-        """Drop assumed gradients that no backward pass has reached, and the state of their parameters."""
-        unreached = self._gradients.keys() - reached
-        self._is_assumed = False
-        self.found_all = not unreached
-        for parameter in unreached:
-            del self._gradients[parameter]
-            parameter.grad = None
-            for optimizer in self.trainer.optimizers:
-                optimizer.state.pop(parameter, None)
 
     def _trained(self) -> list[Tensor]:
         return [each for each in self.trainer.lightning_module.parameters() if each.requires_grad]
@@ -181,7 +150,6 @@ class ProbedTrainer(ProbedTraining):
         """Run plain steps, and see again which parameters have gradients."""
         super().forget()
         self._recomputed = ()
-        self._is_assumed = self.found_all = False
         if self._gradients or self._sparse:
             self._gradients = {}
             self._sparse = []
@@ -213,8 +181,8 @@ class ProbedTrainer(ProbedTraining):
             place = LAST_OF_WINDOW
             if chunks is not None or not self._gradients:
                 place = WHOLE_WINDOW
-            with recomputed(self.trainer.lightning_module, self._recomputed), self._noting_reached() as reached:
-                run_pass(self.trainer, batch, place, after_backward=partial(self._after_backward, meter, reached))
+            with recomputed(self.trainer.lightning_module, self._recomputed):
+                run_pass(self.trainer, batch, place, after_backward=partial(self._after_backward, meter))
         finally:
             if chunks is not None:
                 chunks.use(samples, window=window)
@@ -271,16 +239,18 @@ class ProbedTrainer(ProbedTraining):
 
         Which sparse gradients there are, and how many rows they have, is seen in a small pass.
         """
-        if not self._gradients and sparse_parameters(self.trainer.lightning_module):
-            self.see_gradients()
-        elif not self._gradients:
-            self._gradients = dict.fromkeys(self._trained())
-            self._is_assumed = True
-        self.found_all = not self._is_assumed
-        self.reset()
-        narrow(self.trainer.lightning_module.parameters())
-        for optimizer in self.trainer.optimizers:
-            optimizer.step(lambda: torch.zeros(()))
+        module = self.trainer.lightning_module
+        try:
+            if not self._gradients and sparse_parameters(module):
+                self.see_gradients()
+            elif not self._gradients:
+                self._gradients = dict.fromkeys(self._trained())
+            self.reset()
+            narrow(module.parameters())
+            for optimizer in self.trainer.optimizers:
+                optimizer.step(lambda: torch.zeros(()))
+        finally:
+            self.put_back()
 
 
 def _is_sum(gradient: Tensor, parameter: Tensor) -> bool:

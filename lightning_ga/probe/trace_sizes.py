@@ -29,11 +29,9 @@ class Task:
 
 
 def trace_sizes(
-    high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False, traced: bool = False
+    high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False
 ) -> tuple[int, ...]:
     """Choose the sizes of the first traces, none below the ``first`` step: they fit for sure, yet lie apart.
-
-    If the first step is ``traced`` as it is in training, it is one of them.
 
     Kernels of an accelerator use other temporaries for larger inputs, so there the traces are as large as a quarter of
     the memory allows.
@@ -45,10 +43,7 @@ def trace_sizes(
     second = min(affordable // 4, high // 2)
     if kernels_vary and second > 8:
         return (second // 2, second)
-    pairs = [(first, 2 * first)]
-    if not traced:
-        pairs.insert(0, (2 * first, 4 * first))
-    for pair in pairs:
+    for pair in ((2 * first, 4 * first), (first, 2 * first)):
         if pair[1] <= min(high, affordable):
             return pair
     return (first, first + 1)

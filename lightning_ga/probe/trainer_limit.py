@@ -176,7 +176,6 @@ def _chosen_within(budget: Budget, training: ProbedTrainer, root: Candidate, siz
     trials = Trials(training, StepMeter(training.device, training), budget.asked)
     with trials.running():
         warmed = attempt(training.warm_up).failure is None
-        training.put_back()
         alive, budget_bytes = trials.prepare()
         budget_bytes = training.smallest(budget_bytes)
         if not training.agree(warmed and alive <= budget_bytes):
