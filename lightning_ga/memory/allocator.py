@@ -212,4 +212,4 @@ def _layout(segment: Mapping[str, Any], numbers: Mapping[int, int]) -> Segment:
         is_hole = shared and block["state"] == "inactive"
         blocks.append((block["size"], -1 if is_hole else numbers.get(address, 0)))
         address += block["size"]
-    return Segment(segment["segment_type"] == "small", segment["address"], tuple(blocks))
+    return Segment(segment["segment_type"] == "small", tuple(blocks))

@@ -20,7 +20,6 @@ class Segment(NamedTuple):
     """
 
     small: bool
-    address: int
     blocks: tuple[tuple[int, int], ...]
 
 
