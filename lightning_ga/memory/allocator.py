@@ -6,13 +6,14 @@ private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); witho
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lightning_ga.memory.device import require_statistics
 from lightning_ga.memory.segments import ROUNDING
-from lightning_ga.memory.trace import MemoryTrace, Segment, canonical, rounded_up
+from lightning_ga.memory.trace import MemoryTrace, Segment, Stream, rounded_up
 
 _MOST_EVENTS = 2_000_000
 # Settings by which blocks are rounded, cut or returned in other ways (``CUDAAllocatorConfig.h``, torch 2.15), beside
@@ -167,10 +168,8 @@ def events_as_trace(
     A block is released when its release is requested: that is when the allocator's count of bytes
     falls. A block that is released without an allocation was alive before the step.
     """
-    sizes = [alive]
-    addresses = [0]
-    stream = []
-    initial: dict[int, int] = {}  # by address
+    stream = Stream(alive)
+    older: dict[int, int] = {}  # by address
     held: dict[int, int] = {}
     for event in events:
         if event["action"] not in ("alloc", "free_requested"):
@@ -178,29 +177,17 @@ def events_as_trace(
         address = event["addr"]
         size = event["size"]
         if event["action"] == "alloc":
-            held[address] = len(sizes)
-            stream.append(len(sizes))
-            sizes.append(size)
-            addresses.append(address)
+            held[address] = stream.allocate(size, address)
+        elif address in held:
+            stream.release(held.pop(address))
         else:
-            number = held.pop(address, len(sizes))
-            if number == len(sizes):
-                sizes.append(size)
-                addresses.append(0)
-                sizes[0] -= rounded_up(size, ROUNDING)
-                initial[address] = number
-            stream.append(~number)
-    places = [0] * len(sizes)
-    for address, number in initial.items():
+            older[address] = stream.release_older(size, rounded_up(size, ROUNDING))
+    trace = stream.trace(samples)
+    places = [0] * len(trace.sizes)
+    for address, number in older.items():
         places[number] = residents.get(address, 0)
-    return MemoryTrace(
-        samples,
-        tuple(sizes),
-        canonical([0, *initial.values(), *stream]),
-        layout=tuple(_layout(segment, initial) for segment in segments),
-        addresses=tuple(addresses),
-        residents=tuple(places),
-    )
+    layout = tuple(_layout(segment, older) for segment in segments)
+    return replace(trace, layout=layout, residents=tuple(places))
 
 
 def _layout(segment: Mapping[str, Any], numbers: Mapping[int, int]) -> Segment:
