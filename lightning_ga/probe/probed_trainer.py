@@ -76,6 +76,10 @@ class ProbedTrainer(ProbedTraining):
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
 
+    def use_batches(self, batches: TrialBatches) -> None:
+        """Run the next steps on other batches."""
+        self.batches = batches
+
     def batch(self, samples: int) -> tuple[Any, Any]:
         """Make a batch of so many samples on the device, and the whole batch that training has beside it."""
         return self.batches.make(samples, BatchTransfer(self.trainer).to_device)

@@ -205,16 +205,14 @@ class Prober:
         if first.samples == 1:
             high = 1
         kernels_vary = allocator is not None and not cautious
-        closest = None
-        if cautious:
-            closest = CLOSEST if self._meter.deadly else 1.0
         task = Task(
             high,
             budget,
             rounding,
             in_segments=allocator is not None and allocator.cuts_segments,
             has_margin=may_reserve(self._meter.device, budget + int(MARGIN * budget)),
-            closest=closest,
+            is_cautious=cautious,
+            share=CLOSEST if self._meter.deadly else 1.0,
         )
         return Search(task, trace_sizes(high, affordable, first.samples, kernels_vary=kernels_vary))
 

@@ -154,7 +154,7 @@ def test_what_is_approached_from_below_never_runs_out_of_memory(stream, high, da
 
     device = Unaligned(stream, 0)
     device.budget = data.draw(st.integers(device.trace(8).peak(), device.trace(high + 20).peak() + 1))
-    search = run(device, Search(Task(high, device.budget, closest=1.0)))
+    search = run(device, Search(Task(high, device.budget, is_cautious=True)))
     assert search.ceiling == high + 1
     assert search.predicted <= device.limit(high)
 
