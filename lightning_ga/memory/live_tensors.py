@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -148,15 +149,13 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _touch(self, parameter: Tensor) -> None:
         """Count a parameter, and its gradient, at the first operation that uses it."""
-        try:
-            known = parameter.untyped_storage()._cdata in self._held
-        except (NotImplementedError, RuntimeError):
-            known = False
-        if not known:
-            before = self.live_bytes
-            self._adopt((parameter, parameter.grad))
-            if self.live_bytes > before:
-                self._check(self.live_bytes - before)
+        storage = _storage_of(parameter)
+        if storage is not None and storage._cdata in self._held:
+            return
+        before = self.live_bytes
+        self._adopt((parameter, parameter.grad))
+        if self.live_bytes > before:
+            self._check(self.live_bytes - before)
 
     def _adopt(self, tensors: Iterable[Tensor | None]) -> None:
         for tensor in tensors:
@@ -245,14 +244,8 @@ def _taken(args: Any, kwargs: Any) -> set[int]:
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Return the addresses of the storages of tensors."""
-    found = []
-    for tensor in tensors:
-        storage = _storage_of(tensor)
-        if storage is not None:
-            found.append(storage._cdata)
-        else:
-            found += addresses(plain_tensors(tensor))
-    return found
+    plain = chain.from_iterable(map(plain_tensors, tensors))
+    return [tensor.untyped_storage()._cdata for tensor in plain]
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:

@@ -148,7 +148,7 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if not held.counts or recording is None:
             return
         if held.recording is recording:
-            recording.stream.release(held.number)
+            recording.stream.events.append(~held.number)
             return
         number = recording.stream.release_older(held.size, held.bytes)
         if held.key in recording.kinds:

@@ -118,16 +118,12 @@ class Stream:
         self.events.append(number)
         return number
 
-    def release(self, number: int) -> None:
-        """Release a storage of the step."""
-        self.events.append(~number)
-
     def release_older(self, size: int, taken: int) -> int:
         """Release a storage that was there before, of which ``taken`` bytes counted; return its number."""
         number = self._number(size)
         self._older.append(number)
         self._alive -= taken
-        self.release(number)
+        self.events.append(~number)
         return number
 
     def trace(self, samples: int, marks: Iterable[int] = ()) -> MemoryTrace:

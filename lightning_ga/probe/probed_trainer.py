@@ -40,7 +40,7 @@ from lightning_ga.recompute.wrapper import recomputed
 from lightning_ga.snapshot.copies import is_writable, sparse_parameters
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
-ROW_SAMPLES = (32, 8, 2)  # samples of a pass in which the rows of sparse gradients are counted: the first that fits
+ROW_SAMPLES = (32, 8)  # samples of a pass in which the rows of sparse gradients are counted: the first that fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,7 @@ class ProbedTrainer(ProbedTraining):
         self._setup = setup
         self._restore = restore
         self.announce = announce
-        self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
-        self._sparse: list[Tensor] = []  # parameters with a sparse gradient whose rows are not counted yet
+        self._gradients: dict[Tensor, int | None] = {}  # of a window: parameters, and rows of sparse gradients
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
 
@@ -91,25 +90,18 @@ class ProbedTrainer(ProbedTraining):
         return describe_step(self.trainer, small, options, self._setup.rank_samples)
 
     def see_gradients(self) -> None:
-        """See in a small pass which parameters have gradients, unless a step has shown it; count rows of sparse ones.
+        """See in a small pass which parameters have gradients, unless a step has shown that all are dense.
 
-        Samples share rows, so a window has at most as many for each sample as one pass has.
+        Rows of sparse gradients are counted in a larger pass, because samples share rows.
         """
-        if self._gradients and not self._sparse:
+        if self._gradients and not any(self._gradients.values()):
             return
         if not self._gradients:
             self._runs(2)
-        if not self._gradients and not self._sparse:  # the prober will say that nothing fits
+        if not self._gradients:  # the prober will say that nothing fits
             self._gradients = dict.fromkeys(self._trained())
-        if self._sparse:
-            samples = next((size for size in ROW_SAMPLES if self._runs(size)), 0)
-            samples = min(samples, self.batches.most)
-            for parameter in self._sparse if samples else ():
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    rows = parameter.grad.coalesce().indices().shape[1]
-                    most = ceil_div(rows * self._setup.rank_samples, samples)
-                    self._gradients[parameter] = min(len(parameter), most)
-            self._sparse = []
+        if any(self._gradients.values()):
+            any(map(self._runs, ROW_SAMPLES))
         self.reset()
 
     def _runs(self, samples: int) -> bool:
@@ -123,21 +115,24 @@ class ProbedTrainer(ProbedTraining):
         if self._setup.chunks is not None:
             self._setup.chunks.use(None, window=samples)
         batch, _whole = self.batch(samples)
-        run_pass(self.trainer, batch, FIRST_OF_WINDOW, after_backward=partial(self._after_backward, meter))
+        run_pass(self.trainer, batch, FIRST_OF_WINDOW, after_backward=partial(self._note_gradients, meter, samples))
 
-    def _after_backward(self, meter: StepRecorder | None) -> None:
-        """Note that a phase of the step ends, and which parameters have gradients if that is not known yet."""
+    def _note_gradients(self, meter: StepRecorder | None, samples: int) -> None:
+        """Note that a phase of the step ends, and which parameters have gradients after a pass of so many samples.
+
+        A window has at most as many rows of a sparse gradient for each sample as one pass has.
+        """
         if meter is not None:
             meter.mark()
-        if not self._gradients:
-            self._sparse = []
-            for parameter in self._trained():
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse:
-                    self._sparse.append(parameter)
-                else:
-                    self._gradients[parameter] = None
+        for parameter in self._trained():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            rows = None
+            if gradient.is_sparse:
+                in_pass = gradient.coalesce().indices().shape[1]
+                rows = min(len(parameter), ceil_div(in_pass * self._setup.rank_samples, samples))
+            self._gradients[parameter] = rows
 
     def _trained(self) -> list[Tensor]:
         return [each for each in self.trainer.lightning_module.parameters() if each.requires_grad]
@@ -154,9 +149,8 @@ class ProbedTrainer(ProbedTraining):
         """Run plain steps, and see again which parameters have gradients."""
         super().forget()
         self._recomputed = ()
-        if self._gradients or self._sparse:
+        if self._gradients:
             self._gradients = {}
-            self._sparse = []
             self.reset()
 
     def survey(self) -> tuple[int, Candidate]:
@@ -180,13 +174,17 @@ class ProbedTrainer(ProbedTraining):
         if chunks is not None:  # a phase ends with the loss, which may need more memory than a chunk
             chunks.use(samples, window=window, on_recompute=meter.mark)
         try:
-            batch, whole = self.batch(window if chunks is not None else samples)
+            in_pass = samples if chunks is None else window
+            batch, whole = self.batch(in_pass)
             meter.note_batch(tensors_in((whole, batch)))
-            place = LAST_OF_WINDOW
-            if chunks is not None or not self._gradients:
-                place = WHOLE_WINDOW
+            place = WHOLE_WINDOW
+            after_backward: Callable[[], None] = partial(self._note_gradients, meter, in_pass)
+            if self._gradients:
+                after_backward = meter.mark
+                if chunks is None:
+                    place = LAST_OF_WINDOW
             with recomputed(self.trainer.lightning_module, self._recomputed):
-                run_pass(self.trainer, batch, place, after_backward=partial(self._after_backward, meter))
+                run_pass(self.trainer, batch, place, after_backward=after_backward)
         finally:
             if chunks is not None:
                 chunks.use(samples, window=window)
