@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.app.mistakes import explain
-from lightning_ga.app.run_files import PLAN, RESULT, read_config, read_json
+from lightning_ga.app.run_files import PLAN, RESULT, SWEEP, read_config, read_json, read_yaml
 from lightning_ga.app.settings import Config
 from lightning_ga.app.terminal import is_first_rank, report_error
 from lightning_ga.errors import UserError
@@ -38,10 +38,7 @@ class OwnFolder(Callback):
                     set_aside(folder)
                 else:
                     require_free(folder, config)
-                sweep = folder / "multirun.yaml"
-                before = None
-                if sweep.is_file():
-                    before = OmegaConf.select(OmegaConf.load(sweep), "hydra.overrides.task")
+                before = OmegaConf.select(read_yaml(folder / SWEEP), "hydra.overrides.task")
                 if before not in (None, config.hydra.overrides.task):
                     raise UserError(f"{str(folder)!r} contains the sweep {' '.join(before)}: give another folder.")
         except Exception as error:  # Hydra only warns of errors of callbacks
@@ -131,12 +128,8 @@ def root_of(place: Path, written: str) -> Path:
 
     ``logs`` of ``logs/${now:%Y}/${now:%H}`` and of ``logs/mine``.
     """
-    parts = written.split("/")
-    first = len(parts) - 1
-    for number, part in enumerate(parts):
-        if "${now:" in part:
-            first = min(first, number)
-    return place.parents[len(parts) - 1 - first]
+    _, _, from_the_clock_on = written.partition("${now:")
+    return place.parents[from_the_clock_on.count("/")]
 
 
 def done_before(folder: Path, config: Config) -> Mapping[str, Any] | None:

@@ -6,7 +6,7 @@ plugins of Hydra.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,13 @@ MAY_TAKE_A_VALUE = TABLES["options_with_a_value_here"]  # of Hydra
 OPTIONS = (*TABLES["options_here"], *MAY_TAKE_A_VALUE)  # of Hydra and of this program
 LIBRARIES = ("lightning", "pytorch_lightning", "torch", "lightning_ga")  # whose classes are not the user's own
 OF_TIMM = {"model": "model=timm model.name={}", "optimizer": "optimizer=timm optimizer.name={}"}
+
+
+def by_nearest(name: str, names: Iterable[str], near: str, none: str = "", *, cutoff: float = 0.7) -> str:
+    """A sentence with the nearest of some names in place of {}; another one if none of them is near."""
+    for nearest in get_close_matches(name, [*names], n=1, cutoff=cutoff):
+        return near.replace("{}", nearest)
+    return none
 
 
 def config_folder() -> Path:
@@ -104,9 +111,9 @@ def _option_in_ours(name: str, value: str, groups: Groups) -> str:
     key = name.lstrip("-").replace(".init_args", "")
     if key.partition(".")[0] in (*OWN_KEYS, *SECTIONS):
         return f"{key}={value}"
-    hint = "keys are set as KEY=VALUE, without dashes; --help lists them."
-    for nearest in get_close_matches(name, OPTIONS, n=1, cutoff=0.7):
-        hint = f"did you mean {nearest}?"
+    hint = by_nearest(
+        name, OPTIONS, "did you mean {}?", "keys are set as KEY=VALUE, without dashes; --help lists them."
+    )
     raise UserError(f"{name} is no option of this command line: {hint}")
 
 

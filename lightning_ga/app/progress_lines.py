@@ -18,9 +18,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_ga import optimizer_steps
 from lightning_ga.app.mistakes import on_the_line
-from lightning_ga.app.plan_report import find_accumulate
+from lightning_ga.app.plan_report import find_accumulate, scheduled
 from lightning_ga.app.terminal import columns, log, number
-from lightning_ga.plan.batch_schedule import PiecewiseSchedule
 
 INFORMATION = ("lightning", "pytorch_lightning", "lightning_utilities")  # loggers
 NOISE = (  # warnings about choices that this application makes on purpose
@@ -39,8 +38,7 @@ LINE_EVERY = 60.0  # seconds between two lines in an epoch
 class EpochLine(Callback):
     """Prints one line for every epoch, with its validation, and one a minute in between if there is no progress bar."""
 
-    def __init__(self, schedule: PiecewiseSchedule | None = None) -> None:
-        self._schedule = schedule
+    def __init__(self) -> None:
         self._is_validated = False  # in this epoch
         self._fit_began = 0.0  # seconds of the clock
         self._epoch_began = 0.0
@@ -101,7 +99,7 @@ class EpochLine(Callback):
                 metrics[name] = float(value)
         seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
-        self._print(f"{line}, {self._rate(trainer)}{batch_of(trainer, self._schedule)}")
+        self._print(f"{line}, {self._rate(trainer)}{batch_of(trainer)}")
 
     def _left(self, trainer: Trainer, now: float) -> str:
         """The time until the last optimizer step, by those of this process: ``, 0:12:03 left``; empty if not known."""
@@ -161,14 +159,15 @@ def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], sec
     return f"Epoch {of(epoch, epochs)}: {'; '.join([*parts, f'{seconds:.1f} s'])}"
 
 
-def batch_of(trainer: Trainer, schedule: PiecewiseSchedule | None) -> str:
-    """The batch of the epoch's last optimizer step, if a schedule changes it."""
-    plan = getattr(find_accumulate(trainer), "plan", None)
-    if schedule is None or plan is None or len(schedule.counts) < 2 or schedule.unit == "samples":
+def batch_of(trainer: Trainer) -> str:
+    """The batch of the epoch's last optimizer step, if a schedule by epochs or steps changes it."""
+    accumulate = find_accumulate(trainer)
+    request = scheduled(accumulate)
+    if request is None or request.is_by_samples:
         return ""
-    batch = plan.effective_batch_size
-    if schedule.by_window and not schedule.name.startswith("accumulate"):
-        batch = schedule.at(trainer.global_step - 1, 0) or batch
+    batch = accumulate.plan.effective_batch_size
+    if request.is_by_window and not request.is_factor:
+        batch = request.schedule.at(trainer.global_step - 1, 0)
     return f"; batch {batch:,}"
 
 

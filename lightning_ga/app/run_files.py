@@ -74,6 +74,11 @@ class Job:
     settings: Mapping[str, str]  # by key, as they were typed or drawn
     overrides: str  # all of them on one line, as they were typed
 
+    @property
+    def outcome(self) -> str:
+        """Whether the job has left a result, in a word."""
+        return "done" if self.result else "failed"
+
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
@@ -124,11 +129,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of a run, with its interpolations as they are written; empty if there is none."""
-    path = folder / CONFIG
-    if not path.is_file():
-        return {}
-    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    content: Any = OmegaConf.to_container(read_yaml(folder / CONFIG))
     return dict(content)
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file; empty if there is none."""
+    return OmegaConf.create(text_of(path) or "{}")
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
@@ -143,18 +150,16 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     return {name: sorted(curve.items()) for name, curve in curves.items()}
 
 
-def put_aside(path: Path, place: Path, *, before: int | None) -> None:
+def put_aside(path: Path, place: Path, *, before: int) -> None:
     """Move the curves of a run that is resumed, without the rows of steps that will be done again."""
-    rows = [*csv.DictReader(text_of(path).splitlines())]
-    path.replace(place)
-    if before is None or not rows:
-        return
+    rows = csv.DictReader(text_of(path).splitlines())
     with place.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0]])
+        writer = csv.DictWriter(file, rows.fieldnames or ())
         writer.writeheader()
         for row in rows:
             if str(row.get("step")).isdigit() and int(row["step"]) < before and None not in row:
                 writer.writerow(row)
+    path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

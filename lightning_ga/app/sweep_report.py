@@ -23,15 +23,14 @@ def sweep_page(folder: Path, sweep: Sweep) -> str:
     name = "/".join(folder.resolve().parts[-2:])
     done = [job for job in sweep.jobs if job.result.get(sweep.metric) is not None]
     keys = differing_keys(sweep)
-    command = ""
-    if len(done) > 1:
-        places = [str(folder / job.name) for job in done[:MOST_COMPARED]]
-        command = printable(shlex.join(["python", "-m", "lightning_ga.report", *places]))
+    best = [str(folder / job.name) for job in done[:MOST_COMPARED]]
+    command = shlex.join(["python", "-m", "lightning_ga.report", *best])
     return TEMPLATES.get_template("sweep.html").render(
         title=f"Sweep {name}: {counted(len(sweep.jobs), 'job')}",
         keys=keys,
         sweep=sweep,
-        command=command,
+        best=best,
+        command=printable(command),
         pictures=pictures_of(done, sweep.metric, keys),
     )
 
@@ -59,10 +58,7 @@ def write_table(path: Path, sweep: Sweep) -> None:
     """Write the jobs as CSV, with all that was set in each."""
     rows: list[list[Any]] = [["job", sweep.metric, "outcome", "overrides"]]
     for job in sweep.jobs:
-        outcome = "failed"
-        if job.result:
-            outcome = "done"
-        rows.append([job.name, job.result.get(sweep.metric), outcome, job.overrides])
+        rows.append([job.name, job.result.get(sweep.metric), job.outcome, job.overrides])
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
 
@@ -70,17 +66,15 @@ def write_table(path: Path, sweep: Sweep) -> None:
 def report_sweep(folder: Path) -> None:
     """Print the jobs of a sweep and write its page; say how to run the missing ones."""
     sweep = read_sweep(folder)
-    if sweep is None or len(sweep.jobs) < 2 or is_of_plans(sweep):
+    if sweep is None or len(sweep.jobs) < 2:
+        return
+    if sweep.jobs[0].settings.get("dry_run", "").lower() == "true":  # plans, which nothing orders
         return
     print(f"\njob  {sweep.metric:12} overrides")
     keys = differing_keys(sweep)
     for job in sweep.jobs:
         value = job.result.get(sweep.metric)
-        outcome = "failed"
-        if value is not None:
-            outcome = number(value)
-        elif job.result:
-            outcome = "done"
+        outcome = job.outcome if value is None else number(value)
         words = [f"{key}={job.settings[key]}" for key in keys if key in job.settings]
         line = f"{job.name:>3}  {outcome:12} {' '.join(words)}"
         print(printable(line)[: columns()])
@@ -93,8 +87,3 @@ def report_sweep(folder: Path) -> None:
     print(f"Files: {folder}")
     if not all(job.result for job in sweep.jobs):
         print(f"To run again what is missing, add hydra.sweep.dir={folder} to the same command line.")
-
-
-def is_of_plans(sweep: Sweep) -> bool:
-    """Whether its jobs only show plans, which nothing orders."""
-    return sweep.jobs[0].settings.get("dry_run", "").lower() == "true"

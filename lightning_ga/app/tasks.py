@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from sklearn.metrics import classification_report
 
+from lightning_ga.app.arguments import as_typed
 from lightning_ga.app.build import BuiltRun, build
 from lightning_ga.app.ckpt_path import find_checkpoint
 from lightning_ga.app.export import save_weights
@@ -64,11 +65,9 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
-            steps = None
-            if checkpoint is not None:
-                steps = resumable_steps(checkpoint)
+            steps = 0 if checkpoint is None else resumable_steps(checkpoint)
             for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
-                put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=steps)
+                put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=steps or 0)
         for logger in run.trainer.loggers:
             logger.log_hyperparams({**written, "parameters": count_parameters(run.model)})
         with interruptions_reported(lambda: outcome(run)):
@@ -84,25 +83,20 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
 def wanted_checkpoint(run: BuiltRun, written: Config) -> Path | None:
     """The file of ``ckpt_path``, which is printed; only a fit and published weights need none."""
     wanted = run.settings.ckpt_path
-    task = run.settings.task
+    is_fit = run.settings.task is Task.fit
     if continues(run.config):
         newest = newest_checkpoint(run.folder)
         if newest is not None:
             if run.trainer.is_global_zero:
                 require_same_training(run.folder, written)
             return announced(run, newest)
-        if wanted == "auto":
-            return None
-    if wanted == "auto":
-        raise UserError(f"ckpt_path=auto is for task=fit, and this is task={task.name}: give ckpt_path=best.")
-    is_fit = task is Task.fit
-    if wanted is not None:
+    if wanted not in (None, "auto"):
         weights = run.model.state_dict()
         kind = "last" if is_fit else "best"
         roots = roots_of_runs(run.config)
         return announced(run, find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder))
     if not is_fit and not written["model"].get("pretrained"):
-        raise UserError(f"task={task.name} needs trained weights: give ckpt_path=best, last or a path.")
+        raise UserError(f"task={run.settings.task.name} needs trained weights: give ckpt_path=best, last or a path.")
     return None
 
 
@@ -122,11 +116,6 @@ def announced(run: BuiltRun, path: Path) -> Path:
     return path
 
 
-def typed(value: Any) -> str:
-    """A value as the command line takes it."""
-    return "null" if value is None else repr(value)
-
-
 def require_same_training(folder: Path, written: Config) -> None:
     """Refuse to continue a run with other data, another model, optimizer or batch."""
     before = dict(walk(read_config(folder)))
@@ -135,8 +124,10 @@ def require_same_training(folder: Path, written: Config) -> None:
         is_of_training = key.startswith(OF_TRAINING) and not key.endswith("num_workers")
         value = now.get(key)
         if is_of_training and before.get(key) != value:
-            change = f"was {typed(before.get(key))} in the run in {str(folder)!r} and is {typed(value)} now"
-            raise UserError(f"{key} {change}: repeat the run's value, or give another hydra.run.dir.")
+            raise UserError(
+                f"{key} was {as_typed(before.get(key))} in the run in {str(folder)!r} and is {as_typed(value)} now: "
+                "repeat the run's value, or give another hydra.run.dir."
+            )
 
 
 def fit(run: BuiltRun, checkpoint: Path | None) -> Metrics:
