@@ -5,7 +5,6 @@ Tested in tests/app/test_own_package.py.
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torchmetrics import Metric
 
+from lightning_ga.app.other_tools import by_nearest
 from lightning_ga.app.settings import direction_of
 from lightning_ga.app.terminal import log, warn
 from lightning_ga.checkpoints import AtomicCheckpointIO, read_safely
@@ -86,15 +86,18 @@ class OptimizedMetric(Callback):
         elif self.name in missing:  # nothing is lost yet
             self._refuse(logged)
         if trainer.is_global_zero:
-            for name in sorted(names - self._reported):
-                self._tell(name, name in missing, logged, source)
+            listed = ", ".join(logged) or "nothing"
+            for name in sorted(missing - self._reported):
+                warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
+            if self.name in names - missing - self._reported:
+                log.info(f"Optimized metric: {self.name} ({BETTER[str(self.direction)]} is better)")
         self._reported |= names & {self.name, *missing}
 
     def _refuse(self, logged: Sequence[str]) -> None:
-        (nearest,) = get_close_matches(str(self.name), logged, n=1, cutoff=0.0)
+        nearest = by_nearest(str(self.name), logged, "optimized_metric={}", cutoff=0.0)
         raise UserError(
-            f"optimized_metric={self.name} is not logged by validation, which logs {', '.join(logged)}: write "
-            f"optimized_metric={nearest}, or trainer.num_sanity_val_steps=0 if it begins in a later epoch."
+            f"optimized_metric={self.name} is not logged by validation, which logs {', '.join(logged)}: write {nearest}, "
+            "or trainer.num_sanity_val_steps=0 if it begins in a later epoch."
         )
 
     def _watched(self, trainer: Trainer, source: str) -> set[str]:
@@ -130,13 +133,6 @@ class OptimizedMetric(Callback):
                 callback.monitor = monitor
                 callback.save_top_k = kept
                 del self._paused[callback]
-
-    def _tell(self, name: str, is_missing: bool, logged: Sequence[str], source: str) -> None:
-        if is_missing:
-            listed = ", ".join(logged) or "nothing"
-            warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
-        elif name == self.name:
-            log.info(f"Optimized metric: {name} ({BETTER[str(self.direction)]} is better)")
 
     def _set_watchers(self, trainer: Trainer) -> None:
         """Let callbacks watch the metric, as if they had been made with its name and direction."""

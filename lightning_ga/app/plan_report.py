@@ -142,9 +142,11 @@ def schedule_text(accumulate: Any) -> str:
     unit = schedule.unit.removesuffix("s")
     parts = []
     for start, count in zip(schedule.starts, schedule.counts):
-        parts.append(f"from {unit} {start:,} on {count:,}" if start else f"{count:,}")
+        parts.append(f"from {unit} {start:,} on {count:,}")
     if schedule.starts[0]:
         parts.insert(0, "the recipe's")
+    else:
+        parts[0] = f"{schedule.counts[0]:,}"
     if len(parts) > MOST_CHANGES + 1:
         parts[MOST_CHANGES:-1] = ["…"]
     text = ", ".join(parts)

@@ -39,12 +39,11 @@ class EpochLine(Callback):
     """Prints one line for every epoch, with its validation, and one a minute in between if there is no progress bar."""
 
     def __init__(self) -> None:
-        self._is_validated = False  # in this epoch
         self._fit_began = 0.0  # seconds of the clock
         self._epoch_began = 0.0
         self._line_at = math.inf
         self._validation_began = 0.0
-        self._validation_seconds = 0.0  # of the epoch
+        self._validation_seconds = 0.0  # of the epoch; 0 before its first validation
         self._first_step = 0  # optimizer steps, of this process
         self._last_step: int | None = None  # None: Lightning does not know the end
         self._done_before = 0  # samples, or optimizer steps, before the epoch
@@ -55,12 +54,12 @@ class EpochLine(Callback):
         self._line_at = self._fit_began
         self._first_step = trainer.global_step
         with suppress(MisconfigurationException):  # Lightning counts none with a schedule of its own
-            self._last_step = finite(optimizer_steps(trainer))
+            steps = optimizer_steps(trainer)
+            self._last_step = None if math.isinf(steps) else int(steps)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the time, and what was done before."""
         self._epoch_began = time.perf_counter()
-        self._is_validated = False
         self._validation_seconds = 0.0
         self._done_before = done(trainer)[0]
 
@@ -81,8 +80,7 @@ class EpochLine(Callback):
         self._validation_began = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that the values of validation are of this epoch."""
-        self._is_validated = True
+        """Note how long it took; its values are of this epoch from now on."""
         self._validation_seconds += time.perf_counter() - self._validation_began
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -95,7 +93,7 @@ class EpochLine(Callback):
             return
         metrics = {}
         for name, value in known.items():
-            if self._is_validated or not name.startswith("val"):
+            if self._validation_seconds or not name.startswith("val"):
                 metrics[name] = float(value)
         seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
@@ -133,11 +131,6 @@ def done(trainer: Trainer) -> tuple[int, str]:
         if position is not None:
             return position["samples_before"] + position["samples_done"], "samples"
     return trainer.global_step, "steps"
-
-
-def finite(steps: float) -> int | None:
-    """A number of steps; ``None`` if there is no end."""
-    return None if math.isinf(steps) else int(steps)
 
 
 def of(count: int, total: int | None) -> str:
