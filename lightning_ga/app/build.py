@@ -58,7 +58,7 @@ def build(cfg: DictConfig, settings: Settings, folder: Path) -> BuiltRun:
     """Seed, and build data, model and Trainer."""
     if settings.seed is not None:
         lightning.seed_everything(settings.seed, workers=True, verbose=False)
-    torch.set_float32_matmul_precision((cfg.get("precision") or {}).get("float32_matmul", "highest"))
+    torch.set_float32_matmul_precision(OmegaConf.select(cfg, "precision.float32_matmul", default="highest"))
     metric = OptimizedMetric(settings.optimized_metric, getattr(settings.optimized_direction, "name", None))
     if settings.elastic and settings.task is Task.fit:
         keep_effective_batch(cfg)

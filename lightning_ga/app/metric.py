@@ -96,20 +96,18 @@ class OptimizedMetric(Callback):
     def _refuse(self, logged: Sequence[str]) -> None:
         nearest = by_nearest(str(self.name), logged, "optimized_metric={}", cutoff=0.0)
         raise UserError(
-            f"optimized_metric={self.name} is not logged by validation, which logs {', '.join(logged)}: write {nearest}, "
-            "or trainer.num_sanity_val_steps=0 if it begins in a later epoch."
+            f"optimized_metric={self.name} is not logged by validation, which logs {', '.join(logged)}: write "
+            f"{nearest}, or trainer.num_sanity_val_steps=0 if it begins in a later epoch."
         )
 
     def _watched(self, trainer: Trainer, source: str) -> set[str]:
         """The metrics that are watched and known by now: after an epoch all of them if there is no validation."""
-        monitors = [callback.monitor for callback in watchers(trainer)]
-        paused = [monitor for monitor, _ in self._paused.values()]
-        has_validation = any(trainer.num_val_batches)
-        names = set()
-        for name in (self.name, *monitors, *paused):
-            if name and (not has_validation or name.startswith(OF_TRAINING) == (source == "training")):
-                names.add(name)
-        return names
+        names = {self.name, *(monitor for monitor, _ in self._paused.values())}
+        names |= {callback.monitor for callback in watchers(trainer)}
+        known = set(filter(None, names))
+        if any(trainer.num_val_batches):
+            return {name for name in known if name.startswith(OF_TRAINING) == (source == "training")}
+        return known
 
     def _pause(self, trainer: Trainer, missing: Collection[str]) -> None:
         """Let callbacks whose metric is missing do without it; a checkpoint of the last epoch is still saved."""

@@ -118,8 +118,8 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> F
     return figure
 
 
-def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, metric: str, best: int) -> Figure:
-    """The metric of every job of a sweep by one of its settings; the job at place ``best`` is ringed."""
+def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, metric: str) -> Figure:
+    """The metric of every job of a sweep by one of its settings; the first job, the best, is ringed."""
     figure, axes = framed(4)
     places: Sequence[Any] = [*map(brief, settings)]
     with suppress(ValueError):  # of words, which stand side by side
@@ -133,7 +133,7 @@ def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, met
         axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.scatter(places, values, s=40)
-    axes.scatter(places[best : best + 1], values[best : best + 1], label=f"best: {number(values[best])}", **RING)
+    axes.scatter(places[:1], values[:1], label=f"best: {number(values[0])}", **RING)
     axes.legend(frameon=False)
     axes.set(xlabel=brief(key), ylabel=brief(metric))
     axes.margins(0.1)

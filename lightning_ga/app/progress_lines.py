@@ -68,8 +68,7 @@ class EpochLine(Callback):
     ) -> None:
         """Print how far training is, once a minute if there is no bar."""
         now = time.perf_counter()
-        is_due = now >= self._line_at + LINE_EVERY
-        if is_due and trainer.progress_bar_callback is None and trainer.is_global_zero:
+        if now >= self._line_at + LINE_EVERY and trainer.progress_bar_callback is None and trainer.is_global_zero:
             self._line_at = now
             epoch = of(trainer.current_epoch + 1, trainer.max_epochs)
             step = of(trainer.global_step, self._last_step)

@@ -6,7 +6,7 @@ Tested in tests/app/test_folders.py.
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +32,9 @@ LOADING = "load_weights.py"  # beside them
 class RunFiles:
     """The files of a run; those that are missing are empty."""
 
-    folder: Path
+    name: str
     config: Mapping[str, Any]
+    settings: Mapping[str, Any]  # the configuration by full keys
     result: Mapping[str, Any]
     plan: Mapping[str, Any]
     scores: Mapping[str, Any]
@@ -42,19 +43,16 @@ class RunFiles:
     loading: str  # code that loads exported weights
     curves: Mapping[str, Curve]
 
-    @property
-    def name(self) -> str:
-        """The last two parts of the folder: the date and the time, or the sweep and the job."""
-        return printable("/".join(self.folder.resolve().parts[-2:]))
-
 
 def read_run(folder: Path) -> RunFiles:
     """Read a run's folder, as far as it can be read: its run may have been killed at any time."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{str(folder)!r} contains no config.yaml of a run: give a folder such as outputs/DATE/TIME.")
+    config = read_config(folder)
     return RunFiles(
-        folder,
-        config=read_config(folder),
+        name=short_name(folder),
+        config=config,
+        settings=dict(walk(config)),
         result=read_json(folder / RESULT),
         plan=read_json(folder / PLAN),
         scores=read_json(folder / SCORES),
@@ -84,6 +82,7 @@ class Job:
 class Sweep:
     """The jobs of a sweep, the best first, then those without a value."""
 
+    name: str
     jobs: Sequence[Job]
     metric: str
     direction: str
@@ -109,7 +108,21 @@ def read_sweep(folder: Path) -> Sweep | None:
     sign = -1 if direction == "max" else 1
     values: dict[str, Any] = {job.name: job.result.get(metric) for job in jobs}
     jobs.sort(key=lambda job: math.inf if values[job.name] is None else sign * values[job.name])
-    return Sweep(jobs, metric, direction)
+    return Sweep(short_name(folder), jobs, metric, direction)
+
+
+def short_name(folder: Path) -> str:
+    """The last two parts of a folder: the date and the time, or the sweep and the job."""
+    return printable("/".join(folder.resolve().parts[-2:]))
+
+
+def walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by their full keys; a list is one value."""
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from walk(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def text_of(path: Path) -> str:

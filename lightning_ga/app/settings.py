@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from importlib import import_module
@@ -143,9 +143,8 @@ def check_value(word: str, key: str, value: str) -> None:
     found = RANGE_OF.get(key.rpartition(".")[2])
     if found is None or not re.fullmatch(NUMBER, value):
         return
-    is_inside = found["least"] <= float(value) <= (found["most"] or math.inf)
     is_none = value == "-1" and "-1" in found["rule"]
-    if not is_inside and not is_none:
+    if not is_none and not found["least"] <= float(value) <= (found["most"] or math.inf):
         raise UserError(f"{word} must be {found['rule']}.")
 
 
@@ -155,15 +154,6 @@ def shown(cfg: DictConfig) -> Config:
     for name in unread_groups(cfg):
         content.pop(name, None)
     return content
-
-
-def walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings by their full keys; a list is one value."""
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from walk(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def direction_of(metric: str) -> str:

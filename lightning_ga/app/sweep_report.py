@@ -13,20 +13,17 @@ from lightning_ga.app.plots import as_svg, sweep_figure
 from lightning_ga.app.run_files import Job, Sweep, read_sweep, write_text
 from lightning_ga.app.terminal import columns, number
 from lightning_ga.errors import printable
-from lightning_ga.plan.units import counted
 
 MOST_COMPARED = 3  # runs in the command that compares the best of a sweep
 
 
 def sweep_page(folder: Path, sweep: Sweep) -> str:
     """The jobs, the best first, the metric by every setting that differs, and how to compare the best."""
-    name = "/".join(folder.resolve().parts[-2:])
     done = [job for job in sweep.jobs if job.result.get(sweep.metric) is not None]
     keys = differing_keys(sweep)
     best = [str(folder / job.name) for job in done[:MOST_COMPARED]]
     command = shlex.join(["python", "-m", "lightning_ga.report", *best])
     return TEMPLATES.get_template("sweep.html").render(
-        title=f"Sweep {name}: {counted(len(sweep.jobs), 'job')}",
         keys=keys,
         sweep=sweep,
         best=best,
@@ -43,7 +40,7 @@ def pictures_of(done: Sequence[Job], metric: str, keys: Sequence[str]) -> list[s
     values = [job.result[metric] for job in done]
     for key in keys:
         settings = [job.settings.get(key, "–") for job in done]
-        figure = sweep_figure(settings, values, key, metric, best=0)
+        figure = sweep_figure(settings, values, key, metric)
         pictures.append(as_svg(figure, f"{metric} by {key}"))
     return pictures
 

@@ -1,6 +1,7 @@
 """What a run does: fit, validate, test, predict, export, and the files that each of these writes."""
 
 import math
+import re
 import shlex
 import sys
 import time
@@ -38,19 +39,20 @@ from lightning_ga.app.run_files import (
     put_aside,
     read_config,
     read_run,
+    walk,
     write_json,
     write_text,
 )
-from lightning_ga.app.settings import Config, Settings, Task, shown, walk
+from lightning_ga.app.settings import Config, Settings, Task, shown
 from lightning_ga.app.terminal import interruptions_reported, log, number, warn
 from lightning_ga.checkpoints import RECORD, newest_checkpoint, read_safely, resumable_steps
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.units import counted
 
 Metrics = dict[str, float]
-OF_TRAINING = (  # keys that decide what is trained, in which samples and steps
-    *("model.", "data.", "optimizer.", "lr_scheduler.", "seed", "trainer.accumulate_grad_batches"),
-    *("accumulate.effective_batch_size", "accumulate.accumulate", "accumulate.normalize"),
+OF_TRAINING = re.compile(
+    r"(model|data|optimizer|lr_scheduler)\.(?!.*num_workers$)|seed|trainer\.accumulate_grad_batches|"
+    r"accumulate\.(effective_batch_size|accumulate|normalize)"
 )
 MOST_CLASSES = 20  # of a report on the screen
 
@@ -59,7 +61,7 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
     """Build what a configuration names, do what ``task`` says, and return the result."""
     written = shown(cfg)
     started = time.perf_counter()
-    folder = Path((cfg.get("paths") or {}).get("output_dir") or HydraConfig.get().runtime.output_dir)
+    folder = Path(OmegaConf.select(cfg, "paths.output_dir") or HydraConfig.get().runtime.output_dir)
     with quiet_lightning():
         run = build(cfg, settings, folder)
         checkpoint = wanted_checkpoint(run, written)
@@ -109,25 +111,29 @@ def announced(run: BuiltRun, path: Path) -> Path:
     epoch = content.get("epoch", 0) + 1
     steps = content["global_step"]
     log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
-    most = run.trainer.max_epochs
-    has_ended = most is not None and 0 < most <= epoch and not continues(run.config)
-    if run.settings.task is Task.fit and has_ended:
+    most = run.trainer.max_epochs or -1  # without an end
+    if run.settings.task is Task.fit and 0 < most <= epoch and not continues(run.config):
         warn(f"The checkpoint has trained {counted(epoch, 'epoch')} of trainer.max_epochs={most}: set a larger number.")
     return path
 
 
 def require_same_training(folder: Path, written: Config) -> None:
     """Refuse to continue a run with other data, another model, optimizer or batch."""
-    before = dict(walk(read_config(folder)))
-    now = dict(walk(written))
+    before = of_training(read_config(folder))
+    now = of_training(written)
     for key in sorted({*before, *now}):
-        is_of_training = key.startswith(OF_TRAINING) and not key.endswith("num_workers")
-        value = now.get(key)
-        if is_of_training and before.get(key) != value:
+        earlier = as_typed(before.get(key))
+        later = as_typed(now.get(key))
+        if earlier != later:
             raise UserError(
-                f"{key} was {as_typed(before.get(key))} in the run in {str(folder)!r} and is {as_typed(value)} now: "
-                "repeat the run's value, or give another hydra.run.dir."
+                f"{key} was {earlier} in the run in {str(folder)!r} and is {later} now: repeat the run's value, or "
+                "give another hydra.run.dir."
             )
+
+
+def of_training(config: Config) -> Config:
+    """The keys that decide what is trained, in which samples and steps, and their values."""
+    return {key: value for key, value in walk(config) if OF_TRAINING.match(key)}
 
 
 def fit(run: BuiltRun, checkpoint: Path | None) -> Metrics:
