@@ -6,7 +6,6 @@ from itertools import chain
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
-from omegaconf import OmegaConf
 
 from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure
 from lightning_ga.app.run_files import RunFiles
@@ -17,9 +16,8 @@ from lightning_ga.plan.units import counted
 
 PAGE = "report.html"
 TEMPLATES = Environment(loader=PackageLoader("lightning_ga.app"), autoescape=True, trim_blocks=True)
-TEMPLATES.globals["better"] = {"max": "larger is better", "min": "smaller is better"}
-TEMPLATES.globals["number"] = number
-TEMPLATES.globals["counted"] = counted
+BETTER = {"max": "larger is better", "min": "smaller is better"}
+TEMPLATES.globals.update(better=BETTER, number=number, counted=counted)
 FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # ends of keys: every run has its own
 NO_METRICS = ("seconds", "oom_events", "optimized_metric", "optimized_direction")  # keys of result.json
 
@@ -27,7 +25,7 @@ NO_METRICS = ("seconds", "oom_events", "optimized_metric", "optimized_direction"
 def run_page(run: RunFiles) -> str:
     """The page of one run; its template names the functions below."""
     parts: dict[str, Any] = {}
-    for function in (title, warning, facts, optimized_metric, curves, memory, confusion, config):
+    for function in (warning, facts, optimized_metric, curves, memory, confusion):
         parts[function.__name__] = function(run)
     return TEMPLATES.get_template("run.html").render(parts, run=run)
 
@@ -55,18 +53,6 @@ def beside_each_other(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def differing(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The rows whose texts are not all the same."""
     return [row for row in beside_each_other(columns) if len({*row[1:]}) > 1]
-
-
-def title(run: RunFiles) -> str:
-    """The model and the data of a run, and its name."""
-    model = str(run.settings.get("model._target_", "?")).rpartition(".")[2]
-    data = str(run.settings.get("data._target_", "?")).rpartition(".")[2]
-    return f"{run.settings.get('model.name') or model} on {data}: {run.name}"
-
-
-def config(run: RunFiles) -> str:
-    """The configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(run.config)))
 
 
 def memory(run: RunFiles) -> str:

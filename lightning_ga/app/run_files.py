@@ -33,7 +33,7 @@ class RunFiles:
     """The files of a run; those that are missing are empty."""
 
     name: str
-    config: Mapping[str, Any]
+    config: str  # the text of the configuration
     settings: Mapping[str, Any]  # the configuration by full keys
     result: Mapping[str, Any]
     plan: Mapping[str, Any]
@@ -48,11 +48,10 @@ def read_run(folder: Path) -> RunFiles:
     """Read a run's folder, as far as it can be read: its run may have been killed at any time."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{str(folder)!r} contains no config.yaml of a run: give a folder such as outputs/DATE/TIME.")
-    config = read_config(folder)
     return RunFiles(
         name=short_name(folder),
-        config=config,
-        settings=dict(walk(config)),
+        config=text_of(folder / CONFIG),
+        settings=dict(walk(read_config(folder))),
         result=read_json(folder / RESULT),
         plan=read_json(folder / PLAN),
         scores=read_json(folder / SCORES),
