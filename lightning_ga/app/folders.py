@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
 from glob import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,7 @@ def set_aside(folder: Path) -> None:
 
 def files_of_run(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """The files of a folder that match one of the patterns."""
-    files: list[Path] = []
-    for pattern in patterns:
-        files += folder.glob(pattern)
-    return files
+    return [*chain.from_iterable(map(folder.glob, patterns))]
 
 
 def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[str] = LEAVES) -> None:
@@ -111,25 +109,20 @@ def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[st
 
 
 def roots_of_runs(config: Mapping[str, Any]) -> list[Path]:
-    """Folders below which runs are: those of ``paths``, and those of ``hydra.run.dir`` and ``hydra.sweep.dir``."""
+    """Folders below which runs are: those of ``paths``, and those of ``hydra.run.dir`` and ``hydra.sweep.dir``.
+
+    The latter begin where a folder is named by the clock; if none is, the folder that contains the run's own.
+    """
     paths: Any = config.get("paths") or {}
     roots = [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
     own = HydraConfig.get()
     written: Any = OmegaConf.to_container(own, resolve=False)
     for kind in ("run", "sweep"):
-        root = root_of(Path(getattr(own, kind).dir), written[kind]["dir"])
+        _, _, from_the_clock_on = written[kind]["dir"].partition("${now:")  # logs/${now:%Y}/${now:%H}: below logs
+        root = Path(getattr(own, kind).dir).parents[from_the_clock_on.count("/")]
         if not Path.cwd().is_relative_to(root.resolve()):  # that would be the whole project
             roots.append(root)
     return [*dict.fromkeys(roots)]
-
-
-def root_of(place: Path, written: str) -> Path:
-    """The folder around the first part of a place that is named by the clock; else the folder that contains the place.
-
-    ``logs`` of ``logs/${now:%Y}/${now:%H}`` and of ``logs/mine``.
-    """
-    _, _, from_the_clock_on = written.partition("${now:")
-    return place.parents[from_the_clock_on.count("/")]
 
 
 def done_before(folder: Path, config: Config) -> Mapping[str, Any] | None:

@@ -112,11 +112,9 @@ class OptimizedMetric(Callback):
     def _pause(self, trainer: Trainer, missing: Collection[str]) -> None:
         """Let callbacks whose metric is missing do without it; a checkpoint of the last epoch is still saved."""
         for callback in watchers(trainer):
-            if callback.monitor not in missing:
-                continue
             if isinstance(callback, EarlyStopping):
-                callback.strict = False
-            elif callback not in self._paused:
+                callback.strict = False  # a metric of training may come after validation
+            elif callback.monitor in missing and callback not in self._paused:
                 self._paused[callback] = (callback.monitor, callback.save_top_k)
                 callback.save_top_k = 0
                 if callback.save_last:
@@ -146,7 +144,6 @@ class OptimizedMetric(Callback):
                 sign = 1 if self.direction == "max" else -1
                 callback.min_delta = sign * abs(callback.min_delta)
                 callback.best_score = worst
-                callback.strict = False  # a metric of training may come after validation
             else:
                 callback.kth_value = worst
 
@@ -165,9 +162,8 @@ class OptimizedMetric(Callback):
             self.direction = self.direction or saved.get("direction")
         self._set_watchers(trainer)
         for callback in watchers(trainer):
-            state = checkpoint["callbacks"].get(callback.state_key) or {}
             if isinstance(callback, ModelCheckpoint) and trainer.state.fn == "fit":  # not into the folder of a test
-                bring_best(trainer, callback, state)
+                bring_best(trainer, callback, checkpoint["callbacks"].get(callback.state_key) or {})
 
 
 def watchers(trainer: Trainer) -> list[Any]:

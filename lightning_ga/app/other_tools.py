@@ -49,12 +49,11 @@ def in_our_words(typed: str, value: str, groups: Groups) -> str | None:
         for theirs, section in TABLES["sections"].items():
             if name.startswith(f"{theirs}."):
                 ours = section + name.removeprefix(theirs) + "={}"
+    group = (ours or name).removesuffix("={}")
     if name in ("model", "data") and re.fullmatch(r"[^\W\d]\w*\.[^/]*", value):
         ours = f"{name}=own {name}._target_={{}}"
-    elif name in groups:
-        ours = _option(name, value, groups)
-    elif ours == "optimizer={}":
-        ours = _option("optimizer", value, groups)
+    elif group in groups:
+        ours = _option(group, value, groups)
     if ours is None:
         return None
     return ours.replace("{}", value or "VALUE")
@@ -79,7 +78,10 @@ def check_words(words: Sequence[str], groups: Groups) -> None:
         name, equals, value = word.partition("=")
         takes_next = after != "" and not equals and not re.match(r"-|.*=", after)
         if not re.match("-.", word):
-            _require_quotes(word, after)
+            if after and re.search(r"=[\[{(].*,$", word):  # model.hidden=[32, 64]
+                raise UserError(
+                    f"{word} {after} …: quote a value with blanks because of the shell: '{word} {after} …'."
+                )
             if not equals and not word.startswith("~"):
                 theirs.append(word)
                 ours.append(_word_in_ours(word, before, after))
@@ -97,11 +99,6 @@ def check_words(words: Sequence[str], groups: Groups) -> None:
         are = "are words" if len(theirs) > 1 else "is a word"
         instead = " ".join(filter(None, ours))
         raise UserError(f"{' '.join(theirs)} {are} of another program; here is KEY=VALUE: write {instead}.")
-
-
-def _require_quotes(word: str, after: str) -> None:
-    if after and re.search(r"=[\[{(].*,$", word):  # model.hidden=[32, 64]
-        raise UserError(f"{word} {after} …: quote a value with blanks because of the shell: '{word} {after} …'.")
 
 
 def _option_in_ours(name: str, value: str, groups: Groups) -> str:

@@ -90,11 +90,9 @@ def curves(*runs: RunFiles) -> dict[str, str]:
 
 def measures(*runs: RunFiles) -> list[str]:
     """What the runs log, that of the optimized metric first."""
-    logged: dict[str, None] = {}
-    for run in runs:
-        logged |= dict.fromkeys(map(measure_of, run.curves))
+    names = chain.from_iterable(run.curves for run in runs)
     first = measure_of(optimized_metric(runs[0]))
-    return sorted(logged, key=lambda measure: measure != first)
+    return sorted(dict.fromkeys(map(measure_of, names)), key=lambda measure: measure != first)
 
 
 def warning(run: RunFiles) -> str | None:

@@ -177,8 +177,7 @@ def probe_figure(probe: ProbeResult) -> Figure:
 
 def points_of(probe: ProbeResult) -> dict[str, list[tuple[int, int]]]:
     """Sizes and peaks in bytes, by what is known of them."""
-    points: dict[str, list[tuple[int, int]]] = {"predicted peak": [*probe.curve]}
-    points |= {"measured, fits": [], "does not fit": []}
+    points = {"predicted peak": [*probe.curve], "measured, fits": [], "does not fit": []}
     for trial in probe.trials:
         label = "measured, fits" if trial.fits else "does not fit"
         points[label].append((trial.micro_batch_size, trial.peak_bytes))

@@ -141,14 +141,14 @@ def of(count: int, total: int | None) -> str:
 
 def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:
     """One epoch in words: ``Epoch 1/4: train loss 0.5000, acc 0.7500; val loss 0.4123; 3.2 s``."""
-    stages: dict[str, str] = {"train": "", "val": ""}
+    stages: dict[str, list[str]] = {"train": [], "val": []}
     for name, value in metrics.items():
         stage, _, measure = name.rpartition("/")
         if measure != "top5":  # a line has 80 columns
-            before = f"{stages[stage]}," if stages.get(stage) else stage
-            stages[stage] = f"{before} {measure} {number(value)}".lstrip()
-    parts = filter(None, stages.values())
-    return f"Epoch {of(epoch, epochs)}: {'; '.join([*parts, f'{seconds:.1f} s'])}"
+            stages.setdefault(stage, []).append(f"{measure} {number(value)}")
+    parts = [f"{stage} {', '.join(texts)}".lstrip() for stage, texts in stages.items() if texts]
+    parts.append(f"{seconds:.1f} s")
+    return f"Epoch {of(epoch, epochs)}: {'; '.join(parts)}"
 
 
 def batch_of(trainer: Trainer) -> str:

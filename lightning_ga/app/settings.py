@@ -82,19 +82,14 @@ def unread_groups(cfg: DictConfig) -> set[str]:
 
 def texts_of(cfg: DictConfig) -> dict[str, str]:
     """The sections of a configuration as texts, with interpolations as they are written."""
-    return {str(section): str(content) for section, content in to_plain(cfg).items()}
+    sections: Any = OmegaConf.to_container(cfg)
+    return {str(section): str(content) for section, content in sections.items()}
 
 
 def is_referred_to(name: str, texts: Mapping[str, str]) -> bool:
     """Whether an interpolation in the text of another section names this one."""
     others = "".join(text for section, text in texts.items() if section != name)
     return re.search(rf"[{{:]{re.escape(name)}\b", others) is not None
-
-
-def to_plain(cfg: DictConfig) -> dict[str, Any]:
-    """A configuration as plain values, with interpolations as they are written."""
-    content: Any = OmegaConf.to_container(cfg)
-    return content  # type: ignore[no-any-return]
 
 
 def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[str]:
@@ -150,10 +145,10 @@ def check_value(word: str, key: str, value: str) -> None:
 
 def shown(cfg: DictConfig) -> Config:
     """The configuration for others to read: ``${oc.env:NAME}`` stays as it is written, unread groups are left out."""
-    content = to_plain(cfg)
+    content: Any = OmegaConf.to_container(cfg)
     for name in unread_groups(cfg):
         content.pop(name, None)
-    return content
+    return dict(content)
 
 
 def direction_of(metric: str) -> str:
@@ -161,9 +156,7 @@ def direction_of(metric: str) -> str:
     name = metric.partition("/dataloader_idx_")[0].rpartition("/")[2]
     split = re.sub(r"([a-z0-9])([A-Z])|([A-Z])([A-Z][a-z])", r"\1\3 \2\4", name)  # F1Score: f1 score
     words = re.findall(r"[a-z]+", f"{split} {name}".lower())
-    if any(map(SMALLER_IS_BETTER.fullmatch, words)):
-        return "min"
-    if any(map(LARGER_IS_BETTER.fullmatch, words)):
+    if any(map(LARGER_IS_BETTER.fullmatch, words)) and not any(map(SMALLER_IS_BETTER.fullmatch, words)):
         return "max"
     return "min"
 

@@ -47,8 +47,7 @@ def pictures_of(done: Sequence[Job], metric: str, keys: Sequence[str]) -> list[s
 
 def differing_keys(sweep: Sweep) -> Sequence[str]:
     """The keys whose values are not the same in all jobs."""
-    settings = [job.settings for job in sweep.jobs]
-    return [key for key, *_ in differing(settings)]
+    return [key for key, *_ in differing([job.settings for job in sweep.jobs])]
 
 
 def write_table(path: Path, sweep: Sweep) -> None:

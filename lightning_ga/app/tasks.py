@@ -217,8 +217,13 @@ def export(run: BuiltRun, checkpoint: Path | None) -> Metrics:
     return {}
 
 
-TASKS: Mapping[Task, Callable[[BuiltRun, Path | None], Metrics]]
-TASKS = {Task.fit: fit, Task.validate: validate, Task.test: test, Task.predict: predict, Task.export: export}
+TASKS: Mapping[Task, Callable[[BuiltRun, Path | None], Metrics]] = {
+    Task.fit: fit,
+    Task.validate: validate,
+    Task.test: test,
+    Task.predict: predict,
+    Task.export: export,
+}
 
 
 def measured(run: BuiltRun) -> Metrics:
