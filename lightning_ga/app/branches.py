@@ -28,8 +28,8 @@ KEPT = "finished branches are kept, and the same command continues with the othe
 def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, description: str) -> None:
     """Measure for ``ckpt_path=RUN`` with further keys, as they are typed, and print a table."""
     parameters = signature(measure).parameters
-    keys = {"ckpt_path": "RUN", "batch": None, "samples": None, "trainer": dict.fromkeys(OF_TRAINER)}
-    keys |= {name: parameters[name].default for name in OF_BRANCHES}
+    defaults = {name: parameters[name].default for name in OF_BRANCHES}
+    keys = {"ckpt_path": "RUN", "batch": None, "samples": None, "trainer": dict.fromkeys(OF_TRAINER), **defaults}
     if {"-h", "--help"} & {*typed}:
         print(f"{description}\n{OmegaConf.to_yaml(OmegaConf.create(keys))}")
         return

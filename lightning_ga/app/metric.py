@@ -188,6 +188,12 @@ def bring_best(trainer: Trainer, callback: ModelCheckpoint, state: dict[str, Any
         if content["callbacks"][callback.state_key]["best_model_score"] == score:
             new = str(Path(folder, name))
             AtomicCheckpointIO().save_checkpoint(content, new)
-            changes = {"dirpath": folder, "best_model_path": new, "kth_best_model_path": new, "last_model_path": ""}
-            changes |= {"best_k_models": {new: score}, "kth_value": score}
+            changes = {
+                "dirpath": folder,
+                "best_model_path": new,
+                "kth_best_model_path": new,
+                "last_model_path": "",
+                "best_k_models": {new: score},
+                "kth_value": score,
+            }
     state.update(trainer.strategy.broadcast(changes))

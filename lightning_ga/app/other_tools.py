@@ -68,8 +68,7 @@ def _option(group: str, value: str, groups: Groups) -> str:
 
 def check_words(words: Sequence[str], groups: Groups) -> None:
     """Refuse words that are neither options of this command line nor KEY=VALUE, with what to type instead of them."""
-    theirs: list[str] = []
-    ours: list[str] = []
+    ours_by_theirs: dict[str, str] = {}
     before = ""
     left = [*words]
     while left:
@@ -83,22 +82,21 @@ def check_words(words: Sequence[str], groups: Groups) -> None:
                     f"{word} {after} …: quote a value with blanks because of the shell: '{word} {after} …'."
                 )
             if not equals and not word.startswith("~"):
-                theirs.append(word)
-                ours.append(_word_in_ours(word, before, after))
+                ours_by_theirs[word] = _word_in_ours(word, before, after)
         elif name in OPTIONS and not (name == "-c" and after.endswith("ml")):
             if takes_next and name in MAY_TAKE_A_VALUE:
                 left.pop(0)
         else:
-            theirs.append(word)
             if takes_next:
                 value = left.pop(0)
-                theirs.append(value)
-            ours.append(_option_in_ours(name, value or "true", groups))
+                word += f" {value}"
+            ours_by_theirs[word] = _option_in_ours(name, value or "true", groups)
         before = word
-    if theirs:
-        are = "are words" if len(theirs) > 1 else "is a word"
-        instead = " ".join(filter(None, ours))
-        raise UserError(f"{' '.join(theirs)} {are} of another program; here is KEY=VALUE: write {instead}.")
+    if ours_by_theirs:
+        theirs = " ".join(ours_by_theirs)
+        ours = " ".join(filter(None, ours_by_theirs.values()))
+        are = "are words" if " " in theirs else "is a word"
+        raise UserError(f"{theirs} {are} of another program; here is KEY=VALUE: write {ours}.")
 
 
 def _option_in_ours(name: str, value: str, groups: Groups) -> str:
