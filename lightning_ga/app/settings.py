@@ -123,10 +123,8 @@ def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[s
         near = f"{{}}{key.removeprefix(section)}={value}"
         ours = in_our_words(key, value, groups) or by_nearest(section, known, near, cutoff=0.75)
         if ours:
-            added = (
-                "+" if ours.partition("=")[0] in {*OWN_KEYS} - texts.keys() else ""
-            )  # with a train.yaml of one's own
-            raise UserError(f"{word} is read by nothing: write {added}{ours}.")
+            is_added = ours.partition("=")[0] in {*OWN_KEYS} - texts.keys()  # to a train.yaml of one's own
+            raise UserError(f"{word} is read by nothing: write {'+' * is_added}{ours}.")
         warnings.append(f"{word} is read by nothing here: it only goes to loggers and into config.yaml.")
     return [*filter(None, warnings)]
 
