@@ -87,10 +87,10 @@ class OptimizedMetric(Callback):
             self._refuse(logged)
         if trainer.is_global_zero:
             listed = ", ".join(logged) or "nothing"
-            for name in sorted(missing - self._reported):
-                warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
             if self.name in names - missing - self._reported:
                 log.info(f"Optimized metric: {self.name} ({BETTER[str(self.direction)]} is better)")
+            for name in sorted(missing - self._reported):
+                warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
         self._reported |= names & {self.name, *missing}
 
     def _refuse(self, logged: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ OF_TIMM = {"model": "model=timm model.name={}", "optimizer": "optimizer=timm opt
 def by_nearest(name: str, names: Iterable[str], near: str, none: str = "", *, cutoff: float = 0.7) -> str:
     """A sentence with the nearest of some names in place of {}; another one if none of them is near."""
     for nearest in get_close_matches(name, [*names], n=1, cutoff=cutoff):
-        return near.replace("{}", nearest)
+        return near.replace("{}", nearest, 1)
     return none
 
 

@@ -162,14 +162,15 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     return {name: sorted(curve.items()) for name, curve in curves.items()}
 
 
-def put_aside(path: Path, place: Path, *, before: int) -> None:
-    """Move the curves of a run that is resumed, without the rows of steps that will be done again."""
+def put_aside(path: Path, place: Path, *, before: int | None) -> None:
+    """Move the curves of a run that is resumed, without the rows of steps that will be done again, if they are known."""
     rows = csv.DictReader(text_of(path).splitlines())
     with place.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows.fieldnames or ())
         writer.writeheader()
         for row in rows:
-            if str(row.get("step")).isdigit() and int(row["step"]) < before and None not in row:
+            is_whole = str(row.get("step")).isdigit() and None not in row
+            if is_whole and (before is None or int(row["step"]) < before):
                 writer.writerow(row)
     path.unlink()
 

@@ -67,9 +67,9 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
-            steps = 0 if checkpoint is None else resumable_steps(checkpoint)
+            steps = None if checkpoint is None else resumable_steps(checkpoint)
             for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
-                put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=steps or 0)
+                put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=steps)
         for logger in run.trainer.loggers:
             logger.log_hyperparams({**written, "parameters": count_parameters(run.model)})
         with interruptions_reported(lambda: outcome(run)):
@@ -122,9 +122,9 @@ def require_same_training(folder: Path, written: Config) -> None:
     before = of_training(read_config(folder))
     now = of_training(written)
     for key in sorted({*before, *now}):
-        earlier = as_typed(before.get(key))
-        later = as_typed(now.get(key))
-        if earlier != later:
+        if before.get(key) != now.get(key):
+            earlier = as_typed(before.get(key))
+            later = as_typed(now.get(key))
             raise UserError(
                 f"{key} was {earlier} in the run in {str(folder)!r} and is {later} now: repeat the run's value, or "
                 "give another hydra.run.dir."
