@@ -163,7 +163,7 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def put_aside(path: Path, place: Path, *, before: int | None) -> None:
-    """Move the curves of a run that is resumed, without the rows of steps that will be done again, if they are known."""
+    """Move the curves of a run that is resumed, without the rows of steps that, if known, will be done again."""
     rows = csv.DictReader(text_of(path).splitlines())
     with place.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows.fieldnames or ())
