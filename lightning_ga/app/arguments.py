@@ -71,8 +71,7 @@ def check_call(key: str, keys: Mapping[Any, str], content: Mapping[Any, Any], *,
         if name in known:
             annotation = known[name].annotation
             is_true = failed or (is_library and value is not None) or is_typed(keys[name])
-            is_fitting = type(value) is type(known[name].default) or fits(value, annotation)
-            if is_true and not is_fitting:
+            if is_true and type(value) is not type(known[name].default) and not fits(value, annotation):
                 takes = f"{target.__name__} takes {described(annotation)} as {name}"
                 raise UserError(f"{keys[name]}={as_typed(value)} does not fit: {takes}.")
         elif is_closed or (failed and known):
@@ -105,9 +104,8 @@ def found_at(key: str, path: str) -> Any:
         return resolve_name(path)
     except Exception as error:  # modules raise anything
         home, _, name = path.rpartition(".")
-        names = dir(sys.modules.get(home, object))
-        otherwise = "give the full name of a class that Python finds."
-        remedy = by_nearest(name, names, f"did you mean {home}.{{}}?", otherwise, cutoff=0.6)
+        nearest = by_nearest(name, dir(sys.modules.get(home, object)), f"did you mean {home}.{{}}?", cutoff=0.6)
+        remedy = nearest or "give the full name of a class that Python finds."
         raise UserError(f"{key}={path} cannot be imported ({one_line(error)}): {remedy}") from error
 
 

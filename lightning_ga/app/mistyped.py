@@ -61,8 +61,7 @@ def of_composed(said: OmegaConfBaseException, overrides: Sequence[str], groups: 
 def of_value(word: str, message: str) -> str:
     """A value that Hydra cannot read: it is taken for a function, a bracket or quote is open, or it needs quotes."""
     key, _, value = word.partition("=")
-    is_doubled = ".." in key or key.endswith(".") or value.startswith("=")
-    if is_doubled or re.fullmatch(r"[\w.-]+,", value):
+    if ".." in key or key.endswith(".") or value.startswith("=") or re.fullmatch(r"[\w.-]+,", value):
         return f"{word} cannot be read: write {re.sub('[.]+', '.', key).strip('.')}={value.strip('=,')}."
     function = re.search(r"Unknown function '(\w+)'", message)
     if function:
