@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from numbers import Real
 from operator import index
 from typing import Any, Literal
 
@@ -159,8 +160,10 @@ def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) 
         >>> [schedule(epoch) for epoch in (3, 4, 7)]
         [64, 320, 1600]
     """
-    if not 0 < gamma < 1:
+    if not isinstance(gamma, Real) or not 0 < gamma < 1:
         raise UserError(f"from_lr_decay({gamma=}) must be between 0 and 1: what the recipe multiplies its rate by.")
+    if not isinstance(milestones, Iterable):
+        raise UserError(f"from_lr_decay({milestones=}) must be a list of epochs.")
     milestones = sorted(require_count("milestones", epoch) for epoch in milestones)
     batch = require_count("batch", batch)
     counts = tuple(round(batch / gamma**drops) for drops in range(len(milestones) + 1))

@@ -15,7 +15,7 @@ from lightning_ga.memory.device import may_reserve
 from lightning_ga.memory.oom import attempt, release
 from lightning_ga.plan.records import GRADIENTS, Fits, ProbeResult, Trial, still_holds
 from lightning_ga.probe.budget import Budget, DoesNotFitError
-from lightning_ga.probe.curve import Step
+from lightning_ga.probe.curve import TOLERANCE, Step
 from lightning_ga.probe.meters import StepMeter, bytes_of
 from lightning_ga.probe.search import Search
 from lightning_ga.probe.trace_sizes import MARGIN, Task, affordable_samples, most_bytes, trace_sizes
@@ -130,11 +130,13 @@ class Prober:
         limit = self._training.smallest(min(known.limit, high))
         if cautious and not self._training.agree(limit == known.limit):
             return None  # the prediction is for more samples, and none are tried
-        self._training.see_gradients()
-        self._training.warm_up()
-        size = min(2, limit) if cautious else limit
+        size = min(2, limit)  # as in the first step of a search, in which the optimizer makes its state
+        if not cautious:
+            self._training.see_gradients()
+            self._training.warm_up()
+            size = limit
         trial = self._trials.run(size, record=False, lenient=True).trial
-        if not trial.fits:
+        if not self._training.agree(trial.fits and self._is_as_known(trial, known)):
             return None
         peak = known.peak_bytes
         if limit != known.limit:
@@ -153,6 +155,14 @@ class Prober:
             source="cache",
             holders=holders or known.holders,
         )
+
+    def _is_as_known(self, trial: Trial, known: ProbeResult) -> bool:
+        """Return whether a step takes as much as is remembered, if that is: code and data may have changed unseen."""
+        peaks = {each.micro_batch_size: each.peak_bytes for each in known.trials}
+        peaks[known.limit] = known.peak_bytes
+        before = peaks.get(trial.micro_batch_size, trial.peak_bytes)
+        tolerance = 0.0 if self._meter.allocator is None else TOLERANCE
+        return abs(trial.peak_bytes - before) <= tolerance * before
 
     def _search(self, high: int, *, cautious: bool) -> ProbeResult:
         """Run a first step, then what a search proposes until it proposes nothing new."""

@@ -96,6 +96,7 @@ LABELS = torch.tensor([[5, 7, -100], [8, -100, -100]])
         (TargetTokens(), SimpleNamespace(labels=LABELS), 3),
         (AttentionMaskTokens(), {"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, 3),
         (AttentionMaskTokens(key=0), [torch.tensor([[True, False]])], 1),
+        (AttentionMaskTokens(), {"attention_mask": torch.ones(3001, dtype=torch.bfloat16)}, 3001),
         (Samples(), {"id": torch.tensor(3), "deep": [(torch.zeros(4, 2), torch.zeros(9))]}, 4),
     ],
 )
