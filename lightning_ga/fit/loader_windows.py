@@ -121,7 +121,7 @@ class LoaderWindows(CutWindows):
         """Return what the loop's iterator depends on."""
         inputs = self.planner.inputs
         plan = self._source.epoch_plan
-        batches = self._place.batches_of_epoch
+        batches = self._place.loop_batches_of_epoch
         return inputs.epoch, inputs.schedule.largest, plan.done, plan.micro_batch, batches, *plan.ratio
 
     @property
@@ -138,7 +138,7 @@ class LoaderWindows(CutWindows):
         progress.enter(epoch)
         self.planner.plan_epoch(epoch)
         # A resumed run may have counted micro-batches in earlier epochs; the loop says so before it begins this one.
-        if self._is_before_first_epoch and self._place.batches_before_epoch != progress.position.batches_before:
+        if self._is_before_first_epoch and self._place.loop_batches_before_epoch != progress.position.batches_before:
             self._use_recipe_as_clock()
         self._place.begin_epoch()
         self._size_loop()

@@ -71,7 +71,7 @@ class Progress:
     def _read_loop(self, epoch: RecipeEpoch) -> None:
         place = self.place
         factor = epoch.recipe.factor
-        done = place.batches_done if place.restarts else 0
+        done = place.loop_batches_done if place.restarts else 0
         windows = done // factor
         self.position = replace(
             self.position,
@@ -80,6 +80,6 @@ class Progress:
             batches_done=windows * factor,
             windows_done=windows,
             samples_before=epoch.samples * place.epoch,
-            batches_before=place.batches_before_epoch,
+            batches_before=place.loop_batches_before_epoch,
             steps_before=max(0, self.trainer.global_step - windows),
         )

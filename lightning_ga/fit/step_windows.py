@@ -54,7 +54,7 @@ class StepWindows(CutWindows):
                 with suppress(LayoutError):  # its number of samples may not be known
                     self._source.see(batch, self._cutter())
         # If the length of an epoch is not known, the batches that are done are enough.
-        batches = self._place.batches_of_epoch or self._place.batches_done
+        batches = self._place.loop_batches_of_epoch or self._place.loop_batches_done
         recipe = self.planner.recipe
         return self._parts.progress.take_over(RecipeEpoch(recipe, batches, recipe.samples_of(batches)))
 
@@ -106,7 +106,7 @@ class StepWindows(CutWindows):
         self._reads = True
         place = self._place
         place.begin_epoch_after_last_batch()
-        if self._parts.request.is_by_window and place.restarts and place.ready != place.batches_of_epoch:
+        if self._parts.request.is_by_window and place.restarts and place.ready != place.loop_batches_of_epoch:
             place.count_windows_from_here()  # a run that is resumed in mid-epoch begins with a window
 
     # --- windows -------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class StepWindows(CutWindows):
 
     def plan_again(self) -> None:
         """Give the window's batches back to the loop, which begins it again in smaller pieces."""
-        self._place.relocate(self._place.factor, at=self._place.window_start, end=self._place.batches_of_epoch)
+        self._place.relocate(self._place.factor, at=self._place.window_start, end=self._place.loop_batches_of_epoch)
         self._plan_window()
         advance.unread(self._trainer, [kept.batch for kept in self.batches])
 

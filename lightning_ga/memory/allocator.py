@@ -5,14 +5,16 @@ private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); witho
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_ga.memory.device import require_statistics
 from lightning_ga.memory.segments import ROUNDING
-from lightning_ga.memory.trace import MemoryTrace, Segment, canonical, rounded_up
+from lightning_ga.memory.trace import MemoryTrace, Segment, Stream, rounded_up
 
 _MOST_EVENTS = 2_000_000
 # Settings by which blocks are rounded, cut or returned in other ways (``CUDAAllocatorConfig.h``, torch 2.15), beside
@@ -48,13 +50,11 @@ class AllocatorMeter:
 
     def __init__(self, device: torch.device) -> None:
         require_statistics(device)
-        self.device = device
+        self.device = device  # with its number
         self._backend: Any = getattr(torch, device.type)
         self._before = (0, 0)
         self._has_history = _has_history(device)
-        self._alive: int | None = None  # bytes at the start of a recording; ``None`` without one
-        self._segments: list[Mapping[str, Any]] = []
-        self._residents: Mapping[int, int] = {}
+        self._as_trace: Callable[..., MemoryTrace] | None = None  # of events that are recorded; ``None`` if none are
 
     @property
     def cuts_segments(self) -> bool:
@@ -97,9 +97,9 @@ class AllocatorMeter:
         self._backend.reset_peak_memory_stats(self.device)
         self._before = self.troubles()
         if record and self._has_history and not torch._C._cuda_isHistoryEnabled():
-            self._alive = self.allocated()
-            self._segments = self._segments_now()
-            self._residents = residents
+            self._as_trace = partial(
+                events_as_trace, alive=self.allocated(), segments=self._segments_now(), residents=residents
+            )
             torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
 
     def finish(self) -> tuple[int, bool]:
@@ -113,19 +113,19 @@ class AllocatorMeter:
 
     def trace(self, samples: int) -> MemoryTrace | None:
         """Return the recorded step from the allocator's own events, and stop recording; ``None`` without them."""
-        if self._alive is None:
+        as_trace = self._as_trace
+        if as_trace is None:
             return None
-        events = torch.cuda.memory._snapshot(self.device)["device_traces"][self._index()]
-        alive = self._alive
+        events = torch.cuda.memory._snapshot(self.device)["device_traces"][self.device.index]
         self.stop()
         if len(events) >= _MOST_EVENTS:
             return None
-        return events_as_trace(events, samples, alive, self._segments, self._residents)
+        return as_trace(events, samples)
 
     def stop(self) -> None:
         """Stop a recording that ``start`` began, if there is one."""
-        if self._alive is not None:
-            self._alive = None
+        if self._as_trace is not None:
+            self._as_trace = None
             torch.cuda.memory._record_memory_history(None)
 
     def troubles(self) -> tuple[int, int]:
@@ -139,10 +139,7 @@ class AllocatorMeter:
 
     def _segments_now(self) -> list[Mapping[str, Any]]:
         every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return [segment for segment in every if segment["device"] == self._index()]
-
-    def _index(self) -> int:
-        return torch.cuda.current_device() if self.device.index is None else self.device.index
+        return [segment for segment in every if segment["device"] == self.device.index]
 
 
 def _has_history(device: torch.device) -> bool:
@@ -167,10 +164,8 @@ def events_as_trace(
     A block is released when its release is requested: that is when the allocator's count of bytes
     falls. A block that is released without an allocation was alive before the step.
     """
-    sizes = [alive]
-    addresses = [0]
-    stream = []
-    initial: dict[int, int] = {}  # by address
+    stream = Stream(alive)
+    older: dict[int, int] = {}  # by address
     held: dict[int, int] = {}
     for event in events:
         if event["action"] not in ("alloc", "free_requested"):
@@ -178,29 +173,17 @@ def events_as_trace(
         address = event["addr"]
         size = event["size"]
         if event["action"] == "alloc":
-            held[address] = len(sizes)
-            stream.append(len(sizes))
-            sizes.append(size)
-            addresses.append(address)
+            held[address] = stream.allocate(size, address)
+        elif address in held:
+            stream.events.append(~held.pop(address))
         else:
-            number = held.pop(address, len(sizes))
-            if number == len(sizes):
-                sizes.append(size)
-                addresses.append(0)
-                sizes[0] -= rounded_up(size, ROUNDING)
-                initial[address] = number
-            stream.append(~number)
-    places = [0] * len(sizes)
-    for address, number in initial.items():
+            older[address] = stream.release_older(size, rounded_up(size, ROUNDING))
+    trace = stream.trace(samples)
+    places = [0] * len(trace.sizes)
+    for address, number in older.items():
         places[number] = residents.get(address, 0)
-    return MemoryTrace(
-        samples,
-        tuple(sizes),
-        canonical([0, *initial.values(), *stream]),
-        layout=tuple(_layout(segment, initial) for segment in segments),
-        addresses=tuple(addresses),
-        residents=tuple(places),
-    )
+    layout = tuple(_layout(segment, older) for segment in segments)
+    return replace(trace, layout=layout, residents=tuple(places))
 
 
 def _layout(segment: Mapping[str, Any], numbers: Mapping[int, int]) -> Segment:
@@ -212,4 +195,4 @@ def _layout(segment: Mapping[str, Any], numbers: Mapping[int, int]) -> Segment:
         is_hole = shared and block["state"] == "inactive"
         blocks.append((block["size"], -1 if is_hole else numbers.get(address, 0)))
         address += block["size"]
-    return Segment(segment["segment_type"] == "small", segment["address"], tuple(blocks))
+    return Segment(segment["segment_type"] == "small", tuple(blocks))

@@ -7,9 +7,9 @@ data set and its labels would lie on the host.
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from threading import Lock
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -53,29 +53,14 @@ def uncounted() -> Iterator[None]:
         _uncounted.reset(token)
 
 
-_eager: list[Any] = []  # the compiler's stance for each context within which compiled functions run as written
-_eager_lock = Lock()
-
-
-@contextmanager
-def compiled_run_eagerly() -> Iterator[None]:
-    """Return a context in which compiled functions run as they were written; none are if no compiler is loaded.
+def compiled_run_eagerly() -> AbstractContextManager[None]:
+    """Return a context in which compiled functions run as they were written; enter it at once.
 
     Within a dispatch mode they would anyhow, but for those with ``fullgraph=True``, which raise (torch 2.6 to 2.15).
-    The stance is that of all threads: the first that enters sets it, and the last that leaves puts it back.
     """
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with _eager_lock:
-        _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
-    try:
-        yield
-    finally:
-        with _eager_lock:
-            stance = _eager.pop()
-            if not _eager:
-                stance.__exit__(None, None, None)
+    if "torch._dynamo" not in sys.modules:  # no compiler is loaded, which takes long
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -164,15 +149,13 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _touch(self, parameter: Tensor) -> None:
         """Count a parameter, and its gradient, at the first operation that uses it."""
-        try:
-            known = parameter.untyped_storage()._cdata in self._held
-        except (NotImplementedError, RuntimeError):
-            known = False
-        if not known:
-            before = self.live_bytes
-            self._adopt((parameter, parameter.grad))
-            if self.live_bytes > before:
-                self._check(self.live_bytes - before)
+        storage = _storage_of(parameter)
+        if storage is not None and storage._cdata in self._held:
+            return
+        before = self.live_bytes
+        self._adopt((parameter, parameter.grad))
+        if self.live_bytes > before:
+            self._check(self.live_bytes - before)
 
     def _adopt(self, tensors: Iterable[Tensor | None]) -> None:
         for tensor in tensors:
@@ -261,14 +244,8 @@ def _taken(args: Any, kwargs: Any) -> set[int]:
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Return the addresses of the storages of tensors."""
-    found = []
-    for tensor in tensors:
-        storage = _storage_of(tensor)
-        if storage is not None:
-            found.append(storage._cdata)
-        else:
-            found += addresses(plain_tensors(tensor))
-    return found
+    plain = chain.from_iterable(map(plain_tensors, tensors))
+    return [tensor.untyped_storage()._cdata for tensor in plain]
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:

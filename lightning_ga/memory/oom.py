@@ -64,14 +64,20 @@ class Outcome(NamedTuple):
 def attempt(
     run: Callable[..., Any], catches: Callable[[Exception], bool] = is_out_of_memory, *arguments: Any
 ) -> Outcome:
-    """Run something, and free the memory that its failure keeps alive; errors that it does not catch are raised."""
+    """Run something, and drop the frames of its failure; errors that it does not catch are raised.
+
+    If memory ran out, also free what these frames kept alive.
+    """
     try:
         return Outcome(run(*arguments))
     except Exception as error:
         if not catches(error):
             raise
         failure = error
-    release(failure)
+    if may_be_out_of_memory(failure):
+        release(failure)
+    else:
+        _drop_frames(failure)
     return Outcome(failure=failure)
 
 
@@ -84,13 +90,18 @@ def retry_once(run: Callable[[], Any]) -> Any:
 def release(error: BaseException) -> None:
     """Free the memory that an out-of-memory error keeps alive, and return cached blocks to the devices.
 
-    Call it outside the ``except`` block. Frames die with the tracebacks of the error and of its chain.
+    Call it outside the ``except`` block.
     """
-    for link in _linked(error, suppressed=True):
-        link.__traceback__ = None
+    _drop_frames(error)
     _settle_backward_threads()
     gc.collect()
     empty_caches()
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Drop the frames of an error and of its chain: they die with the tracebacks."""
+    for link in _linked(error, suppressed=True):
+        link.__traceback__ = None
 
 
 def empty_caches() -> None:

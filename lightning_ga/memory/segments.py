@@ -4,7 +4,7 @@ The limit of a device applies to what is reserved. Blocks are cut out of segment
 it is free as a whole, so holes between blocks are reserved, too. The rules are those of the native allocators of CUDA
 and XPU (``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream. Of free blocks of one size the allocator
 uses the one whose segment is the oldest, then the one with the lowest address (seen in torch 2.15). Segments from
-before the stream are treated as older the lower they lie; a new one goes into the lowest gap that is large enough.
+before the stream are treated as older the lower they lie.
 """
 
 from bisect import bisect_left, insort
@@ -43,7 +43,7 @@ class Peaks(NamedTuple):
 class Block:
     """A part of a segment, and its neighbours there."""
 
-    address: int
+    place: int  # bytes of the segment before it
     size: int
     small: bool
     age: int
@@ -59,7 +59,7 @@ class Block:
             self.after.before = self
 
 
-Entry = tuple[int, int, int, Block]  # a free block by its size, the age of its segment, and its address
+Entry = tuple[int, int, int, Block]  # a free block by its size, the age of its segment, and its place there
 
 
 class Segments:
@@ -70,7 +70,6 @@ class Segments:
         self.peaks = Peaks(0, 0)
         self._free: dict[bool, list[Entry]] = {True: [], False: []}  # the first that is large enough is taken
         self._ages = count()  # of segments
-        self._spans: list[tuple[int, int]] = []  # of all segments: first address, and first after it
 
     def allocate(self, size: int) -> Block:
         """Allocate a block of at least ``size`` bytes."""
@@ -81,7 +80,7 @@ class Segments:
         least = ROUNDING if small else SMALL + ROUNDING  # a smaller rest is not cut off
         if rest >= least:
             block.size = size
-            self._track(Block(block.address + size, rest, small, block.age, before=block, after=block.after))
+            self._track(Block(block.place + size, rest, small, block.age, before=block, after=block.after))
         self._count(allocated=block.size)
         return block
 
@@ -89,18 +88,17 @@ class Segments:
         """Add an existing segment, some of whose blocks are allocated."""
         blocks: list[Block] = []
         last = None
-        address = segment.address
+        place = 0
         age = next(self._ages)
         for (size, _), is_held in zip(segment.blocks, held):
-            block = last = Block(address, size, segment.small, age, before=last)
+            block = last = Block(place, size, segment.small, age, before=last)
             blocks.append(block)
-            address += size
+            place += size
             if is_held:
                 self._count(allocated=size)
             else:
                 self._track(block)
-        self._count(reserved=address - segment.address)
-        insort(self._spans, (segment.address, address))
+        self._count(reserved=place)
         return blocks
 
     def release(self, block: Block) -> None:
@@ -128,19 +126,8 @@ class Segments:
 
     def _reserve(self, size: int, small: bool) -> Block:
         taken = segment_size(size, small=small)
-        block = Block(self._gap(taken), taken, small, next(self._ages))
-        insort(self._spans, (block.address, block.address + taken))
         self._count(reserved=taken)
-        return block
-
-    def _gap(self, size: int) -> int:
-        """Return the lowest address with so much room behind it."""
-        place = None
-        for start, end in self._spans:
-            if place is not None and start - place >= size:
-                break
-            place = end
-        return place or 0
+        return Block(0, taken, small, next(self._ages))
 
     def _join(self, block: Block) -> None:
         """Make a block free; free neighbours are joined to it."""
@@ -149,7 +136,7 @@ class Segments:
                 self._untrack(neighbour)
                 block.size += neighbour.size
                 if neighbour is block.before:
-                    block.address = neighbour.address
+                    block.place = neighbour.place
                     block.before = neighbour.before
                 else:
                     block.after = neighbour.after
@@ -158,11 +145,11 @@ class Segments:
 
     def _track(self, block: Block) -> None:
         block.free = True
-        insort(self._free[block.small], (block.size, block.age, block.address, block))
+        insort(self._free[block.small], (block.size, block.age, block.place, block))
 
     def _untrack(self, block: Block) -> None:
         free = self._free[block.small]
-        del free[bisect_left(free, (block.size, block.age, block.address))]
+        del free[bisect_left(free, (block.size, block.age, block.place))]
         block.free = False
 
 

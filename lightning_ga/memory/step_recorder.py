@@ -5,6 +5,7 @@ Tested in tests/memory/test_live_tensors.py and tests/integration/test_peak_hold
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from weakref import WeakMethod
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.holders import Origin, StepOrigins
 from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
-from lightning_ga.memory.trace import MemoryTrace, canonical
+from lightning_ga.memory.trace import MemoryTrace, Stream
 from lightning_ga.plan import records as holder
 
 Owned = Callable[[], Mapping[str, Iterable[Tensor]]]  # a method of a training: tensors of its state, by what they are
@@ -25,39 +26,14 @@ _LOSSES = ("log_softmax", "nll_loss", "cross_entropy", "binary_cross_entropy_wit
 
 
 class Recording:
-    """The events of a step so far, and what is known of its storages, by number."""
+    """The stream of a step so far, and what is known of its storages."""
 
-    def __init__(self, floor: int, kinds: dict[int, str]) -> None:
-        self.floor = floor  # bytes alive since the start: storage 0
-        self.events: list[int] = []
-        self.marks: list[int] = []
-        self.initial: list[int] = []  # storages that were alive at the start and died since
-        self.sizes = [0]
-        self.addresses = [0]
-        self.handed_out = [0]  # blocks that an allocator had handed out in the step
-        self.origins: dict[int, Origin] = {}
+    def __init__(self, alive: int, kinds: dict[int, str]) -> None:
+        self.stream = Stream(alive)
+        self.marks: list[int] = []  # places in the stream at which a phase ends
+        self.origins: dict[int, Origin] = {}  # by number
         self.kinds = kinds  # of storages that were there before, by their addresses
-        self.sums: list[tuple[int, int]] = []
-
-    def number(self, size: int, address: int = 0, handed_out: int = 0) -> int:
-        """Add a storage; return its number."""
-        self.sizes.append(size)
-        self.addresses.append(address)
-        self.handed_out.append(handed_out)
-        return len(self.sizes) - 1
-
-    def trace(self, samples: int) -> MemoryTrace:
-        """Return the stream of a step of so many samples."""
-        before = 1 + len(self.initial)
-        return MemoryTrace(
-            samples,
-            sizes=(self.floor, *self.sizes[1:]),
-            events=canonical([0, *self.initial, *self.events]),
-            marks=tuple(before + mark for mark in self.marks),
-            addresses=tuple(self.addresses),
-            sums=tuple(self.sums),
-            handed_out=tuple(self.handed_out),
-        )
+        self.sums: list[tuple[int, int]] = []  # numbers of a gradient, and of its sum with another one
 
 
 class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
@@ -84,7 +60,7 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def mark(self) -> None:
         """Note in the recording that a phase of the step ends here."""
         if self._recording is not None:
-            self._recording.marks.append(len(self._recording.events))
+            self._recording.marks.append(len(self._recording.stream.events))
 
     def note_batch(self, tensors: Iterable[Tensor]) -> None:
         """Note in the recording that these are the batch."""
@@ -103,7 +79,8 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
                 if held.recording is not recording:
                     resident[kind] += held.bytes
         self._recording = None
-        return recording.trace(samples), StepOrigins(recording.origins, resident, complete)
+        trace = replace(recording.stream.trace(samples, recording.marks), sums=tuple(recording.sums))
+        return trace, StepOrigins(recording.origins, resident, complete)
 
     def _owned(self) -> dict[int, str]:
         """Return what storages are to the training, by their addresses; the first owner counts."""
@@ -161,9 +138,8 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
                 address = storage.data_ptr()
                 handed_out = self._allocator.handed_out() - self._blocks_before
             held.recording = recording
-            held.number = recording.number(held.size, address, handed_out)
+            held.number = recording.stream.allocate(held.size, address, handed_out)
             recording.origins[held.number] = self._origin()
-            recording.events.append(held.number)
         return held
 
     def _released(self, held: HeldStorage) -> None:
@@ -172,14 +148,11 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if not held.counts or recording is None:
             return
         if held.recording is recording:
-            number = held.number
-        else:  # alive before the step: an allocation at its start
-            number = recording.number(held.size)
-            recording.initial.append(number)
-            recording.floor -= held.bytes
-            if held.key in recording.kinds:
-                recording.origins[number] = Origin("forward", "", recording.kinds.pop(held.key))
-        recording.events.append(~number)
+            recording.stream.events.append(~held.number)
+            return
+        number = recording.stream.release_older(held.size, held.bytes)
+        if held.key in recording.kinds:
+            recording.origins[number] = Origin("forward", "", recording.kinds.pop(held.key))
 
     def _origin(self) -> Origin:
         operation, is_loss = self._operation

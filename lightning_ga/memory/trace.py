@@ -20,7 +20,6 @@ class Segment(NamedTuple):
     """
 
     small: bool
-    address: int
     blocks: tuple[tuple[int, int], ...]
 
 
@@ -102,6 +101,47 @@ class MemoryTrace:
         """Return the most bytes alive at once among storages that the step makes and releases: these can grow."""
         released = {~event for event in self.events if event < 0}
         return replay(self.sizes, [event for event in self.events if event < 0 or event in released], rounding)
+
+
+class Stream:
+    """The allocations and releases of a step so far."""
+
+    def __init__(self, alive: int) -> None:
+        self.events: list[int] = []
+        self._alive = alive  # bytes since the start
+        self._older: list[int] = []  # storages that were alive at the start and died since
+        self._storages = [(0, 0, 0)]  # of each number: bytes, address, and blocks that an allocator had handed out
+
+    def allocate(self, size: int, address: int = 0, handed_out: int = 0) -> int:
+        """Add a storage; return its number."""
+        number = self._number(size, address, handed_out)
+        self.events.append(number)
+        return number
+
+    def release_older(self, size: int, taken: int) -> int:
+        """Release a storage that was there before, of which ``taken`` bytes counted; return its number."""
+        number = self._number(size)
+        self._older.append(number)
+        self._alive -= taken
+        self.events.append(~number)
+        return number
+
+    def trace(self, samples: int, marks: Iterable[int] = ()) -> MemoryTrace:
+        """Return the stream of a step of so many samples: what was there before is allocated at its start."""
+        sizes, addresses, handed_out = zip(*self._storages)
+        before = 1 + len(self._older)
+        return MemoryTrace(
+            samples,
+            sizes=(self._alive, *sizes[1:]),
+            events=canonical([0, *self._older, *self.events]),
+            marks=tuple(before + mark for mark in marks),
+            addresses=addresses,
+            handed_out=handed_out,
+        )
+
+    def _number(self, size: int, address: int = 0, handed_out: int = 0) -> int:
+        self._storages.append((size, address, handed_out))
+        return len(self._storages) - 1
 
 
 def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> int:

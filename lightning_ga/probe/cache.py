@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 
+from lightning_ga.batch.pytree import open_container
 from lightning_ga.memory.device import total_memory
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult, read_probe
@@ -119,10 +120,9 @@ def describe_step(trainer: Any, small: Any, options: Options, rank_samples: int)
 
 def _value(value: Any) -> Any:
     """Describe structure, shapes and types of a batch; values do not matter."""
-    if isinstance(value, Mapping):
-        return {str(key): _value(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [*map(_value, value)]
+    children = open_container(value)
+    if children is not None:
+        return [(name, _value(inner)) for name, inner in children]
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{tuple(value.shape)} {value.dtype}"
     if isinstance(value, (str, bytes)):
@@ -151,22 +151,17 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
     return described
 
 
-def _code(thing: Any) -> list[str]:
-    """Describe what a function does, or a class with its bases: byte code, constants and names, not their place."""
+def _code(thing: type | types.CodeType) -> list[str]:
+    """Describe what a class with its bases does, or code: byte code, constants and names, not their place."""
     if isinstance(thing, type):
         lines = [f"{thing.__module__}.{thing.__qualname__}"]
         for base in thing.__mro__:
             for _, value in sorted(vars(base).items()):
                 if isinstance(value, types.FunctionType):
-                    lines += _code(value)
+                    lines += _code(value.__code__)
         return lines
-    code = thing
-    if not isinstance(thing, types.CodeType):
-        code = getattr(thing, "__code__", None)
-    if code is None:
-        return [getattr(thing, "__qualname__", type(thing).__qualname__)]
-    lines = [code.co_code.hex(), *code.co_names]
-    for constant in code.co_consts:
+    lines = [thing.co_code.hex(), *thing.co_names]
+    for constant in thing.co_consts:
         if isinstance(constant, types.CodeType):
             lines += _code(constant)
         elif isinstance(constant, (*_PLAIN, bytes, tuple)):

@@ -9,6 +9,7 @@ for each sample or none below some size. Two records of one step differ in these
 have: the tensors, recorded beside them, and their order. Pure.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -94,22 +95,7 @@ def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: 
 
     ``predict`` must not fall as the size grows.
     """
-    low -= 1
-    known: list[tuple[int, int]] = []  # sizes and their peaks: lines through two of them lead near, halving ends there
-    while low < high:
-        middle = (low + high + 1) // 2
-        if len(known) > 1 and len(known) % 3:
-            (one, less), (other, more) = known[-2:]
-            if more != less:
-                middle = one + (budget - less) * (other - one) // (more - less)
-            middle = min(max(middle, low + 1), high)
-        peak = predict(middle)
-        known.append((middle, peak))
-        if peak <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return low - 1 + bisect_right(range(low, high + 1), budget, key=predict)
 
 
 def paired(

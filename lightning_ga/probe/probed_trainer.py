@@ -7,8 +7,7 @@ that a step changes is put back (``compat.steps.isolated``).
 Tested in tests/integration/test_probe.py and tests/integration/test_traceless.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -41,7 +40,7 @@ from lightning_ga.recompute.wrapper import recomputed
 from lightning_ga.snapshot.copies import is_writable, sparse_parameters
 
 FIRST_CHUNKS = 16  # of a window: with more of them a step is slow
-ROW_SAMPLES = (32, 8, 2)  # samples of a pass in which the rows of sparse gradients are counted: the first that fits
+ROW_SAMPLES = (32, 8)  # samples of a pass in which the rows of sparse gradients are counted: the first that fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,6 @@ class TrainingSetup:
 class ProbedTrainer(ProbedTraining):
     """The training of a Trainer: steps on batches of its largest samples, from the same state each."""
 
-    can_warm_up = True
-
     def __init__(
         self, setup: TrainingSetup, restore: Callable[[], None], announce: Callable[[str], object] = nothing
     ) -> None:
@@ -74,11 +71,13 @@ class ProbedTrainer(ProbedTraining):
         self._setup = setup
         self._restore = restore
         self.announce = announce
-        self._gradients: dict[Tensor, int | None] = {}  # parameters with a gradient: its rows if it is sparse
-        self._sparse: list[Tensor] = []  # parameters with a sparse gradient whose rows are not counted yet
-        self._is_assumed = False  # whether these are all that are trained, because no pass has shown which have one
+        self._gradients: dict[Tensor, int | None] = {}  # of a window: parameters, and rows of sparse gradients
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
+
+    def use_batches(self, batches: TrialBatches) -> None:
+        """Run the next steps on other batches."""
+        self.batches = batches
 
     def batch(self, samples: int) -> tuple[Any, Any]:
         """Make a batch of so many samples on the device, and the whole batch that training has beside it."""
@@ -91,25 +90,18 @@ class ProbedTrainer(ProbedTraining):
         return describe_step(self.trainer, small, options, self._setup.rank_samples)
 
     def see_gradients(self) -> None:
-        """See in a small pass which parameters have gradients, unless a step has shown it; count rows of sparse ones.
+        """See in a small pass which parameters have gradients, unless a step has shown that all are dense.
 
-        Samples share rows, so a window has at most as many for each sample as one pass has.
+        Rows of sparse gradients are counted in a larger pass, because samples share rows.
         """
-        if self._gradients and not self._sparse:
+        if self._gradients and not any(self._gradients.values()):
             return
         if not self._gradients:
             self._runs(2)
-        if not self._gradients and not self._sparse:  # the prober will say that nothing fits
+        if not self._gradients:  # the prober will say that nothing fits
             self._gradients = dict.fromkeys(self._trained())
-        if self._sparse:
-            samples = next((size for size in ROW_SAMPLES if self._runs(size)), 0)
-            samples = min(samples, self.batches.most)
-            for parameter in self._sparse if samples else ():
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    rows = parameter.grad.coalesce().indices().shape[1]
-                    most = ceil_div(rows * self._setup.rank_samples, samples)
-                    self._gradients[parameter] = min(len(parameter), most)
-            self._sparse = []
+        if any(self._gradients.values()):
+            any(map(self._runs, ROW_SAMPLES))
         self.reset()
 
     def _runs(self, samples: int) -> bool:
@@ -123,48 +115,24 @@ class ProbedTrainer(ProbedTraining):
         if self._setup.chunks is not None:
             self._setup.chunks.use(None, window=samples)
         batch, _whole = self.batch(samples)
-        run_pass(self.trainer, batch, FIRST_OF_WINDOW, after_backward=partial(self._after_backward, meter))
+        run_pass(self.trainer, batch, FIRST_OF_WINDOW, after_backward=partial(self._note_gradients, meter, samples))
 
-    def _after_backward(self, meter: StepRecorder | None, reached: set[Tensor] | None = None) -> None:
-        """Note that a phase of the step ends, and which parameters have gradients if that is not known yet."""
+    def _note_gradients(self, meter: StepRecorder | None, samples: int) -> None:
+        """Note that a phase of the step ends, and which parameters have gradients after a pass of so many samples.
+
+        A window has at most as many rows of a sparse gradient for each sample as one pass has.
+        """
         if meter is not None:
             meter.mark()
-        if reached:
-            self._drop_unreached(reached)
-        if not self._gradients:
-            self._sparse = []
-            for parameter in self._trained():
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse:
-                    self._sparse.append(parameter)
-                else:
-                    self._gradients[parameter] = None
-
-    @contextmanager
-    def _noting_reached(self) -> Iterator[set[Tensor]]:
-        """Yield a set to which a backward pass adds the parameters that it reaches, while gradients are assumed."""
-        reached = set[Tensor]()
-        assumed = self._gradients if self._is_assumed else ()
-        hooks = []
-        for parameter in assumed:
-            hooks.append(parameter.register_post_accumulate_grad_hook(reached.add))  # type: ignore[no-untyped-call]
-        try:
-            yield reached
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _drop_unreached(self, reached: set[Tensor]) -> None:
-        """Drop assumed gradients that no backward pass has reached, and the state of their parameters."""
-        unreached = self._gradients.keys() - reached
-        self._is_assumed = False
-        self.found_all = not unreached
-        for parameter in unreached:
-            del self._gradients[parameter]
-            parameter.grad = None
-            for optimizer in self.trainer.optimizers:
-                optimizer.state.pop(parameter, None)
+        for parameter in self._trained():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            rows = None
+            if gradient.is_sparse:
+                in_pass = gradient.coalesce().indices().shape[1]
+                rows = min(len(parameter), ceil_div(in_pass * self._setup.rank_samples, samples))
+            self._gradients[parameter] = rows
 
     def _trained(self) -> list[Tensor]:
         return [each for each in self.trainer.lightning_module.parameters() if each.requires_grad]
@@ -181,10 +149,8 @@ class ProbedTrainer(ProbedTraining):
         """Run plain steps, and see again which parameters have gradients."""
         super().forget()
         self._recomputed = ()
-        self._is_assumed = self.found_all = False
-        if self._gradients or self._sparse:
+        if self._gradients:
             self._gradients = {}
-            self._sparse = []
             self.reset()
 
     def survey(self) -> tuple[int, Candidate]:
@@ -208,13 +174,17 @@ class ProbedTrainer(ProbedTraining):
         if chunks is not None:  # a phase ends with the loss, which may need more memory than a chunk
             chunks.use(samples, window=window, on_recompute=meter.mark)
         try:
-            batch, whole = self.batch(window if chunks is not None else samples)
+            in_pass = samples if chunks is None else window
+            batch, whole = self.batch(in_pass)
             meter.note_batch(tensors_in((whole, batch)))
-            place = LAST_OF_WINDOW
-            if chunks is not None or not self._gradients:
-                place = WHOLE_WINDOW
-            with recomputed(self.trainer.lightning_module, self._recomputed), self._noting_reached() as reached:
-                run_pass(self.trainer, batch, place, after_backward=partial(self._after_backward, meter, reached))
+            place = WHOLE_WINDOW
+            after_backward: Callable[[], None] = partial(self._note_gradients, meter, in_pass)
+            if self._gradients:
+                after_backward = meter.mark
+                if chunks is None:
+                    place = LAST_OF_WINDOW
+            with recomputed(self.trainer.lightning_module, self._recomputed):
+                run_pass(self.trainer, batch, place, after_backward=after_backward)
         finally:
             if chunks is not None:
                 chunks.use(samples, window=window)
@@ -271,16 +241,18 @@ class ProbedTrainer(ProbedTraining):
 
         Which sparse gradients there are, and how many rows they have, is seen in a small pass.
         """
-        if not self._gradients and sparse_parameters(self.trainer.lightning_module):
-            self.see_gradients()
-        elif not self._gradients:
-            self._gradients = dict.fromkeys(self._trained())
-            self._is_assumed = True
-        self.found_all = not self._is_assumed
-        self.reset()
-        narrow(self.trainer.lightning_module.parameters())
-        for optimizer in self.trainer.optimizers:
-            optimizer.step(lambda: torch.zeros(()))
+        module = self.trainer.lightning_module
+        try:
+            if not self._gradients and sparse_parameters(module):
+                self.see_gradients()
+            elif not self._gradients:
+                self._gradients = dict.fromkeys(self._trained())
+            self.reset()
+            narrow(module.parameters())
+            for optimizer in self.trainer.optimizers:
+                optimizer.step(lambda: torch.zeros(()))
+        finally:
+            self.put_back()
 
 
 def _is_sum(gradient: Tensor, parameter: Tensor) -> bool:

@@ -13,16 +13,15 @@ from operator import attrgetter
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import may_reserve
 from lightning_ga.memory.oom import attempt, release
-from lightning_ga.plan.records import GRADIENTS, PARAMETERS, Fits, ProbeResult, Trial, still_holds
+from lightning_ga.plan.records import GRADIENTS, Fits, ProbeResult, Trial, still_holds
 from lightning_ga.probe.budget import Budget, DoesNotFitError
 from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import StepMeter, bytes_of
 from lightning_ga.probe.search import Search
-from lightning_ga.probe.trace_sizes import MARGIN, UPDATE, Task, affordable_samples, most_bytes, trace_sizes
+from lightning_ga.probe.trace_sizes import MARGIN, Task, affordable_samples, most_bytes, trace_sizes
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.probe.trials import Trials
 
-WARM_ROOM = 2 * (1 + UPDATE)  # times the bytes of the parameters: for gradients, twice as wide, and what they update
 CLOSEST = 0.25  # share of the budget that a trial may use if nothing can be predicted and running out ends the process
 
 
@@ -79,7 +78,6 @@ class Prober:
     def _peak_of(self, samples: int) -> int | None:
         """Return the peak of a step of so many samples, once there is state in the optimizer; ``None`` if it fails."""
         warmed = attempt(self._training.warm_up, lambda error: isinstance(error, Exception))
-        self._training.put_back()
         if not self._training.agree(warmed.failure is None):
             return None
         trial = self._trials.run(samples, record=False, lenient=True).trial
@@ -133,9 +131,7 @@ class Prober:
         if cautious and not self._training.agree(limit == known.limit):
             return None  # the prediction is for more samples, and none are tried
         self._training.see_gradients()
-        if self._training.can_warm_up:
-            self._training.warm_up()
-            self._training.put_back()
+        self._training.warm_up()
         size = min(2, limit) if cautious else limit
         trial = self._trials.run(size, record=False, lenient=True).trial
         if not trial.fits:
@@ -184,12 +180,7 @@ class Prober:
         return self._result(search, limit)
 
     def _first_step(self, high: int) -> Step | None:
-        """Run a step of two samples if these fit, in which the optimizer may make its state; ``None`` if none fits."""
-        if self._may_warm_up():
-            warm = self._warm_step(high)
-            if warm is not None:
-                return warm
-            self._training.forget()
+        """Run a step of two samples if these fit, in which the optimizer makes its state; ``None`` if none fits."""
         for size in self._training.first_sizes(high):
             step = self._trials.run(size, record=True)
             if step.trial.fits:
@@ -203,26 +194,6 @@ class Prober:
             self._tried.append(step.trial)
         return None
 
-    def _may_warm_up(self) -> bool:
-        """Return whether the optimizer may make its state before the first step, outside of the budget.
-
-        With an allocator, blocks would lie otherwise than in training, where the first step makes the state.
-        """
-        if self._meter.allocator is not None or not self._training.can_warm_up:
-            return False
-        parameters = bytes_of(self._training.owned()[PARAMETERS])
-        has_room = self._meter.room() >= WARM_ROOM * parameters
-        return self._training.agree(has_room and self._training.updates_in_proportion())
-
-    def _warm_step(self, high: int) -> Step | None:
-        """Run a first step that finds the optimizer's state, as later ones do; ``None`` if it fails."""
-        warmed = attempt(self._training.warm_up, lambda error: isinstance(error, Exception))
-        self._training.put_back()
-        if not self._training.agree(warmed.failure is None):
-            return None
-        step = self._trials.run(self._training.first_sizes(high)[0], record=True)
-        return step if step.trial.fits else None
-
     def _new_search(self, high: int, first: Step, *, cautious: bool) -> Search:
         """Return a search that knows what the first step has shown."""
         alive, budget = self._trials.prepare()
@@ -234,23 +205,16 @@ class Prober:
         if first.samples == 1:
             high = 1
         kernels_vary = allocator is not None and not cautious
-        closest = None
-        if cautious:
-            closest = CLOSEST if self._meter.deadly else 1.0
         task = Task(
             high,
             budget,
             rounding,
             in_segments=allocator is not None and allocator.cuts_segments,
             has_margin=may_reserve(self._meter.device, budget + int(MARGIN * budget)),
-            closest=closest,
+            is_cautious=cautious,
+            share=CLOSEST if self._meter.deadly else 1.0,
         )
-        is_traced = self._training.agree(self._training.found_all)
-        search = Search(task, trace_sizes(high, affordable, first.samples, kernels_vary=kernels_vary, traced=is_traced))
-        if is_traced:
-            self._tried.append(first.trial)
-            search.record(first)
-        return search
+        return Search(task, trace_sizes(high, affordable, first.samples, kernels_vary=kernels_vary))
 
     def _next(self, search: Search) -> tuple[int, bool]:
         """Return the next size to try, at most the limit if there is none, and whether to record it."""

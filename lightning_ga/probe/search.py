@@ -77,7 +77,7 @@ class Search:
         """
         is_first = len(self._fitting) < len(self._sizes)
         size, is_unsure = self._next()
-        return size, is_unsure or is_first or self.task.closest is not None
+        return size, is_unsure or is_first or self.task.is_cautious
 
     def _next(self) -> tuple[int, bool]:
         """Return the next size to try, and whether much more might fit."""
@@ -87,8 +87,8 @@ class Search:
         for size in self._sizes:
             if limit < size < self.ceiling:
                 return size, False
-        if self.task.closest is not None:
-            return self._approach(self.task.closest), False
+        if self.task.is_cautious:
+            return self._approach(), False
         guess = self._guess()
         if self.task.rounding > 1 and self._is_enough(guess):
             return limit, False
@@ -100,22 +100,16 @@ class Search:
     def _guess(self) -> int:
         """Guess the limit from the predicted curve and from the trials that contradict it."""
         low = self.limit
-        curve = self._curve
-        if curve is None and self._failed:
+        if self._curve is None and self._failed:
             return _between(low, self.ceiling)
-        if curve is None:
+        if self._curve is None:
             return min(2 * low, self.ceiling - 1)
-        is_exact = self.task.rounding == 1
-        is_large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
         guess = largest_fitting(self._less_margin, low + 1, self.task.high, self.task.budget)
-        if is_large and not is_exact:
-            return self._below_failures(guess)
-        if not is_exact and not self.task.has_margin:
-            # Near an allocator's budget, many more samples may need little more memory. So the guess stays below it by
-            # a hundredth of the size or by HOLE_RESERVE of the budget, whichever leaves more samples.
-            within = self.task.budget - int(HOLE_RESERVE * self.task.budget)
-            spared = largest_fitting(curve.needs, low + 1, guess, within)
-            guess = max(spared, largest_fitting(self._less_margin, low + 1, guess - guess // 100, self.task.budget))
+        if self.task.rounding > 1:
+            if low > max(self._sizes):  # the curve goes through a large step: it is nearly right
+                return self._below_failures(guess)
+            if not self.task.has_margin:
+                guess = self._less_reserve(self._curve, guess)
         if guess < self.ceiling:
             return guess
         # Memory may be fragmented. A step that fits corrects the curve, so one should come soon.
@@ -124,18 +118,28 @@ class Search:
             return spared
         return _between(low, self.ceiling)
 
+    def _less_reserve(self, curve: Curve, guess: int) -> int:
+        """Lower a guess near an allocator's budget, where many more samples may need little more memory.
+
+        By a hundredth of the samples, or until ``HOLE_RESERVE`` of the budget is left: whichever leaves more samples.
+        """
+        within = self.task.budget - int(HOLE_RESERVE * self.task.budget)
+        spared = largest_fitting(curve.needs, self.limit + 1, guess, within)
+        return max(spared, self.limit, guess - guess // 100)
+
     def _below_failures(self, guess: int) -> int:
         """Return a guess that trusts a failure just above more than the last bytes of a prediction."""
-        misses = len(self._failed)
-        if not misses:
+        failures = len(self._failed)
+        if not failures:
             return guess
         middle = _between(self.limit, self.ceiling)
-        if misses > 1 and (not self._steps[-1].trial.fits or guess >= self.ceiling):
+        is_still_misled = not self._steps[-1].trial.fits or guess >= self.ceiling
+        if failures > 1 and is_still_misled:  # the curve has led too far twice, and no step has corrected it
             return middle
         spared = self.ceiling - int(BACKOFF_AFTER_FAILURE * self.ceiling)
         return min(guess, max(middle, min(self.ceiling - 1, spared)))
 
-    def _approach(self, closest: float) -> int:
+    def _approach(self) -> int:
         """Return a larger size that is not near the budget: needed only if the streams do not align."""
         limit = self.limit
         if not limit:
@@ -145,7 +149,7 @@ class Search:
             return limit
         fixed, growing = self._parts()
         # What grows at all grows at most as the square of the samples: attention and similarity matrices do.
-        growth = min(2.0, sqrt(max(0, int(closest * self.task.budget) - fixed) / max(1, growing)))
+        growth = min(2.0, sqrt(max(0, int(self.task.share * self.task.budget) - fixed) / max(1, growing)))
         further = min(int(growth * limit), self.task.high)
         if further > WORTH_A_STEP * limit or further == self.task.high:
             return further
@@ -225,7 +229,7 @@ class Search:
     @property
     def method(self) -> Method:
         """What found the limit."""
-        if self.task.closest is not None:  # no step near the budget may run
+        if self.task.is_cautious:
             return "below" if self._replay is None else "prediction"
         if self._is_proven():
             return "replay"

@@ -16,18 +16,17 @@ _SHARES = (1.0, 0.75, 0.5)  # of the samples that the area allows at the shorter
 
 
 def limits_by_size(
-    confirm: Callable[[Sequence[int]], tuple[int, int]], limit: int, *, longest: int, shorter: int, high: int
+    confirm: Callable[[Sequence[int]], tuple[int, int]], limit: int, *, longest: int, shorter: int
 ) -> tuple[SizeLimits, int]:
     """Return the limits for micro-batches, of which ``limit`` samples fit at the longest, and the steps run so far.
 
-    ``confirm`` returns the first of some numbers of samples of the shorter size that fits, or 0, and those steps;
-    ``high`` is the most samples that are of use.
+    ``confirm`` returns the first of some numbers of samples of the shorter size that fits, or 0, and those steps.
 
     Examples:
-        >>> limits_by_size(lambda sizes: (sizes[1], 6), 8, longest=400, shorter=50, high=256)
+        >>> limits_by_size(lambda sizes: (sizes[1], 6), 8, longest=400, shorter=50)
         (SizeLimits(budget=3360, samples=48, offset=20), 6)
     """
-    most = min(high, ceil_div(limit * longest, shorter))
+    most = ceil_div(limit * longest, shorter)
     if most <= limit:
         return SizeLimits(limit * longest, limit), 0
     shares = [int(share * most) for share in _SHARES]

@@ -25,15 +25,12 @@ class Task:
     rounding: int = 1  # of the allocator, in bytes: 512 on CUDA; sizes are exact to the byte if it is 1
     in_segments: bool = False  # whether the budget bounds the segments that blocks are cut out of
     has_margin: bool = False  # whether there is one percent more than the budget, for an allocator's holes
-    closest: float | None = None  # share of the budget that trials may come to, if the search is cautious
+    is_cautious: bool = False  # whether no step near the budget may run
+    share: float = 1.0  # of the budget: what a cautious search lets a step take that it cannot predict
 
 
-def trace_sizes(
-    high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False, traced: bool = False
-) -> tuple[int, ...]:
+def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False) -> tuple[int, ...]:
     """Choose the sizes of the first traces, none below the ``first`` step: they fit for sure, yet lie apart.
-
-    If the first step is ``traced`` as it is in training, it is one of them.
 
     Kernels of an accelerator use other temporaries for larger inputs, so there the traces are as large as a quarter of
     the memory allows.
@@ -45,10 +42,7 @@ def trace_sizes(
     second = min(affordable // 4, high // 2)
     if kernels_vary and second > 8:
         return (second // 2, second)
-    pairs = [(first, 2 * first)]
-    if not traced:
-        pairs.insert(0, (2 * first, 4 * first))
-    for pair in pairs:
+    for pair in ((2 * first, 4 * first), (first, 2 * first)):
         if pair[1] <= min(high, affordable):
             return pair
     return (first, first + 1)

@@ -104,10 +104,11 @@ def find_limit(
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:  # also from the cache, whose key does not tell how large smaller samples are
             longest = setup.sizes.largest
-            limit = found.limit
-            shorter, training.batches = setup.sizes.trials_of_smaller(ceil_div(limit * longest, high), batches.cutter)
+            size_for_high = ceil_div(found.limit * longest, high)  # smaller samples: more than ``high`` in the area
+            shorter, smaller_batches = setup.sizes.trials_of_smaller(size_for_high, batches.cutter)
+            training.use_batches(smaller_batches)
             confirm = partial(prober.confirm, predict_only=predict_only)
-            limits, steps = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
+            limits, steps = limits_by_size(confirm, found.limit, longest=longest, shorter=shorter)
             found = replace(found, sizes=limits, steps=steps or found.steps)
         if is_new and cache_key is not None:
             remember(cache_key, found)
@@ -176,7 +177,6 @@ def _chosen_within(budget: Budget, training: ProbedTrainer, root: Candidate, siz
     trials = Trials(training, StepMeter(training.device, training), budget.asked)
     with trials.running():
         warmed = attempt(training.warm_up).failure is None
-        training.put_back()
         alive, budget_bytes = trials.prepare()
         budget_bytes = training.smallest(budget_bytes)
         if not training.agree(warmed and alive <= budget_bytes):

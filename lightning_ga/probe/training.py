@@ -23,9 +23,6 @@ class ProbedTraining:
     made is kept when the training is put back, and given to the next trial.
     """
 
-    can_warm_up = False  # whether the optimizer's state can be made without a training step
-    found_all = False  # whether the first step has found the gradients and the optimizer's state that later ones find
-
     def __init__(self) -> None:
         self._stepping: WeakSet[Optimizer] = WeakSet()
         self._warm: list[tuple[Optimizer, dict[Any, Any]]] = []
@@ -70,8 +67,7 @@ class ProbedTraining:
         return bool(value)
 
     def warm_up(self) -> None:
-        """Make the optimizer's state without a training step, if ``can_warm_up``."""
-        raise NotImplementedError
+        """Make the optimizer's state without a training step, if that can be done."""
 
     def forget(self) -> None:
         """Forget the state that optimizers made, and what else is known of a limit that does not hold any more."""

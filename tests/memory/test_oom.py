@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_ga.memory import oom
 from lightning_ga.memory.oom import attempt, is_ambiguous_out_of_memory, is_out_of_memory
 
 OUT_OF_MEMORY = """
@@ -95,21 +96,28 @@ def test_errors_that_have_to_do_with_one_count_or_do_not(error: BaseException, c
     assert not is_ambiguous_out_of_memory(error)
 
 
-def fail(pinned: list[weakref.ref[torch.UntypedStorage]]) -> None:
+def fail(pinned: list[weakref.ref[torch.UntypedStorage]], kind: type[Exception] = torch.OutOfMemoryError) -> None:
     activation = torch.ones(1000)
     pinned.append(weakref.ref(activation.untyped_storage()))
     try:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    except RuntimeError as error:
+        raise kind("CUDA out of memory")
+    except Exception as error:
         raise RuntimeError(f"wrapped, {len(activation)} samples") from error
 
 
-def test_an_attempt_frees_what_its_failure_pins_and_raises_what_it_is_not_for() -> None:
-    """Its error comes back without the frames of what failed; another error keeps them."""
+def test_an_attempt_frees_what_its_failure_pins_and_raises_what_it_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error comes back without the frames of what failed; another error keeps them.
+
+    Garbage is collected, and caches are emptied, only if memory ran out.
+    """
     pinned: list[weakref.ref[torch.UntypedStorage]] = []
     failure = attempt(lambda: fail(pinned)).failure
     assert "wrapped, 1000 samples" in str(failure)
     assert pinned[0]() is None
     assert attempt(lambda: 3).result == 3
+    monkeypatch.setattr(oom, "release", lambda error: pytest.fail("memory did not run out"))
+    pinned.clear()
+    assert "wrapped" in str(attempt(lambda: fail(pinned, ValueError), lambda error: True).failure)
+    assert pinned[0]() is None
     with pytest.raises(RuntimeError, match="wrapped"):
         attempt(lambda: fail(pinned), lambda error: False)

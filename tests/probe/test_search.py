@@ -52,10 +52,10 @@ def test_the_limit_is_always_found(stream, high, traced, sizes, data):
     assert len(device.tried) == len(set(device.tried)) <= 25
 
 
-def test_a_first_step_that_is_as_later_ones_is_one_of_two_traces():
-    assert trace_sizes(100, 100, traced=True) == (2, 4)
+def test_traces_lie_apart_as_far_as_there_is_room():
     assert trace_sizes(100, 100) == (4, 8)
-    assert trace_sizes(100, 3, traced=True) == trace_sizes(100, 3) == (2, 3)
+    assert trace_sizes(100, 7) == trace_sizes(4, 100) == (2, 4)
+    assert trace_sizes(100, 3) == trace_sizes(3, 100) == (2, 3)
 
 
 class Allocator(FakeDevice):
@@ -154,7 +154,7 @@ def test_what_is_approached_from_below_never_runs_out_of_memory(stream, high, da
 
     device = Unaligned(stream, 0)
     device.budget = data.draw(st.integers(device.trace(8).peak(), device.trace(high + 20).peak() + 1))
-    search = run(device, Search(Task(high, device.budget, closest=1.0)))
+    search = run(device, Search(Task(high, device.budget, is_cautious=True)))
     assert search.ceiling == high + 1
     assert search.predicted <= device.limit(high)
 

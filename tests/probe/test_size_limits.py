@@ -29,7 +29,7 @@ def test_whatever_the_limits_allow_fits(fixed, by_size, squared, longest, data):
         assert sizes[-1] > limit  # fewer are known to fit
         return next((size for size in sizes if needs(size, shorter) <= room), 0), 1
 
-    found, _ = limits_by_size(confirm, limit, longest=longest, shorter=shorter, high=high)
+    found, _ = limits_by_size(confirm, limit, longest=longest, shorter=shorter)
     assert limit <= found.samples <= max(limit, high)
     for size in range(1, longest + 1):
         samples = min(found.samples, found.budget // (size + found.offset))
@@ -41,4 +41,4 @@ def test_nothing_is_tried_where_all_fits_at_the_longest() -> None:
     def confirm(sizes: Sequence[int]) -> tuple[int, int]:
         raise AssertionError
 
-    assert limits_by_size(confirm, 64, longest=9, shorter=9, high=64) == (SizeLimits(576, 64), 0)
+    assert limits_by_size(confirm, 64, longest=9, shorter=9) == (SizeLimits(576, 64), 0)

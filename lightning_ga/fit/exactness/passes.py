@@ -25,7 +25,7 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.compat.steps import PassPlace, isolated, run_pass
 from lightning_ga.fit.exactness.differences import Gradient
-from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
+from lightning_ga.memory.live_tensors import LiveTensorMeter, compiled_run_eagerly, uncounted
 from lightning_ga.snapshot.copies import checksums, copied_if_possible, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, reseed
 from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
@@ -100,10 +100,22 @@ class Passes:
             ends = not self._in_step or number == len(batches) - 1
             run_pass(self.trainer, copied_if_possible(batch), PassPlace(begins=begins, ends=ends))
             with uncounted():
-                gradients.append([_gradient(parameter) for parameter in self._trained])
+                gradients.append([self._gradient(parameter) for parameter in self._trained])
         if watched:
             self.changed = tuple(name for name, mark in self._state().items() if mark != before.get(name))
         return gradients
+
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        """Return the gradient, zeros if there is none, on the host, where nothing counts it.
+
+        There it is taken as it is: the next pass makes another.
+        """
+        if parameter.grad is None:
+            return torch.zeros_like(parameter, device="cpu").detach()
+        gradient = parameter.grad.to_dense()
+        if self.is_on_host and not LiveTensorMeter.active:
+            return gradient
+        return gradient.to("cpu", copy=True)
 
     def _state(self) -> dict[str, Any]:
         """Return marks of all that a pass should not change, by name: weights, buffers, attributes that pickle.
@@ -151,13 +163,6 @@ class _Marks(pickle.Pickler):
         if id(value) in self._known or isinstance(value, _OPAQUE):
             return str, ("",)
         return NotImplemented
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    """Return a copy of the gradient on the host, zeros if there is none."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter, device="cpu").detach()
-    return parameter.grad.to_dense().to("cpu", copy=True)
 
 
 @torch.no_grad()
