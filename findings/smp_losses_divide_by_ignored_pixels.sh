@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# segmentation-models-pytorch 0.6.0, SoftBCEWithLogitsLoss and SoftCrossEntropyLoss, which its page calls a drop-in
-# replacement for torch.nn.CrossEntropyLoss, both with ignore_index: the loss of an ignored pixel is 0, but the mean is
-# over all pixels, also over the ignored ones. PyTorch's mean is over the pixels that count. So the loss and the
-# gradient shrink with the share of ignored pixels, and a batch of sparsely labelled or padded images makes a smaller
-# step.
+# segmentation-models-pytorch 0.6.0, SoftCrossEntropyLoss, by its docstring a drop-in replacement for
+# torch.nn.CrossEntropyLoss, and SoftBCEWithLogitsLoss, both with ignore_index: the loss of an ignored pixel is 0, but
+# the mean is over all pixels, also over the ignored ones. PyTorch's mean is over the pixels that count. So the larger
+# the share of ignored pixels is, the smaller are the loss and the gradient, and a batch of sparsely labelled or padded
+# images makes a smaller step.
 #
 # Seen, half of the pixels ignored: both give 0.5 times PyTorch's loss and gradient. Without ignored pixels they give
 # the same.
