@@ -2,8 +2,8 @@
 # TorchRL 0.14.1, ReplayBuffer with SamplerWithoutReplacement: a loop "for batch in buffer" does not begin a pass, it
 # goes on with the pass that the sampler is in. If a loop was left early, as PPO does when the policy has changed too
 # much, the next loop yields only the elements that were left. extend() with new data begins a new pass only if the
-# length of the storage changes. If the storage is full and is overwritten, the next loop leaves most of the new data
-# out, in silence. empty() before extend() helps.
+# length of the storage changes. If the storage is full and is overwritten, the next loop leaves out as many of the new
+# elements as were read of the old ones, in silence. empty() before extend() helps.
 #
 # Seen, ten elements in batches of four, a loop that is left after the first batch: the next loop yields 6 elements.
 # After extend() with ten others it yields 6 of these from a storage of ten, and everything from a storage of twenty.
