@@ -116,7 +116,8 @@ class Viewed(Wide):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         views = self.settings["views"]
-        return loss(self.net, batch[0].repeat(views, 1), batch[1].repeat(views))
+        inputs, targets = (torch.cat([field] * views) for field in batch[:2])
+        return loss(self.net, inputs, targets)
 
 
 @pytest.mark.parametrize(("before", "now"), [(20, 1), (1, 20)])
