@@ -170,8 +170,6 @@ class Prober:
             step = self._trials.run(size, record=record)
             self._tried.append(step.trial)
             search.record(step)
-        if search.task.in_segments:
-            self._training.put_back()
         limit = search.limit
         if cautious:
             limit = self._training.smallest(search.predicted)
@@ -218,9 +216,6 @@ class Prober:
 
     def _next(self, search: Search) -> tuple[int, bool]:
         """Return the next size to try, at most the limit if there is none, and whether to record it."""
-        if search.task.in_segments:
-            self._trials.prepare()
-            search.begin_at(self._meter.layout())
         size, record = search.propose()
         size = self._training.useful(self._training.smallest(size), search.limit)
         if size >= search.ceiling:
