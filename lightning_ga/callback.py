@@ -111,10 +111,9 @@ class AutoAccumulate(Callback):
         cache: bool = True,
         scale_beta2: None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        self._given = given
-        self._request, self._options = read_arguments(given)
+        self._request, self._options = read_arguments(self._given)
         self._fit: Fit | None = None  # the last one
         self._is_fitting = False
         self._reporter: OomReporter | None = None

@@ -52,10 +52,7 @@ class NoiseScale(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse what cannot be measured, and watch the gradients of normalisation layers."""
-        fit: Any = None
-        for each in trainer.callbacks:
-            if isinstance(each, AutoAccumulate):
-                fit = each._fit
+        fit: Any = next((each._fit for each in trainer.callbacks if isinstance(each, AutoAccumulate)), None)
         self._norms = []
         for layer in pl_module.modules():
             if isinstance(layer, NORMS):

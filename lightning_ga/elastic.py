@@ -130,7 +130,7 @@ class CheckpointEvery(Callback):
         is_step = not self._is_time and self._step % self._every == 0
         self._is_due = self._is_due or is_step or any_rank(trainer, is_time)
         self._all_end = any_rank(trainer, self._ends)
-        if (self._is_due or self._all_end) and not is_cut_in_step(trainer):
+        if (self._is_due or self._all_end) and not any(fit.windows.in_step for fit in fits_of(trainer)):
             self.save(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -240,11 +240,6 @@ def fits_of(trainer: Any) -> list[Any]:
     """Return the fits of AutoAccumulate."""
     found = [getattr(each, "_fit", None) for each in trainer.callbacks if hasattr(each, "optimizer_steps")]
     return [fit for fit in found if fit is not None and fit.plan is not None]
-
-
-def is_cut_in_step(trainer: Any) -> bool:
-    """Return whether the step cuts the data, so that a run can continue at the end of an epoch only."""
-    return any(fit.windows.in_step for fit in fits_of(trainer))
 
 
 def facts_of(trainer: Any) -> dict[str, Any]:

@@ -18,15 +18,16 @@ def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
     from lightning_ga.app.sweep_report import sweep_page
 
     sweep = read_sweep(folders[0])
-    place = path or folders[0] / PAGE
-    if len(folders) == 1 and sweep is not None:
-        write_text(place, sweep_page(folders[0], sweep))
-        return place
-    if len(folders) > 1:
-        place = path or Path(PAGE)
     with_runs = [folder for folder in folders if (folder / CONFIG).is_file()]
-    runs = [*map(read_run, with_runs or folders[:1])]
-    write_text(place, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
+    if sweep is not None and len(folders) == 1:
+        text = sweep_page(folders[0], sweep)
+    elif len(with_runs) > 1:
+        text = comparison_page([*map(read_run, with_runs)])
+    else:
+        text = run_page(read_run(next(iter(with_runs), folders[0])))
+    home = folders[0] if len(folders) == 1 else Path()
+    place = path or home / PAGE
+    write_text(place, text)
     return place
 
 

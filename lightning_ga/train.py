@@ -99,15 +99,13 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
         finally:
             os.environ[FULL_ERROR] = "1"
 
-    before = sys.argv
-    sys.argv = [sys.argv[0], *given]
     os.environ[FULL_ERROR] = "1"  # Hydra then raises errors, and prints nothing
     parsing.start()
     try:
-        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")(job)()
+        with patch.object(sys, "argv", [sys.argv[0], *given]):
+            hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")(job)()
     finally:
         parsing.stop()
-        sys.argv = before
         os.environ.pop(FULL_ERROR, None)
         ran: Any = HydraConfig.instance().cfg  # in this process if other processes ran the jobs, too: OwnFolder sets it
         if ran is not None and ran.hydra.mode == RunMode.MULTIRUN:
@@ -177,8 +175,8 @@ def in_order(arguments: Sequence[str]) -> list[str]:
 
 def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Overrides for all ranks but the first: they tell and keep nothing, in no folder that their own clock names."""
-    added = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
-    added.append(f"hydra.run.dir=${{paths.output_root}}/{FOLDER}")
+    folder = f"hydra.run.dir=${{paths.output_root}}/{FOLDER}"
+    added = ["hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null", folder]
     keys = [argument.lstrip("+").partition("=")[0] for argument in arguments]
     if is_first_rank(environment):
         return []

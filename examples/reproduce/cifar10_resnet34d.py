@@ -81,9 +81,9 @@ def ours(folder: Path, overrides: list[str]) -> Measured:
     run = trained(folder, overrides)
     chunks = run.plan["plan"]["chunks"][0]
     exactness = run.plan.get("exactness") or {}
-    config = run.config
-    net = build_timm(config["model"]["name"], num_classes=10, in_chans=config["data"]["channels"])
-    net = to_group_norm(net) if config["model"]["group_norm"] else net
+    settings = run.settings
+    net = build_timm(settings["model.name"], num_classes=10, in_chans=settings["data.channels"])
+    net = to_group_norm(net) if settings["model.group_norm"] else net
     last = {name: points[-1][1] for name, points in run.curves.items()}
     values = {
         "micro_batches": cut_text(chunks),
@@ -91,7 +91,7 @@ def ours(folder: Path, overrides: list[str]) -> Measured:
         "train": last["train/loss"],
         "val": last["val/loss"],
         "accuracy": last["val/acc"],
-        "peak": window_peak(net, torch.optim.Adam, chunks, (config["data"]["channels"], 32, 32)),
+        "peak": window_peak(net, torch.optim.Adam, chunks, (settings["data.channels"], 32, 32)),
     }
     return Measured(values, {"train": curve(run, "train/loss"), "val": curve(run, "val/loss")})
 

@@ -5,7 +5,6 @@ import re
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from inspect import Parameter
 from pkgutil import resolve_name
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -14,7 +13,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from lightning_ga.app.mistakes import one_line
-from lightning_ga.app.other_tools import LIBRARIES
+from lightning_ga.app.other_tools import LIBRARIES, by_nearest
 from lightning_ga.errors import UserError
 
 UNIONS = (Union, types.UnionType)
@@ -70,21 +69,20 @@ def check_call(key: str, keys: Mapping[Any, str], content: Mapping[Any, Any], *,
         if name.startswith("_") and name.endswith("_"):  # for Hydra
             continue
         if name in known:
+            annotation = known[name].annotation
             is_true = failed or (is_library and value is not None) or is_typed(keys[name])
-            if is_true and not fits_parameter(value, known[name]):
-                takes = f"{target.__name__} takes {described(known[name].annotation)} as {name}"
-                raise UserError(f"{keys[name]}={written(value)} does not fit: {takes}.")
+            if is_true and type(value) is not type(known[name].default) and not fits(value, annotation):
+                takes = f"{target.__name__} takes {described(annotation)} as {name}"
+                raise UserError(f"{keys[name]}={as_typed(value)} does not fit: {takes}.")
         elif is_closed or (failed and known):
-            refuse_unknown(f"{key}.{name}={written(value)}", target.__name__, name, known)
+            refuse_unknown(f"{key}.{name}={as_typed(value)}", target.__name__, name, known)
     if failed and not content.get("_partial_"):
         require_all(key, target.__name__, known, content)
 
 
 def refuse_unknown(word: str, target: str, name: str, known: Known) -> NoReturn:
     """Refuse an argument that a class does not have, with the nearest one and all others."""
-    hint = ": it"
-    for nearest in get_close_matches(name, known, n=1, cutoff=0.6):
-        hint = f"; did you mean {nearest}? It"
+    hint = by_nearest(name, known, "; did you mean {}? It", ": it", cutoff=0.6)
     listed = [one for one, parameter in known.items() if parameter.annotation is not type(None)]  # some are removed
     raise UserError(f"{word}: {target} got an unexpected keyword argument {name!r}{hint} takes {', '.join(listed)}.")
 
@@ -106,9 +104,8 @@ def found_at(key: str, path: str) -> Any:
         return resolve_name(path)
     except Exception as error:  # modules raise anything
         home, _, name = path.rpartition(".")
-        remedy = "give the full name of a class that Python finds."
-        for nearest in get_close_matches(name, dir(sys.modules.get(home, object)), n=1, cutoff=0.6):
-            remedy = f"did you mean {home}.{nearest}?"
+        nearest = by_nearest(name, dir(sys.modules.get(home, object)), f"did you mean {home}.{{}}?", cutoff=0.6)
+        remedy = nearest or "give the full name of a class that Python finds."
         raise UserError(f"{key}={path} cannot be imported ({one_line(error)}): {remedy}") from error
 
 
@@ -158,13 +155,6 @@ def arguments_of(target: Any) -> tuple[Known, bool]:
     return known, False
 
 
-def fits_parameter(value: Any, parameter: Parameter) -> bool:
-    """Whether a plain value is of the annotation's kind, or of the default's own; what is to be built is."""
-    if value == "???" or (isinstance(value, Mapping) and "_target_" in value):
-        return True
-    return type(value) is type(parameter.default) or fits(value, parameter.annotation)
-
-
 def kind_of(annotation: Any) -> Any:
     """The entry of ``KINDS`` that an annotation is; ``Callable`` if it has to be built, ``None`` if not known."""
     origin = get_origin(annotation) or annotation
@@ -211,7 +201,7 @@ def described(annotation: Any) -> str:
     return " or ".join(texts)
 
 
-def written(value: Any) -> str:
-    """A value as it is typed."""
+def as_typed(value: Any) -> str:
+    """A value as the command line takes it."""
     text = str(value).replace("'", "")
     return {"None": "null", "True": "true", "False": "false"}.get(text, text)

@@ -28,8 +28,8 @@ KEPT = "finished branches are kept, and the same command continues with the othe
 def branch_from(typed: Sequence[str], measure: Callable[..., Any], *, description: str) -> None:
     """Measure for ``ckpt_path=RUN`` with further keys, as they are typed, and print a table."""
     parameters = signature(measure).parameters
-    keys = {"ckpt_path": "RUN", "batch": None, "samples": None, "trainer": dict.fromkeys(OF_TRAINER)}
-    keys |= {name: parameters[name].default for name in OF_BRANCHES}
+    defaults = {name: parameters[name].default for name in OF_BRANCHES}
+    keys = {"ckpt_path": "RUN", "batch": None, "samples": None, "trainer": dict.fromkeys(OF_TRAINER), **defaults}
     if {"-h", "--help"} & {*typed}:
         print(f"{description}\n{OmegaConf.to_yaml(OmegaConf.create(keys))}")
         return
@@ -73,7 +73,7 @@ def composed(keys: dict[str, Any], typed: Sequence[str]) -> dict[str, Any]:
 def batch_of(cfg: Any, folder: Path) -> int:
     """Return the effective batch of a run, unless its batch or its rate followed a schedule."""
     section = cfg.get("accumulate") or {}
-    is_scheduled = any(OmegaConf.is_dict(section.get(key)) for key in ("effective_batch_size", "accumulate"))
-    if is_scheduled or section.get("scale_lr", "none") != "none":
+    schedules = (section.get("effective_batch_size"), section.get("accumulate"))
+    if any(map(OmegaConf.is_dict, schedules)) or section.get("scale_lr", "none") != "none":
         raise UserError("The run's batch or learning rate followed a schedule: give batch=…, which the rate is for.")
     return int(read_json(folder / PLAN)["plan"]["effective_batch_size"])

@@ -4,7 +4,7 @@ Tested in tests/app/test_train.py.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import isclass
@@ -26,17 +26,19 @@ from lightning_ga.app.folders import require_free
 from lightning_ga.app.metric import OptimizedMetric
 from lightning_ga.app.mistakes import is_named, link_of
 from lightning_ga.app.pictures import Pictures
-from lightning_ga.app.plan_report import PlanReport, schedule_text
+from lightning_ga.app.plan_report import PlanReport
 from lightning_ga.app.progress_lines import EpochLine, quiet_lightning
 from lightning_ga.app.settings import Progress, Settings, Task
 from lightning_ga.checkpoints import AtomicCheckpointIO
 from lightning_ga.elastic import CheckpointEvery
 from lightning_ga.errors import UserError
-from lightning_ga.plan.batch_schedule import PiecewiseSchedule, as_schedule
 
 GET = "hydra.utils.get_method"
-SCHEDULED = ("effective_batch_size", "accumulate")  # keys of the section accumulate that may change in training
-SHORT_NAMES = {"normalize": "lightning_ga.counters", **dict.fromkeys(SCHEDULED, "lightning_ga.schedule")}  # by key
+SHORT_NAMES = {  # where names without dots are looked for, by key of the section accumulate
+    "normalize": "lightning_ga.counters",
+    "effective_batch_size": "lightning_ga.schedule",
+    "accumulate": "lightning_ga.schedule",
+}
 NO_VALUES = {"Schedule", "ScheduleLike", "as_schedule", "count_items"}  # of the public names of these modules
 
 
@@ -56,7 +58,7 @@ def build(cfg: DictConfig, settings: Settings, folder: Path) -> BuiltRun:
     """Seed, and build data, model and Trainer."""
     if settings.seed is not None:
         lightning.seed_everything(settings.seed, workers=True, verbose=False)
-    torch.set_float32_matmul_precision((cfg.get("precision") or {}).get("float32_matmul", "highest"))
+    torch.set_float32_matmul_precision(OmegaConf.select(cfg, "precision.float32_matmul", default="highest"))
     metric = OptimizedMetric(settings.optimized_metric, getattr(settings.optimized_direction, "name", None))
     if settings.elastic and settings.task is Task.fit:
         keep_effective_batch(cfg)
@@ -87,9 +89,7 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
     if cfg.get("accumulate"):
         use_full_names(cfg.accumulate)
         callbacks.append(make(cfg, "accumulate"))
-    batches = schedule_of(cfg)
-    text = schedule_text(batches, "factor " if batches is not None and batches.name == "accumulate" else "")
-    callbacks += [PlanReport(folder, dry_run=settings.dry_run, schedule=text), metric]
+    callbacks += [PlanReport(folder, dry_run=settings.dry_run), metric]
     loggers = []
     has_bar = False
     if not settings.dry_run:
@@ -97,7 +97,7 @@ def build_trainer(cfg: DictConfig, settings: Settings, folder: Path, metric: Opt
         if settings.checkpoint_every is not None:
             callbacks.append(CheckpointEvery(folder / "checkpoints", settings.checkpoint_every))
         if settings.progress is not Progress.none:
-            callbacks.append(EpochLine(batches))
+            callbacks.append(EpochLine())
         loggers = make_all(cfg, "logger")
         wants_bar = settings.progress is Progress.bar or (settings.progress is Progress.auto and sys.stdout.isatty())
         has_bar = wants_bar or has_kind(callbacks, ProgressBar)
@@ -157,21 +157,6 @@ def full_name(key: str, name: str, home: str) -> str:
     return f"{home}.{name}"
 
 
-def schedule_of(cfg: DictConfig) -> PiecewiseSchedule | None:
-    """How the configuration changes the batch or the factor in training, if it is written as a mapping or schedule."""
-    section: Any = cfg.get("accumulate") or {}
-    for key in SCHEDULED:
-        if not OmegaConf.is_dict(section.get(key)):
-            continue
-        content = make(cfg, f"accumulate.{key}")
-        if key == "accumulate" and isinstance(content, dict):
-            content = {0: 1, **content}
-        batches = as_schedule(content, name=key)
-        if isinstance(batches, PiecewiseSchedule):
-            return batches
-    return None
-
-
 def starts_processes(cfg: DictConfig) -> bool:
     """Whether the Trainer starts processes itself, which begin with this one's command line."""
     with quiet_lightning():
@@ -191,9 +176,19 @@ def require_one_run(trainer: Trainer, cfg: DictConfig, folder: Path) -> None:
 
 
 def make(cfg: DictConfig, key: str, **arguments: Any) -> Any:
-    """Build what a key names."""
+    """Build what a key names, of plain dicts and lists, which checkpoints can contain."""
     with typed_told(key):
-        return built(OmegaConf.select(cfg, key), key, arguments)
+        node: Any = OmegaConf.select(cfg, key)
+        raw = OmegaConf.to_container(node)
+        content = OmegaConf.to_container(node, resolve=True)
+        check_arguments(key, raw, content)
+        OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+        try:
+            return instantiate(content, **arguments, _convert_="all")
+        except Exception as error:
+            if link_of(UserError, error) is None:
+                check_arguments(key, raw, content, failed=True)
+            raise
 
 
 @contextmanager
@@ -209,20 +204,6 @@ def typed_told(key: str) -> Iterator[None]:
             error.add_note(f"Typed there: {', '.join(unnamed)}.")
         if f"{key}._target_=" in " ".join(typed) and f"{key}=own" not in words:
             error.add_note(f"{key}._target_ alone keeps the keys of the {key} that is chosen: add {key}=own.")
-        raise
-
-
-def built(node: Any, key: str, arguments: Mapping[str, Any]) -> Any:
-    """Build a node of plain dicts and lists, which checkpoints can contain."""
-    raw = OmegaConf.to_container(node)
-    content = OmegaConf.to_container(node, resolve=True)
-    check_arguments(key, raw, content)
-    OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    try:
-        return instantiate(content, **arguments, _convert_="all")
-    except Exception as error:
-        if link_of(UserError, error) is None:
-            check_arguments(key, raw, content, failed=True)
         raise
 
 

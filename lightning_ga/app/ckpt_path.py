@@ -52,14 +52,16 @@ def folders_of(run: Path) -> list[Path]:
 def in_folder(folder: Path, name: str) -> Path:
     """``NAME.ckpt``; the best one may have another name, or be in the folder of an earlier run: the last one tells."""
     path = folder / f"{name}.ckpt"
-    with suppress(UserError, LookupError, AttributeError):
-        if name == "best" and not path.is_file():
-            states = read_safely(folder / "last.ckpt")["callbacks"]
-            optimized = states.get("OptimizedMetric", {}).get("name")
-            watching = [state for state in states.values() if state.get("monitor") and state.get("best_model_path")]
-            chosen = min(watching, key=lambda state: state["monitor"] != optimized, default=None)
-            best = Path(chosen["best_model_path"]) if chosen else path
-            path = best if best.is_file() else folder / best.name
+    if name != "best" or path.is_file():
+        return path
+    with suppress(UserError, LookupError, AttributeError, ValueError):  # no last one, or none of its callbacks watches
+        states = read_safely(folder / "last.ckpt")["callbacks"]
+        optimized = states.get("OptimizedMetric", {}).get("name")
+        watching = [state for state in states.values() if state.get("monitor") and state.get("best_model_path")]
+        best = min(watching, key=lambda state: state["monitor"] != optimized)
+        path = Path(best["best_model_path"])
+        if not path.is_file():
+            path = folder / path.name
     return path
 
 

@@ -10,6 +10,8 @@ from lightning.pytorch import LightningModule
 from lightning_ga.app.run_files import LOADING, WEIGHTS, write_text
 from lightning_ga.checkpoints import AtomicCheckpointIO
 
+VARIABLE = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+
 
 def save_weights(folder: Path, model: LightningModule, checkpoint: Mapping[str, Any]) -> str:
     """Write ``weights.pt`` and the lines that load it, which are returned; a timm network comes without its module.
@@ -37,9 +39,8 @@ def arguments_of(kind: type, given: Mapping[str, Any]) -> list[str]:
     """The arguments of a class as they are written in Python, of which some are given."""
     words = []
     for name, parameter in signature(kind).parameters.items():
-        is_variable = parameter.kind in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
         if name in given:
             words.append(f"{name}={given[name]!r}")
-        elif parameter.default is Parameter.empty and not is_variable:
+        elif parameter.default is Parameter.empty and parameter.kind not in VARIABLE:
             words.append(f"{name}=...")
     return words

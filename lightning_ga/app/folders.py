@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
 from glob import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.app.mistakes import explain
-from lightning_ga.app.run_files import PLAN, RESULT, read_config, read_json
+from lightning_ga.app.run_files import PLAN, RESULT, SWEEP, read_config, read_json, read_yaml
 from lightning_ga.app.settings import Config
 from lightning_ga.app.terminal import is_first_rank, report_error
 from lightning_ga.errors import UserError
@@ -38,10 +39,7 @@ class OwnFolder(Callback):
                     set_aside(folder)
                 else:
                     require_free(folder, config)
-                sweep = folder / "multirun.yaml"
-                before = None
-                if sweep.is_file():
-                    before = OmegaConf.select(OmegaConf.load(sweep), "hydra.overrides.task")
+                before = OmegaConf.select(read_yaml(folder / SWEEP), "hydra.overrides.task")
                 if before not in (None, config.hydra.overrides.task):
                     raise UserError(f"{str(folder)!r} contains the sweep {' '.join(before)}: give another folder.")
         except Exception as error:  # Hydra only warns of errors of callbacks
@@ -89,10 +87,7 @@ def set_aside(folder: Path) -> None:
 
 def files_of_run(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """The files of a folder that match one of the patterns."""
-    files: list[Path] = []
-    for pattern in patterns:
-        files += folder.glob(pattern)
-    return files
+    return [*chain.from_iterable(map(folder.glob, patterns))]
 
 
 def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[str] = LEAVES) -> None:
@@ -114,29 +109,20 @@ def require_free(folder: Path, config: Mapping[str, Any], *, leaves: Sequence[st
 
 
 def roots_of_runs(config: Mapping[str, Any]) -> list[Path]:
-    """Folders below which runs are: those of ``paths``, and those of ``hydra.run.dir`` and ``hydra.sweep.dir``."""
+    """Folders below which runs are: those of ``paths``, and those of ``hydra.run.dir`` and ``hydra.sweep.dir``.
+
+    The latter begin where a folder is named by the clock; if none is, the folder that contains the run's own.
+    """
     paths: Any = config.get("paths") or {}
     roots = [Path(paths.get("output_root", "outputs")), Path(paths.get("sweep_root", "multirun"))]
     own = HydraConfig.get()
     written: Any = OmegaConf.to_container(own, resolve=False)
     for kind in ("run", "sweep"):
-        root = root_of(Path(getattr(own, kind).dir), written[kind]["dir"])
+        _, _, from_the_clock_on = written[kind]["dir"].partition("${now:")  # logs/${now:%Y}/${now:%H}: below logs
+        root = Path(getattr(own, kind).dir).parents[from_the_clock_on.count("/")]
         if not Path.cwd().is_relative_to(root.resolve()):  # that would be the whole project
             roots.append(root)
     return [*dict.fromkeys(roots)]
-
-
-def root_of(place: Path, written: str) -> Path:
-    """The folder around the first part of a place that is named by the clock; else the folder that contains the place.
-
-    ``logs`` of ``logs/${now:%Y}/${now:%H}`` and of ``logs/mine``.
-    """
-    parts = written.split("/")
-    first = len(parts) - 1
-    for number, part in enumerate(parts):
-        if "${now:" in part:
-            first = min(first, number)
-    return place.parents[len(parts) - 1 - first]
 
 
 def done_before(folder: Path, config: Config) -> Mapping[str, Any] | None:

@@ -5,7 +5,6 @@ Tested in tests/app/test_own_package.py.
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torchmetrics import Metric
 
+from lightning_ga.app.other_tools import by_nearest
 from lightning_ga.app.settings import direction_of
 from lightning_ga.app.terminal import log, warn
 from lightning_ga.checkpoints import AtomicCheckpointIO, read_safely
@@ -86,36 +86,35 @@ class OptimizedMetric(Callback):
         elif self.name in missing:  # nothing is lost yet
             self._refuse(logged)
         if trainer.is_global_zero:
-            for name in sorted(names - self._reported):
-                self._tell(name, name in missing, logged, source)
+            listed = ", ".join(logged) or "nothing"
+            if self.name in names - missing - self._reported:
+                log.info(f"Optimized metric: {self.name} ({BETTER[str(self.direction)]} is better)")
+            for name in sorted(missing - self._reported):
+                warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
         self._reported |= names & {self.name, *missing}
 
     def _refuse(self, logged: Sequence[str]) -> None:
-        (nearest,) = get_close_matches(str(self.name), logged, n=1, cutoff=0.0)
+        nearest = by_nearest(str(self.name), logged, "optimized_metric={}", cutoff=0.0)
         raise UserError(
             f"optimized_metric={self.name} is not logged by validation, which logs {', '.join(logged)}: write "
-            f"optimized_metric={nearest}, or trainer.num_sanity_val_steps=0 if it begins in a later epoch."
+            f"{nearest}, or trainer.num_sanity_val_steps=0 if it begins in a later epoch."
         )
 
     def _watched(self, trainer: Trainer, source: str) -> set[str]:
         """The metrics that are watched and known by now: after an epoch all of them if there is no validation."""
-        monitors = [callback.monitor for callback in watchers(trainer)]
-        paused = [monitor for monitor, _ in self._paused.values()]
-        has_validation = any(trainer.num_val_batches)
-        names = set()
-        for name in (self.name, *monitors, *paused):
-            if name and (not has_validation or name.startswith(OF_TRAINING) == (source == "training")):
-                names.add(name)
-        return names
+        names = {self.name, *(monitor for monitor, _ in self._paused.values())}
+        names |= {callback.monitor for callback in watchers(trainer)}
+        known = set(filter(None, names))
+        if any(trainer.num_val_batches):
+            return {name for name in known if name.startswith(OF_TRAINING) == (source == "training")}
+        return known
 
     def _pause(self, trainer: Trainer, missing: Collection[str]) -> None:
         """Let callbacks whose metric is missing do without it; a checkpoint of the last epoch is still saved."""
         for callback in watchers(trainer):
-            if callback.monitor not in missing:
-                continue
             if isinstance(callback, EarlyStopping):
-                callback.strict = False
-            elif callback not in self._paused:
+                callback.strict = False  # a metric of training may come after validation
+            elif callback.monitor in missing and callback not in self._paused:
                 self._paused[callback] = (callback.monitor, callback.save_top_k)
                 callback.save_top_k = 0
                 if callback.save_last:
@@ -131,13 +130,6 @@ class OptimizedMetric(Callback):
                 callback.save_top_k = kept
                 del self._paused[callback]
 
-    def _tell(self, name: str, is_missing: bool, logged: Sequence[str], source: str) -> None:
-        if is_missing:
-            listed = ", ".join(logged) or "nothing"
-            warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
-        elif name == self.name:
-            log.info(f"Optimized metric: {name} ({BETTER[str(self.direction)]} is better)")
-
     def _set_watchers(self, trainer: Trainer) -> None:
         """Let callbacks watch the metric, as if they had been made with its name and direction."""
         if not self.name or not self.direction:
@@ -152,7 +144,6 @@ class OptimizedMetric(Callback):
                 sign = 1 if self.direction == "max" else -1
                 callback.min_delta = sign * abs(callback.min_delta)
                 callback.best_score = worst
-                callback.strict = False  # a metric of training may come after validation
             else:
                 callback.kth_value = worst
 
@@ -171,9 +162,8 @@ class OptimizedMetric(Callback):
             self.direction = self.direction or saved.get("direction")
         self._set_watchers(trainer)
         for callback in watchers(trainer):
-            state = checkpoint["callbacks"].get(callback.state_key) or {}
             if isinstance(callback, ModelCheckpoint) and trainer.state.fn == "fit":  # not into the folder of a test
-                bring_best(trainer, callback, state)
+                bring_best(trainer, callback, checkpoint["callbacks"].get(callback.state_key) or {})
 
 
 def watchers(trainer: Trainer) -> list[Any]:
@@ -198,6 +188,12 @@ def bring_best(trainer: Trainer, callback: ModelCheckpoint, state: dict[str, Any
         if content["callbacks"][callback.state_key]["best_model_score"] == score:
             new = str(Path(folder, name))
             AtomicCheckpointIO().save_checkpoint(content, new)
-            changes = {"dirpath": folder, "best_model_path": new, "kth_best_model_path": new, "last_model_path": ""}
-            changes |= {"best_k_models": {new: score}, "kth_value": score}
+            changes = {
+                "dirpath": folder,
+                "best_model_path": new,
+                "kth_best_model_path": new,
+                "last_model_path": "",
+                "best_k_models": {new: score},
+                "kth_value": score,
+            }
     state.update(trainer.strategy.broadcast(changes))

@@ -17,9 +17,8 @@ from lightning_ga.errors import UserError
 
 LONGEST = 600  # signs of a library's message: names of weights may be many
 ARGUMENTS = (  # of AutoAccumulate, as its messages name them
-    *("effective_batch_size", "micro_batch_size", "max_micro_batch_size", "micro_batch_multiple", "objective"),
-    *("memory_budget", "normalize", "micro_batching", "on_oom", "batch_norm", "whole", "size_of", "checkpoint"),
-    *("scale_lr", "verify", "cache", "shares"),
+    "effective_batch_size|micro_batch_size|max_micro_batch_size|micro_batch_multiple|objective|memory_budget|normalize|"
+    "micro_batching|on_oom|batch_norm|whole|size_of|checkpoint|scale_lr|verify|cache|shares"
 )
 IN_OUR_WORDS = {  # patterns of sentences that are written for scripts, and what stands for them on a command line
     r"(?<![\w.])whole=\((.*?),?\)": r"whole=[\1]",
@@ -27,7 +26,7 @@ IN_OUR_WORDS = {  # patterns of sentences that are written for scripts, and what
     r"lightning_ga\.counters\.(\w+)\(\)": r"\1",
     r"(?<![\w.])accumulate=(?=[\d{])": "accumulate.accumulate=",
     r"(?<![\w.])every=": "checkpoint_every=",  # of CheckpointEvery
-    rf"(?<![\w.])({'|'.join(ARGUMENTS)})(?==)": r"accumulate.\1",
+    rf"(?<![\w.])({ARGUMENTS})(?==)": r"accumulate.\1",
 }
 REMEDIES = {  # what libraries say without a way out
     r"No supported \w+ backend found": "use trainer.accelerator=auto, which takes what there is, or trainer=cpu.",
@@ -101,8 +100,7 @@ def of_values(text: str, overrides: Sequence[str]) -> str:
             text = f"{text.partition(' (--traceback')[0]}: {remedy}"
     named = []
     for word in overrides:
-        key = word.lstrip("+").partition("=")[0]
-        if "." in key and is_named(word, text):
+        if "." in word.partition("=")[0] and is_named(word, text):
             named.append(word.lstrip("+"))
     if named:
         return f"{', '.join(named)}: {text}"

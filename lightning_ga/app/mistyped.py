@@ -5,14 +5,22 @@ Tested in tests/app/test_mistakes.py.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from lightning_ga.app.other_tools import LIBRARIES, OWN_KEYS, PLUGINS, WORDS, Groups, config_folder, in_our_words
+from lightning_ga.app.other_tools import (
+    LIBRARIES,
+    OWN_KEYS,
+    PLUGINS,
+    WORDS,
+    Groups,
+    by_nearest,
+    config_folder,
+    in_our_words,
+)
 
 
 def of_line(error: BaseException, said: BaseException, overrides: Sequence[str], groups: Groups) -> str | None:
@@ -53,8 +61,7 @@ def of_composed(said: OmegaConfBaseException, overrides: Sequence[str], groups: 
 def of_value(word: str, message: str) -> str:
     """A value that Hydra cannot read: it is taken for a function, a bracket or quote is open, or it needs quotes."""
     key, _, value = word.partition("=")
-    is_doubled = ".." in key or key.endswith(".") or value.startswith("=")
-    if is_doubled or re.fullmatch(r"[\w.-]+,", value):
+    if ".." in key or key.endswith(".") or value.startswith("=") or re.fullmatch(r"[\w.-]+,", value):
         return f"{word} cannot be read: write {re.sub('[.]+', '.', key).strip('.')}={value.strip('=,')}."
     function = re.search(r"Unknown function '(\w+)'", message)
     if function:
@@ -108,18 +115,14 @@ def of_reference(key: str, message: str, groups: Groups) -> str:
 
 def has_key(group: str, option: str, name: str) -> bool:
     """Whether the file of an option has a key at its top, or one of those that it is made from."""
-    text = (config_folder() / group / f"{option}.yaml").read_text("utf-8")
-    for base in re.findall(r"^  - (\w+)$", text, re.MULTILINE):
-        if has_key(group, base, name):
-            return True
-    return re.search(rf"^{name}:", text, re.MULTILINE) is not None
+    content: Any = OmegaConf.load(config_folder() / group / f"{option}.yaml")
+    bases = [str(base) for base in content.get("defaults", ()) if str(base).isidentifier()]
+    return name in content or any(has_key(group, base, name) for base in bases)
 
 
 def of_key(key: str, value: str, missing: str, said: Any, groups: Groups) -> str:
     """A key that does not exist: what other programs mean by it, or the nearest name, or how it is added."""
-    section: Any = said.parent_node
-    if not OmegaConf.is_dict(section):
-        section = {}
+    section = said.parent_node if OmegaConf.is_dict(said.parent_node) else {}
     if missing.startswith(f"{key}."):  # in a mapping, which Hydra merges into the one that is there
         listed = ", ".join(map(str, section)) or "no keys"
         remedy = f"to replace it, write '~{key}' '+{key}={value}'"
@@ -134,27 +137,21 @@ def of_key(key: str, value: str, missing: str, said: Any, groups: Groups) -> str
         ours = in_our_words(key, value, groups)
         if ours is not None:
             return f"There is no key {key}: write {ours}."
-    sentence = f"There is no key {key}."
-    for nearest in nearest_keys(key, missing, section):
-        sentence = f"There is no key {key}: did you mean {nearest}?"
-        if "_target_" not in section:
-            return sentence
-    if "_target_" in section:
-        return f"{sentence} If {target.rpartition('.')[2]} takes {name}, write +{key}={value}."
-    return f"{sentence} To add it, write +{key}={value}."
-
-
-def nearest_keys(key: str, missing: str, section: Mapping[Any, Any]) -> Iterator[str]:
-    """The nearest key, if one is near: of the section, or of all sections if ``missing`` is at the top."""
-    parent, _, name = missing.rpartition(".")
-    names = {}
     if parent:
-        names = {str(known): f"{parent}.{known}" for known in section}
+        hint = by_nearest(name, map(str, section), f": did you mean {parent}.{{}}?")
     else:
-        name = key
-        for group, content in section.items():
-            for known in content if OmegaConf.is_dict(content) and group != "hydra" else ():
-                names[f"{group}.{known}"] = f"{group}.{known}"
-            names[str(group)] = str(group)
-    for nearest in get_close_matches(name, names, n=1, cutoff=0.7):
-        yield names[nearest]
+        hint = by_nearest(key, keys_of(section), ": did you mean {}?")
+    remedy = ""
+    if "_target_" in section:
+        remedy = f" If {target.rpartition('.')[2]} takes {name}, write +{key}={value}."
+    elif not hint:
+        remedy = f" To add it, write +{key}={value}."
+    return f"There is no key {key}{hint or '.'}{remedy}"
+
+
+def keys_of(cfg: Mapping[Any, Any]) -> Iterator[str]:
+    """The keys at the top of a configuration and those of its sections, but for Hydra's."""
+    for section, content in cfg.items():
+        yield str(section)
+        if OmegaConf.is_dict(content) and section != "hydra":
+            yield from (f"{section}.{key}" for key in content)

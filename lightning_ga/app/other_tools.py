@@ -6,7 +6,7 @@ plugins of Hydra.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,13 @@ MAY_TAKE_A_VALUE = TABLES["options_with_a_value_here"]  # of Hydra
 OPTIONS = (*TABLES["options_here"], *MAY_TAKE_A_VALUE)  # of Hydra and of this program
 LIBRARIES = ("lightning", "pytorch_lightning", "torch", "lightning_ga")  # whose classes are not the user's own
 OF_TIMM = {"model": "model=timm model.name={}", "optimizer": "optimizer=timm optimizer.name={}"}
+
+
+def by_nearest(name: str, names: Iterable[str], near: str, none: str = "", *, cutoff: float = 0.7) -> str:
+    """A sentence with the nearest of some names in place of {}; another one if none of them is near."""
+    for nearest in get_close_matches(name, [*names], n=1, cutoff=cutoff):
+        return near.replace("{}", nearest, 1)
+    return none
 
 
 def config_folder() -> Path:
@@ -42,12 +49,11 @@ def in_our_words(typed: str, value: str, groups: Groups) -> str | None:
         for theirs, section in TABLES["sections"].items():
             if name.startswith(f"{theirs}."):
                 ours = section + name.removeprefix(theirs) + "={}"
+    group = (ours or name).removesuffix("={}")
     if name in ("model", "data") and re.fullmatch(r"[^\W\d]\w*\.[^/]*", value):
         ours = f"{name}=own {name}._target_={{}}"
-    elif name in groups:
-        ours = _option(name, value, groups)
-    elif ours == "optimizer={}":
-        ours = _option("optimizer", value, groups)
+    elif group in groups:
+        ours = _option(group, value, groups)
     if ours is None:
         return None
     return ours.replace("{}", value or "VALUE")
@@ -62,8 +68,7 @@ def _option(group: str, value: str, groups: Groups) -> str:
 
 def check_words(words: Sequence[str], groups: Groups) -> None:
     """Refuse words that are neither options of this command line nor KEY=VALUE, with what to type instead of them."""
-    theirs: list[str] = []
-    ours: list[str] = []
+    ours_by_theirs: dict[str, str] = {}
     before = ""
     left = [*words]
     while left:
@@ -72,29 +77,26 @@ def check_words(words: Sequence[str], groups: Groups) -> None:
         name, equals, value = word.partition("=")
         takes_next = after != "" and not equals and not re.match(r"-|.*=", after)
         if not re.match("-.", word):
-            _require_quotes(word, after)
+            if after and re.search(r"=[\[{(].*,$", word):  # model.hidden=[32, 64]
+                raise UserError(
+                    f"{word} {after} …: quote a value with blanks because of the shell: '{word} {after} …'."
+                )
             if not equals and not word.startswith("~"):
-                theirs.append(word)
-                ours.append(_word_in_ours(word, before, after))
+                ours_by_theirs[word] = _word_in_ours(word, before, after)
         elif name in OPTIONS and not (name == "-c" and after.endswith("ml")):
             if takes_next and name in MAY_TAKE_A_VALUE:
                 left.pop(0)
         else:
-            theirs.append(word)
             if takes_next:
                 value = left.pop(0)
-                theirs.append(value)
-            ours.append(_option_in_ours(name, value or "true", groups))
+                word += f" {value}"
+            ours_by_theirs[word] = _option_in_ours(name, value or "true", groups)
         before = word
-    if theirs:
-        are = "are words" if len(theirs) > 1 else "is a word"
-        instead = " ".join(filter(None, ours))
-        raise UserError(f"{' '.join(theirs)} {are} of another program; here is KEY=VALUE: write {instead}.")
-
-
-def _require_quotes(word: str, after: str) -> None:
-    if after and re.search(r"=[\[{(].*,$", word):  # model.hidden=[32, 64]
-        raise UserError(f"{word} {after} …: quote a value with blanks because of the shell: '{word} {after} …'.")
+    if ours_by_theirs:
+        theirs = " ".join(ours_by_theirs)
+        ours = " ".join(filter(None, ours_by_theirs.values()))
+        are = "are words" if " " in theirs else "is a word"
+        raise UserError(f"{theirs} {are} of another program; here is KEY=VALUE: write {ours}.")
 
 
 def _option_in_ours(name: str, value: str, groups: Groups) -> str:
@@ -104,9 +106,9 @@ def _option_in_ours(name: str, value: str, groups: Groups) -> str:
     key = name.lstrip("-").replace(".init_args", "")
     if key.partition(".")[0] in (*OWN_KEYS, *SECTIONS):
         return f"{key}={value}"
-    hint = "keys are set as KEY=VALUE, without dashes; --help lists them."
-    for nearest in get_close_matches(name, OPTIONS, n=1, cutoff=0.7):
-        hint = f"did you mean {nearest}?"
+    hint = by_nearest(
+        name, OPTIONS, "did you mean {}?", "keys are set as KEY=VALUE, without dashes; --help lists them."
+    )
     raise UserError(f"{name} is no option of this command line: {hint}")
 
 

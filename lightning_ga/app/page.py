@@ -6,19 +6,18 @@ from itertools import chain
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
-from omegaconf import OmegaConf
 
 from lightning_ga.app.plots import as_svg, confusion_figure, curves_figure, measure_of, probe_figure
 from lightning_ga.app.run_files import RunFiles
-from lightning_ga.app.settings import walk
 from lightning_ga.app.terminal import number
 from lightning_ga.plan import exactness_verdicts
 from lightning_ga.plan.records import probe_or_none
+from lightning_ga.plan.units import counted
 
 PAGE = "report.html"
 TEMPLATES = Environment(loader=PackageLoader("lightning_ga.app"), autoescape=True, trim_blocks=True)
-TEMPLATES.globals["better"] = {"max": "larger is better", "min": "smaller is better"}
-TEMPLATES.globals["number"] = number
+BETTER = {"max": "larger is better", "min": "smaller is better"}
+TEMPLATES.globals.update(better=BETTER, number=number, counted=counted)
 FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # ends of keys: every run has its own
 NO_METRICS = ("seconds", "oom_events", "optimized_metric", "optimized_direction")  # keys of result.json
 
@@ -26,51 +25,34 @@ NO_METRICS = ("seconds", "oom_events", "optimized_metric", "optimized_direction"
 def run_page(run: RunFiles) -> str:
     """The page of one run; its template names the functions below."""
     parts: dict[str, Any] = {}
-    for function in (title, warning, facts, optimized_metric, curves, memory, confusion, config):
+    for function in (warning, facts, optimized_metric, curves, memory, confusion):
         parts[function.__name__] = function(run)
     return TEMPLATES.get_template("run.html").render(parts, run=run)
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Several runs side by side: a table of differing settings and results, and their curves."""
-    settings = []
-    for run in runs:
-        settings.append({key: str(value) for key, value in walk(run.config) if not key.endswith(FOLDERS)})
-    plans = [run.plan.get("table", {}) for run in runs]
+    settings = differing([run.settings for run in runs])
     return TEMPLATES.get_template("comparison.html").render(
-        title=f"{len(runs)} runs side by side",
-        names=[run.name for run in runs],
+        runs=runs,
         results=beside_each_other([*map(facts, runs)]),
-        plans=beside_each_other(plans),
-        differing=differing(settings),
+        plans=beside_each_other([run.plan.get("table", {}) for run in runs]),
+        differing=[row for row in settings if not row[0].endswith(FOLDERS)],
         curves=curves(*runs),
     )
 
 
-def beside_each_other(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+def beside_each_other(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Rows of a name and its text in every column; a dash if a column lacks it."""
     rows = []
     for name in dict.fromkeys(chain.from_iterable(columns)):
-        rows.append([name, *(column.get(name, "–") for column in columns)])
+        rows.append([name, *(str(column.get(name, "–")) for column in columns)])
     return rows
 
 
-def differing(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+def differing(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The rows whose texts are not all the same."""
     return [row for row in beside_each_other(columns) if len({*row[1:]}) > 1]
-
-
-def title(run: RunFiles) -> str:
-    """The model and the data of a run, and its name."""
-    settings = dict(walk(run.config))
-    model = str(settings.get("model._target_", "?")).rpartition(".")[2]
-    data = str(settings.get("data._target_", "?")).rpartition(".")[2]
-    return f"{settings.get('model.name') or model} on {data}: {run.name}"
-
-
-def config(run: RunFiles) -> str:
-    """The configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(run.config)))
 
 
 def memory(run: RunFiles) -> str:
@@ -91,7 +73,7 @@ def confusion(run: RunFiles) -> str:
 
 def optimized_metric(run: RunFiles) -> str:
     """The metric that the run optimized; of a run that was killed, the one that its configuration names, if any."""
-    return str(run.result.get("optimized_metric") or run.config.get("optimized_metric") or "val/loss")
+    return str(run.result.get("optimized_metric") or run.settings.get("optimized_metric") or "val/loss")
 
 
 def curves(*runs: RunFiles) -> dict[str, str]:
@@ -108,24 +90,20 @@ def curves(*runs: RunFiles) -> dict[str, str]:
 
 def measures(*runs: RunFiles) -> list[str]:
     """What the runs log, that of the optimized metric first."""
-    logged: dict[str, None] = {}
-    for run in runs:
-        logged |= dict.fromkeys(map(measure_of, run.curves))
+    names = chain.from_iterable(run.curves for run in runs)
     first = measure_of(optimized_metric(runs[0]))
-    return sorted(logged, key=lambda measure: measure != first)
+    return sorted(dict.fromkeys(map(measure_of, names)), key=lambda measure: measure != first)
 
 
 def warning(run: RunFiles) -> str | None:
     """What a reader of the run has to know first: that its gradients were not exact, or that this is not known."""
     verdict = run.plan.get("exactness")
     plan = run.plan.get("plan") or {}
-    accumulate = run.config.get("accumulate") or {}
+    batch_norm = run.settings.get("accumulate.batch_norm", "warn")
     if not verdict or plan.get("factor", 1) == 1:
         return None
     with suppress(TypeError):  # of another version
-        return exactness_verdicts.warning(
-            exactness_verdicts.Exactness(**verdict), batch_norm=accumulate.get("batch_norm", "warn")
-        )
+        return exactness_verdicts.warning(exactness_verdicts.Exactness(**verdict), batch_norm=batch_norm)
     return None
 
 
@@ -136,9 +114,12 @@ def facts(run: RunFiles) -> dict[str, str]:
         for metric, value in run.result.items():
             if metric.startswith(beginning) and metric not in NO_METRICS:
                 known.setdefault(metric, "not finite" if value is None else number(value))
-    labels = {"seconds": run.result.get("seconds"), "out-of-memory errors": run.result.get("oom_events")}
-    labels["name"] = (run.config.get("run") or {}).get("name")
-    labels["tags"] = ", ".join(map(str, run.config.get("tags") or ()))
+    labels = {
+        "seconds": run.result.get("seconds"),
+        "out-of-memory errors": run.result.get("oom_events"),
+        "name": run.settings.get("run.name"),
+        "tags": ", ".join(map(str, run.settings.get("tags") or ())),
+    }
     for label, value in labels.items():
         if value:
             known[label] = str(value)

@@ -3,10 +3,10 @@
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from itertools import repeat
+from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -24,12 +24,7 @@ PREDICTION = "First predictions"
 PROBABILITIES = "class_probabilities"  # key of what a step returns: ``(batch, classes)``
 
 
-class Sample(NamedTuple):
-    """A sample of a chapter."""
-
-    rank: float  # the lowest come first
-    png: str  # in base64; empty if there is none
-    text: str
+Sample = tuple[str, str]  # a PNG in base64, empty if there is none, and a text
 
 
 class Pictures(Callback):
@@ -41,7 +36,8 @@ class Pictures(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._chapters: dict[str, list[Sample]] = {}
+        self._chapters: dict[str, Sequence[Sample]] = {}
+        self._worst: list[tuple[float, Sample]] = []  # of a test, the probability of their class before each
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the first micro-batch, behind all transforms."""
@@ -69,15 +65,15 @@ class Pictures(Callback):
         labels = labels_in(batch, len(rows))
         if labels is None or len(pictures) != len(rows) or not 0 <= labels.min() <= labels.max() < rows.shape[1]:
             return
-        samples = self._chapters.get(TEST, [])
         of_label = rows.gather(1, labels[:, None]).flatten()
         for place in of_label.argsort()[:MOST].tolist():
             label = int(labels[place])
             text = f"{class_name(trainer, label)}: predicted {class_text(trainer, rows[place])}"
             if int(rows[place].argmax()) != label:
                 text = f"✗ {text}"
-            samples.append(Sample(float(of_label[place]), as_png(pictures[place]), text))
-        self._chapters[TEST] = sorted(samples)[:MOST]
+            self._worst.append((float(of_label[place]), (as_png(pictures[place]), text)))
+        self._worst = sorted(self._worst)[:MOST]
+        self._chapters[TEST] = [*map(itemgetter(1), self._worst)]
 
     def on_predict_batch_end(
         self,
@@ -96,10 +92,7 @@ class Pictures(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write what was kept."""
-        chapters = {}
-        for name, samples in self._chapters.items():
-            if samples:
-                chapters[name] = [(sample.png, sample.text) for sample in samples]
+        chapters = dict(filter(itemgetter(1), self._chapters.items()))  # but for empty ones
         if chapters and trainer.is_global_zero:
             write_json(self.folder / PICTURES, chapters)
 
@@ -109,7 +102,7 @@ def with_pictures(texts: Sequence[str], pictures: Sequence[Tensor]) -> list[Samp
     pngs = [""] * len(texts)
     if len(pictures[:MOST]) == len(texts):
         pngs = [*map(as_png, pictures[:MOST])]
-    return [*map(Sample, repeat(0), pngs, texts)]
+    return [*zip(pngs, texts)]
 
 
 def parts_of(batch: Any) -> Sequence[Any]:

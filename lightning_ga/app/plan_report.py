@@ -78,21 +78,18 @@ class PlanRecords:
 class PlanReport(Callback):
     """Prints the plan and saves ``plan.json`` and ``probe.png`` before the first step; a dry run ends there."""
 
-    def __init__(self, folder: Path, *, dry_run: bool = False, schedule: str = "") -> None:
+    def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
         self.folder = folder
         self.dry_run = dry_run
-        self.schedule = schedule
         self._records = PlanRecords()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the plan, which AutoAccumulate has by now, as it comes first among the callbacks."""
         if trainer.is_global_zero:
             found = find_accumulate(trainer)
-            records = PlanRecords(setting=setting_of(trainer, pl_module), schedule=self.schedule)
-            if found is not None:
-                records = replace(
-                    records, plan=found.plan, fits=found.fits, probe=found.probe, exactness=found.exactness
-                )
+            known = {name: getattr(found, name, None) for name in ("plan", "probe", "exactness", "fits")}
+            schedule = schedule_text(found)
+            records = PlanRecords(**known, setting=setting_of(trainer, pl_module), schedule=schedule)
             self._records = records
             save_plan(self.folder / "plan.json", records)
             if records.probe is not None:
@@ -127,20 +124,37 @@ def count_parameters(module: LightningModule) -> int:
     return sum(map(torch.numel, module.parameters()))
 
 
-def schedule_text(schedule: Any, what: str = "") -> str:
-    """How a batch changes: ``32, from epoch 2 on 64``; empty for one number, and for functions of the epoch."""
-    if not isinstance(schedule, PiecewiseSchedule) or schedule.starts in ((), (0,)):
+def scheduled(accumulate: Any) -> Any:
+    """What was asked of the callback, if a schedule changes the batch; ``None`` for functions of the epoch."""
+    request = getattr(accumulate, "_request", None)
+    schedule = getattr(request, "schedule", None)
+    if isinstance(schedule, PiecewiseSchedule) and schedule.starts not in ((), (0,)):
+        return request
+    return None
+
+
+def schedule_text(accumulate: Any) -> str:
+    """How the callback's batch or factor changes: ``32, from epoch 2 on 64``; empty if no schedule does it."""
+    request = scheduled(accumulate)
+    if request is None:
         return ""
+    schedule = request.schedule
     unit = schedule.unit.removesuffix("s")
     parts = []
     for start, count in zip(schedule.starts, schedule.counts):
-        parts.append(f"from {unit} {start:,} on {count:,}" if start else f"{count:,}")
+        parts.append(f"from {unit} {start:,} on {count:,}")
     if schedule.starts[0]:
         parts.insert(0, "the recipe's")
+    else:
+        parts[0] = f"{schedule.counts[0]:,}"
     if len(parts) > MOST_CHANGES + 1:
         parts[MOST_CHANGES:-1] = ["…"]
-    text = what + ", ".join(parts)
-    return f"{text} (epochs count from 0)" if unit == "epoch" else text
+    text = ", ".join(parts)
+    if request.is_factor:
+        text = f"factor {text}"
+    if unit == "epoch":
+        text += " (epochs count from 0)"
+    return text
 
 
 def find_accumulate(trainer: Trainer) -> Any:

@@ -10,7 +10,7 @@ from html import escape
 from io import StringIO
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -29,20 +29,11 @@ SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or repeat what is seen
 
 
-class Style(NamedTuple):
-    """How curves of a stage are drawn."""
-
-    words: str
-    color: str
-    line: str
-    mark: str
-
-
-STYLES = {  # by beginnings of names
-    "train": Style("training, ", "C0", "-", "o"),
-    "val": Style("validation, ", "C1", "--", "s"),
-    "test": Style("test, ", "C2", ":", "*"),
-    "": Style("", "C3", "-.", "d"),
+STYLES = {  # words, colour, line and mark of a stage's curves, by the beginning of their names
+    "train": ("training, ", "C0", "-", "o"),
+    "val": ("validation, ", "C1", "--", "s"),
+    "test": ("test, ", "C2", ":", "*"),
+    "": ("", "C3", "-.", "d"),
 }
 NAME = re.compile(
     r"^(?:train|training|val|valid|validation|test)[/_.-](?=.)|_(?:step|epoch)(?=$|/dataloader_idx)|/dataloader_idx_\d+$"
@@ -78,8 +69,8 @@ def curves_figure(
         direction: ``max`` or ``min``, which is better; empty if that is not known.
     """
     several = len(runs) > 1
-    figure = Figure(figsize=(7, 4 + several * len(runs) / 3), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = framed(4 + several * len(runs) / 3)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     best = {"max": max, "min": min}.get(direction)
     for number_of_run, (run, curves) in enumerate(runs.items()):
         for name, curve in curves.items():
@@ -94,7 +85,6 @@ def curves_figure(
                 step, value = best(curve, key=itemgetter(1))
                 axes.scatter([step], [value], label=f"best: {number(value)} at step {step:,}", **RING)
     axes.set(xlabel="optimizer step", ylabel=brief(measure))
-    tidy(axes)
     if several:
         figure.legend(frameon=False, fontsize="small", ncols=2, loc="outside lower center")
     else:
@@ -105,12 +95,12 @@ def curves_figure(
 def set_style(line: Line2D, name: str, points: int) -> None:
     """Give a curve the colour, line, marks and label of its stage."""
     beginning = next(filter(name.startswith, STYLES))
-    style = STYLES[beginning]
-    line.set(color=style.color, linestyle=style.line, label=style.words + brief(name))
+    words, color, dashes, mark = STYLES[beginning]
+    line.set(color=color, linestyle=dashes, label=words + brief(name))
     if points == 1:
         line.set_linestyle("")
     if points <= MOST_MARKS:
-        line.set_marker(style.mark)
+        line.set_marker(mark)
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Figure:
@@ -128,10 +118,9 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str]) -> F
     return figure
 
 
-def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, metric: str, best: int) -> Figure:
-    """The metric of every job of a sweep by one of its settings; the job at place ``best`` is ringed."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, metric: str) -> Figure:
+    """The metric of every job of a sweep by one of its settings; the first job, the best, is ringed."""
+    figure, axes = framed(4)
     places: Sequence[Any] = [*map(brief, settings)]
     with suppress(ValueError):  # of words, which stand side by side
         places = [*map(float, settings)]
@@ -144,11 +133,10 @@ def sweep_figure(settings: Sequence[str], values: Sequence[float], key: str, met
         axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.scatter(places, values, s=40)
-    axes.scatter(places[best : best + 1], values[best : best + 1], label=f"best: {number(values[best])}", **RING)
+    axes.scatter(places[:1], values[:1], label=f"best: {number(values[0])}", **RING)
     axes.legend(frameon=False)
     axes.set(xlabel=brief(key), ylabel=brief(metric))
     axes.margins(0.1)
-    frame(axes)
     return figure
 
 
@@ -159,20 +147,20 @@ def is_wide(values: Sequence[float]) -> bool:
 
 def probe_figure(probe: ProbeResult) -> Figure:
     """Memory by micro-batch: predicted and measured peaks, the budget and the limit."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = framed(4.2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     points = points_of(probe)
     limit = (probe.limit, probe.peak_bytes)
-    top = max(peak for _, peak in [limit, *chain.from_iterable(points.values())])
+    highest = max(peak for _, peak in [limit, *chain.from_iterable(points.values())])
     budget = f"budget {format_bytes(probe.budget_bytes)}"
-    height = probe.budget_bytes
-    if height <= WIDE * top:
-        top = max(top, height)
-    else:
-        height = round(1.05 * top)
-        budget += ", far above"
+    is_far_above = probe.budget_bytes > WIDE * highest
+    top = highest if is_far_above else max(highest, probe.budget_bytes)
     unit, scale = ("GiB", 2**30) if top >= 2**30 else ("MiB", 2**20)
-    if height == probe.budget_bytes:
+    height = probe.budget_bytes
+    if is_far_above:
+        height = round(1.05 * highest)
+        budget += ", far above"
+    else:
         axes.axhline(height / scale, color="dimgray", linewidth=1, linestyle="--")
     axes.text(0.01, height / scale, budget, transform=axes.get_yaxis_transform(), va="bottom", color="dimgray")
     for (label, pairs), style in zip(points.items(), ("C0-", "C2o", "C3X", "kx:")):
@@ -184,14 +172,12 @@ def probe_figure(probe: ProbeResult) -> Figure:
     axes.legend(frameon=False, loc="lower right")
     axes.set(xlabel="micro-batch, samples", ylabel=f"peak memory, {unit}", xlim=(0, None), ylim=(0, 1.15 * top / scale))
     axes.set_title(f"Limit of the micro-batch: {counted(probe.limit, 'sample')}")
-    tidy(axes)
     return figure
 
 
 def points_of(probe: ProbeResult) -> dict[str, list[tuple[int, int]]]:
     """Sizes and peaks in bytes, by what is known of them."""
-    points: dict[str, list[tuple[int, int]]] = {"predicted peak": [*probe.curve]}
-    points |= {"measured, fits": [], "does not fit": []}
+    points = {"predicted peak": [*probe.curve], "measured, fits": [], "does not fit": []}
     for trial in probe.trials:
         label = "measured, fits" if trial.fits else "does not fit"
         points[label].append((trial.micro_batch_size, trial.peak_bytes))
@@ -200,16 +186,13 @@ def points_of(probe: ProbeResult) -> dict[str, list[tuple[int, int]]]:
     return points
 
 
-def tidy(axes: Axes) -> None:
-    """Whole numbers below, a faint grid, and no frame."""
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    frame(axes)
-
-
-def frame(axes: Axes) -> None:
-    """A faint grid, and no frame."""
+def framed(height: float) -> tuple[Figure, Axes]:
+    """A figure of so many inches, and its axes with a faint grid and no lines above and at the right."""
+    figure = Figure(figsize=(7, height), layout="constrained")
+    axes = figure.subplots()
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
 def as_svg(figure: Figure, title: str) -> str:

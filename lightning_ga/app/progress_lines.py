@@ -18,9 +18,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_ga import optimizer_steps
 from lightning_ga.app.mistakes import on_the_line
-from lightning_ga.app.plan_report import find_accumulate
+from lightning_ga.app.plan_report import find_accumulate, scheduled
 from lightning_ga.app.terminal import columns, log, number
-from lightning_ga.plan.batch_schedule import PiecewiseSchedule
 
 INFORMATION = ("lightning", "pytorch_lightning", "lightning_utilities")  # loggers
 NOISE = (  # warnings about choices that this application makes on purpose
@@ -39,14 +38,12 @@ LINE_EVERY = 60.0  # seconds between two lines in an epoch
 class EpochLine(Callback):
     """Prints one line for every epoch, with its validation, and one a minute in between if there is no progress bar."""
 
-    def __init__(self, schedule: PiecewiseSchedule | None = None) -> None:
-        self._schedule = schedule
-        self._is_validated = False  # in this epoch
+    def __init__(self) -> None:
         self._fit_began = 0.0  # seconds of the clock
         self._epoch_began = 0.0
         self._line_at = math.inf
         self._validation_began = 0.0
-        self._validation_seconds = 0.0  # of the epoch
+        self._validation_seconds = 0.0  # of the epoch; 0 before its first validation
         self._first_step = 0  # optimizer steps, of this process
         self._last_step: int | None = None  # None: Lightning does not know the end
         self._done_before = 0  # samples, or optimizer steps, before the epoch
@@ -57,12 +54,12 @@ class EpochLine(Callback):
         self._line_at = self._fit_began
         self._first_step = trainer.global_step
         with suppress(MisconfigurationException):  # Lightning counts none with a schedule of its own
-            self._last_step = finite(optimizer_steps(trainer))
+            steps = optimizer_steps(trainer)
+            self._last_step = None if math.isinf(steps) else int(steps)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the time, and what was done before."""
         self._epoch_began = time.perf_counter()
-        self._is_validated = False
         self._validation_seconds = 0.0
         self._done_before = done(trainer)[0]
 
@@ -71,8 +68,7 @@ class EpochLine(Callback):
     ) -> None:
         """Print how far training is, once a minute if there is no bar."""
         now = time.perf_counter()
-        is_due = now >= self._line_at + LINE_EVERY
-        if is_due and trainer.progress_bar_callback is None and trainer.is_global_zero:
+        if now >= self._line_at + LINE_EVERY and trainer.progress_bar_callback is None and trainer.is_global_zero:
             self._line_at = now
             epoch = of(trainer.current_epoch + 1, trainer.max_epochs)
             step = of(trainer.global_step, self._last_step)
@@ -83,8 +79,7 @@ class EpochLine(Callback):
         self._validation_began = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that the values of validation are of this epoch."""
-        self._is_validated = True
+        """Note how long it took; its values are of this epoch from now on."""
         self._validation_seconds += time.perf_counter() - self._validation_began
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,11 +92,11 @@ class EpochLine(Callback):
             return
         metrics = {}
         for name, value in known.items():
-            if self._is_validated or not name.startswith("val"):
+            if self._validation_seconds or not name.startswith("val"):
                 metrics[name] = float(value)
         seconds = time.perf_counter() - self._epoch_began
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
-        self._print(f"{line}, {self._rate(trainer)}{batch_of(trainer, self._schedule)}")
+        self._print(f"{line}, {self._rate(trainer)}{batch_of(trainer)}")
 
     def _left(self, trainer: Trainer, now: float) -> str:
         """The time until the last optimizer step, by those of this process: ``, 0:12:03 left``; empty if not known."""
@@ -137,11 +132,6 @@ def done(trainer: Trainer) -> tuple[int, str]:
     return trainer.global_step, "steps"
 
 
-def finite(steps: float) -> int | None:
-    """A number of steps; ``None`` if there is no end."""
-    return None if math.isinf(steps) else int(steps)
-
-
 def of(count: int, total: int | None) -> str:
     """A count and its end, if it has one: ``3/10``."""
     if total is None or total <= 0:
@@ -151,24 +141,25 @@ def of(count: int, total: int | None) -> str:
 
 def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:
     """One epoch in words: ``Epoch 1/4: train loss 0.5000, acc 0.7500; val loss 0.4123; 3.2 s``."""
-    stages: dict[str, str] = {"train": "", "val": ""}
+    stages: dict[str, list[str]] = {"train": [], "val": []}
     for name, value in metrics.items():
         stage, _, measure = name.rpartition("/")
         if measure != "top5":  # a line has 80 columns
-            before = f"{stages[stage]}," if stages.get(stage) else stage
-            stages[stage] = f"{before} {measure} {number(value)}".lstrip()
-    parts = filter(None, stages.values())
-    return f"Epoch {of(epoch, epochs)}: {'; '.join([*parts, f'{seconds:.1f} s'])}"
+            stages.setdefault(stage, []).append(f"{measure} {number(value)}")
+    parts = [f"{stage} {', '.join(texts)}".lstrip() for stage, texts in stages.items() if texts]
+    parts.append(f"{seconds:.1f} s")
+    return f"Epoch {of(epoch, epochs)}: {'; '.join(parts)}"
 
 
-def batch_of(trainer: Trainer, schedule: PiecewiseSchedule | None) -> str:
-    """The batch of the epoch's last optimizer step, if a schedule changes it."""
-    plan = getattr(find_accumulate(trainer), "plan", None)
-    if schedule is None or plan is None or len(schedule.counts) < 2 or schedule.unit == "samples":
+def batch_of(trainer: Trainer) -> str:
+    """The batch of the epoch's last optimizer step, if a schedule by epochs or steps changes it."""
+    accumulate = find_accumulate(trainer)
+    request = scheduled(accumulate)
+    if request is None or request.is_by_samples:
         return ""
-    batch = plan.effective_batch_size
-    if schedule.by_window and not schedule.name.startswith("accumulate"):
-        batch = schedule.at(trainer.global_step - 1, 0) or batch
+    batch = accumulate.plan.effective_batch_size
+    if request.is_by_window and not request.is_factor:
+        batch = request.schedule.at(trainer.global_step - 1, 0)
     return f"; batch {batch:,}"
 
 

@@ -6,7 +6,7 @@ Tested in tests/app/test_folders.py.
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +32,9 @@ LOADING = "load_weights.py"  # beside them
 class RunFiles:
     """The files of a run; those that are missing are empty."""
 
-    folder: Path
-    config: Mapping[str, Any]
+    name: str
+    config: str  # the text of the configuration
+    settings: Mapping[str, Any]  # the configuration by full keys
     result: Mapping[str, Any]
     plan: Mapping[str, Any]
     scores: Mapping[str, Any]
@@ -42,19 +43,15 @@ class RunFiles:
     loading: str  # code that loads exported weights
     curves: Mapping[str, Curve]
 
-    @property
-    def name(self) -> str:
-        """The last two parts of the folder: the date and the time, or the sweep and the job."""
-        return printable("/".join(self.folder.resolve().parts[-2:]))
-
 
 def read_run(folder: Path) -> RunFiles:
     """Read a run's folder, as far as it can be read: its run may have been killed at any time."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{str(folder)!r} contains no config.yaml of a run: give a folder such as outputs/DATE/TIME.")
     return RunFiles(
-        folder,
-        config=read_config(folder),
+        name=short_name(folder),
+        config=text_of(folder / CONFIG),
+        settings=dict(walk(read_config(folder))),
         result=read_json(folder / RESULT),
         plan=read_json(folder / PLAN),
         scores=read_json(folder / SCORES),
@@ -74,11 +71,17 @@ class Job:
     settings: Mapping[str, str]  # by key, as they were typed or drawn
     overrides: str  # all of them on one line, as they were typed
 
+    @property
+    def outcome(self) -> str:
+        """Whether the job has left a result, in a word."""
+        return "done" if self.result else "failed"
+
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """The jobs of a sweep, the best first, then those without a value."""
 
+    name: str
     jobs: Sequence[Job]
     metric: str
     direction: str
@@ -104,7 +107,21 @@ def read_sweep(folder: Path) -> Sweep | None:
     sign = -1 if direction == "max" else 1
     values: dict[str, Any] = {job.name: job.result.get(metric) for job in jobs}
     jobs.sort(key=lambda job: math.inf if values[job.name] is None else sign * values[job.name])
-    return Sweep(jobs, metric, direction)
+    return Sweep(short_name(folder), jobs, metric, direction)
+
+
+def short_name(folder: Path) -> str:
+    """The last two parts of a folder: the date and the time, or the sweep and the job."""
+    return printable("/".join(folder.resolve().parts[-2:]))
+
+
+def walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by their full keys; a list is one value."""
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from walk(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def text_of(path: Path) -> str:
@@ -124,11 +141,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of a run, with its interpolations as they are written; empty if there is none."""
-    path = folder / CONFIG
-    if not path.is_file():
-        return {}
-    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    content: Any = OmegaConf.to_container(read_yaml(folder / CONFIG))
     return dict(content)
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file; empty if there is none."""
+    return OmegaConf.create(text_of(path) or "{}")
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
@@ -144,17 +163,16 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def put_aside(path: Path, place: Path, *, before: int | None) -> None:
-    """Move the curves of a run that is resumed, without the rows of steps that will be done again."""
-    rows = [*csv.DictReader(text_of(path).splitlines())]
-    path.replace(place)
-    if before is None or not rows:
-        return
+    """Move the curves of a run that is resumed, without the rows of steps that, if known, will be done again."""
+    rows = csv.DictReader(text_of(path).splitlines())
     with place.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0]])
+        writer = csv.DictWriter(file, rows.fieldnames or ())
         writer.writeheader()
         for row in rows:
-            if str(row.get("step")).isdigit() and int(row["step"]) < before and None not in row:
+            is_whole = str(row.get("step")).isdigit() and None not in row
+            if is_whole and (before is None or int(row["step"]) < before):
                 writer.writerow(row)
+    path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -3,9 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.other_tools import OWN_KEYS, SECTIONS, Groups, in_our_words
+from lightning_ga.app.other_tools import OWN_KEYS, SECTIONS, Groups, by_nearest, in_our_words
 from lightning_ga.errors import UserError
 
 Config = dict[str, Any]
@@ -57,6 +56,8 @@ def read_settings(cfg: DictConfig) -> Settings:
             raise UserError(f"The keys of {group}=… are below {group}: begin its file with # @package _global_.")
     if result.dry_run and result.task is not Task.fit:
         raise UserError(f"dry_run=true shows the plan of a training, and task={result.task.name} has none: drop one.")
+    if result.ckpt_path == "auto" and result.task is not Task.fit:
+        raise UserError(f"ckpt_path=auto is for task=fit, and this is task={result.task.name}: give ckpt_path=best.")
     if {"callbacks", "logger"} & {*(cfg.get("trainer") or ())}:
         raise UserError("trainer.callbacks and trainer.logger are read by nothing: set callbacks.NAME._target_=…")
     if cfg.get("train") is False:  # of lightning-hydra-template
@@ -70,26 +71,25 @@ def read_settings(cfg: DictConfig) -> Settings:
 
 def unread_groups(cfg: DictConfig) -> set[str]:
     """The groups for models that no class reads: no other section takes its value from them."""
-    texts = {str(key): str(value) for key, value in to_plain(cfg).items()}
+    texts = texts_of(cfg)
     unread = set()
     for name in ("lr_scheduler", "optimizer"):  # in this order, because a schedule may read the optimizer's rate
-        text = texts.pop(name, "")
-        if is_referred_to(name, texts):
-            texts[name] = text
-        else:
+        if not is_referred_to(name, texts):
             unread.add(name)
+            texts.pop(name, None)
     return unread
 
 
+def texts_of(cfg: DictConfig) -> dict[str, str]:
+    """The sections of a configuration as texts, with interpolations as they are written."""
+    sections: Any = OmegaConf.to_container(cfg)
+    return {str(section): str(content) for section, content in sections.items()}
+
+
 def is_referred_to(name: str, texts: Mapping[str, str]) -> bool:
-    """Whether an interpolation in one of the texts names a section."""
-    return re.search(rf"[{{:]{re.escape(name)}\b", "".join(texts.values())) is not None
-
-
-def to_plain(cfg: DictConfig) -> dict[str, Any]:
-    """A configuration as plain values, with interpolations as they are written."""
-    content: Any = OmegaConf.to_container(cfg)
-    return content  # type: ignore[no-any-return]
+    """Whether an interpolation in the text of another section names this one."""
+    others = "".join(text for section, text in texts.items() if section != name)
+    return re.search(rf"[{{:]{re.escape(name)}\b", others) is not None
 
 
 def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[str]:
@@ -97,13 +97,13 @@ def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[s
 
     Keys of a group that no class reads are refused, too, such as ``optimizer.lr``.
     """
-    texts = {str(key): str(value) for key, value in to_plain(cfg).items()}
+    texts = texts_of(cfg)
     known = (*SECTIONS, *OWN_KEYS, *groups, "hydra")
+    read = {*known, *(section for section in texts if is_referred_to(section, texts))}
     warnings = []
-    for key in texts.keys() - {*known}:
-        for nearest in get_close_matches(key, known, n=1, cutoff=0.85):
-            if not is_referred_to(key, texts):
-                warnings.append(f"{key} in a configuration file is read by nothing: did you mean {nearest}?")
+    for section in texts.keys() - read:
+        said = f"{section} in a configuration file is read by nothing: did you mean {{}}?"
+        warnings.append(by_nearest(section, known, said, cutoff=0.85))
     unread = unread_groups(cfg)
     for word in words:
         if word.startswith("-"):
@@ -118,27 +118,15 @@ def check_typed(cfg: DictConfig, words: Sequence[str], groups: Groups) -> list[s
             )
         if section in (*SECTIONS, "seed"):
             check_value(word, key, value)
-        others = {name: text for name, text in texts.items() if name != section}
-        if section in known or word.startswith("~") or is_referred_to(section, others):
+        if section in read or word.startswith("~"):
             continue
-        ours = nearest_word(key, value, known, groups)
-        if ours is None:
-            warnings.append(f"{word} is read by nothing here: it only goes to loggers and into config.yaml.")
-            continue
-        added = "+" if ours.partition("=")[0] in {*OWN_KEYS} - texts.keys() else ""  # with a train.yaml of one's own
-        raise UserError(f"{word} is read by nothing: write {added}{ours}.")
-    return warnings
-
-
-def nearest_word(key: str, value: str, known: Sequence[str], groups: Groups) -> str | None:
-    """What to type for a key that was added and is not read: another program's word, or a section of a near name."""
-    ours = in_our_words(key, value, groups)
-    if ours is not None:
-        return ours
-    section, dot, rest = key.partition(".")
-    for nearest in get_close_matches(section, known, n=1, cutoff=0.75):
-        return f"{nearest}{dot}{rest}={value}"
-    return None
+        near = f"{{}}{key.removeprefix(section)}={value}"
+        ours = in_our_words(key, value, groups) or by_nearest(section, known, near, cutoff=0.75)
+        if ours:
+            is_added = ours.partition("=")[0] in {*OWN_KEYS} - texts.keys()  # to a train.yaml of one's own
+            raise UserError(f"{word} is read by nothing: write {'+' * is_added}{ours}.")
+        warnings.append(f"{word} is read by nothing here: it only goes to loggers and into config.yaml.")
+    return [*filter(None, warnings)]
 
 
 def check_value(word: str, key: str, value: str) -> None:
@@ -148,27 +136,17 @@ def check_value(word: str, key: str, value: str) -> None:
     found = RANGE_OF.get(key.rpartition(".")[2])
     if found is None or not re.fullmatch(NUMBER, value):
         return
-    is_inside = found["least"] <= float(value) <= (found["most"] or math.inf)
     is_none = value == "-1" and "-1" in found["rule"]
-    if not is_inside and not is_none:
+    if not is_none and not found["least"] <= float(value) <= (found["most"] or math.inf):
         raise UserError(f"{word} must be {found['rule']}.")
 
 
 def shown(cfg: DictConfig) -> Config:
     """The configuration for others to read: ``${oc.env:NAME}`` stays as it is written, unread groups are left out."""
-    content = to_plain(cfg)
+    content: Any = OmegaConf.to_container(cfg)
     for name in unread_groups(cfg):
         content.pop(name, None)
-    return content
-
-
-def walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings by their full keys; a list is one value."""
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from walk(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return dict(content)
 
 
 def direction_of(metric: str) -> str:
@@ -176,9 +154,7 @@ def direction_of(metric: str) -> str:
     name = metric.partition("/dataloader_idx_")[0].rpartition("/")[2]
     split = re.sub(r"([a-z0-9])([A-Z])|([A-Z])([A-Z][a-z])", r"\1\3 \2\4", name)  # F1Score: f1 score
     words = re.findall(r"[a-z]+", f"{split} {name}".lower())
-    if any(map(SMALLER_IS_BETTER.fullmatch, words)):
-        return "min"
-    if any(map(LARGER_IS_BETTER.fullmatch, words)):
+    if any(map(LARGER_IS_BETTER.fullmatch, words)) and not any(map(SMALLER_IS_BETTER.fullmatch, words)):
         return "max"
     return "min"
 

@@ -13,25 +13,21 @@ from lightning_ga.app.plots import as_svg, sweep_figure
 from lightning_ga.app.run_files import Job, Sweep, read_sweep, write_text
 from lightning_ga.app.terminal import columns, number
 from lightning_ga.errors import printable
-from lightning_ga.plan.units import counted
 
 MOST_COMPARED = 3  # runs in the command that compares the best of a sweep
 
 
 def sweep_page(folder: Path, sweep: Sweep) -> str:
     """The jobs, the best first, the metric by every setting that differs, and how to compare the best."""
-    name = "/".join(folder.resolve().parts[-2:])
     done = [job for job in sweep.jobs if job.result.get(sweep.metric) is not None]
     keys = differing_keys(sweep)
-    command = ""
-    if len(done) > 1:
-        places = [str(folder / job.name) for job in done[:MOST_COMPARED]]
-        command = printable(shlex.join(["python", "-m", "lightning_ga.report", *places]))
+    best = [str(folder / job.name) for job in done[:MOST_COMPARED]]
+    command = shlex.join(["python", "-m", "lightning_ga.report", *best])
     return TEMPLATES.get_template("sweep.html").render(
-        title=f"Sweep {name}: {counted(len(sweep.jobs), 'job')}",
         keys=keys,
         sweep=sweep,
-        command=command,
+        best=best,
+        command=printable(command),
         pictures=pictures_of(done, sweep.metric, keys),
     )
 
@@ -44,25 +40,21 @@ def pictures_of(done: Sequence[Job], metric: str, keys: Sequence[str]) -> list[s
     values = [job.result[metric] for job in done]
     for key in keys:
         settings = [job.settings.get(key, "–") for job in done]
-        figure = sweep_figure(settings, values, key, metric, best=0)
+        figure = sweep_figure(settings, values, key, metric)
         pictures.append(as_svg(figure, f"{metric} by {key}"))
     return pictures
 
 
 def differing_keys(sweep: Sweep) -> Sequence[str]:
     """The keys whose values are not the same in all jobs."""
-    settings = [job.settings for job in sweep.jobs]
-    return [key for key, *_ in differing(settings)]
+    return [key for key, *_ in differing([job.settings for job in sweep.jobs])]
 
 
 def write_table(path: Path, sweep: Sweep) -> None:
     """Write the jobs as CSV, with all that was set in each."""
     rows: list[list[Any]] = [["job", sweep.metric, "outcome", "overrides"]]
     for job in sweep.jobs:
-        outcome = "failed"
-        if job.result:
-            outcome = "done"
-        rows.append([job.name, job.result.get(sweep.metric), outcome, job.overrides])
+        rows.append([job.name, job.result.get(sweep.metric), job.outcome, job.overrides])
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
 
@@ -70,17 +62,15 @@ def write_table(path: Path, sweep: Sweep) -> None:
 def report_sweep(folder: Path) -> None:
     """Print the jobs of a sweep and write its page; say how to run the missing ones."""
     sweep = read_sweep(folder)
-    if sweep is None or len(sweep.jobs) < 2 or is_of_plans(sweep):
+    if sweep is None or len(sweep.jobs) < 2:
+        return
+    if sweep.jobs[0].settings.get("dry_run", "").lower() == "true":  # plans, which nothing orders
         return
     print(f"\njob  {sweep.metric:12} overrides")
     keys = differing_keys(sweep)
     for job in sweep.jobs:
         value = job.result.get(sweep.metric)
-        outcome = "failed"
-        if value is not None:
-            outcome = number(value)
-        elif job.result:
-            outcome = "done"
+        outcome = job.outcome if value is None else number(value)
         words = [f"{key}={job.settings[key]}" for key in keys if key in job.settings]
         line = f"{job.name:>3}  {outcome:12} {' '.join(words)}"
         print(printable(line)[: columns()])
@@ -93,8 +83,3 @@ def report_sweep(folder: Path) -> None:
     print(f"Files: {folder}")
     if not all(job.result for job in sweep.jobs):
         print(f"To run again what is missing, add hydra.sweep.dir={folder} to the same command line.")
-
-
-def is_of_plans(sweep: Sweep) -> bool:
-    """Whether its jobs only show plans, which nothing orders."""
-    return sweep.jobs[0].settings.get("dry_run", "").lower() == "true"

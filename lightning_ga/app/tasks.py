@@ -1,6 +1,7 @@
 """What a run does: fit, validate, test, predict, export, and the files that each of these writes."""
 
 import math
+import re
 import shlex
 import sys
 import time
@@ -20,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from sklearn.metrics import classification_report
 
+from lightning_ga.app.arguments import as_typed
 from lightning_ga.app.build import BuiltRun, build
 from lightning_ga.app.ckpt_path import find_checkpoint
 from lightning_ga.app.export import save_weights
@@ -37,19 +39,20 @@ from lightning_ga.app.run_files import (
     put_aside,
     read_config,
     read_run,
+    walk,
     write_json,
     write_text,
 )
-from lightning_ga.app.settings import Config, Settings, Task, shown, walk
+from lightning_ga.app.settings import Config, Settings, Task, shown
 from lightning_ga.app.terminal import interruptions_reported, log, number, warn
 from lightning_ga.checkpoints import RECORD, newest_checkpoint, read_safely, resumable_steps
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.units import counted
 
 Metrics = dict[str, float]
-OF_TRAINING = (  # keys that decide what is trained, in which samples and steps
-    *("model.", "data.", "optimizer.", "lr_scheduler.", "seed", "trainer.accumulate_grad_batches"),
-    *("accumulate.effective_batch_size", "accumulate.accumulate", "accumulate.normalize"),
+OF_TRAINING = re.compile(
+    r"(model|data|optimizer|lr_scheduler)\.(?!.*num_workers$)|seed|trainer\.accumulate_grad_batches|"
+    r"accumulate\.(effective_batch_size|accumulate|normalize)"
 )
 MOST_CLASSES = 20  # of a report on the screen
 
@@ -58,15 +61,13 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
     """Build what a configuration names, do what ``task`` says, and return the result."""
     written = shown(cfg)
     started = time.perf_counter()
-    folder = Path((cfg.get("paths") or {}).get("output_dir") or HydraConfig.get().runtime.output_dir)
+    folder = Path(OmegaConf.select(cfg, "paths.output_dir") or HydraConfig.get().runtime.output_dir)
     with quiet_lightning():
         run = build(cfg, settings, folder)
         checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
             write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(written)))
-            steps = None
-            if checkpoint is not None:
-                steps = resumable_steps(checkpoint)
+            steps = None if checkpoint is None else resumable_steps(checkpoint)
             for path in folder.glob("csv/metrics.csv"):  # of the run before a resume: Lightning would delete it
                 put_aside(path, path.with_name(f"metrics-{time.time_ns()}.csv"), before=steps)
         for logger in run.trainer.loggers:
@@ -84,25 +85,20 @@ def run_task(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
 def wanted_checkpoint(run: BuiltRun, written: Config) -> Path | None:
     """The file of ``ckpt_path``, which is printed; only a fit and published weights need none."""
     wanted = run.settings.ckpt_path
-    task = run.settings.task
+    is_fit = run.settings.task is Task.fit
     if continues(run.config):
         newest = newest_checkpoint(run.folder)
         if newest is not None:
             if run.trainer.is_global_zero:
                 require_same_training(run.folder, written)
             return announced(run, newest)
-        if wanted == "auto":
-            return None
-    if wanted == "auto":
-        raise UserError(f"ckpt_path=auto is for task=fit, and this is task={task.name}: give ckpt_path=best.")
-    is_fit = task is Task.fit
-    if wanted is not None:
+    if wanted not in (None, "auto"):
         weights = run.model.state_dict()
         kind = "last" if is_fit else "best"
         roots = roots_of_runs(run.config)
         return announced(run, find_checkpoint(wanted, weights, roots, kind=kind, own=run.folder))
     if not is_fit and not written["model"].get("pretrained"):
-        raise UserError(f"task={task.name} needs trained weights: give ckpt_path=best, last or a path.")
+        raise UserError(f"task={run.settings.task.name} needs trained weights: give ckpt_path=best, last or a path.")
     return None
 
 
@@ -115,28 +111,29 @@ def announced(run: BuiltRun, path: Path) -> Path:
     epoch = content.get("epoch", 0) + 1
     steps = content["global_step"]
     log.info(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
-    most = run.trainer.max_epochs
-    has_ended = most is not None and 0 < most <= epoch and not continues(run.config)
-    if run.settings.task is Task.fit and has_ended:
+    most = run.trainer.max_epochs or -1  # without an end
+    if run.settings.task is Task.fit and 0 < most <= epoch and not continues(run.config):
         warn(f"The checkpoint has trained {counted(epoch, 'epoch')} of trainer.max_epochs={most}: set a larger number.")
     return path
 
 
-def typed(value: Any) -> str:
-    """A value as the command line takes it."""
-    return "null" if value is None else repr(value)
-
-
 def require_same_training(folder: Path, written: Config) -> None:
     """Refuse to continue a run with other data, another model, optimizer or batch."""
-    before = dict(walk(read_config(folder)))
-    now = dict(walk(written))
+    before = of_training(read_config(folder))
+    now = of_training(written)
     for key in sorted({*before, *now}):
-        is_of_training = key.startswith(OF_TRAINING) and not key.endswith("num_workers")
-        value = now.get(key)
-        if is_of_training and before.get(key) != value:
-            change = f"was {typed(before.get(key))} in the run in {str(folder)!r} and is {typed(value)} now"
-            raise UserError(f"{key} {change}: repeat the run's value, or give another hydra.run.dir.")
+        if before.get(key) != now.get(key):
+            earlier = as_typed(before.get(key))
+            later = as_typed(now.get(key))
+            raise UserError(
+                f"{key} was {earlier} in the run in {str(folder)!r} and is {later} now: repeat the run's value, or "
+                "give another hydra.run.dir."
+            )
+
+
+def of_training(config: Config) -> Config:
+    """The keys that decide what is trained, in which samples and steps, and their values."""
+    return {key: value for key, value in walk(config) if OF_TRAINING.match(key)}
 
 
 def fit(run: BuiltRun, checkpoint: Path | None) -> Metrics:
@@ -220,8 +217,13 @@ def export(run: BuiltRun, checkpoint: Path | None) -> Metrics:
     return {}
 
 
-TASKS: Mapping[Task, Callable[[BuiltRun, Path | None], Metrics]]
-TASKS = {Task.fit: fit, Task.validate: validate, Task.test: test, Task.predict: predict, Task.export: export}
+TASKS: Mapping[Task, Callable[[BuiltRun, Path | None], Metrics]] = {
+    Task.fit: fit,
+    Task.validate: validate,
+    Task.test: test,
+    Task.predict: predict,
+    Task.export: export,
+}
 
 
 def measured(run: BuiltRun) -> Metrics:

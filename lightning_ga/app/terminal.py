@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_only
+
 from lightning_ga.app.mistakes import chain, link_of
 from lightning_ga.errors import RankError, printable
 
@@ -70,10 +72,7 @@ def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
 
 def report_error(sentence: str, error: BaseException | None = None, *, trace: bool = False) -> None:
     """Print a mistake on the first rank, and an error of one rank alone on that rank; the log keeps the ``trace``."""
-    rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")
-    rank = getattr(getattr(rank_zero, "rank_zero_only", None), "rank", None)
-    if rank is None:
-        rank = int(not is_first_rank())
+    rank = getattr(rank_zero_only, "rank", int(not is_first_rank()))  # Lightning sets it when it is imported
     if rank and (error is None or link_of(RankError, error) is None):
         return
     where = f" on rank {rank}" if rank else ""

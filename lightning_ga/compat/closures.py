@@ -43,15 +43,16 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], 
 
 
 def run_closure(closure: Any, *, zeroes: bool = True) -> Any:
-    """Run forward pass, zeroing of gradients and backward pass of Lightning's own closure; or without the zeroing.
+    """Run forward pass, zeroing of gradients and backward pass of Lightning's own closure.
 
-    It may be given by a weak reference, because a strong one would keep the closure, and with it a batch, alive.
+    It may be given by a weak reference, because a strong one would keep the closure, and with it a batch, alive. Unless
+    it ``zeroes``, it zeroes no gradients from here on.
     """
     if isinstance(closure, ref):
         closure = closure()
     if not zeroes:
         closure._zero_grad_fn = None
-    return type(closure).closure(closure)
+    return type(closure).closure(closure)  # its own ``closure`` may be replaced by ours, which calls this function
 
 
 def before_the_last(trainer: Any) -> AbstractContextManager[None]:

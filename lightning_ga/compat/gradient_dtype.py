@@ -50,11 +50,8 @@ def narrow(parameters: Iterable[Tensor]) -> None:
 def end(parameters: Iterable[Tensor]) -> None:
     """Round gradients, and allow only those of the parameters' own types again."""
     for parameter in filter(_may_be_wide, parameters):
-        gradient = parameter.grad
-        parameter.grad = None
+        narrow([parameter])  # first: a gradient that is there has to be of the allowed type
         parameter.grad_dtype = parameter.dtype  # type: ignore[attr-defined, unused-ignore]
-        if gradient is not None:
-            parameter.grad = gradient.to(parameter.dtype)
 
 
 def dtype_of_sum(parameter: Tensor) -> torch.dtype:

@@ -70,7 +70,6 @@ class StepValues:
         self._held = ExitStack()
         self._is_installed = False
         self._has_several_passes = False  # whether the running window has several passes
-        self._merges = False  # whether its values are merged
         self._exchanged: list[Tensor] = []  # over ranks, in the running window
         self._next = 0  # the one of these that is due next
         self._settings: Settings = {}  # of the value that is being logged
@@ -87,18 +86,20 @@ class StepValues:
         for copy in self._copies.values():
             if copy is not None:
                 copy.reset()
-        runs_backward = not self._place.skips_backward
-        self._has_several_passes = runs_backward and self._place.factor > 1
-        # A rank that runs its only pass again exchanges no value twice.
-        self._merges = self._has_several_passes or (runs_backward and self._trainer.world_size > 1)
+        self._has_several_passes = self._place.factor > 1 and not self._place.skips_backward
         if self._merges:
             self._install()
 
     def begin_merging(self) -> None:
         """Merge the values of the running window from here on, because it has several passes."""
         self._has_several_passes = True
-        self._merges = True
         self._install()
+
+    @property
+    def _merges(self) -> bool:
+        """Whether values of the running window are merged; of one pass, so that a rank exchanges none of them twice."""
+        runs_on_ranks = self._trainer.world_size > 1 and not self._place.skips_backward
+        return self._has_several_passes or runs_on_ranks
 
     def _install(self) -> None:
         if self._is_installed:
@@ -145,7 +146,7 @@ class StepValues:
 
     def _end_batch(self) -> None:
         """At a window's end, show values that its last micro-batch has not logged, before Lightning reads all."""
-        if self._merges and self._place.window_is_over:
+        if self._place.window_is_over:
             for key, logged in self._values.items():
                 if self._place.ready not in logged:
                     self._show(key)
@@ -221,7 +222,7 @@ def _copied_updates(metric: Metric, copy_of: Callable[[Metric], Metric | None]) 
 def _empty_copy(metric: Metric) -> Metric | None:
     """Copy a metric without what it has collected, and without networks in it; ``None`` if it cannot be copied."""
     known: dict[int, Any] = {id(part): part for part in metric.children()}
-    for value in metric_state(metric, copied=False).values():
+    for value in metric_state(metric).values():
         if isinstance(value, Tensor):
             known[id(value)] = value.detach()
         elif isinstance(value, list):

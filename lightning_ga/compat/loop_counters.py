@@ -71,8 +71,8 @@ class LoopReader:
         return range(self.epoch, max(self.epoch + 1, last or 0))
 
     @property
-    def batches_of_epoch(self) -> int | None:
-        """Batches of an epoch that the loop has set up; ``None`` if that is not known."""
+    def loop_batches_of_epoch(self) -> int | None:
+        """Micro-batches of an epoch that the loop has set up; ``None`` if that is not known."""
         known = self._fit_loop.max_batches
         return None if known == inf else int(known)
 
@@ -191,18 +191,18 @@ class LoopPlace(LoopReader):
         return bool(self._loop.restarting)
 
     @property
-    def batches_done(self) -> int:
-        """Batches that a restored loop has trained on in its epoch; none if that is over."""
+    def loop_batches_done(self) -> int:
+        """Micro-batches that a restored loop has trained on in its epoch; none if that is over."""
         epochs = self._fit_loop.epoch_progress.current
         if epochs.started > epochs.processed:
             return int(self._loop.batch_progress.current.processed)
         return 0
 
     @property
-    def batches_before_epoch(self) -> int:
-        """Batches that the loop has begun in earlier epochs and fits; asked for before the epoch begins."""
+    def loop_batches_before_epoch(self) -> int:
+        """Micro-batches that the loop has begun in earlier epochs and fits; asked for before the epoch begins."""
         begun = int(self._loop.batch_progress.total.ready)
-        return begun - self.batches_done if self.restarts else begun
+        return begun - self.loop_batches_done if self.restarts else begun
 
     def reopen_epoch(self) -> None:
         """Let a restored loop continue in an epoch that ``max_steps`` ended early, as stock Lightning does.

@@ -4,6 +4,14 @@ Passes before the window's last run under ``no_sync``. In the last one DDP's own
 while the backward pass runs, through a process group that notes them. If that pass fails, the rank waits for these
 averages, keeps them because they stay right, and resets its reducer. When the window runs again, its last pass reads
 them and sends the other buckets, for which the other ranks wait (``c10d/reducer.cpp`` of torch 2.15).
+
+A reducer sees in the first exchange in which order gradients come. As the second begins, ranks agree on buckets in that
+order. A reset reducer has forgotten the order. So a rank that fails
+
+- before a window has gone through: resets it, and sees the order as the window runs again;
+- later, but not while it sends: leaves it alone;
+- while it sends, in agreed buckets: resets it now, and after each exchange from here on, because it would see an order
+  again, and agree on buckets alone.
 """
 
 from collections import defaultdict
@@ -65,6 +73,7 @@ class Exchange:
         self._stage = Stage.PASSES
         self._repeats = False  # whether the window runs again
         self._is_ordered = False  # whether an earlier window has shown in which order gradients come
+        self._has_lost_order = False  # whether the reducer was reset after ranks had agreed on buckets
         self._sparse = set[Tensor]()  # weights of embeddings with sparse gradients
         for part in module.modules():
             if isinstance(part, Embedding | EmbeddingBag) and part.sparse and part.weight.requires_grad:
@@ -92,7 +101,8 @@ class Exchange:
             elif self.refusal is None:
                 module.reducer._update_process_group(self._noting)
                 _IN_USE[module] = self._noting
-            self._is_ordered = self._is_ordered or self._stage is Stage.DONE
+            if self._stage is Stage.DONE:  # the window before has gone through
+                self._is_ordered = True
             self._stage = Stage.PASSES
             self._noting.begin()  # an error before the exchange is to wait for nothing of the window before
             ranks.share_buffers_before_forward(module)
@@ -124,7 +134,7 @@ class Exchange:
             raise RankError(STEP_EXCHANGES_VALUES)
         if not sends:
             return
-        if self._noting.must_reset:
+        if self._has_lost_order:
             self._module.reducer._reset_state()
         has_sent = self._noting.count > 0 or not self._is_noted
         self._stage = Stage.DONE if has_sent else Stage.PASSES
@@ -143,10 +153,11 @@ class Exchange:
         if self._stage is not Stage.DONE:
             self._stage = Stage.PASSES
         self._repeats = True
-        self._noting.keep(was_cut_off=was_sending and self._is_ordered)
-        # A reset reducer waits for no gradient, has no order of buckets, and forgets what was used under ``no_sync``.
-        lacks_order = self._is_noted and (self._noting.must_reset or not self._is_ordered)
-        if module.find_unused_parameters or lacks_order:
+        self._noting.keep()
+        if was_sending and self._noting.buckets_agreed:
+            self._has_lost_order = True
+        lacks_order = self._is_noted and (self._has_lost_order or not self._is_ordered)
+        if module.find_unused_parameters or lacks_order:  # it forgets what was used under ``no_sync``, too
             module.reducer._reset_state()
         return None
 
@@ -204,8 +215,7 @@ class _Noting(ProcessGroup):
         self._sent: list[tuple[int, Tensor, Any]] = []  # places in the exchange, and what is to be waited for
         self._kept: dict[int, Tensor] = {}  # on the host: averages that came before the window failed
         self.count = 0  # messages of the exchange
-        self.buckets_agreed = False  # whether ranks have agreed on the order of buckets, maybe in a measurement
-        self.must_reset = False  # after each exchange: once reset, a reducer would order its buckets anew, alone
+        self.buckets_agreed = False  # whether ranks have agreed on the order of buckets
 
     def begin(self, *, keeps: bool = False) -> None:
         """Begin an exchange; if it ``keeps`` the averages that have arrived before, these are not sent again."""
@@ -214,9 +224,8 @@ class _Noting(ProcessGroup):
             self._kept = {}
         self.count = 0
 
-    def keep(self, *, was_cut_off: bool) -> None:
+    def keep(self) -> None:
         """Wait for the averages of what was sent, and keep them, also if the exchange was cut off half-way."""
-        self.must_reset |= was_cut_off and self.buckets_agreed
         for place, tensor, work in self._sent:
             work.wait()
             self._kept[place] = tensor.to("cpu", copy=True)

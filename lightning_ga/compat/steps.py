@@ -32,6 +32,8 @@ class PassPlace:
     ends: bool = True  # whether it ends one, so that ``on_train_batch_end`` runs
 
 
+# What a probe runs: a pass that is over with its backward pass, and so leaves its batch open; or a batch of its own,
+# with the optimizer's step, that adds to gradients (``LAST``) or zeroes them (``WHOLE``).
 FIRST_OF_WINDOW = PassPlace(ends=False)
 LAST_OF_WINDOW = PassPlace(index=1, steps=True)
 WHOLE_WINDOW = PassPlace(steps=True)

@@ -81,7 +81,10 @@ class BatchPasses(WholePasses):
     def closure(self, lightning_closure: Any, make: Callable[..., Any], given: Any, *others: Any) -> Callable[[], Any]:
         """Return the closure that runs one batch of the loop; see ``closures.intercepted_closures``."""
         batch = given["batch"]
-        batch_samples = self._plan_pieces(batch)
+        limit = self._parts.limit
+        units, batch_samples = self._count(batch)
+        limit.cut_evenly(units)
+        self.sizes = piece_sizes(units, limit.of_pass, self._parts.request.multiple)
         self.samples += batch_samples
         if len(self.sizes) == 1:
             return partial(self._run_whole, lightning_closure, batch, batch_samples)
@@ -92,21 +95,16 @@ class BatchPasses(WholePasses):
 
         return partial(self._run_pieces, of_piece, batch, batch_samples)
 
-    def _plan_pieces(self, batch: Any) -> int:
-        """Plan the units of each piece of a batch; return the samples of the batch, of its largest loader."""
+    def _count(self, batch: Any) -> tuple[int, int]:
+        """Return the units into which a batch can be cut, and its samples, of its largest loader."""
         cutter = self._cutter()
-        limit = self._parts.limit
         try:
             units = cutter.count(batch)
-            batch_samples = cutter.weight(batch, units)
+            return units, cutter.weight(batch, units)
         except LayoutError:  # a batch that cannot be cut runs whole if it fits
-            units = self._planner.units
-            batch_samples = self._planner.batch_size
-            if limit.of_pass < units:
+            if self._parts.limit.of_pass < self._planner.units:
                 raise
-        limit.cut_evenly(units)
-        self.sizes = piece_sizes(units, limit.of_pass, self._parts.request.multiple)
-        return batch_samples
+            return self._planner.units, self._planner.batch_size
 
     def _run_whole(self, closure: Any, batch: Any, batch_samples: int) -> Any:
         self._parts.gradients.weigh_piece(batch, batch, samples=batch_samples, batch_samples=batch_samples)

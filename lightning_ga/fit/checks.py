@@ -59,14 +59,14 @@ def _check_callbacks(trainer: Any) -> None:
     """Refuse a second ``AutoAccumulate``, and callbacks that set the same things."""
     ours = []
     for callback in trainer.callbacks:
-        name = type(callback).__name__
-        kinds = {kind.__name__ for kind in type(callback).__mro__}
-        rival = next(iter(kinds & _RIVALS.keys()), None)
-        if rival is not None:
-            raise UserError(
-                f"The callbacks contain AutoAccumulate and {name}, which set the same things: "
-                f"remove {name}{_RIVALS[rival]}."
-            )
+        kinds = [kind.__name__ for kind in type(callback).__mro__]
+        name = kinds[0]
+        for rival, source in _RIVALS.items():
+            if rival in kinds:
+                raise UserError(
+                    f"The callbacks contain AutoAccumulate and {name}, which set the same things: "
+                    f"remove {name}{source}."
+                )
         if "AutoAccumulate" in kinds:
             ours.append(name)
     if len(ours) > 1:

@@ -62,7 +62,7 @@ class Evaluation:
             back = partial(undo, savepoint, [kept])
             undo_passes(trainer, stage, outcome.failure, leave_ranks=exchanged, undo=back)
             known.lower(fits)
-            self._reporter.report(self._reporter.event(stage, failed, fits), _RESULT)
+            self._reporter.report(self._reporter.survived(stage, failed, fits), _RESULT)
         return outcome.result
 
     def _taken_savepoint(self) -> Savepoint:

@@ -98,8 +98,7 @@ class Fit:
         parts.shares.check()
         exchange = exchange_of(self.trainer, before_sending=parts.shares.note_sending)
         remedies = Remedies(parts, self._options, self.search, self._left_out)
-        retries = self._options.on_oom != "raise"
-        rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=retries)
+        rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=self._options.on_oom != "raise")
         self._rewinder = rewinder
         self.search.begin()
         parts.shares.follow_limits(parts.limit.samples)
@@ -112,13 +111,14 @@ class Fit:
     def _begin_windows(self, rewinder: Rewinder, remedies: Remedies, exchange: AnyExchange | None) -> None:
         """Let the loop run windows from here on; their members begin each of them in this order."""
         parts = self.parts
-        members = [remedies.begin_window]  # first: takes limits back, by which windows are planned
-        if self.search.follows_growth:
-            members.append(self._follow_growth)
-        members.append(self.windows.begin_window)
-        members.append(parts.gradients.begin_window)
-        members.append(parts.values.begin_window)
-        members.append(self._begin_rates)  # after the window is planned
+        members = [
+            remedies.begin_window,  # first: takes limits back, by which windows are planned
+            self.search.begin_window,
+            self.windows.begin_window,
+            parts.gradients.begin_window,
+            parts.values.begin_window,
+            self._begin_rates,  # after the window is planned
+        ]
         if exchange is not None:
             members.append(exchange.begin_window)
         members.append(parts.shares.begin_window)  # last but the Rewinder's savepoint: a window's time begins here
@@ -128,7 +128,7 @@ class Fit:
         if self._options.on_oom == "skip":
             parts.undo_at_end.enter_context(self._left_out.installed())
         parts.undo_at_end.enter_context(rewinder.guarding(members))
-        parts.undo_at_end.enter_context(self.windows.patches(exchange))
+        self.windows.install(exchange)
 
     def _tensors_kept(self) -> list[Tensor]:
         """Return what lies on the device so that a window can run again."""
@@ -152,11 +152,6 @@ class Fit:
                 require_effective_batch(effective, world_size)
                 require_few_micro_batches(effective, parts.limit.of_first_passes, world_size)
 
-    def _follow_growth(self) -> None:
-        """Look for the limit again if the schedule has made this window larger than those asked about."""
-        if not self.parts.progress.place.skips_backward:
-            self.search.follow_windows()
-
     def _begin_rates(self) -> None:
         """Scale and log the rates of a window by its effective batch."""
         plan = self.plan
@@ -167,7 +162,8 @@ class Fit:
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict.
 
-        If windows have grown, they are asked about as at the start.
+        If windows have grown, they are asked about as at the start. The first epoch has begun in ``start``, with each
+        rank's own limit; if another rank's is lower, ``begin_window`` cuts it again.
         """
         parts = self.parts
         parts.shares.follow_limits(parts.limit.samples)
@@ -198,11 +194,8 @@ class Fit:
         assert self._rewinder is not None, "training has begun"
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
-        if self._reporter.has_told_verdict:
-            return
-        known = self.verdict.exactness
-        if known is not None and known.cause != "exact":  # this window may have been the first of several passes
-            self.verdict.warn()
+        if not self._reporter.has_told_verdict:  # no report of an error has contained it
+            self.verdict.warn()  # this window may have been the first of several passes
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
@@ -215,7 +208,7 @@ class Fit:
         progress = self.parts.progress
         progress.place.leave(self.data.recipe_factor, progress.position)
         self.parts.undo_at_end.close()
-        self._reporter.report_pending(self.verdict.exactness)
+        self._reporter.report_pending(self.verdict.at_end())
 
     def fail(self, error: BaseException) -> None:
         """After an error: add a note if that helps, such as what holds the memory; restore the user's factor."""
@@ -224,7 +217,7 @@ class Fit:
         probe = self.search.probe
         if is_out_of_memory(error) and probe is not None and probe.holders is not None:
             error.add_note(f"As the probe recorded it: {probe.holders.sentence()}")
-        self.parts.progress.place.set_factor(self.data.recipe_factor)
+        self.parts.progress.place.set_factor(self.data.recipe_factor)  # before: ``close`` notes it for the next fit
         self.close()
 
     # --- records -------------------------------------------------------------------------------
@@ -259,8 +252,17 @@ class Fit:
         if last is None or last < 0 or not self.data.is_set_up:
             return None
         most = inf if self.trainer.max_steps == -1 else self.trainer.max_steps
-        steps = self.windows.planner.steps(max(1, last), most)
-        return None if steps is None else int(min(steps, most))
+        steps = 0
+        samples = 0
+        for epoch in range(max(1, last)):
+            if steps >= most:
+                break
+            counted = self.windows.planner.steps_of(epoch, steps=steps, samples=samples)
+            if counted is None:
+                return None
+            steps += counted[0]
+            samples += counted[1]
+        return int(min(steps, most))
 
     # --- what a user reads at the start --------------------------------------------------------
 

@@ -98,14 +98,13 @@ class Gradients:
             count = count_items(self._counter, piece)
             total = count if piece is batch else count_items(self._counter, batch)
         self.counted = Counted(self.counted.samples + samples, self.counted.items + count)
-        is_window = self._factor * self._world_size == 1  # whether the batch is a window of its own
-        if self.normalize is None:  # Lightning divides each batch by the factor
+        is_whole_window = self._factor * self._world_size == 1  # over all ranks
+        is_empty_window = is_whole_window and not total and self._counter is None
+        if self.normalize is None or is_empty_window:  # Lightning divides each batch by the factor
             is_first = self._begin_pass(self._stock)
             self._stock.weigh_share(count, of=total, first=is_first)
-        elif is_window and total:
+        elif is_whole_window and total:
             self._weigh_known(count, planned=count, window_samples=total)
-        elif is_window and self._counter is None:  # an empty batch: the pass has the weight of a whole window
-            self._weigh_known(1.0, planned=1.0, window_samples=1.0)
         else:
             self._weigh_late(count)
         return count / total if total else 0.0
@@ -162,8 +161,7 @@ class Gradients:
             self._has_warned = True
             meaning = AS_ZEROS if self.normalize is None else AS_MEAN
             rank_zero_warn(LEFT_OUT.format(meaning=meaning), category=ExactnessWarning)
-        self.passes = 0  # LBFGS and SAM evaluate the window again
-        self._losses = 0
+        self.begin_window()  # LBFGS and SAM evaluate it again
 
     def stop_zeroing(self) -> None:
         """Let gradients come as they are again after a pass of weight 0."""

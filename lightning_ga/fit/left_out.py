@@ -29,7 +29,10 @@ ONE_IN = 100  # samples of the epoch, one may be left out
 
 
 class LeftOut:
-    """Owns the samples of the running window that are left out, and the list of all; none unless ``installed``."""
+    """Owns the samples of the running window that are left out, and the list of all; none unless ``installed``.
+
+    ``Gradients`` counts each pass before its step runs. A step for which no new pass was counted is a trial.
+    """
 
     def __init__(self, parts: FitParts, data: TrainingData) -> None:
         self._trainer = parts.progress.trainer
@@ -50,10 +53,9 @@ class LeftOut:
         self._folder = Path(self._trainer.log_dir or self._trainer.default_root_dir)  # ranks ask for it together
 
         def training_step(batch: Any, *others: Any) -> Any:
-            index_in_window = self._gradients.passes - 1  # below zero in trials before the window's first pass
-            # Trials after an error have the index of the pass that failed, whose shapes stay.
-            is_trial = index_in_window < 0 or (self._running is not None and self._running[0] == index_in_window)
-            if not is_trial:
+            index_in_window = self._gradients.passes - 1  # -1 before the window's first pass
+            was_counted = self._running is None or self._running[0] != index_in_window
+            if was_counted and index_in_window >= 0:  # a trial after an error leaves the shapes of the pass that failed
                 self._running = (index_in_window, " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch)))
             if index_in_window not in self._left_out:
                 return step(batch, *others)
@@ -112,12 +114,10 @@ class LeftOut:
         return None if samples is None else ceil_div(samples, ONE_IN)
 
     def _write(self, row: dict[str, Any]) -> None:
-        path = self._folder / "skipped.csv"
         self._folder.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        with path.open("a", newline="", encoding="utf-8") as file:
+        with (self._folder / "skipped.csv").open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*row])
-            if is_new:
+            if file.tell() == 0:
                 writer.writeheader()
             writer.writerow(row)
 

@@ -6,9 +6,9 @@ an error.
 Tested in tests/integration/test_probe.py and tests/integration/test_remembered.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -31,7 +31,7 @@ from lightning_ga.probe.budget import DoesNotFitError
 from lightning_ga.probe.cache import forget
 from lightning_ga.probe.cache import hardware as describe_hardware
 from lightning_ga.probe.probed_trainer import TrainingSetup
-from lightning_ga.probe.trainer_limit import choose_recomputed, find_limit, keeps_history, recomputable
+from lightning_ga.probe.trainer_limit import Found, choose_recomputed, find_limit, keeps_history, recomputable
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
 
@@ -49,10 +49,8 @@ class LimitSearch:
         self._options = options
         self._data = data
         self._kept = kept
-        self.fits: Fits | None = None  # a whole window that fits, so that nothing was looked for
-        self.probe: ProbeResult | None = None  # ``None`` if there was no probe or it failed
         self._asked = 0  # samples that the last question was about, on this rank
-        self._cache_key: Mapping[str, Any] | None = None  # ``None`` without a cache
+        self._found = Found()  # the answer to it
         self.recomputed = RecomputedParts(self._trainer.lightning_module)
         self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(self._trainer.lightning_module, self._always, "checkpoint=")
@@ -61,6 +59,16 @@ class LimitSearch:
                 f"checkpoint={options.checkpoint!r} and activation_checkpointing_policy= of "
                 f"{type(self._trainer.strategy).__name__} both compute submodules again: give one of them."
             )
+
+    @property
+    def fits(self) -> Fits | None:
+        """A whole window that fits, so that no limit was looked for."""
+        return self._found.fits
+
+    @property
+    def probe(self) -> ProbeResult | None:
+        """What the probe found; ``None`` if there was no probe or it failed."""
+        return self._found.result
 
     @property
     def chosen(self) -> Recomputed | None:
@@ -75,9 +83,7 @@ class LimitSearch:
 
     def begin(self) -> None:
         """Find the limit as training begins; a restored run falls to what errors had left of it."""
-        restored = self._parts.progress.restored
-        if restored is not None and not self._is_valid_here(restored):
-            restored = None
+        restored = self._restored()
         if self._parts.request.micro_batch is None:
             samples = self._find(self._most_useful(), restored, self._setup(begins=True))
         else:
@@ -89,44 +95,54 @@ class LimitSearch:
             limit.fall(restored.limit)
         self._use_found()
 
+    def begin_window(self) -> None:
+        """Follow a schedule that makes windows larger within an epoch."""
+        if self._is_wanted_at_once or self._parts.progress.place.skips_backward:
+            return
+        if self._parts.request.is_by_window:
+            self.follow_windows()
+
     def follow_windows(self) -> None:
         """Look for the limit again if the window that comes next is larger than any that was asked about.
 
         All ranks agree on it first, because all come here at that window: in the loader they have asked about the same
         number, and in the step no window needs more than a batch.
         """
+        if self._parts.request.micro_batch is not None:
+            return
         high = self._most_useful()
-        if self._parts.request.micro_batch is not None or high <= self._asked:
+        if high <= self._asked:
             return
         of_epoch = self._data.windows.planner.useful_limit(self._parts.progress.place.epochs[:1])
         high = max(high, min(2 * high, of_epoch))  # of a ramp, not each window is asked about
         limit = self._parts.limit
         if not self._parts.shares.differ:
             limit.agree()
-        is_final = limit.has_fallen or limit.samples < self._asked  # more does not fit: no window was the bound
-        if is_final:
+        if limit.has_fallen or limit.samples < self._asked:  # more does not fit: no window was the bound
             self._asked = high
-        else:
-            limit.use(self._find(high, None, self._setup(begins=False)))
-            self._use_found()
+            return
+        limit.use(self._find(high, None, self._setup(begins=False)))
+        self._use_found()
 
     def below(self, failed: int) -> int | None:
-        """Look for the limit below a pass that ran out of memory, if none was looked for before.
+        """Look for the limit below a pass that ran out of memory, if only a whole window was asked about before.
 
-        Ranks do not, because the others wait for one.
+        The cache may know it from another run; what is written there now, ``Remedies`` forgets. Ranks do not look,
+        because the others wait for one.
         """
-        if self.fits is None or self._trainer.world_size > 1:  # if a window fitted, no search has run yet
+        if self.fits is None or self._trainer.world_size > 1:
             return None
         setup = self._setup(begins=False)
-        search = partial(self._probe, setup.batches.at_most(failed), setup, None)
-        attempt(search, lambda _: True)
-        self.fits = None
-        if self.probe is not None and self.probe.limit >= failed:  # memory was short for a moment
-            self.probe = None
+        search = partial(find_limit, setup, self._options, high=setup.batches.at_most(failed))
+        found: Found = attempt(search, lambda _: True).result or Found()
+        if found.result is not None and found.result.limit >= failed:  # memory was short for a moment
+            found = found._replace(result=None)
+        self._found = found
         return None if self.probe is None else self.probe.limit
 
+    @cached_property
     def all_recomputable(self) -> tuple[str, ...]:
-        """Return all submodules that can be computed again."""
+        """All submodules that can be computed again, as isolated passes show."""
         names = self.recomputed.names
         self.recomputed.use(())  # what is computed again shows nothing
         try:
@@ -136,8 +152,8 @@ class LimitSearch:
 
     def forget_limit(self) -> None:
         """Let the next run probe again, because memory has run out in this one."""
-        if self._cache_key is not None:
-            forget(self._cache_key)
+        if self._found.cache_key is not None:
+            forget(self._found.cache_key)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -155,25 +171,27 @@ class LimitSearch:
             or ranks.is_sharded(self._trainer)
         )
 
-    def _is_valid_here(self, restored: RunState) -> bool:
-        """Return whether all ranks run on the hardware of the checkpoint's first rank, and with one limit."""
-        if self._parts.shares.differ:
-            return False
+    def _restored(self) -> RunState | None:
+        """Return what a checkpoint has kept, if all ranks run on the hardware of its first rank, and with one limit."""
+        restored = self._parts.progress.restored
+        if restored is None or self._parts.shares.differ:
+            return None
         is_same = restored.hardware == self.hardware()
-        return bool(ranks.smallest_over_ranks(self._trainer, int(is_same)))
-
-    @property
-    def follows_growth(self) -> bool:
-        """Whether the windows of an epoch are asked about as they grow."""
-        is_given = self._parts.request.micro_batch is not None
-        return self._parts.request.is_by_window and not is_given and not self._is_wanted_at_once
+        return restored if ranks.smallest_over_ranks(self._trainer, int(is_same)) else None
 
     def _most_useful(self) -> int:
         """Return the largest micro-batch of the window that comes next; of all, if the limit is wanted at once."""
         planner = self._data.windows.planner
+        place = self._parts.progress.place
         if self._is_wanted_at_once:
-            return planner.useful_limit(self._parts.progress.place.epochs)
-        return planner.useful_now()
+            return planner.useful_limit(place.epochs)
+        high = planner.useful_limit(place.epochs[:1])
+        position = self._parts.progress.position_in(place.epoch)
+        steps = position.steps_before + position.windows_done
+        asked = self._parts.request.count_at(place.epoch, step=steps, samples=position.samples_seen)
+        if asked is not None:
+            high = min(high, ceil_div(asked, planner.recipe.world_size))
+        return high
 
     def _setup(self, *, begins: bool) -> TrainingSetup:
         """Return the training as trial steps run it."""
@@ -204,19 +222,22 @@ class LimitSearch:
         tried = setup.batches.at_most(high)
         if not setup.alone:  # first batches differ by rank
             tried = ranks.smallest_over_ranks(self._trainer, tried)
-        if not tried and not setup.alone:  # a collate function has left nothing of a first batch: none is tried
-            return self._parts.request.capped(high)
-        found = self._recall(tried, restored) or self._ask(tried, setup)
-        # What was recalled may be for larger windows.
-        if self._data.windows.planner.source.varies:
-            high = tried
-            if found >= high and self._parts.limit.chunked is None:  # all of the first batch fits; later may be larger
-                found = NO_LIMIT
-        elif found >= tried and self.probe is None:  # nothing was looked for: others have as many as were planned
-            found = max(found, high)
-        if found >= NO_LIMIT:
-            return self._parts.request.capped(NO_LIMIT)
-        return self._parts.request.capped(min(high, found))
+            if not tried:  # a collate function has left nothing of a first batch: none is tried
+                return self._parts.request.capped(high)
+        fits = self._recall(tried, restored) or self._ask(tried, setup)
+        return self._parts.request.capped(self._limit_of_all(fits, tried=tried, high=high))
+
+    def _limit_of_all(self, fits: int, *, tried: int, high: int) -> int:
+        """Return the limit of batches of which ``high`` samples are useful; ``tried`` were there, and so many fit."""
+        if fits == NO_LIMIT:
+            return NO_LIMIT
+        if self._data.windows.planner.source.first_may_be_smaller:
+            if fits >= tried and self._parts.limit.chunked is None:  # the whole first batch; later ones may be larger
+                return NO_LIMIT
+            return min(fits, tried)
+        if fits >= tried and self.probe is None:  # nothing was looked for: others have as many as were planned
+            return high
+        return min(fits, high)  # what was recalled may be for larger windows
 
     def _recall(self, high: int, restored: RunState | None) -> int | None:
         """Return the limit that a checkpoint has kept; ``None`` if there is none, or if it does not hold here."""
@@ -226,7 +247,7 @@ class LimitSearch:
         may_recompute = known.recomputed is None or self._options.checkpoint == "auto"
         if not may_recompute or not still_holds(known, known.budget_bytes, high):
             return None
-        self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
+        self._found = Found(result=replace(known, source="checkpoint", steps=0, seconds=0.0))
         return known.fastest or known.limit
 
     def _ask(self, high: int, setup: TrainingSetup) -> int:
@@ -234,7 +255,7 @@ class LimitSearch:
         if keeps_history(self._trainer) and self._options.budget is None:
             return high  # whole batches, until an error
         try:
-            self._probe_or_recompute(high, setup)
+            self._found = self._probe(high, setup)
         except LayoutError:
             # Batches that cannot be cut run as they are, unless they are to be smaller.
             if self._options.budget is not None or self._parts.request.most is not None:
@@ -243,41 +264,42 @@ class LimitSearch:
         except Exception as error:
             if may_be_out_of_memory(error) or isinstance(error, UserError) or self._trainer.world_size > 1:
                 raise  # ranks probe together or not at all
-            recipe = min(self._asked, self._data.windows.planner.recipe.batch_size)
-            said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
-            rank_zero_warn(
-                "The probe found no limit, because a trial step, in which the probe records memory, ended in "
-                f"{type(error).__name__}: {said}. Training uses micro-batches of the recipe, {recipe} samples; give "
-                "micro_batch_size=… to choose."
-            )
-            return recipe
+            return self._limit_without_probe(error)
         if self.probe is None:
             return high
         return self.probe.fastest or self.probe.limit
 
-    def _probe_or_recompute(self, high: int, setup: TrainingSetup) -> None:
-        """Probe; if not one sample fits, and that is asked for, with submodules computed again."""
+    def _limit_without_probe(self, error: Exception) -> int:
+        """Warn that a trial step has failed; return the micro-batch of the recipe."""
+        recipe = min(self._asked, self._data.windows.planner.recipe.batch_size)
+        said = str(error).partition("\n")[0].rstrip(".")  # a data worker's has a traceback below
+        rank_zero_warn(
+            "The probe found no limit, because a trial step, in which the probe records memory, ended in "
+            f"{type(error).__name__}: {said}. Training uses micro-batches of the recipe, {recipe} samples; give "
+            "micro_batch_size=… to choose."
+        )
+        return recipe
+
+    def _probe(self, high: int, setup: TrainingSetup) -> Found:
+        """Probe; if not one sample fits, and that is asked for, with submodules computed again.
+
+        A whole window comes first, if that may be enough.
+        """
         together = setup.begins or not setup.alone  # later, ranks with limits of their own ask without the others
         if self._trainer.world_size > 1 and together:
             _require_cut_on_all_ranks(self._trainer, setup.batches)
-        self.fits = None
+        chosen = self.chosen
+        self._found = self._found._replace(fits=None)  # also if the search fails
+        search = partial(find_limit, setup, self._options, high=high)
         try:
-            self._probe(high, setup, self.chosen, whole_first=not self._is_wanted_at_once and self.chosen is None)
-            return
+            return search(recomputed=chosen, whole_first=chosen is None and not self._is_wanted_at_once)
         except DoesNotFitError as error:
             if self._options.checkpoint != "auto" or self.recomputed.names:
                 raise
             plain = error.with_traceback(None)
         chosen = choose_recomputed(setup, self._options, plain)
         self.recomputed.use(chosen.names)
-        self._probe(high, setup, chosen)
-
-    def _probe(self, high: int, setup: TrainingSetup, chosen: Recomputed | None, *, whole_first: bool = False) -> None:
-        """Probe with the submodules computed again that were chosen; first a whole window, if that may be enough."""
-        found = find_limit(setup, self._options, high=high, recomputed=chosen, whole_first=whole_first)
-        self.probe = found.result
-        self.fits = found.fits
-        self._cache_key = found.cache_key
+        return search(recomputed=chosen)
 
     def _use_found(self) -> None:
         """Compute again what was chosen, and cut by the sizes of samples within the limit."""
@@ -287,12 +309,12 @@ class LimitSearch:
         if sizes is None:
             return
         most = self._parts.request.most or NO_LIMIT
+        longest = self._parts.limit.samples
+        limits = SizeLimits(longest * sizes.largest, most)
         if self.probe is not None and self.probe.sizes is not None:
-            by_probe = self.probe.sizes
-            sizes.set_limits(self.probe.limit, replace(by_probe, samples=min(most, by_probe.samples)))
-        else:
-            samples = self._parts.limit.samples
-            sizes.set_limits(samples, SizeLimits(samples * sizes.largest, most))
+            longest = self.probe.limit
+            limits = replace(self.probe.sizes, samples=min(most, self.probe.sizes.samples))
+        sizes.set_limits(longest, limits)
 
 
 def _require_cut_on_all_ranks(trainer: Any, batches: TrialBatches) -> None:

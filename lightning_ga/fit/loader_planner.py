@@ -33,7 +33,7 @@ class LoaderPlanner:
         self._parts = parts
         self.source = source
         self._cut_by = 0  # the limit by which the epoch was cut
-        self.most_read: int | None = None  # samples that were read, if training alone reads samples
+        self._most_read: int | None = None  # planned samples of the first micro-batch, once it is read for trials
 
     def use(self, source: LoaderSource) -> None:
         """Plan epochs of a loader that is loaded again."""
@@ -54,6 +54,11 @@ class LoaderPlanner:
         known = self._parts.limit.micro_batch_at_start(self.recipe.batch_size)
         return self._parts.request.in_multiples(known)
 
+    @property
+    def _sharing_ranks(self) -> int:
+        """The ranks that share a window in equal parts; if shares may differ, one rank may get nearly all."""
+        return 1 if self._parts.shares.differ else self.recipe.world_size
+
     def effective(self, epoch: int) -> int:
         """Return the largest effective batch of an epoch, at most the samples of the epoch."""
         asked = self._parts.request.effective_batch(epoch, self._micro_batch_at_start, self.recipe.world_size)
@@ -65,44 +70,24 @@ class LoaderPlanner:
 
     def note_first(self) -> None:
         """Note that a first micro-batch was read as it is planned now, because samples cannot be read apart."""
-        self.most_read = self.plan.micro_batch_size
+        self._most_read = self.plan.micro_batch_size
 
     def useful_limit(self, epochs: range) -> int:
         """Return the largest micro-batch that these epochs can use, and can be tried."""
-        world_size = 1 if self._parts.shares.differ else self.recipe.world_size  # a rank may get nearly all
         high = self._parts.request.useful_limit(
             epochs,
             recipe=self.recipe.effective,
             total=self.source.epoch(epochs.start).samples,
-            world_size=world_size,
+            world_size=self._sharing_ranks,
         )
-        if not self.source.samples.can_be_read_apart:
+        if not self.source.samples.can_be_read_apart:  # the first micro-batch alone can be tried
             share = ceil_div(self.effective(epochs.start), self.recipe.world_size)
-            high = min(high, self.most_read or share)
+            high = min(high, self._most_read or share)
         return self.source.capped(max(1, high))
 
-    def useful_now(self) -> int:
-        """Return the largest micro-batch that the window that comes next can use, and can be tried."""
-        place = self._parts.progress.place
-        position = self._parts.progress.position_in(place.epoch)
-        steps = position.steps_before + position.windows_done
-        asked = self._parts.request.count_at(place.epoch, step=steps, samples=position.samples_seen)
-        high = self.useful_limit(place.epochs[:1])
-        if asked is None:
-            return high
-        return min(high, ceil_div(asked, self.recipe.world_size))
-
-    def steps(self, epochs: int, most: int | float) -> int:
-        """Count the optimizer steps of a training of so many epochs, at least up to ``most``."""
-        steps = 0
-        samples = 0
-        for epoch in range(epochs):
-            if steps >= most:
-                break
-            more, seen = self.source.steps_of(epoch, self._schedule_of(epoch, steps=steps, samples=samples))
-            steps += more
-            samples += seen
-        return steps
+    def steps_of(self, epoch: int, *, steps: int, samples: int) -> tuple[int, int]:
+        """Return optimizer steps and samples of an epoch that begins after so many."""
+        return self.source.steps_of(epoch, self._schedule_of(epoch, steps=steps, samples=samples))
 
     def _schedule_of(self, epoch: int, *, steps: int, samples: int) -> PiecewiseSchedule:
         """Return the effective batches of an epoch that begins after so many steps and samples."""
@@ -136,8 +121,7 @@ class LoaderPlanner:
         """Cut the windows of the planned epoch by the limit; the loader begins with the window ``start``."""
         inputs = self.inputs
         shares = self._parts.shares
-        ranks = 1 if shares.are_known else self.recipe.world_size  # otherwise shares are equal
-        micro_batch = ceil_div(inputs.schedule.largest, ranks)
+        micro_batch = ceil_div(inputs.schedule.largest, self._sharing_ranks)
         self._cut_by = self._parts.limit.samples
         if enabled:
             micro_batch = self._within_limit(micro_batch)
@@ -191,7 +175,7 @@ class LoaderPlanner:
         epoch_plan = self.source.epoch_plan
         # A rank that runs a window of several batches again, after an error, counts more of them than the others.
         ranks_count_alike = self.recipe.world_size == 1 or epoch_plan.factor == 1
-        if self._parts.request.is_by_window or not ranks_count_alike or self._parts.shares.are_known:
+        if self._parts.request.is_by_window or not ranks_count_alike or self._parts.shares.differ:
             return False
         recipe_effective = self.source.within_epoch(self.recipe.effective, self.inputs.epoch)
         return self.inputs.schedule.largest == recipe_effective and epoch_plan.length == self.inputs.recipe.batches

@@ -6,7 +6,7 @@ Tested in tests/integration/test_survive.py and tests/differential/test_differen
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +39,7 @@ class LoaderWindows(CutWindows):
         self._span = WindowSpan(source.recipe.factor)  # of the running window
         # If training alone reads samples, probe and measurement begin the loop's iterator before training does.
         self._key_of_iterator: Any = None  # what the iterator was made for; ``None`` before there is one
-        self._first: Any = None  # the iterator's first micro-batch, until training begins
-        self._planned_first: int | None = None  # its samples on this rank before a collate function leaves any out
+        self._first: TrialBatches | None = None  # the iterator's first micro-batch, once read, until training begins
         self._compiled = CompiledModules(self._trainer)
         self._samples_left = SamplesLeft(cutter)
         self._prepare()
@@ -93,13 +92,12 @@ class LoaderWindows(CutWindows):
         if samples.can_be_read_apart:
             return TrialBatches(samples, self._cutter(), self._source.largest_micro_batch(epoch))
         if self._key_of_iterator is None:
-            self._read_first()
-        most = self.planner.most_read or 0
-        return TrialBatches(samples, self._cutter(), most, batch=self._first, planned=self._planned_first)
+            self._first = self._read_first()
+        return self._first or TrialBatches(samples, self._cutter(), most=0)
 
-    def _read_first(self) -> None:
+    def _read_first(self) -> TrialBatches:
         """Read the first micro-batch, which training still gets; it is a whole share if the limit is not known."""
-        if self._begun is None:
+        if self._is_before_first_epoch:
             self.planner.plan_epoch(self._place.epoch)
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
@@ -107,9 +105,12 @@ class LoaderWindows(CutWindows):
         with replaced(loader, unplanned_generator=loader.unplanned_generator):
             self._iterate()
         self.planner.note_first()
-        self._first = advance.first_batch(self._trainer)
-        if self._first is not None:
-            self._planned_first = self._source.window(self._source.epoch_plan.done).sizes[0]
+        batch = advance.first_batch(self._trainer)
+        planned = None  # samples on this rank before a collate function leaves any out
+        if batch is not None:
+            planned = self._source.window(self._source.epoch_plan.done).sizes[0]
+        most = self.planner.plan.micro_batch_size
+        return TrialBatches(self._source.samples, self._cutter(), most, batch=batch, planned=planned)
 
     def _iterate(self) -> None:
         """Let the loop's iterator begin with the window that comes next."""
@@ -120,7 +121,7 @@ class LoaderWindows(CutWindows):
         """Return what the loop's iterator depends on."""
         inputs = self.planner.inputs
         plan = self._source.epoch_plan
-        batches = self._place.batches_of_epoch
+        batches = self._place.loop_batches_of_epoch
         return inputs.epoch, inputs.schedule.largest, plan.done, plan.micro_batch, batches, *plan.ratio
 
     @property
@@ -137,7 +138,7 @@ class LoaderWindows(CutWindows):
         progress.enter(epoch)
         self.planner.plan_epoch(epoch)
         # A resumed run may have counted micro-batches in earlier epochs; the loop says so before it begins this one.
-        if self._begun is None and self._place.batches_before_epoch != progress.position.batches_before:
+        if self._is_before_first_epoch and self._place.loop_batches_before_epoch != progress.position.batches_before:
             self._use_recipe_as_clock()
         self._place.begin_epoch()
         self._size_loop()
@@ -174,15 +175,13 @@ class LoaderWindows(CutWindows):
             return replace(self._span, after=self._span.before)
         return self._span
 
-    @contextmanager
-    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
-        """Return a context in which the loop runs these windows; the last pass of each exchanges gradients."""
-        with ExitStack() as stack:
-            stack.enter_context(self._place.before_reading(self._follow_length))
-            if exchange is not None:
-                passes = WholePasses(self._place, exchange)
-                stack.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._place))
-            yield
+    def install(self, exchange: AnyExchange | None) -> None:
+        """Let the loop run these windows to the end of the fit; the last pass of each exchanges gradients."""
+        undo_at_end = self._parts.undo_at_end
+        undo_at_end.enter_context(self._place.before_reading(self._follow_length))
+        if exchange is not None:
+            passes = WholePasses(self._place, exchange)
+            undo_at_end.enter_context(closures.intercepted_closures(self._trainer, passes.closure, self._place))
 
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin its first epoch, at the window that comes next."""

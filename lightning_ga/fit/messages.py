@@ -4,7 +4,6 @@ Tested in tests/fit/test_evaluation.py and tests/integration/test_survive.py.
 """
 
 import warnings
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lightning_ga.errors import RankError, UserError
@@ -59,35 +58,12 @@ IN_THE_TRANSFER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OomEvent:
-    """An out-of-memory error that cost a window, not the run."""
-
-    stage: str  # ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``
-    step: int  # optimizer steps taken before it
-    samples: int  # most samples of a pass before
-    fits: int  # most samples of a pass from here on
-    memory: str  # state of the device's memory, as text
-    unit: str = "micro-batches"  # or ``"chunks"``, in which submodules run over whole batches
-
-    def sentence(self, result: str) -> str:
-        """Say what happened, and what was measured of the result."""
-        what = "The window" if self.stage == "training" else "The batch"
-        how = f"in {self.unit} of at most {self.fits} samples, and so are later ones"
-        if self.fits == self.samples:  # a last remedy has left the limit as it was (``Remedies``)
-            how = "with submodules computed again in the backward pass, or without that sample"
-        return (
-            f"Memory ran out in {self.stage} with {self.samples} samples after {counted(self.step, 'optimizer step')} "
-            f"({self.memory}). {what} is run again {how}. {result}"
-        )
-
-
 class OomReporter:
     """Counts the errors that were survived, and reports each: a warning, and a value in the loggers."""
 
     def __init__(self, trainer: Any, events: int = 0) -> None:
         self._trainer = trainer
-        self._pending: list[OomEvent] = []  # errors of training that are not reported yet
+        self._pending: list[str] = []  # sentences on errors of training that are not reported yet
         self.events = events  # including those before a resume
         self.has_told_verdict = False  # whether the report of an error of training has told what is known of gradients
 
@@ -100,19 +76,28 @@ class OomReporter:
         """Count from so many errors on, which a checkpoint has counted."""
         self.events = events
 
-    def event(self, stage: str, samples: int, fits: int, unit: str = "micro-batches") -> OomEvent:
-        """Describe an error of now: passes had so many samples, and have at most as many as fit from here on."""
+    def survived(self, stage: str, samples: int, fits: int, unit: str = "micro-batches") -> str:
+        """Say what has happened now in ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``.
+
+        A pass had so many ``samples``, and passes have at most as many as ``fits`` from here on; they are cut in
+        ``"micro-batches"``, or in ``"chunks"``, in which submodules run over whole batches.
+        """
+        steps = counted(int(self._trainer.global_step), "optimizer step")
         memory = describe_memory(self._trainer.strategy.root_device)
-        return OomEvent(stage, int(self._trainer.global_step), samples, fits, memory, unit)
+        what = "The window" if stage == "training" else "The batch"
+        how = f"in {unit} of at most {fits} samples, and so are later ones"
+        if fits == samples:  # a last remedy has left the limit as it was (``Remedies``)
+            how = "with submodules computed again in the backward pass, or without that sample"
+        return f"Memory ran out in {stage} with {samples} samples after {steps} ({memory}). {what} is run again {how}."
 
-    def add(self, event: OomEvent) -> None:
-        """Keep an error of training until what is known of its gradient can be reported with it."""
-        self._pending.append(event)
+    def add(self, sentence: str) -> None:
+        """Keep what was said of an error of training until what is known of its gradient can be reported with it."""
+        self._pending.append(sentence)
 
-    def report(self, event: OomEvent, result: str) -> None:
-        """Report an error that was survived on this rank."""
+    def report(self, sentence: str, result: str) -> None:
+        """Report an error that was survived on this rank, and what was measured of the result."""
         self.events += 1
-        text = event.sentence(result)
+        text = f"{sentence} {result}"
         if self._trainer.world_size > 1:
             text = f"Rank {self._trainer.global_rank}: {text}"
         warnings.warn(text, stacklevel=2)

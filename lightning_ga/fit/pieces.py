@@ -23,6 +23,8 @@ from lightning_ga.loading.trial_batches import BatchCutter
 _Key = tuple[str, str, int]
 """Of a logged value: its hook, its name, and whether the piece has logged that name for the first, second … time."""
 
+_LOSS = ("['loss']", ".loss")  # paths of a loss in a dictionary and in an object
+
 
 @dataclass(slots=True)
 class _Piece:
@@ -41,7 +43,7 @@ class Pieces:
 
     @contextmanager
     def piece(self, *, samples: int, share: float, logs_at_once: bool = False) -> Iterator[None]:
-        """Return a context for the pass over the next piece, whose logged values are kept; an error discards all.
+        """Return a context for the pass over the next piece, whose logged values are kept.
 
         With ``logs_at_once``, for the last piece, each value is logged as that piece logs it.
         """
@@ -58,13 +60,8 @@ class Pieces:
             if logs_at_once:
                 self._log(key, log)
 
-        try:
-            with logging_redirected(self._results, note):
-                yield
-        except BaseException:
-            self._pieces.clear()
-            self._logged.clear()
-            raise
+        with logging_redirected(self._results, note):
+            yield
 
     def add(self, output: Any) -> None:
         """Keep what the step has returned for the piece."""
@@ -96,12 +93,13 @@ def cut_in_pieces(cutter: BatchCutter, batch: Any, sizes: Sequence[int]) -> Iter
         start += size
 
 
-def merge(outputs: Sequence[Any], samples: Sequence[int], shares: Sequence[float]) -> Any:
+def merge(outputs: Sequence[Any], samples: Sequence[int], shares: Sequence[float], *, is_loss: bool = False) -> Any:
     """Merge what a step returned for the pieces of a batch; graphs and subclasses of tensors are left behind.
 
     - Tensors, arrays and lists as long as their piece are joined, and lists whose lengths differ.
     - Numbers and tensors of one element are averaged by share, unless all are equal; a piece of share 0 is left
-      out. Numbers that count the samples of their piece are added up.
+      out. A ``loss`` of one element is averaged also if each piece has one sample. Whole numbers that equal the samples
+      of their pieces are counts of these, and are added up.
     - Containers are merged field by field. ``None`` in some pieces is skipped.
     - Anything else is the value if all are equal, otherwise the list of the values.
     """
@@ -111,7 +109,7 @@ def merge(outputs: Sequence[Any], samples: Sequence[int], shares: Sequence[float
     values, sizes, value_shares = map(list, zip(*there))
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
-        return _merged_tensors([*map(_plain, values)], sizes, value_shares)
+        return _merged_tensors([*map(_plain, values)], sizes, value_shares, is_loss=is_loss)
     if all(isinstance(value, Real) and not isinstance(value, bool) for value in values):
         return _merged_numbers(values, sizes, value_shares)
     if any(type(value) is not type(first) for value in values) or isinstance(first, PackedSequence):
@@ -136,7 +134,11 @@ def _merged_fields(values: list[Any], samples: list[int], shares: list[float]) -
         whole = dict.fromkeys(chain(*values))
     elif len(names) > len(children[0]):
         return _same(values)
-    return rebuild(whole, [merge([fields.get(name) for fields in children], samples, shares) for name in names])
+    merged = []
+    for name in names:
+        parts = [fields.get(name) for fields in children]
+        merged.append(merge(parts, samples, shares, is_loss=name in _LOSS))
+    return rebuild(whole, merged)
 
 
 def _merged_numbers(values: list[Any], samples: list[int], shares: list[float]) -> Any:
@@ -147,12 +149,12 @@ def _merged_numbers(values: list[Any], samples: list[int], shares: list[float]) 
     return mean([*torch.tensor(values, dtype=torch.float64)], shares).item()
 
 
-def _merged_tensors(tensors: list[Tensor], samples: list[int], shares: list[float]) -> Any:
+def _merged_tensors(tensors: list[Tensor], samples: list[int], shares: list[float], *, is_loss: bool) -> Any:
     if any(tensor.is_nested for tensor in tensors):
         return tensors
-    if _are_by_sample(tensors, samples):
-        return torch.cat(tensors)
     are_numbers = all(tensor.numel() == 1 and tensor.dtype != torch.bool for tensor in tensors)
+    if _are_by_sample(tensors, samples) and not (is_loss and are_numbers):
+        return torch.cat(tensors)
     if are_numbers and (tensors[0].is_floating_point() or not _are_equal(tensors)):  # a comparison waits for the device
         return mean(tensors, shares)
     return _same(tensors)

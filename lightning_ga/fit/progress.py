@@ -22,17 +22,11 @@ class Progress:
         self.trainer = trainer
         self.place = place
         self.restored: RunState | None = None  # what was read from a checkpoint
-        self._is_known = earlier is not None  # whether earlier epochs have been counted
-        start = Position(
-            ranks.shared_seed(trainer),
-            place.epoch,
-            steps_before=trainer.global_step,
-            shuffles=loaders.shares_shuffled(trainer),
-        )
-        if earlier is not None:
-            before = earlier.at_start_of(start.epoch, start.steps_before)
-            start = replace(start, samples_before=before.samples_before, batches_before=before.batches_before)
-        self.position = start
+        self._follows_fit = earlier is not None  # whether a fit before has ended here, and counted earlier epochs
+        seed = ranks.shared_seed(trainer)
+        before = earlier or Position(seed, place.epoch)
+        start = before.at_start_of(place.epoch, int(trainer.global_step))
+        self.position = replace(start, seed=seed, shuffles=loaders.shares_shuffled(trainer))
 
     @property
     def window(self) -> tuple[int, int]:
@@ -59,7 +53,9 @@ class Progress:
         self.position = self.position.after_window(samples=samples, batches=batches)
 
     def take_over(self, epoch: RecipeEpoch) -> bool:
-        """Adopt the position of a restored loop; return whether the run continues within an epoch.
+        """Adopt the position of a restored loop; return whether the run continues the epoch of its position.
+
+        A run that was restored from a checkpoint of ours does so also at the epoch's first sample.
 
         A checkpoint of stock Lightning contains the loop's position only, in batches of the recipe; so does a Trainer
         whose earlier fits ran without the callback. Their epochs were as long as this ``epoch``.
@@ -67,15 +63,15 @@ class Progress:
         place = self.place
         if place.restarts:
             place.reopen_epoch()
-        if self.restored is None and (place.restarts or not self._is_known):
+        if self.restored is None and (place.restarts or not self._follows_fit):
             self._read_loop(epoch)
-        within = self.restored is not None or self.position.samples_done > 0
-        return within and self.position.epoch == place.epoch
+        continues = self.restored is not None or self.position.samples_done > 0
+        return continues and self.position.epoch == place.epoch
 
     def _read_loop(self, epoch: RecipeEpoch) -> None:
         place = self.place
         factor = epoch.recipe.factor
-        done = place.batches_done if place.restarts else 0
+        done = place.loop_batches_done if place.restarts else 0
         windows = done // factor
         self.position = replace(
             self.position,
@@ -84,6 +80,6 @@ class Progress:
             batches_done=windows * factor,
             windows_done=windows,
             samples_before=epoch.samples * place.epoch,
-            batches_before=place.batches_before_epoch,
+            batches_before=place.loop_batches_before_epoch,
             steps_before=max(0, self.trainer.global_step - windows),
         )

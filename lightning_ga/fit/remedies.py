@@ -33,7 +33,6 @@ class Remedies:
         self._search = search
         self._left_out = left_out
         self._may_recompute = options.checkpoint == "auto"
-        self._recomputable: tuple[str, ...] | None = None  # ``None`` before that was asked
         self._window: tuple[int, int] | None = None  # the running one, as ``Progress`` names it
         self._number = 0  # of the running window, in this fit
         self._before = (self._limit.mark(), search.recomputed.names)  # as it began
@@ -96,7 +95,5 @@ class Remedies:
         """Compute again all that can be; return whether that is more than before."""
         recomputed = self._search.recomputed
         before = recomputed.names
-        if self._recomputable is None:
-            self._recomputable = self._search.all_recomputable()  # isolated passes: what failed is undone later
-        recomputed.use(self._recomputable or before)
+        recomputed.use(self._search.all_recomputable or before)  # by isolated passes: what failed is undone later
         return recomputed.names != before

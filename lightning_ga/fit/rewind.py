@@ -66,7 +66,7 @@ class Rewinder:
                 self._retried = RepeatedRetries(trainer.strategy.root_device)
         self._members: list[Callable[[], None]] = []
         self._is_updating = False  # whether the window's passes are done: what follows is the optimizer's update
-        self._is_begun = False  # a resumed run may start within a window, which cannot run again
+        self._is_begun = False  # whether all members have begun the running window
         self._collectives = 0
 
     def guarding(self, members: Sequence[Callable[[], None]]) -> AbstractContextManager[None]:
@@ -75,7 +75,7 @@ class Rewinder:
         if self._savepoint is None:
             return advance.guarded_advance(self._trainer, self.run)
         self._members.append(self._savepoint.take)
-        return advance.guarded_advance(self._trainer, self.run, self._windows.batch_keeper)
+        return advance.guarded_advance(self._trainer, self.run, self._windows.keep)
 
     def run(self, stock_advance: Callable[[], None]) -> None:
         """Run the loop's next micro-batch; if memory runs out, the window's first one, smaller."""
@@ -92,9 +92,9 @@ class Rewinder:
             except Exception as error:
                 if isinstance(error, UserError) or not may_be_out_of_memory(error):
                     raise
-                obstacle = self._obstacle(is_read=self._windows.can_read_again(kept_before))
-                if obstacle is not None:
-                    self._explain(error, obstacle)
+                is_read = not self._windows.in_step or len(self._windows.batches) > kept_before
+                if not self._can_begin_again(is_read=is_read):
+                    self._explain(error)
                     raise
                 failure = error
             release(failure)
@@ -139,27 +139,24 @@ class Rewinder:
         self._windows.plan_again()
         return True
 
-    def _obstacle(self, *, is_read: bool) -> str | None:
-        """Return why the window cannot begin again; ``None`` if it can, and nothing if that needs no sentence.
-
-        ``is_read`` if its batches can be read again.
-        """
+    def _can_begin_again(self, *, is_read: bool) -> bool:
+        """Return whether the window can begin again; ``is_read`` if its batches can be read again."""
         if self._savepoint is None or self._place.skips_backward:
-            return ""
-        if not self._is_begun:  # the error came as the window began, or before one has
-            return None if self._place.begins_window else ""
-        if not is_read:
-            return messages.IN_THE_LOADER
-        return messages.IN_THE_UPDATE if self._is_updating else None
+            return False
+        if not self._is_begun:  # a resumed run may start within a window, of which nothing is kept
+            return self._place.begins_window
+        return is_read and not self._is_updating
 
-    def _explain(self, error: Exception, obstacle: str) -> None:
+    def _explain(self, error: Exception) -> None:
         """Add to an out-of-memory error why it ends the run; raise another if ranks wait for each other."""
         if not is_out_of_memory(error):
             return
         if self._refusal is not None:
             raise messages.out_of_memory(self._trainer, "training", messages.OTHERS_WAIT, self._refusal) from error
-        if obstacle:
-            error.add_note(obstacle.format(memory=describe_memory(self._trainer.strategy.root_device)))
+        was_undoable = self._savepoint is not None and self._is_begun and not self._place.skips_backward
+        if was_undoable:
+            sentence = messages.IN_THE_UPDATE if self._is_updating else messages.IN_THE_LOADER
+            error.add_note(sentence.format(memory=describe_memory(self._trainer.strategy.root_device)))
 
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
@@ -173,7 +170,7 @@ class Rewinder:
         undo_passes(self._trainer, "training", failure, leave_ranks=self._leave_ranks, undo=self._undo)
         fits = self._remedies.lower(failed, at_most=at_most)  # trial steps, which need the state from before
         self._windows.plan_again()
-        self._reporter.add(self._reporter.event("training", failed, fits, self._limit.unit))
+        self._reporter.add(self._reporter.survived("training", failed, fits, self._limit.unit))
 
     def _undo(self) -> str | None:
         """Put back what the window's passes have changed; return what cannot be put back."""

@@ -30,11 +30,6 @@ class Shares:
         if options.shares == "speed":
             self._speed = Speed(trainer.strategy.root_device)
 
-    @property
-    def are_known(self) -> bool:
-        """Whether windows are cut in shares that differ: each rank knows the limits of all."""
-        return bool(self.limits)
-
     def check(self) -> None:
         """Refuse shares that differ if there is one rank, or if ranks wait for each other within a window."""
         if not self.differ:

@@ -3,17 +3,13 @@
 Tested in tests/integration/test_schedules.py and tests/differential/test_differential.py.
 """
 
-from contextlib import suppress
-from typing import Any
-
-from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
 from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, in_chunks_of, plan_in_step
 from lightning_ga.plan.recipe import Recipe
+from lightning_ga.plan.windows import GrowingWindows
 
 
 class StepPlanner:
@@ -28,11 +24,6 @@ class StepPlanner:
         """Plan windows of a loader that is loaded again."""
         source.follow(self.source)
         self.source = source
-
-    def see(self, batch: Any, cutter: BatchCutter) -> None:
-        """Read the batch size off the first batch."""
-        with suppress(LayoutError):  # its number of samples may not be known
-            self.source.see(batch, cutter)
 
     # --- sizes ---------------------------------------------------------------------------------
 
@@ -57,15 +48,12 @@ class StepPlanner:
 
     def effective(self, epoch: int) -> int:
         """Return the largest effective batch of an epoch."""
-        request = self._parts.request
-        factor = request.factor(epoch)
-        if factor is not None:  # of the loader's batches
-            return self.recipe.samples_of(factor)
-        return request.asked_effective(epoch) or self.recipe.effective
+        asked = self._parts.request.effective_batch(epoch, self.batch_size, self.source.world_size)
+        return asked or self.recipe.effective
 
     def samples_of_epoch(self, epoch: int) -> int | None:
         """Return the samples of any epoch, over all ranks; ``None`` if that is not known."""
-        batches = self._parts.progress.place.batches_of_epoch
+        batches = self._parts.progress.place.loop_batches_of_epoch
         if batches is None or self.source.batch_size is None:
             return None
         return self.recipe.samples_of(batches)
@@ -76,46 +64,27 @@ class StepPlanner:
         high = request.useful_limit(epochs, recipe=self.recipe.effective, total=None, world_size=self.source.world_size)
         return max(1, min(high, request.capped(self.units)))
 
-    def useful_now(self) -> int:
-        """Return the largest piece that the next window can use: windows grow by whole batches."""
-        return self.useful_limit(self._parts.progress.place.epochs[:1])
-
-    def steps(self, epochs: int, most: int | float) -> int | None:
-        """Count the optimizer steps of so many epochs, at least up to ``most``; ``None`` if their length is not known.
+    def steps_of(self, epoch: int, *, steps: int, samples: int) -> tuple[int, int] | None:
+        """Return steps and samples of an epoch that begins after so many; ``None`` if its length is not known.
 
         Raises:
             UserError: If windows count samples, and no batch has shown yet how many it has.
         """
-        batches = self._parts.progress.place.batches_of_epoch
+        batches = self._parts.progress.place.loop_batches_of_epoch
         if batches is None:
             return None
         self._require_known_samples()
-        if self._parts.request.is_by_window:
-            return self._steps_of_growth(epochs, batches, most)
-        steps = 0
-        for epoch in range(epochs):
-            if steps >= most:
-                break
-            steps += ceil_div(batches, self._batches_of_window(epoch, step=steps, samples=0))
-        return steps
 
-    def _steps_of_growth(self, epochs: int, batches: int, most: int | float) -> int:
-        """Count window by window while windows may change, and then by epochs."""
-        schedule = self._parts.request.by_window
-        assert schedule is not None, "otherwise windows change between epochs alone"
-        steps = 0
-        samples = 0
-        for epoch in range(epochs):
-            left = batches
-            if schedule.is_settled(steps, samples):
-                factor = self._batches_of_window(epoch, step=steps, samples=samples)
-                return steps + (epochs - epoch) * ceil_div(batches, factor)
-            while left > 0 and steps < most:
-                factor = self._batches_of_window(epoch, step=steps, samples=samples)
-                samples += self.recipe.samples_of(min(factor, left))
-                steps += 1
-                left -= factor
-        return steps
+        def size_at(windows_done: int, batches_done: int) -> int:
+            samples_done = samples + self.recipe.samples_of(batches_done)
+            return self._batches_of_window(epoch, step=steps + windows_done, samples=samples_done)
+
+        growth = self._parts.request.by_window
+        if growth is None or growth.is_settled(steps, samples):
+            windows = ceil_div(batches, size_at(0, 0))
+        else:
+            windows = GrowingWindows(batches, size_at).count
+        return windows, self.recipe.samples_of(batches)
 
     def _require_known_samples(self) -> None:
         request = self._parts.request

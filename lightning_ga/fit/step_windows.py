@@ -3,10 +3,11 @@
 Tested in tests/integration/test_survive.py and tests/differential/test_differential.py.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import advance, closures, loaders, ranks, schedulers
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.fit.batch_passes import BatchPasses
@@ -50,9 +51,10 @@ class StepWindows(CutWindows):
         if self._source.batch_size is None:
             batch = advance.first_batch(self._trainer)
             if batch is not None:
-                self.planner.see(batch, self._cutter())
+                with suppress(LayoutError):  # its number of samples may not be known
+                    self._source.see(batch, self._cutter())
         # If the length of an epoch is not known, the batches that are done are enough.
-        batches = self._place.batches_of_epoch or self._place.batches_done
+        batches = self._place.loop_batches_of_epoch or self._place.loop_batches_done
         recipe = self.planner.recipe
         return self._parts.progress.take_over(RecipeEpoch(recipe, batches, recipe.samples_of(batches)))
 
@@ -62,7 +64,7 @@ class StepWindows(CutWindows):
         batch = None
         if self.batches:
             batch = self.batches[-1].batch
-        elif not self._reads and (self._source.varies or not samples.can_be_read_apart):
+        elif not self._reads and (self._source.first_may_be_smaller or not samples.can_be_read_apart):
             batch = advance.first_batch(self._trainer)
         return TrialBatches(samples, self._cutter(), self.planner.units, batch=batch, in_step=True)
 
@@ -91,22 +93,20 @@ class StepWindows(CutWindows):
         """Return the batches before and after the window that ends; the loop counts the recipe's by itself."""
         return WindowSpan(self._source.recipe_factor, self._place.window_start, self._place.ready)
 
-    @contextmanager
-    def patches(self, exchange: AnyExchange | None) -> Iterator[None]:
-        """Return a context in which the loop's batches run in pieces that fit."""
+    def install(self, exchange: AnyExchange | None) -> None:
+        """Let the loop's batches run in pieces that fit, to the end of the fit."""
         self._passes.exchange_through(exchange)
-        with ExitStack() as stack:
-            stack.enter_context(closures.intercepted_closures(self._trainer, self._passes.closure, self._place))
-            if self._parts.request.is_by_window:
-                stack.enter_context(self._place.windows_begin_anywhere())
-            yield
+        undo_at_end = self._parts.undo_at_end
+        undo_at_end.enter_context(closures.intercepted_closures(self._trainer, self._passes.closure, self._place))
+        if self._parts.request.is_by_window:
+            undo_at_end.enter_context(self._place.windows_begin_anywhere())
 
     def begin_reading(self, *, same_epoch: bool) -> None:
         """Let the loop begin with the batch that comes next."""
         self._reads = True
         place = self._place
         place.begin_epoch_after_last_batch()
-        if self._parts.request.is_by_window and place.restarts and place.ready != place.batches_of_epoch:
+        if self._parts.request.is_by_window and place.restarts and place.ready != place.loop_batches_of_epoch:
             place.count_windows_from_here()  # a run that is resumed in mid-epoch begins with a window
 
     # --- windows -------------------------------------------------------------------------------
@@ -140,12 +140,8 @@ class StepWindows(CutWindows):
 
     # --- errors --------------------------------------------------------------------------------
 
-    @property
-    def batch_keeper(self) -> Callable[[Any], None]:
-        """The function that gets each batch as the loader made it, because steps change containers."""
-        return self._keep
-
-    def _keep(self, batch: Any) -> None:
+    def keep(self, batch: Any) -> None:
+        """Keep a batch as the loader made it, because steps change containers."""
         self._passes.forget_sizes()
         self.batches.append(KeptBatch(batch))
 
@@ -154,10 +150,6 @@ class StepWindows(CutWindows):
         """The samples of a batch that is on its way to the step, which will cut it; 0 otherwise."""
         is_on_its_way = len(self.batches) > 0 and not self._passes.sizes
         return self.planner.batch_size if is_on_its_way else 0
-
-    def can_read_again(self, kept_before: int) -> bool:
-        """Return whether the batch that failed had been read, so that it is kept."""
-        return len(self.batches) != kept_before
 
     @property
     def largest_pass(self) -> int:
@@ -173,7 +165,7 @@ class StepWindows(CutWindows):
 
     def plan_again(self) -> None:
         """Give the window's batches back to the loop, which begins it again in smaller pieces."""
-        self._place.relocate(self._place.factor, at=self._place.window_start, end=self._place.batches_of_epoch)
+        self._place.relocate(self._place.factor, at=self._place.window_start, end=self._place.loop_batches_of_epoch)
         self._plan_window()
         advance.unread(self._trainer, [kept.batch for kept in self.batches])
 

@@ -34,7 +34,6 @@ class TrainingData:
         self._trainer = parts.progress.trainer
         self.recipe_factor: int = self._trainer.accumulate_grad_batches
         self._windows: Windows | None = None
-        self._source: LoaderSource | StepSource | None = None  # of the loader that the loop reads
         self._users_loader: Any = None  # that the loop is being set up with; ``None`` if it keeps the data that it has
         self._cutter: BatchCutter | None = None  # of batches of training, once it has been asked for
 
@@ -93,7 +92,6 @@ class TrainingData:
                 f"step ({source.why}): leave it out."
             )
         self._cutter = None
-        self._source = source
         self._users_loader = loader
         self._windows = self._windows_of(source)
 
@@ -114,10 +112,10 @@ class TrainingData:
     def cutter(self) -> BatchCutter:
         """Return the cutter of the batches that the training step gets."""
         if self._cutter is None:
-            assert self._source is not None, "batches are cut once the data are set up"
+            source = self.windows.planner.source
             found, combine = loaders.loaders_of(self._trainer)
-            is_cut_here = found == [self._source.loader]
-            samples = [self._source.samples] if is_cut_here else [*map(KnownSamples, found)]
+            is_cut_here = found == [source.loader]
+            samples = [source.samples] if is_cut_here else [*map(KnownSamples, found)]
             self._cutter = BatchCutter(samples, combine, BatchTransfer(self._trainer))
         return self._cutter
 

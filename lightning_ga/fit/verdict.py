@@ -27,10 +27,9 @@ class Verdict:
     """Keeps the verdict, and warns once if micro-batches do not give the gradient of the whole batch."""
 
     def __init__(self, parts: FitParts, options: Options, data: TrainingData) -> None:
+        self._parts = parts
         self._trainer = parts.progress.trainer
-        self._place = parts.progress.place
         self._limit = parts.limit
-        self._multiple = parts.request.multiple  # of which micro-batches, and so the measured parts, are multiples
         self._options = options
         self._data = data
         self.exactness: Exactness | None = None  # none without ``verify``, and while nothing is accumulated
@@ -40,12 +39,11 @@ class Verdict:
     def measure_at_start(self) -> None:
         """Measure before training, if windows of some rank are cut, or later ones may be; all ranks call it."""
         windows = self._data.windows
-        may_be_cut = self._limit.chunked is not None or (
-            windows.planner.source.varies and self._limit.of_pass < NO_LIMIT
-        )
-        is_cut = may_be_cut or windows.has_several_passes
+        is_bounded = self._limit.of_pass < NO_LIMIT
+        later_may_be_cut = windows.planner.source.first_may_be_smaller and is_bounded
+        is_cut = windows.has_several_passes or later_may_be_cut or self._limit.chunked is not None
         if self._options.verify and ranks.sum_over_ranks(self._trainer, float(is_cut)) > 0:
-            found = self._measure_samples(windows.trial_batches(self._place.epoch), begins=True)
+            found = self._measure_samples(windows.trial_batches(self._parts.progress.place.epoch), begins=True)
             self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
 
     def begin_window(self, batch: Any, *, after_error: bool) -> None:
@@ -66,7 +64,7 @@ class Verdict:
 
     def _measure_first(self, batch: Any) -> Exactness:
         """Measure on samples that differ, or on a batch of training if training alone reads samples."""
-        batches = self._data.windows.trial_batches(self._place.epoch)
+        batches = self._data.windows.trial_batches(self._parts.progress.place.epoch)
         if batches.empty:
             return self._measure_batch(batch)[0]
         return self._measure_samples(batches, begins=False)
@@ -81,7 +79,7 @@ class Verdict:
             in_step=self._data.windows.in_step,
             chunked=self._limit.chunked,
             begins=begins,
-            multiple=self._multiple,
+            multiple=self._parts.request.multiple,
         )
 
     def _measure_batch(self, batch: Any) -> tuple[Exactness, int]:
@@ -91,7 +89,7 @@ class Verdict:
         try:
             samples = cutter.count(batch)
             most = min(samples, self._limit.samples)
-            halves = cutter.halves(batch, most, self._multiple)
+            halves = cutter.halves(batch, most, self._parts.request.multiple)
             if halves is None:
                 raise LayoutError("a micro-batch of one sample has no parts")
             found = measure(
@@ -110,6 +108,12 @@ class Verdict:
         known = [*filter(None, ranks.of_all_ranks(self._trainer, self.exactness))]
         if known:
             self.exactness = combined(known)
+
+    def at_end(self) -> Exactness | None:
+        """Return the verdict as training ends, maybe before a window that has failed was measured."""
+        if self.exactness is None and self._options.verify:
+            return Exactness(None, 0.0, "unmeasured", reason="training ended before the window began again")
+        return self.exactness
 
     def warn(self) -> None:
         """Warn once that accumulation is not exact, or not known to be, if windows take several passes."""

@@ -30,7 +30,7 @@ class CutWindows:
         self._cutter = cutter
         self._trainer = parts.progress.trainer
         self._place = parts.progress.place
-        self.batches: list[KeptBatch] = []  # of the running window, as the ``batch_keeper`` got them
+        self.batches: list[KeptBatch] = []  # of the running window, as ``keep`` got them
         self._begun: tuple[Any, int] | None = None  # source and number of the epoch that the loop is set up for
         self._recipe_is_clock = False  # whether the recipe's batches, not the loop's, say from here on what is due
 
@@ -43,6 +43,11 @@ class CutWindows:
         if self._begun != (self._source, epoch):
             self._begin_epoch(epoch)
             self._begun = (self._source, epoch)
+
+    @property
+    def _is_before_first_epoch(self) -> bool:
+        """Whether no epoch of this fit has begun, or the first one is about to."""
+        return self._begun is None
 
     @property
     @abstractmethod
@@ -61,19 +66,10 @@ class CutWindows:
         """Return the index in the dataset of the only sample of a pass of the running window; ``None`` if not known."""
         return None
 
-    @property
-    def batch_keeper(self) -> Callable[[Any], None] | None:
-        """The function that gets each batch of the loop before anything changes it.
-
-        ``None`` if samples can be read again by their indices.
-        """
-        return None
+    def keep(self, batch: Any) -> None:
+        """Keep a batch of the loop before anything changes it, if its samples cannot be read again by their indices."""
 
     @property
     def uncut(self) -> int:
         """The samples of a batch that is on its way to the step, which will cut it; 0 otherwise."""
         return 0
-
-    def can_read_again(self, kept_before: int) -> bool:
-        """Return whether the samples of a failed pass can be read again; so many batches were kept before it."""
-        return True

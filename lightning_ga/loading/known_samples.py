@@ -100,13 +100,17 @@ class KnownSamples:
         if not self._are_by_index:
             return []
         index, *rest = islice(self.order(), SAMPLES_AT_ONCE)
-        before = rest[:1] or [index]  # what is read before any other may draw other random numbers
-        with closing(self._read(chain(before, [index], self._in_time([index, *rest[1:]])))) as reads:
+        other = rest[0] if rest else index  # is read before: the first of all reads may draw other random numbers
+        with closing(self._read(chain([other, index], self._in_time([index, *rest[1:]])))) as reads:
             begun = list(islice(reads, 3))
-            if len(begun) < 3 or not (self._trusted or same_values(begun[1], begun[2])):
+            if len(begun) < 3:
                 return []
-            found = [begun[1], begun[0], *reads]
-        return found[: 1 + len(rest)]
+            sample_of_other, sample, again = begun
+            if not self._trusted and not same_values(sample, again):
+                return []
+            if not rest:
+                return [sample]
+            return [sample, sample_of_other, *reads]
 
     def _in_time(self, indices: Iterable[Any]) -> Iterator[Any]:
         """Yield indices until reading takes too long: a worker is asked for the next sample once it has sent one."""
@@ -128,9 +132,9 @@ class KnownSamples:
         """Whether the dataset seems to hand out one sample after the other in this process, whatever the index is."""
         if self._trusted or self.loader.num_workers or self.first or not self._are_by_index:
             return False
-        consumables = self._consumables()
-        if consumables:  # who reads files may seek in them
-            return not all(isinstance(each, IOBase) for each in consumables)
+        moved = self._moved_by_reading()
+        if moved:  # files alone do not tell: a dataset may seek in them by the index
+            return not all(isinstance(each, IOBase) for each in moved)
         one, *others = (list(self._read([index])) for index in islice(self.order(), 2))
         return bool(one) and bool(others) and same_values(one, others[0])
 
@@ -138,14 +142,14 @@ class KnownSamples:
     def _are_by_index(self) -> bool:
         return collates_by_index(self.loader) and not _finishes_batches(self.loader) and len(self.indices) > 0
 
-    def _consumables(self) -> list[Any]:
-        """Return what reading would use up, and cannot be put back: iterators, files and queues."""
+    def _moved_by_reading(self) -> list[Any]:
+        """Return what the dataset holds that reading moves on and nothing puts back: iterators, files and queues."""
         held = held_by(datasets_in(self.loader.dataset))
         return [each for each in held if isinstance(each, Iterator) or _QUEUES.issubset(dir(type(each)))]
 
     def _read(self, indices: Iterable[Any]) -> Generator[Any, None, None]:
         """Yield the samples, unless reading them would leave a trace; up to one that cannot be read by itself."""
-        if self._consumables():
+        if self._moved_by_reading():
             return
         lists = map(list, zip(indices))
         reseeding = partial(_then_reseeded, self.loader.dataset)
@@ -227,8 +231,7 @@ class KnownSamples:
         """Return whether the collate function makes a batch of a sample, and does not leave it out."""
         if sample is None or not self.has_own_collate:
             return sample is not None
-        batch = attempt(self.collate, anything_but_out_of_memory, [sample], 2).result
-        return batch is not None and elements(batch) > 0
+        return self.elements_of([sample], 2) > 0
 
     def collate(self, samples: Sequence[Any], count: int, *, seed: int = 0) -> Any:
         """Return a batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
@@ -251,14 +254,15 @@ class KnownSamples:
             return False
         middle = max(2, min(batch_size, _MOST_ELEMENTS // max(1, elements(self.examples[0])) // 2))
         few = min(2, middle - 1)
-        small = self._elements_of(few)
-        single = self._elements_of(middle)
-        double = self._elements_of(2 * middle)
+        example = self.examples[:1]
+        small = self.elements_of(example, few)
+        single = self.elements_of(example, middle)
+        double = self.elements_of(example, 2 * middle)
         return double > single and (double - single) * (middle - few) == (single - small) * middle
 
-    def _elements_of(self, count: int) -> int:
-        """Return the elements of a batch of equal samples; 0 if collating them ends in an error."""
-        batch = attempt(self.collate, anything_but_out_of_memory, self.examples[:1], count).result
+    def elements_of(self, samples: Sequence[Any], count: int) -> int:
+        """Return the elements of a batch of the given samples in turn; 0 if collating them ends in an error."""
+        batch = attempt(self.collate, anything_but_out_of_memory, samples, count).result
         return 0 if batch is None else elements(batch)
 
 

@@ -15,9 +15,8 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from lightning_ga.batch.layout import elements, leaves
-from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples, anything_but_out_of_memory
+from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.memory.oom import attempt
 
 SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
 LOOK_SECONDS = 5.0  # of a look at further samples
@@ -88,12 +87,7 @@ class Largest:
 
     def _adds_to_batches(self, sample: Any) -> bool:
         """Return whether a batch has more elements with a sample twice: of none, some make a batch of zeros."""
-        once, twice = map(partial(self._elements_of, sample), (1, 2))
-        return once < twice
-
-    def _elements_of(self, sample: Any, count: int) -> int:
-        batch = attempt(self._known.collate, anything_but_out_of_memory, [sample], count).result
-        return 0 if batch is None else elements(batch)
+        return self._known.elements_of([sample], 1) < self._known.elements_of([sample], 2)
 
 
 class _Kept:

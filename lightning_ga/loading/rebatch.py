@@ -121,8 +121,9 @@ def rebatch(loader: "DataLoader[Any]", sampler: WindowBatchSampler, *, shuffle: 
     """Copy a loader so that it yields the micro-batches of a window batch sampler, in the order of that sampler.
 
     Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept. ``iter`` draws a
-    seed for data workers. The loop's first one, before there is a plan, starts no worker, but draws all the same. The
-    next one draws that seed again, from ``unplanned_generator``.
+    seed for data workers. The loop's first call, before the limit is known, yields nothing and starts no worker, but
+    draws all the same. The next call draws that seed again, from ``unplanned_generator``; whoever iterates once more
+    before training puts that generator back.
     """
     settings: dict[str, Any] = {"batch_sampler": sampler, "drop_last": False, "in_order": True}
     if not shuffle:  # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``

@@ -75,11 +75,12 @@ class SampleSizes:
         """Return the smallest size ≥ ``least`` and ≥ the median, and batches of samples of that size."""
         indices = self.by_size
         sizes = [*map(self._sizes.__getitem__, indices)]
-        larger = sizes[: len(sizes) // 2 + 1]
-        size = min(each for each in larger if each >= min(least, sizes[0]))
+        at_least_median = sizes[: len(sizes) // 2 + 1]
+        size = min(each for each in at_least_median if each >= min(least, sizes[0]))
         start = sizes.index(size)
         same = indices[start : start + min(sizes.count(size), SAMPLES_KEPT)]
-        return max(1, size), TrialBatches(KnownSamples(self._loader, same, trusted=True), cutter, len(sizes))
+        # Of smaller samples more fit than of the largest, at most all that there are.
+        return max(1, size), TrialBatches(KnownSamples(self._loader, same, trusted=True), cutter, most=len(sizes))
 
     def cut(self, plan: AccumulationPlan, epoch: EpochPlan, drawn: Any) -> tuple[AccumulationPlan, EpochPlan]:
         """Cut an epoch by the sizes of its samples, which are given in order, once the limits are known."""
@@ -95,13 +96,13 @@ class SampleSizes:
 
     def _read(self, indices: Sequence[Any]) -> "array[int]":
         """Read the sizes of some samples."""
+        if self._size_of == "auto":
+            return self._read_shapes(indices)
         dataset = self._loader.dataset
         size_of = _column(dataset, self._size_of)
         if callable(size_of):
             with untouched(dataset):
                 return array("q", map(partial(_called, size_of, dataset), indices))
-        if size_of == "auto":
-            return self._read_shapes(indices)
         with self._measured(indices, partial(_by_name, name=size_of)) as sizes:
             return array("q", sizes)
 

@@ -53,7 +53,7 @@ class LoaderSource:
     Places of samples are those in the order that all ranks share.
     """
 
-    varies = False  # whether the first batch may be smaller than others
+    first_may_be_smaller = False  # whether the first batch may be smaller than others
 
     def __init__(
         self, loader: "DataLoader[Any]", order: Order, settings: SourceSettings, size_of: SizeOf | None = None

@@ -34,7 +34,7 @@ class StepSource:
         if self.batch_size is not None and length is not None:
             self.batch_size = min(self.batch_size, length) or None
         self.units = self.batch_size  # into which a batch can be cut: samples of one loader; see ``BatchCutter.count``
-        self.varies = self.batch_size is None  # whether the first batch may be smaller than others
+        self.first_may_be_smaller = self.batch_size is None  # than other batches
         self.samples = KnownSamples(loader)
         if collates(loader) and isinstance(loader.dataset, IterableDataset):
             self.loader = self.samples.with_shown_batch()

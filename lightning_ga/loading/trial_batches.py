@@ -160,10 +160,10 @@ class TrialBatches:
         self.cutter = cutter
         self._known = known
         self._batch = batch
-        self.largest: Largest | None = None  # the samples that batches are collated of
+        self._in_step = in_step
+        self.largest: Largest | None = None  # the samples that batches are collated of, if they are read apart
         if known.can_be_read_apart and batch is None:
             self.largest = Largest(known)
-        self._is_cut = in_step or self.largest is None
 
     @cached_property
     def most(self) -> int:
@@ -195,12 +195,12 @@ class TrialBatches:
         """
         if self.largest is None:
             whole = move(copied_if_possible(self._batch))
-        elif self._is_cut:
+            if count >= self._held:
+                return whole, whole
+        elif self._in_step:
             whole = move(self.largest.batch(self._most))
         else:
             return move(self.largest.batch(count)), None
-        if count >= self._held and self.largest is None:
-            return whole, whole
         return self.cutter.cut(whole, 0, count), whole
 
     def batch_in_two_parts(self, count: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
@@ -214,7 +214,7 @@ class TrialBatches:
         chosen = self._unlike(count, multiple)
         if len(chosen) < 2:
             return None
-        if self._is_cut:
+        if self._in_step:
             return self.cutter.halves(made(chosen), count, multiple)
         middle = split_evenly(len(chosen), 2, multiple)[0]
         whole = made(chosen)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Literal, get_args
 
 from lightning_ga.errors import UserError
@@ -31,6 +32,17 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "scale_lr": get_args(ScaleLr),
 }
 """Arguments of ``AutoAccumulate`` that are one of some values."""
+
+_APART: Mapping[str, tuple[str, ...]] = {
+    "size_of": (
+        *("whole", "shares", "objective", "accumulate", "micro_batching"),
+        *("micro_batch_multiple", "effective_batch_size"),
+    ),
+    "whole": ("shares", "on_oom", "objective", "accumulate", "micro_batch_multiple"),  # a window is one batch
+    "shares": ("objective", "accumulate", "micro_batching", "effective_batch_size"),
+    "on_oom": ("normalize",),  # it leaves samples out of a mean over samples
+}
+"""Arguments, and those that they do not go together with, if they have the values in ``_refuse_together``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,33 +264,18 @@ def _read_names(argument: str, given: Any) -> tuple[str, ...]:
 
 def _refuse_together(options: Options, request: Request) -> None:
     """Refuse arguments that do not go together."""
-    if options.whole and request.is_factor:
-        raise UserError(
-            f"whole={options.whole!r} makes a window one batch, so its factor is 1, and accumulate="
-            f"{request.factor(0)} asks for another: give effective_batch_size=… instead."
-        )
-    if options.on_oom == "skip" and options.normalize is None:
-        what = f"whole={options.whole!r}" if options.whole else "normalize=None"
-        raise UserError(
-            f"on_oom='skip' leaves samples out of a mean over samples, and {what} makes no such mean: leave one of "
-            "them out."
-        )
-    size_of = "size_of="
-    shares = f"shares={options.shares!r}"
-    whole = f"whole={options.whole!r}"
-    multiple = f"micro_batch_multiple={request.multiple}"
     is_given = {
+        "size_of=": options.size_of is not None,
+        f"whole={options.whole!r}": options.whole != (),
+        f"shares={options.shares!r}": options.shares != "equal",
+        "on_oom='skip'": options.on_oom == "skip",
+        "normalize=None": options.normalize is None,
         "objective='throughput'": options.objective == "throughput",
         "accumulate=": request.is_factor,
         "micro_batching='step'": options.micro_batching == "step",
-        whole: options.whole != (),
-        multiple: request.multiple > 1,
+        f"micro_batch_multiple={request.multiple}": request.multiple > 1,
         f"effective_batch_size={request.by_window!r}": request.is_by_window,
-        size_of: options.size_of is not None,
-        shares: options.shares != "equal",
     }
-    together = {size_of: {shares}, whole: is_given.keys() - {"objective='throughput'", multiple}, shares: {multiple}}
-    for first, fitting in together.items():
-        for second in is_given:
-            if second not in (first, *fitting) and is_given[first] and is_given[second]:
-                raise UserError(f"{first} and {second} do not go together: leave one of them out.")
+    for first, second in combinations(filter(is_given.get, is_given), 2):
+        if second.partition("=")[0] in _APART.get(first.partition("=")[0], ()):
+            raise UserError(f"{first} and {second} do not go together: leave one of them out.")

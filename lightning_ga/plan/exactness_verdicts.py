@@ -43,7 +43,6 @@ class Exactness:
         cause: ``"exact"``, or why the difference is above the tolerance or could not be measured.
         layers: Names of BatchNorm layers in training mode.
         reason: Why nothing could be measured or cut, or a sentence in place of the cause's usual one.
-        micro_steps: Forward and backward passes that the measurement ran.
         tensors: State that a pass changes besides gradients (buffers, untrained parameters, attributes). Unless the
             cause is ``"stateful"``, no gradient was seen to depend on it.
         has_gradient: False if the gradient was zero, so that nothing could be measured.
@@ -54,7 +53,6 @@ class Exactness:
     cause: Cause
     layers: tuple[str, ...] = ()
     reason: str = ""
-    micro_steps: int = 0
     tensors: tuple[str, ...] = ()
     has_gradient: bool = True
 

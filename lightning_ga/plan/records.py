@@ -241,25 +241,24 @@ def probe_or_none(record: Any) -> ProbeResult | None:
 
 def read_probe(record: Mapping[str, Any]) -> ProbeResult:
     """Return the record that ``asdict`` was called on, also after it went through JSON; raise if it is no record."""
-    fields = dict(record)
-    fields["trials"] = tuple(Trial(**trial) for trial in record["trials"])
-    fields["curve"] = tuple(map(tuple, record.get("curve", ())))
-    fields["timings"] = tuple(Timing(**timing) for timing in record.get("timings", ()))
-    holders = record.get("holders")  # earlier versions had none
-    if holders is not None:
-        parts = tuple(map(tuple, holders["parts"]))
-        if any(kind not in REMEDIES for kind, _ in parts):
-            raise ValueError(f"{parts!r} names parts of another version")
-        fields["holders"] = Attribution(**{**holders, "parts": parts})
-    if record.get("sizes") is not None:
-        fields["sizes"] = SizeLimits(**record["sizes"])
-    recomputed = record.get("recomputed")
-    if recomputed is not None:
-        fields["recomputed"] = Recomputed(**{**recomputed, "names": tuple(recomputed["names"])})
-    result = ProbeResult(**fields)
+    result = ProbeResult(**{name: _read_field(name, value) for name, value in dict(record).items()})
     for value in (result.limit, result.budget_bytes, result.fastest or 1, result.peak_bytes + 1):
         if type(value) is not int or value < 1:
             raise ValueError(f"{value!r} is not a whole number of at least 1")
     if result.method not in get_args(Method) or result.source not in get_args(Source):
         raise ValueError(f"{result.method!r} by {result.source!r} is of another version")
+    if result.holders is not None and not REMEDIES.keys() >= {kind for kind, _ in result.holders.parts}:
+        raise ValueError(f"{result.holders.parts!r} names parts of another version")
     return result
+
+
+_KINDS = {"trials": Trial, "timings": Timing, "holders": Attribution, "sizes": SizeLimits, "recomputed": Recomputed}
+
+
+def _read_field(name: str, value: Any) -> Any:
+    """Return what a field holds: tuples for lists, and for mappings the records that belong there."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_read_field(name, each) for each in value)
+    if isinstance(value, Mapping):
+        return _KINDS[name](**{inner: _read_field(inner, each) for inner, each in value.items()})
+    return value

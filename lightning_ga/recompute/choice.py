@@ -4,6 +4,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import floor, log
+from operator import attrgetter
 
 PARTS = (8, 2)  # submodules that would free more than this part of all are split, if their parts free half of that
 MOST_TRIALS = 8
@@ -39,7 +41,7 @@ class Candidate:
 
         One that would free more than ``most`` bytes is split if its parts free half of that.
         """
-        is_split = self.frees > most and sum(part.frees for part in self.inner) > self.frees / 2
+        is_split = self.frees > most and sum(map(attrgetter("frees"), self.inner)) > self.frees / 2
         parts: dict[str, Candidate] = {}
         if not self.name or self.refused or is_split:
             for part in self.inner:
@@ -129,14 +131,13 @@ def choose(
 def _ranked(candidates: Mapping[str, Candidate]) -> list[str]:
     """Return those first that free most bytes a second; of near equals, which times cannot tell apart, the first call.
 
+    Those between the best and ``NEAR`` times less come first, then those down to ``NEAR`` times less again, and so on.
     The last calls run again near the peak, and free little there.
     """
     worth = {name: each.frees / max(each.seconds, 1e-9) for name, each in candidates.items()}
-    ranked: list[str] = []
-    while worth:
-        least = max(worth.values()) / NEAR
-        near = [name for name in worth if worth[name] >= least]
-        ranked += near
-        for name in near:
-            del worth[name]
-    return ranked
+    best = max(worth.values(), default=0.0)
+
+    def steps_below_best(name: str) -> int:
+        return floor(log(best / worth[name], NEAR))
+
+    return sorted(worth, key=steps_below_best)

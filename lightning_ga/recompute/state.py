@@ -1,32 +1,30 @@
 """Keep what a forward pass may change besides its output, so that it can run again from the state before.
 
-Attributes are always kept. Containers, small tensors and generators of random numbers are looked at in calls 1, 2, 4,
-8, … of a module, if parts of it have been switched between training and evaluation, and if attributes have got other
-values, as in trial steps, which work on copies. In other calls only those are copied that have been seen to change. A
-small tensor has an older copy besides, which counts once its version moves.
+Attributes and small tensors are kept in every call. Containers and generators of random numbers are looked at in calls
+1, 2, 4, 8, … of a module, if parts of it have been switched between training and evaluation, and if attributes have got
+other values, as in trial steps, which work on copies. In other calls only those are copied that have been seen to
+change.
 
 Tested in tests/recompute/test_wrapper.py.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import is_
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.copies import checksums, copies_of, is_writable, refill
+from lightning_ga.snapshot.copies import checksums, copies_of, has_same_entries, is_writable, put_back
 from lightning_ga.snapshot.isolation import contained
 from lightning_ga.snapshot.random_numbers import (
     GENERATORS,
     generator_state,
     global_generators,
-    restore_generator,
     torch_generators,
 )
 
@@ -37,27 +35,21 @@ _NO_OBJECTS = (
     *(Tensor, Module, *GENERATORS, dict, list, tuple, set, deque),
     *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType),
 )  # values of which no attributes are kept
-Quiet = tuple[Tensor, Tensor, int]  # a tensor that no forward pass has been seen to change, a copy, its version then
 
 
 class StateBefore:
     """The state before a forward pass: a context in which the pass runs again, and which leaves the state of now."""
 
-    def __init__(self, things: Iterable[Any], quiet: Sequence[Quiet] = ()) -> None:
+    def __init__(self, things: Iterable[Any]) -> None:
         self.copies = copies_of(things)
-        self._quiet = quiet
         self._now: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
-        before = [*self.copies]
-        for tensor, values, version in self._quiet:
-            if tensor._version != version:
-                before.append((tensor, values))
-        self._now = copies_of(thing for thing, _ in before)
-        _put_back(before)
+        self._now = copies_of(thing for thing, _ in self.copies)
+        put_back(self.copies)
 
     def __exit__(self, *_: object) -> None:
-        _put_back(self._now)
+        put_back(self._now)
         self._now = []
 
 
@@ -71,8 +63,7 @@ class ForwardEffects:
         self._attributes: list[dict[str, Any]] = []  # of its parts
         self._flags: list[bool] = []  # of training
         self._looks = False  # whether the running call is a look at all
-        self._changing: list[Any] = []  # what is copied before every call
-        self._quiet: list[Quiet] = []
+        self._kept: list[Any] = []  # what is copied before every call: all of it in a look
         self._values: list[tuple[dict[str, Any], str, Any]] = []  # of attributes
         self._known: set[int] = set()  # what has been seen to change, by id
         self._watched: dict[str, Tensor] = {}  # what must not change
@@ -86,16 +77,15 @@ class ForwardEffects:
         if self._looks:
             self._look()
             self._watched = self._unchanging() if is_due else {}
-            self._sums = checksums([*self._watched.values()])
-        return StateBefore([*self._changing, *given], self._quiet)
+            self._sums = checksums(self._watched.values())
+        return StateBefore([*self._kept, *given])
 
     def _look(self) -> None:
         """Find all that a forward pass may change."""
         self._attributes = [*map(vars, self._module.modules())]
         self._flags = _flags(self._attributes)
         self._known.update(map(id, (*torch_generators(), *self._attributes)))
-        self._changing = [*global_generators(), *self._attributes]
-        self._quiet = []
+        self._kept = [*global_generators(), *self._attributes]
         self._values = []
         seen: set[int] = set()
         for own in self._attributes:
@@ -103,7 +93,7 @@ class ForwardEffects:
                 value = own[name]
                 content = vars(value) if _is_object(value) else value
                 found = list(filter(_is_restorable, contained(content, seen)))
-                self._changing += found
+                self._kept += found
                 if found and name != "_buffers":
                     self._values.append((own, name, value))
 
@@ -122,25 +112,16 @@ class ForwardEffects:
             UserError: If a parameter or a large buffer has changed.
         """
         if not self._looks:
-            quiet = self._quiet
-            self._quiet = []
-            for tensor, values, version in quiet:
-                if tensor._version == version:
-                    self._quiet.append((tensor, values, version))
-                else:
-                    self._changing.append(tensor)
             return
         self._require_unchanged()
-        self._changing = []
+        self._kept = []
         for thing, kept in before.copies:
-            if id(thing) in self._known or not _is_same(thing, kept):
-                self._changing.append(thing)
+            if isinstance(thing, Tensor) or id(thing) in self._known or not _is_same(thing, kept):
+                self._kept.append(thing)
                 self._known.add(id(thing))
-            elif isinstance(thing, Tensor):
-                self._quiet.append((thing, kept, thing._version))
 
     def _require_unchanged(self) -> None:
-        sums = checksums([*self._watched.values()])
+        sums = checksums(self._watched.values())
         for name, before, now in zip(self._watched, self._sums, sums):
             if before != now and None not in (before, now):
                 raise UserError(
@@ -152,7 +133,7 @@ class ForwardEffects:
 
 def _flags(attributes: Sequence[dict[str, Any]]) -> list[bool]:
     """Return whether parts are in training."""
-    return [own["training"] for own in attributes]
+    return list(map(itemgetter("training"), attributes))
 
 
 def _is_object(value: Any) -> bool:
@@ -168,25 +149,7 @@ def _is_restorable(thing: Any) -> bool:
 
 
 def _is_same(thing: Any, kept: Any) -> bool:
-    """Return whether a thing is as it was: values of tensors, states of generators, entries by identity."""
-    if isinstance(thing, (Tensor, *GENERATORS)):
-        return same_values(kept, thing if isinstance(thing, Tensor) else generator_state(thing))
-    if isinstance(thing, set):
-        return bool(thing == kept)
-    if isinstance(thing, dict):
-        return [*thing] == [*kept] and all(map(is_, thing.values(), kept.values()))
-    return len(thing) == len(kept) and all(map(is_, thing, kept))
-
-
-@torch.no_grad()
-def _put_back(copies: Iterable[tuple[Any, Any]]) -> None:
-    """Put copies back; versions of tensors stay, because others may have saved these for a backward pass."""
-    for thing, kept in copies:
-        if isinstance(thing, Tensor):
-            thing.data.copy_(kept)
-        elif isinstance(thing, GENERATORS):
-            restore_generator(thing, kept)
-        elif not _is_same(thing, kept):
-            if isinstance(thing, dict):
-                thing.clear()  # else keys that come back would be the last ones
-            refill(thing, kept)
+    """Return whether a generator or a container is as it was: its state, or its entries by identity."""
+    if isinstance(thing, GENERATORS):
+        return same_values(kept, generator_state(thing))
+    return has_same_entries(thing, kept)

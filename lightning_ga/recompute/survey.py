@@ -51,8 +51,7 @@ def survey(module: Module, step: Step, small_step: Step | None = None) -> Candid
     for _ in range(PASSES):
         seen.run(step)
     if small_step is not None:
-        called = {name: part for name, part in parts.items() if name in seen.seconds}
-        seen.refused.update(compare(called, small_step))
+        seen.refused.update(compare(parts, small_step))
     return seen.candidate("")
 
 

@@ -10,7 +10,9 @@ import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import chain
+from functools import partial
+from itertools import chain, filterfalse
+from operator import length_hint
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,13 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, retry_once
-from lightning_ga.snapshot.copies import by_id, copies_of, is_writable, refill
-from lightning_ga.snapshot.random_numbers import (
-    GENERATORS,
-    RandomState,
-    generators_of,
-    restore_generator,
-)
+from lightning_ga.snapshot.copies import by_id, copies_of, is_writable, put_back
+from lightning_ga.snapshot.random_numbers import GENERATORS, RandomState, generators_of
 
 _TABLES = vars(Module()).keys() - {"training"}  # of tensors, children and hooks: no deep copies
 _CONTAINERS = (dict, list, set, deque)
@@ -74,12 +71,21 @@ class ModuleState:
         for _, gradient in self._gradients:
             if steps and gradient is not None and is_writable(gradient):  # trial steps may add to it
                 tensors.append(gradient)
+        stepped: list[Any] = []  # containers are refilled and tensors written in place: LBFGS keeps lists of tensors
+        if steps:
+            stepped += contained(list(stepping), set())
+        tensors += filter(torch.is_tensor, stepped)
         with uncounted():
             self._values = TensorValues(tensors)
-            state = SteppingState(stepping if steps else ())
+            others = copies_of(filterfalse(torch.is_tensor, stepped))
         self.attributes = SwappedAttributes((*shared, *stepping))
         self.attributes.add_modules(parts)
-        self._kept = self.attributes, self._values, state, random_state
+        self._restoring = (
+            self.attributes.restore,
+            self._values.restore,
+            partial(put_back, others),
+            random_state.restore,
+        )
 
     def swap_in_copies(self) -> None:
         """Let what follows work on copies of plain attributes."""
@@ -90,8 +96,8 @@ class ModuleState:
         """Put everything back."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        for each in self._kept:
-            retry_once(each.restore)
+        for restore in self._restoring:
+            retry_once(restore)
 
     def unwritten(self) -> ExitStack:
         """Return a context after which tensors have the versions of before: savepoints see by them what has moved."""
@@ -120,32 +126,6 @@ class TensorValues:
                 tensor.requires_grad_(requires_grad)
 
 
-class SteppingState:
-    """State, groups, bookkeeping and generators of optimizers and schedules, and of those that they wrap.
-
-    Containers are refilled and tensors written in place, at any depth: LBFGS keeps lists of tensors.
-    """
-
-    def __init__(self, objects: Iterable[Any]) -> None:
-        seen: set[int] = set()
-        tensors: list[Tensor | None] = []
-        others: list[Any] = []
-        for owner in objects:
-            for value in contained(owner, seen):
-                (tensors if isinstance(value, Tensor) else others).append(value)
-        self._tensors = TensorValues(tensors)
-        self._others = copies_of(others)
-
-    def restore(self) -> None:
-        """Put everything back."""
-        self._tensors.restore()
-        for thing, kept in self._others:
-            if isinstance(thing, GENERATORS):
-                restore_generator(thing, kept)
-            else:
-                refill(thing, kept)
-
-
 def contained(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yield containers, tensors and generators of random numbers in a value at any depth, each once."""
     if isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
@@ -171,9 +151,9 @@ class SwappedAttributes:
 
     def __init__(self, shared: Iterable[object]) -> None:
         self._memo = by_id(shared)
-        self._kept: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
-        self._complete: set[int] = set()  # attributes from which ``restore`` removes new ones, by id
-        self._tables: list[tuple[Any, Any]] = []  # with copies
+        self._swapped: list[tuple[dict[str, Any], list[str]]] = []  # attributes, and the names of some
+        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes, and some of them as they were
+        self._complete: list[tuple[Any, Any]] = []  # attributes and tables of modules, with copies of all
 
     def add_modules(self, modules: Iterable[Module]) -> None:
         """Keep all attributes of modules, and the contents of their tables of tensors, children and hooks."""
@@ -182,46 +162,41 @@ class SwappedAttributes:
             self._memo |= by_id((module, *module._parameters.values(), *module._buffers.values()))
             # Compiled modules contain their graphs, and PyTorch's wrappers for ranks their process groups.
             is_wrapper = type(module).__module__.startswith(("torch._dynamo", "torch.nn.parallel", "torch.distributed"))
-            self._keep(own, dict(own), () if is_wrapper else own.keys() - _TABLES)
-            self._complete.add(id(own))
-            for name in own.keys() & _TABLES:
-                table = own[name]
-                if isinstance(table, _CONTAINERS):  # most are empty
-                    self._tables.append((table, copy.copy(table) if table else type(table)()))
+            if not is_wrapper:
+                self._swap(own, own.keys() - _TABLES)
+            tables = [own[name] for name in own.keys() & _TABLES if isinstance(own[name], _CONTAINERS)]
+            self._complete += copies_of([own, *tables])
 
     def add(self, owner: object, *names: str, copied: bool = True) -> None:
         """Keep attributes of an object, ``copied`` for trials or as they are."""
         own = vars(owner)
-        before = {name: own[name] for name in names}
-        self._keep(own, before, before if copied else ())
+        self._kept.append((own, {name: own[name] for name in names}))
+        if copied:
+            self._swap(own, names)
 
-    def _keep(self, own: dict[str, Any], before: dict[str, Any], names: Iterable[str]) -> None:
-        self._kept.append((own, before, [name for name in names if not isinstance(own[name], _FIXED)]))
+    def _swap(self, own: dict[str, Any], names: Iterable[str]) -> None:
+        self._swapped.append((own, [name for name in names if not isinstance(own[name], _FIXED)]))
 
     def swap_in_copies(self) -> None:
         """Put deep copies in the place of what a trial may change."""
         memo = dict(self._memo)
-        for own, _, names in self._kept:
+        for own, names in self._swapped:
             for name in names:
                 own[name] = _copied(own[name], memo)
 
     def restore(self) -> None:
-        """Put the original attributes back, and what the tables of modules held."""
-        for own, before, _ in self._kept:
-            if id(own) in self._complete:
-                for name in own.keys() - before.keys():
-                    del own[name]
+        """Put the original attributes back, and what the tables of modules held; remove new ones of modules."""
+        for own, before in self._kept:
             own.update(before)
-        for table, content in self._tables:
-            if table or content:  # most are empty
-                refill(table, content)
+        put_back(self._complete)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a copy as deep as possible; data, and what cannot be copied (locks, files), stay shared."""
     if isinstance(value, (*_FIXED, *_DATA)) or id(value) in memo:
         return memo.get(id(value), value)
-    if _is_long(value):
+    is_long = not isinstance(value, (Tensor, np.ndarray)) and length_hint(value) > _LONGEST  # so that it is data
+    if is_long:
         return copy.copy(value) if isinstance(value, _CONTAINERS) else value
     known = len(memo)
     try:
@@ -239,13 +214,3 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     for place, inner in entries:
         clone[place] = _copied(inner, memo)
     return clone
-
-
-def _is_long(value: Any) -> bool:
-    """Return whether a container has so many entries that they are data."""
-    if isinstance(value, (Tensor, np.ndarray)) or not hasattr(value, "__len__"):
-        return False
-    try:
-        return len(value) > _LONGEST
-    except TypeError:  # of arrays of no dimension
-        return False

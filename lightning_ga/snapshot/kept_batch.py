@@ -5,15 +5,26 @@ ones are copied and can be put back, and of the others a sum of bits is kept, wh
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ga.batch.pytree import tensors_in
-from lightning_ga.snapshot.copies import SMALL, Copies, by_id, is_writable, sums_of_bits, versions, with_own_containers
+from lightning_ga.memory.live_tensors import plain_tensors
+from lightning_ga.snapshot.copies import (
+    SMALL,
+    by_id,
+    copies_of,
+    is_writable,
+    put_back,
+    sums_of_bits,
+    versions,
+    with_own_containers,
+)
 from lightning_ga.snapshot.savepoint import Savepoint
 
 
@@ -27,38 +38,26 @@ class KeptBatch:
         self.batch = with_own_containers(batch)
         self._tensors = [*tensors_in(batch)]
         self._versions = versions(self._tensors)
-        self._copies: Copies | None = None
-        self._large: list[Tensor] = []
-        self._sums: dict[int, Tensor] = {}  # of the bits of large ones; read only after an error
         with torch._C.DisableTorchFunction():  # a class of the user's own may refuse anything
-            unversioned = by_id(filter(Tensor.is_inference, self._tensors))
-            if unversioned:
-                self._keep(unversioned.values())
-
-    def _keep(self, unversioned: Iterable[Tensor]) -> None:
-        """Copy the smallest tensors, as long as there is room for them, and sum up the bits of the others."""
-        parts = list(chain.from_iterable(map(_memory_of, unversioned)))
-        parts.sort(key=lambda part: part.nbytes)
-        ends = list(accumulate(part.nbytes for part in parts))
-        small = bisect_right(ends, SMALL)
-        self._copies = Copies(parts[:small])
-        self._copies.take()
-        self._large = parts[small:]
-        self._sums = sums_of_bits(self._large)
+            unversioned = by_id(filter(Tensor.is_inference, self._tensors)).values()
+            parts = sorted(chain.from_iterable(map(_memory_of, unversioned)), key=attrgetter("nbytes"))
+            ends = list(accumulate(map(attrgetter("nbytes"), parts)))
+            small = bisect_right(ends, SMALL)  # as many of the smallest as there is room for
+            self._copies = copies_of(parts[:small])
+            self._large = parts[small:]
+            self._sums = sums_of_bits(self._large)  # read only after an error
 
     def restore(self) -> None:
         """Put back the tensors of which copies are kept."""
-        if self._copies is None:
-            return
         with torch.inference_mode(), torch._C.DisableTorchFunction():  # elsewhere they cannot be written to
-            self._copies.restore()
+            put_back(self._copies)
 
     def changed(self) -> bool:
         """Return whether a tensor of which no copy is kept was written to."""
         if versions(self._tensors) != self._versions:
             return True
-        now = sums_of_bits(self._large)
-        return any(not torch.equal(before, now[number]) for number, before in self._sums.items())
+        pairs = zip(self._sums, sums_of_bits(self._large))
+        return any(before is not None and not torch.equal(before, now) for before, now in pairs)
 
 
 def undo(savepoint: Savepoint, batches: Sequence[KeptBatch]) -> str | None:
@@ -74,19 +73,11 @@ def undo(savepoint: Savepoint, batches: Sequence[KeptBatch]) -> str | None:
 
 
 def _memory_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield dense tensors that share the memory of the values of a tensor of any layout."""
-    if hasattr(tensor, "__tensor_flatten__"):  # a class that wraps others, such as jagged tensors
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _memory_of(getattr(tensor, name))
-    elif tensor.is_nested:
-        yield from tensor.unbind()
-    elif tensor.layout is torch.sparse_coo:
-        yield tensor._values()
-    elif tensor.layout is not torch.strided:
-        yield tensor.values()
-    elif tensor.numel():
-        for axis in reversed(range(tensor.dim())):
-            if tensor.stride(axis) == 0:  # the same memory again and again
-                tensor = tensor.select(axis, 0)
-        if is_writable(tensor) and not tensor.is_meta and not tensor.is_quantized:
-            yield tensor
+    """Yield dense tensors that share the memory of a tensor of any layout."""
+    for plain in plain_tensors(tensor):
+        for part in plain.unbind() if plain.is_nested else (plain,):
+            for axis in reversed(range(part.dim())):
+                if part.numel() and part.stride(axis) == 0:  # the same memory again and again
+                    part = part.select(axis, 0)
+            if part.numel() and is_writable(part) and not part.is_meta and not part.is_quantized:
+                yield part

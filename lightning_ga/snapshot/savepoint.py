@@ -9,11 +9,9 @@ kinds of state and no other:
 - how often weights and larger buffers were written to: they are not copied, and ``restore`` names one that has changed.
 """
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import is_
 from types import NoneType
 from typing import Any
 
@@ -26,10 +24,13 @@ from lightning_ga.snapshot.copies import (
     SMALL,
     Copies,
     by_id,
+    copied_state,
+    copies_of,
+    has_same_entries,
     is_writable,
     metric_state,
+    put_back,
     refill,
-    set_metric_state,
     versions,
 )
 
@@ -70,16 +71,16 @@ class Savepoint:
 
     def take(self) -> None:
         """Remember everything, as a window begins."""
-        if not all(map(_same_tensors, self._tables, self._buffers)):
+        if not all(map(has_same_entries, self._tables, self._buffers)):
             self._look()
         self._copies.take()
         self._versions = versions(self._watched.values())
         results = self._results()
         self._logged = results, dict(results)
-        self._states = [(result, metric_state(result, copied=False)) for result in results.values()]
+        self._states = list(zip(results.values(), map(metric_state, results.values())))  # their tensors are replaced
         logged = (vars(result).get("value") for result in results.values())
         metrics = by_id(filter(_is_metric, chain(self._metrics, logged))).values()
-        self._states += zip(metrics, map(metric_state, metrics))
+        self._states += zip(metrics, map(copied_state, metrics, map(metric_state, metrics)))
         self._attributes = _Attributes(self._module)
         self._is_taken = True
 
@@ -100,7 +101,7 @@ class Savepoint:
             table.update(buffers)
         self._copies.restore()
         for metric, state in self._states:
-            set_metric_state(metric, state)
+            vars(metric).update(copied_state(metric, state))  # copies again: updates change states in place
         refill(*self._logged)
         self._attributes.restore()
         for name, before, now in zip(self._watched, self._versions, versions(self._watched.values())):
@@ -113,11 +114,6 @@ def _is_metric(value: Any) -> bool:
     return isinstance(value, Metric)
 
 
-def _same_tensors(table: dict[str, Any], buffers: dict[str, Any]) -> bool:
-    """Return whether the places of buffers have the same tensors."""
-    return all(map(is_, map(table.get, buffers), buffers.values()))
-
-
 class _Attributes:
     """A module's own attributes in which steps collect values; numbers are left, as they may count attempts."""
 
@@ -126,10 +122,10 @@ class _Attributes:
         self._hook = self._own["_current_fx_name"]
         self._before = dict(self._own)
         self._lengths: list[tuple[list[Any], int]] = []
-        self._contents: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._contents: list[Any] = []  # containers and tensors that are copied whole
         for name in self._own.keys() - LIGHTNINGS_OWN:
             self._keep(self._own[name], depth=0)
+        self._copies = copies_of(self._contents)
 
     def _keep(self, value: Any, depth: int) -> None:
         if isinstance(value, list):
@@ -138,21 +134,20 @@ class _Attributes:
             # Outside of inference mode, in which Lightning evaluates, no step can change a tensor of it, nor can we.
             is_fixed = value.is_inference() and not torch.is_inference_mode_enabled()
             if is_writable(value) and value.nbytes <= SMALL and not is_fixed:
-                with torch._C.DisableTorchFunctionSubclass():  # a copy needs nothing of a class of the user's own
-                    self._tensors.append((value, value.detach().clone()))
+                self._contents.append(value)
         elif isinstance(value, _CONTAINERS) and len(value) <= _MAX_ENTRIES:
             if not isinstance(value, tuple):
-                self._contents.append((value, copy.copy(value)))
+                self._contents.append(value)
             if depth == 0:  # lists in a dictionary, the tensors of an LSTM's state
                 for inner in value.values() if isinstance(value, dict) else value:
                     self._keep(inner, depth=1)
 
     def copies(self) -> Iterator[Tensor]:
         """Yield the copies of tensors."""
-        for _, value in self._tensors:
-            yield value
+        for _, kept in self._copies:
+            if isinstance(kept, Tensor):
+                yield kept
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Put them back, and the name of the running hook, which an error leaves behind."""
         own = self._own
@@ -165,8 +160,4 @@ class _Attributes:
                 del own[name]
         for listed, length in self._lengths:
             del listed[length:]
-        for container, content in self._contents:
-            refill(container, content)
-        with torch._C.DisableTorchFunctionSubclass():
-            for tensor, value in self._tensors:
-                tensor.copy_(value)
+        put_back(self._copies)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from lightning_ga.snapshot.copies import by_id, copies_of, refill
+from lightning_ga.snapshot.copies import by_id, copies_of, put_back
 from lightning_ga.snapshot.random_numbers import RandomState, generators_in, held_by, reseed, seed_generator
 
 _COPIED = 100_000  # entries of a container that is put back: longer ones are data
@@ -56,8 +56,7 @@ def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
         with seeded(seed, *found):
             yield
     finally:
-        for container, content in before:
-            refill(container, content)
+        put_back(before)
 
 
 @contextmanager
@@ -72,13 +71,11 @@ def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
         lent = copy.deepcopy(thing, memo)
     except Exception:  # it may contain anything: open files, generators
         lent = thing
-    before = dict(own)
+    before = copies_of([own])
     try:
         yield lent
     finally:
-        if lent is thing:
-            own.clear()
-            own.update(before)
+        put_back(before)
 
 
 @contextmanager

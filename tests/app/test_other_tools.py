@@ -21,6 +21,8 @@ LINES = [
     ),
     ("--model.init_args.hidden 64", "write model.hidden=64."),
     ("--optimizer SGD", "write optimizer=sgd."),
+    ("--sched Cosine", "write lr_scheduler=cosine."),
+    ("--callbacks early_stopping", "write callbacks=[default,early_stopping]."),
     ("--opt lamb --layer-decay 0.75", "optimizer.name=lamb optimizer=timm optimizer.layer_decay=0.75."),
     ("--trainer.callbacks+=EarlyStopping", "callbacks=[default,early_stopping]."),
     ("-c mine.yaml", "--config-dir FOLDER experiment=NAME."),

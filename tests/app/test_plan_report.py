@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_ga import AutoAccumulate
 from lightning_ga.app.plan_report import PlanRecords, PlanReport, printed_plan, save_plan, schedule_text
 from lightning_ga.plan.accumulation import plan_accumulation
-from lightning_ga.plan.batch_schedule import as_schedule, by_samples, linear
+from lightning_ga.plan.batch_schedule import by_samples, by_step, linear
 from lightning_ga.plan.exactness_verdicts import Exactness
 from lightning_ga.plan.records import Fits, ProbeResult, Trial
 
@@ -38,11 +38,14 @@ def test_the_table_says_how_a_window_is_cut_and_what_the_probe_found():
 
 def test_a_schedule_is_shown():
     """In words, of the batch or of the factor; nothing for one number, and the ends of a long one."""
-    assert schedule_text(as_schedule({0: 32, 2: 64}, name="x"), "") == "32, from epoch 2 on 64 (epochs count from 0)"
-    assert schedule_text(by_samples({0: 32, 50_000: 64}), "") == "32, from sample 50,000 on 64"
-    assert schedule_text(as_schedule({3: 8}, name="x"), "factor ").startswith("factor the recipe's, from epoch 3 on 8")
-    assert schedule_text(as_schedule(32, name="x"), "") == schedule_text(None, "") == schedule_text(abs, "") == ""
-    long = schedule_text(linear(8, 64, steps=56), "")
+    assert schedule_text(AutoAccumulate({0: 32, 2: 64})) == "32, from epoch 2 on 64 (epochs count from 0)"
+    assert schedule_text(AutoAccumulate({3: 8})).startswith("the recipe's, from epoch 3 on 8")
+    assert schedule_text(AutoAccumulate(by_samples({0: 32, 50_000: 64}))) == "32, from sample 50,000 on 64"
+    assert schedule_text(AutoAccumulate(accumulate={3: 8})).startswith("factor 1, from epoch 3 on 8")
+    assert schedule_text(AutoAccumulate(accumulate=by_step({0: 1, 9: 2}))) == "factor 1, from step 9 on 2"
+    for unscheduled in (AutoAccumulate(32), AutoAccumulate(), AutoAccumulate(abs), None):
+        assert schedule_text(unscheduled) == ""
+    long = schedule_text(AutoAccumulate(linear(8, 64, steps=56)))
     assert long.startswith("8, from step 1 on 9, from step 2 on 10")
     assert long.endswith("…, from step 56 on 64")
     assert "schedule         32, from" in printed_plan(PlanRecords(CUT, schedule="32, from epoch 2 on 64"))

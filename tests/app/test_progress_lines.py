@@ -5,8 +5,11 @@ import pytest
 from command_lines import TINY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_ga import AutoAccumulate
 from lightning_ga.app import progress_lines as progress
 from lightning_ga.app.terminal import number
+from lightning_ga.plan.accumulation import plan_accumulation
+from lightning_ga.plan.batch_schedule import by_samples, by_step
 
 OFF = (*(word for word in TINY if not word.startswith("accumulate.")), "accumulate=off")
 
@@ -72,6 +75,23 @@ def test_samples_are_those_of_the_whole_epoch(monkeypatch):
     assert line._rate(trainer) == "502 samples/s"
     trainer.samples = 1006
     assert line._rate(trainer) == "1.50 samples/s"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"accumulate": by_step({0: 1, 9: 2})}, "; batch 64"),
+        ({"accumulate": {0: 1, 1: 2}}, "; batch 64"),
+        ({"effective_batch_size": by_step({0: 32, 9: 48})}, "; batch 48"),
+        ({"effective_batch_size": by_samples({0: 32, 999: 64})}, ""),
+        ({"effective_batch_size": 64}, ""),
+    ],
+)
+def test_an_epoch_names_its_batch_if_a_schedule_changes_it(arguments, text):
+    """And not the factor, if the schedule is one of factors."""
+    asked = AutoAccumulate(**arguments)._request
+    accumulate = SimpleNamespace(plan=plan_accumulation(64, micro_batch=32), probe=None, _request=asked)
+    assert progress.batch_of(SimpleNamespace(callbacks=[accumulate], global_step=10)) == text
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,35 @@ def test_what_is_not_by_sample_is_no_mean(make: Any) -> None:
     assert whole["classes"].tolist() == [0, 1, 2, 3]
 
 
+def test_a_loss_of_one_element_is_a_mean_in_pieces_of_one_sample() -> None:
+    """Another tensor of this shape has an entry for each sample."""
+    outputs = [{"loss": torch.tensor([value]), "score": torch.tensor([value])} for value in (1.0, 3.0)]
+    whole = merge(outputs, [1, 1], [1, 1])
+    assert whole["loss"].tolist() == [2.0]
+    assert whole["score"].tolist() == [1.0, 3.0]
+
+
+class LossOfOneElement(Regression):
+    """Returns its loss alone, in a tensor of shape (1,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).reshape(1)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.shapes.append(outputs["loss"].shape)
+
+
+def test_the_loss_of_a_training_step_keeps_its_shape() -> None:
+    module = LossOfOneElement()
+    callback = AutoAccumulate(micro_batching="step", micro_batch_size=1, verify=False)
+    quiet_trainer(callback, max_epochs=1).fit(module, DataLoader(Samples(4), 4))
+    assert module.shapes == [(1,)]
+
+
 def test_arrays_by_sample_are_joined() -> None:
     outputs = [{"x": np.full((n, 2), n), "text": np.array(["a"] * n)} for n in (2, 1)]
     whole = merge(outputs, [2, 1], [2, 1])

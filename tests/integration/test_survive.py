@@ -60,6 +60,36 @@ def test_it_says_so_once_and_raises_where_that_is_asked_for() -> None:
         train_with_faults(2, on_oom="raise")
 
 
+class FailsAgain(Regression):
+    """Memory runs out in the first step; then the first batch that is moved ends the run."""
+
+    has_failed = False
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.has_failed:
+            raise RuntimeError("The file is gone")
+        return super().on_before_batch_transfer(batch, dataloader_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 1:
+            self.has_failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("default:Memory ran out in:UserWarning")
+@pytest.mark.parametrize(
+    ("verify", "said"), [(True, "training ended before the window began again"), (False, "verify")]
+)
+def test_an_error_whose_window_never_begins_again_says_why_nothing_was_measured(verify: bool, said: str) -> None:
+    callback = AutoAccumulate(verify=verify, micro_batching="step")
+    with (
+        pytest.warns(UserWarning, match=rf"Memory ran out in training.*{said}"),
+        pytest.raises(RuntimeError, match="The file is gone"),
+    ):
+        fit(DataLoader(Samples(32), batch_size=8), callback, module=FailsAgain(), max_epochs=1)
+
+
 def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
     """The memory, and three remedies."""
 

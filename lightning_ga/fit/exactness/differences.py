@@ -27,15 +27,21 @@ class Differences:
     def cause(self, tolerance: float) -> Cause:
         """Name what kind of loss makes such differences.
 
+        If one part has all of the weight and the other one's gradient is zero, because it has no targets, the parts
+        also add up; yet the loss is a mean.
+
         Examples:
             >>> Differences(error=0.3, summed=0.9, best_weight=0.2, best_error=1e-7).cause(1e-4)
+            'weighted'
+            >>> Differences(error=0.5, summed=0.0, best_weight=0.0, best_error=0.0).cause(1e-4)
             'weighted'
         """
         if self.error <= tolerance:
             return "exact"
-        least = min(self.best_weight, 1 - self.best_weight)
-        is_mean = least >= -tolerance and self.best_error <= tolerance
-        if self.summed <= tolerance and not (is_mean and least <= tolerance):  # not if one part has no weight
+        smaller = min(self.best_weight, 1 - self.best_weight)
+        is_mean = smaller >= -tolerance and self.best_error <= tolerance
+        has_weight_in_one_part = is_mean and smaller <= tolerance
+        if self.summed <= tolerance and not has_weight_in_one_part:
             return "sum"
         return "weighted" if is_mean else "coupled"
 

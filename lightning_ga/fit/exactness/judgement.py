@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import UserError
 from lightning_ga.fit.exactness.differences import Differences, Gradient, compare, distance, norm
@@ -117,14 +115,14 @@ class Judgement:
         return self._named(whole, found)
 
     def _as_trained(self, gradients: Sequence[Gradient], first: int = 0) -> list[Gradient]:
-        """Return the gradients of the parts, from number ``first`` on, with zeros for a mean over nothing.
+        """Return the gradients of the parts, from number ``first`` on, with zeros for NaN of a mean over nothing.
 
         At weight 0, training takes zeros for any gradient. Here a finite one stays: it shows which weight is right.
         """
         taken = list[Gradient]()
         for number, gradient in enumerate(gradients, first):
-            if self._counts[number] == 0 and not norm(gradient) < math.inf:
-                gradient = [*map(torch.zeros_like, gradient)]
+            if self._counts[number] == 0:
+                gradient = [tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in gradient]
             taken.append(gradient)
         return taken
 
@@ -179,7 +177,6 @@ class Judgement:
             cause,
             layers=() if cause in ("exact", "random", "unmeasured") else self._layers,
             tensors=self._passes.changed,
-            micro_steps=self._passes.count,
             **more,
         )
 
@@ -197,33 +194,30 @@ def judge_chunks(passes: Passes, chunked: "ChunkedModules", batch: CutBatch, tol
         (found,) = passes.run(batch.whole)
         return found
 
-    def verdict(cause: Cause, error: float | None = None, **more: Any) -> Exactness:
-        return Exactness(error, tolerance, cause, micro_steps=passes.count, **more)
-
-    def refused(reason: str) -> UserError:
-        return UserError(f"whole={chunked.names!r}: {reason}")
-
     whole = gradient(None)
     for name, chunks in chunked.forwards.items():
         if not chunks.is_called:
-            raise refused(f"training_step does not call {name} itself: name submodules that are called.")
+            raise UserError(
+                f"whole={chunked.names!r}: training_step does not call {name} itself: name submodules that are called."
+            )
     if norm(_finite(whole, _ITS_GRADIENT)) == 0:
-        return verdict("unmeasured", reason=_NO_GRADIENT, has_gradient=False)
+        return Exactness(None, tolerance, "unmeasured", reason=_NO_GRADIENT, has_gradient=False)
     passes.run(batch.parts[1])  # another length shows which arguments have no samples
     error = distance(whole, _finite(gradient(in_two), "its gradient in chunks"))
     if error <= tolerance:
-        return verdict("exact", error)
+        return Exactness(error, tolerance, "exact")
     if any(chunks.draws for chunks in chunked.forwards.values()):
-        return verdict("random", reason=RANDOM_CHUNKS)
+        return Exactness(None, tolerance, "random", reason=RANDOM_CHUNKS)
     with fixed_statistics():
         of_whole = _finite(gradient(None), _BY_STATISTICS)
         of_chunks = _finite(gradient(in_two), _BY_STATISTICS)
         if distance(of_whole, of_chunks) > tolerance:
-            raise refused(
-                f"run in chunks, {', '.join(chunked.names)} made a gradient that is off by {error:.1g} of it, so what "
-                "it computes of a sample depends on the others: name submodules that treat samples by themselves."
+            raise UserError(
+                f"whole={chunked.names!r}: run in chunks, {', '.join(chunked.names)} made a gradient that is off by "
+                f"{error:.1g} of it, so what it computes of a sample depends on the others: name submodules that treat "
+                "samples by themselves."
             )
     layers: list[str] = []
     for chunks in chunked.forwards.values():
         layers += batch_norm_layers(chunks.module)
-    return verdict("batch_norm", error, reason=PER_CHUNK, layers=tuple(layers))
+    return Exactness(error, tolerance, "batch_norm", reason=PER_CHUNK, layers=tuple(layers))

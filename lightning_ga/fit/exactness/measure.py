@@ -6,7 +6,6 @@ cannot show effects that come between measurements, rare samples, what callbacks
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,8 @@ def measure(trainer: Any, batch: CutBatch, *, normalize: Any, begins: bool, in_s
     """
     if ranks.is_sharded(trainer):
         return _unmeasured(trainer, _SHARDED)
-    for plain in dict.fromkeys((_is_small(trainer), False)):  # autocast takes less memory
+    precisions = (True, False) if _is_small(trainer) else (False,)
+    for plain in precisions:  # with autocast if there is no memory for a plain pass
         found = _tried(trainer, lambda *_: batch, normalize, plain=plain, begins=begins, in_step=in_step)
         if found is not None:
             return found
@@ -76,17 +76,17 @@ def measure_at_start(
         return _tried(trainer, make, normalize, plain=plain, begins=begins, in_step=in_step, chunked=chunked)
 
     most = min(limit, batches.most)
-    size = whole_multiples(min(max(SAMPLES, 3 * multiple), batches.most if plain else most), multiple)
+    most_at_first = batches.most if plain else most  # a small model may begin above its limit
+    size = whole_multiples(min(max(SAMPLES, 3 * multiple), most_at_first), multiple)
     if size < 2:
         return _unmeasured(trainer, "a micro-batch of one sample has no parts")
     found = tried(size)
-    while found is not None and not found.has_gradient:
-        larger = whole_multiples(min(_MORE * size, most), multiple)
-        if larger <= size:
-            return found
+    larger = whole_multiples(min(_MORE * size, most), multiple)
+    while found is not None and not found.has_gradient and larger > size:
         size = larger
+        larger = whole_multiples(min(_MORE * size, most), multiple)
         found = tried(size)
-    while found is None and size >= 4:
+    while found is None and size >= 4:  # memory has run out
         size = whole_multiples(size // 2, multiple)
         found = tried(size)
     return found or _unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
@@ -136,13 +136,9 @@ def _tried(
             batch = make(passes, 0)
             if batch is None:
                 return _unmeasured(trainer, "the training data have no two samples that stay in one batch")
-            try:
-                if chunked is not None:
-                    return judge_chunks(passes, chunked, batch, tolerance)
-                return Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
-            except NotFiniteError as error:
-                verdict = Exactness(None, tolerance, "unmeasured", reason=str(error))
-                return replace(verdict, micro_steps=passes.count, tensors=passes.changed)
+            if chunked is not None:
+                return judge_chunks(passes, chunked, batch, tolerance)
+            return Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
 
     outcome = attempt(judged, _is_survivable)
     error = outcome.failure
@@ -151,5 +147,7 @@ def _tried(
         return found
     if isinstance(error, LayoutError):
         return Exactness(None, tolerance, "uncuttable", reason=str(error))
-    reason = f"a step on some samples ended in {type(error).__name__}: {str(error).rstrip('.')}"
+    reason = str(error)
+    if not isinstance(error, NotFiniteError):
+        reason = f"a step on some samples ended in {type(error).__name__}: {reason.rstrip('.')}"
     return Exactness(None, tolerance, "unmeasured", reason=reason)

@@ -10,7 +10,6 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from io import BytesIO
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -26,14 +25,13 @@ from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.compat.steps import PassPlace, isolated, run_pass
 from lightning_ga.fit.exactness.differences import Gradient
-from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
+from lightning_ga.memory.live_tensors import LiveTensorMeter, compiled_run_eagerly, uncounted
 from lightning_ga.snapshot.copies import checksums, copied_if_possible, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, reseed
 from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
 
 PERTURBATION = 1e-2  # how far weights are moved: even a teacher of momentum 0.9999 then changes by more than rounding
 _SMALL = 2**16  # elements of a tensor that gets noise
-_STARTS = 1021  # places in the noise at which the parts of tensors begin
 _LONGEST = 1000  # longer containers are data: only their length is compared
 _DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")  # in names of layers and of rates
 _RATES = ("p", "prob", "rate", "drop_prob")  # names of rates in such layers
@@ -71,7 +69,6 @@ class Passes:
         self._parameters = list(self.module.parameters())
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self.is_on_host = trainer.strategy.root_device.type == "cpu"
-        self.count = 0  # of passes so far
         self.changed: tuple[str, ...] = ()
 
     def begin(self, seed: int = 0) -> None:
@@ -102,12 +99,23 @@ class Passes:
             begins = not self._in_step or number == 0
             ends = not self._in_step or number == len(batches) - 1
             run_pass(self.trainer, copied_if_possible(batch), PassPlace(begins=begins, ends=ends))
-            self.count += 1
             with uncounted():
-                gradients.append([_gradient(parameter) for parameter in self._trained])
+                gradients.append([self._gradient(parameter) for parameter in self._trained])
         if watched:
             self.changed = tuple(name for name, mark in self._state().items() if mark != before.get(name))
         return gradients
+
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        """Return the gradient, zeros if there is none, on the host, where nothing counts it.
+
+        There it is taken as it is: the next pass makes another.
+        """
+        if parameter.grad is None:
+            return torch.zeros_like(parameter, device="cpu").detach()
+        gradient = parameter.grad.to_dense()
+        if self.is_on_host and not LiveTensorMeter.active:
+            return gradient
+        return gradient.to("cpu", copy=True)
 
     def _state(self) -> dict[str, Any]:
         """Return marks of all that a pass should not change, by name: weights, buffers, attributes that pickle.
@@ -157,25 +165,15 @@ class _Marks(pickle.Pickler):
         return NotImplemented
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    """Return a copy of the gradient on the host, zeros if there is none."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter, device="cpu").detach()
-    return parameter.grad.to_dense().to("cpu", copy=True)
-
-
 @torch.no_grad()
 def _perturb(tensors: Sequence[Tensor]) -> None:
-    """Change tensors a little, in the same way each time; add noise to small ones, to each another part of it."""
-    writable = [*filter(is_writable, tensors)]
-    for tensor in writable:
+    """Change tensors a little, in the same way each time; add noise to small ones."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in filter(is_writable, tensors):
         tensor.mul_(1.0 + PERTURBATION)
-    small = [tensor for tensor in writable if tensor.is_floating_point() and tensor.numel() <= _SMALL]
-    most = max((tensor.numel() for tensor in small), default=0)
-    noise = torch.empty(most + _STARTS, device="cpu").normal_(generator=torch.Generator().manual_seed(0))
-    for number, tensor in enumerate(small):
-        part = noise.narrow(0, number % _STARTS, tensor.numel()).view(tensor.shape)
-        tensor.add_(part.to(tensor.device), alpha=PERTURBATION)
+        if tensor.is_floating_point() and tensor.numel() <= _SMALL:
+            noise = torch.empty(tensor.shape, device="cpu").normal_(generator=generator)
+            tensor.add_(noise.to(tensor.device), alpha=PERTURBATION)
 
 
 def batch_norm_layers(module: Module) -> tuple[str, ...]:
@@ -191,11 +189,18 @@ def fixed_statistics() -> AbstractContextManager[None]:
     """
     normalize = functional.batch_norm
 
-    def fixed(values: Tensor, mean: Tensor | None, variance: Tensor | None, *rest: Any, **settings: Any) -> Tensor:
-        if mean is not None:
-            rest = rest[:2]
-            settings = {**settings, "training": False}
-        return normalize(values, mean, variance, *rest, **settings)
+    def fixed(
+        values: Tensor,
+        mean: Tensor | None,
+        variance: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        *momentum_and_eps: float,
+        **named: float,
+    ) -> Tensor:
+        uses_batch = training and mean is None  # there are no running statistics
+        return normalize(values, mean, variance, weight, bias, uses_batch, *momentum_and_eps, **named)
 
     return replaced(functional, batch_norm=fixed)
 
@@ -248,18 +253,21 @@ def _without_dropout() -> Iterator[None]:
     """Return a context in which the functions of ``torch.nn.functional`` drop nothing, also in a backward pass."""
     called = functional._VF  # type: ignore[attr-defined]  # these functions call it
     names = [name for base in _FUNCTIONS for name in (base, f"{base}_")]
-    attend = partial(_attend, functional.scaled_dot_product_attention)
+    stock = functional.scaled_dot_product_attention
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *rest: Any,
+        **named: Any,
+    ) -> Tensor:
+        return stock(query, key, value, attn_mask, 0 * dropout_p, *rest, **named)
+
     with (
         replaced(called, **dict.fromkeys(names, lambda values, *_: values)),
         replaced(functional, scaled_dot_product_attention=attend),
     ):
         yield
-
-
-def _attend(attention: Any, *given: Any, **named: Any) -> Any:
-    """Call the attention of torch so that it drops nothing: the rate comes after query, key, value and mask."""
-    if "dropout_p" in named:
-        named = {**named, "dropout_p": 0.0}
-    if len(given) > 4:
-        given = (*given[:4], 0.0, *given[5:])
-    return attention(*given, **named)
