@@ -53,7 +53,11 @@ class AllocatorMeter:
         self.device = device  # with its number
         self._backend: Any = getattr(torch, device.type)
         self._before = (0, 0)
-        self._has_history = _has_history(device)
+        # Whether the allocator keeps a record of its own of blocks allocated and released.
+        is_known = hasattr(torch.cuda.memory, "_record_memory_history_impl") and hasattr(
+            torch._C, "_cuda_isHistoryEnabled"
+        )
+        self._has_history = device.type == "cuda" and is_known and _is_native(device)
         self._as_trace: Callable[..., MemoryTrace] | None = None  # of events that are recorded; ``None`` if none are
 
     @property
@@ -125,12 +129,6 @@ class AllocatorMeter:
         """Return how often the allocator has run out of memory, and how often it has freed its cache."""
         stats: dict[str, Any] = self._backend.memory_stats(self.device)
         return stats.get("num_ooms", 0), stats.get("num_alloc_retries", 0)
-
-
-def _has_history(device: torch.device) -> bool:
-    """Return whether the allocator keeps a record of its own of blocks allocated and released."""
-    known = hasattr(torch.cuda.memory, "_record_memory_history_impl") and hasattr(torch._C, "_cuda_isHistoryEnabled")
-    return device.type == "cuda" and known and _is_native(device)
 
 
 def _is_native(device: torch.device) -> bool:

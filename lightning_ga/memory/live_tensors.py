@@ -247,10 +247,8 @@ def _taken(args: Any, kwargs: Any) -> set[int]:
     """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
     found: set[int] = set()
     for value in (*args, *(kwargs or {}).values()):
-        if isinstance(value, Tensor):
-            found.update(addresses((value,)))
-        elif isinstance(value, (list, tuple)):
-            found.update(addresses(item for item in value if isinstance(item, Tensor)))
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        found.update(addresses(item for item in items if isinstance(item, Tensor)))
     return found
 
 

@@ -96,13 +96,15 @@ class Stream:
 
     def allocate(self, size: int, address: int = 0, handed_out: int = 0) -> int:
         """Add a storage; return its number."""
-        number = self._number(size, address, handed_out)
+        number = len(self._storages)
+        self._storages.append((size, address, handed_out))
         self.events.append(number)
         return number
 
     def release_older(self, size: int, taken: int) -> int:
         """Release a storage that was there before, of which ``taken`` bytes counted; return its number."""
-        number = self._number(size)
+        number = len(self._storages)
+        self._storages.append((size, 0, 0))
         self._older.append(number)
         self._alive -= taken
         self.events.append(~number)
@@ -120,10 +122,6 @@ class Stream:
             addresses=addresses,
             handed_out=handed_out,
         )
-
-    def _number(self, size: int, address: int = 0, handed_out: int = 0) -> int:
-        self._storages.append((size, address, handed_out))
-        return len(self._storages) - 1
 
 
 def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> int:

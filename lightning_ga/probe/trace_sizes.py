@@ -35,8 +35,6 @@ def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: boo
     """
     if high < 3:
         return (high,)
-    if high == 3:
-        return (2, 3)
     second = min(affordable // 4, high // 2)
     if kernels_vary and second > 8:
         return (second // 2, second)

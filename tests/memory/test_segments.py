@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ga.memory.segments import KIB, MIB, Segments, replay_segments
+from lightning_ga.memory.segments import MIB, Segments, replay_segments
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.curve import Step
@@ -24,7 +24,7 @@ from lightning_ga.probe.trace_sizes import Task, trace_sizes
         ([MIB] * 3, 3 * MIB, 4 * MIB),
         ([10 * MIB - 512] * 2, 20 * MIB, 20 * MIB),  # the rest of 10 MiB and 512 bytes is handed out whole
         ([10 * MIB + 1], 10 * MIB + 512, 12 * MIB),
-        ([11 * MIB + 512 * KIB], 12 * MIB, 12 * MIB),  # less than 1 MiB is not cut off
+        ([11 * MIB + MIB // 2], 12 * MIB, 12 * MIB),  # less than 1 MiB is not cut off
     ],
 )
 def test_the_rules_of_the_native_allocator(sizes: list[int], allocated: int, reserved: int) -> None:
