@@ -81,8 +81,10 @@ def after_first_failure(sizes: tuple[int, ...], failed: int) -> tuple[int, ...]:
 
 
 def lowered(sizes: tuple[int, ...], task: Task, step: Step) -> tuple[int, ...]:
-    """Lower the last size to what the memory that a step has left allows if all grows as the square."""
-    kept = max((trace.kept_bytes(task.rounding) for trace in step.traces), default=0)
+    """Lower the last size to what the memory that a recorded step has left allows if all grows as the square."""
+    if not step.traces:
+        return sizes
+    kept = step.traces[0].kept_bytes(task.rounding)
     growing = max(1, step.trial.peak_bytes - kept)
     size = isqrt(step.samples**2 * max(0, task.budget - kept) // growing)
     return (*sizes[:-1], max(step.samples + 1, min(size, sizes[-1])))
