@@ -18,8 +18,8 @@ from lightning_ga.probe.trace_sizes import MARGIN, Task, after_first_failure, lo
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: then no further trial, if sizes are not exact
-MANY_TRIALS = 5  # after so many, and a failure, NEARLY is enough
-NEARLY = 0.95
+MANY_TRIALS = 5  # after so many, NEARLY_OF_FAILED of a size that failed is enough
+NEARLY_OF_FAILED = 0.95
 BACKOFF_AFTER_FAILURE = 0.02  # of a size that failed: if a trial that much smaller fits, two in a hundred are left
 MOST_TRIALS = 12  # if sizes are not exact
 HOLE_RESERVE = 0.005  # share of the budget that a first trial near it leaves to holes, if there is no margin
@@ -192,8 +192,8 @@ class Search:
         limit = self.limit
         is_beyond = limit > max(self._sizes) or bool(self._failed)
         is_late = len(self._steps) >= MANY_TRIALS and bool(self._failed)
-        share = NEARLY if is_late else ENOUGH
-        return (is_beyond and limit >= share * guess) or (limit > 0 and len(self._steps) >= MOST_TRIALS)
+        is_near = limit >= ENOUGH * guess or (is_late and limit >= NEARLY_OF_FAILED * self.ceiling)
+        return (is_beyond and is_near) or (limit > 0 and len(self._steps) >= MOST_TRIALS)
 
     def _may_be_more(self, guess: int) -> bool:
         """Return whether much more fits if temporaries have ended growing, which a recorded step would show."""
