@@ -38,7 +38,7 @@ class PeakPredictor:
 
     @property
     def is_quadratic(self) -> bool:
-        """Whether a storage was read as quadratic, which a third trace should confirm."""
+        """Whether a storage was read as quadratic, which a further trace should confirm."""
         return any(map(self._is_square, self.first.sizes, self.second.sizes))
 
     def sizes(self, samples: int, *, at_least: bool = False) -> list[int]:
