@@ -174,14 +174,13 @@ class Prober:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
         search = self._new_search(high, first, cautious=cautious)
         while True:
-            size, record = self._next(search)
-            if size <= search.limit:
+            size, record = search.propose()
+            size = self._training.useful(self._training.smallest(size), search.limit)
+            if size <= search.limit or size >= search.ceiling:  # nothing is left to try
                 break
             step = self._trials.run(size, record=record)
             self._tried.append(step.trial)
             search.record(step)
-        if search.task.in_segments:
-            self._training.put_back()
         limit = search.limit
         if cautious:
             limit = self._training.smallest(search.predicted)
@@ -225,17 +224,6 @@ class Prober:
             share=CLOSEST if self._meter.deadly else 1.0,
         )
         return Search(task, trace_sizes(high, affordable, first.samples, kernels_vary=kernels_vary))
-
-    def _next(self, search: Search) -> tuple[int, bool]:
-        """Return the next size to try, at most the limit if there is none, and whether to record it."""
-        if search.task.in_segments:
-            self._trials.prepare()
-            search.begin_at(self._meter.layout())
-        size, record = search.propose()
-        size = self._training.useful(self._training.smallest(size), search.limit)
-        if size >= search.ceiling:
-            size = search.limit
-        return size, record
 
     def _result(self, search: Search, limit: int) -> ProbeResult:
         measured = {trial.micro_batch_size: trial.peak_bytes for trial in self._tried}
