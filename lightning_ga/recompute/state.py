@@ -97,7 +97,8 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object of a class of the user's own; ``None`` for anything else."""
     is_users = type(value).__module__.split(".")[0] not in _LIBRARIES
     if is_users and hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS):
-        return vars(value)
+        own: dict[str, Any] = vars(value)
+        return own
     return None
 
 
