@@ -177,5 +177,5 @@ class Gradients:
         self.begin_window()  # LBFGS and SAM evaluate it again
 
     def stop_zeroing(self) -> None:
-        """Let gradients come as they are again after a pass of weight 0."""
+        """Let the step run, and gradients come as they are, again after a pass of weight 0."""
         self._weightless.close()
