@@ -222,15 +222,13 @@ class LoaderWindows(CutWindows):
             self._compiled.mark(tensors_in(batch), planned)
         gradients = self._parts.gradients
         may_drop = self._source.samples.has_own_collate
-        is_stand_in = self._source.stand_ins.has(window, index_in_window)
         samples = None
-        if is_stand_in:
+        if self._source.stand_ins.has(window, index_in_window):
             samples = 0
+            gradients.skip_step()
         elif may_drop and gradients.normalize == "samples":
             samples = self._samples_left.count(batch, planned)
         gradients.weigh_micro_batch(batch, window, index_in_window, samples=samples, may_drop=may_drop)
-        if is_stand_in:
-            gradients.skip_step()
 
     @property
     def is_over(self) -> bool:
