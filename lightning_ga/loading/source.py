@@ -14,6 +14,7 @@ from lightning_ga.loading.orders import FromSampler, Order, Sequential
 from lightning_ga.loading.rebatch import SourceSettings, read_order, rebatch, why_in_step
 from lightning_ga.loading.sample_sizes import SampleSizes, SizeOf
 from lightning_ga.loading.sampler import WindowBatchSampler, listed
+from lightning_ga.loading.stand_ins import StandIns
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.plan.accumulation import (
     AccumulationPlan,
@@ -74,8 +75,11 @@ class LoaderSource:
         self._sampler = WindowBatchSampler(order, rank=settings.rank)
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.epoch)
         self.samples = KnownSamples(loader, self._indices, trusted=size_of is not None)
+        self.stand_ins = StandIns(self.samples, self._sampler, self.recipe)
+        fill = self.stand_ins.fill if self.samples.has_own_collate else iter
+        shown = self.samples.with_shown_batch()
         # The fit loop reads this one.
-        self.loader: Any = rebatch(self.samples.with_shown_batch(), self._sampler, shuffle=settings.may_shuffle)
+        self.loader: Any = rebatch(shown, self._sampler, shuffle=settings.may_shuffle, fill=fill)
 
     @property
     def epoch_plan(self) -> EpochPlan:

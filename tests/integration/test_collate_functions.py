@@ -1,17 +1,35 @@
 """The gradients of a plain loop, whatever the collate function does with samples; the loader cuts."""
 
 import warnings
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from reference import Regression, Samples, StreamOf, fit, worst_error
+from ranks import ddp, on_ranks
+from reference import (
+    Regression,
+    Samples,
+    SaveAll,
+    StreamOf,
+    cut,
+    fit,
+    flat_gradient,
+    loss,
+    network,
+    permutation,
+    plain_loop,
+    worst_error,
+)
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torchmetrics import MeanMetric
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.errors import ExactnessWarning
+from lightning_ga.testing import limit_memory
 
 
 class ReadyMade(Dataset[Any]):
@@ -315,3 +333,235 @@ def test_an_error_of_a_piece_names_the_cut() -> None:
     (note,) = caught.value.__notes__
     assert "10 samples were cut into pieces of 1, 1, 1" in note
     assert "total_length=" in note
+
+
+# --- micro-batches of which nothing is left -----------------------------------------------------
+
+
+class Broken(Samples):
+    """Some samples are ``None``."""
+
+    def __init__(self, size: int, broken: Iterable[int]) -> None:
+        super().__init__(size)
+        self.broken = {*broken}
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index in self.broken else super().__getitem__(index)
+
+
+class Marked(Broken):
+    """Some samples are marked."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"sample": Samples.__getitem__(self, index), "is_good": index not in self.broken}
+
+
+class Shaken(Broken):
+    """Draws random numbers that cannot be put back, so that samples are not read apart from training."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return sample and (sample[0] + 1e-12 * np.random.default_rng().random(), *sample[1:])
+
+
+def none_if_empty(samples: list[Any]) -> Any:
+    kept = [sample for sample in samples if sample is not None]
+    return default_collate(kept) if kept else None
+
+
+def filtered(samples: list[Any]) -> Any:
+    """Raises an error if no sample is left."""
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+class Told(Regression):
+    """Logs its loss, and counts the samples that its steps get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        value = super().training_step(batch, batch_idx)
+        self.mean.update(batch[1])
+        self.log("loss", value, on_step=True, on_epoch=True, batch_size=len(batch[1]))
+        return value
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.mean)
+
+
+# In windows of eight samples, cut into 3, 3 and 2.
+GAPS = {
+    "the last": (14, 15),
+    "the first": (8, 9, 10),
+    "one between": (11, 12, 13),
+    "all but the first": (11, 12, 13, 14, 15),
+    "all but the last": (8, 9, 10, 11, 12, 13),
+    "the first of all": (0, 1, 2),
+    "of each window another": (1, 3, 4, 5, 8, 9, 10, 22, 23),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("data", "collate"),
+    [(Broken, none_if_empty), (Broken, filtered), (Marked, keep_good), (Shaken, none_if_empty)],
+    ids=["none", "error", "marked", "shaken"],
+)
+def test_a_micro_batch_of_which_nothing_is_left_weighs_nothing(data: Any, collate: Any, workers: int) -> None:
+    """Though Lightning skips a batch that is ``None``, and such a function fails if nothing is left."""
+    gaps = [*GAPS.values()][-3 if workers else 0 :]
+    for gap in gaps:
+        loader = DataLoader(data(24, gap), 8, collate_fn=collate, num_workers=workers)
+        stock, stock_trainer = fit(loader, max_epochs=2, module=Told())
+        accumulate = AutoAccumulate(micro_batch_size=3)
+        ours, trainer = fit(loader, accumulate, max_epochs=2, module=Told())
+        assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+        assert ours.windows == stock.windows
+        for name in ("loss_step", "loss_epoch", "mean"):
+            assert float(trainer.callback_metrics[name]) == pytest.approx(
+                float(stock_trainer.callback_metrics[name]), abs=1e-6
+            )
+        assert accumulate.exactness is not None
+        assert accumulate.exactness.cause == "exact"
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("data", [Broken, Shaken])
+def test_a_window_of_which_nothing_is_left_has_no_step(data: Any, workers: int) -> None:
+    """As in stock Lightning, which skips such a batch; also if it is the first or the last."""
+    for gap in [range(8), range(8, 16), range(14, 24)][2 if workers else 0 :]:
+        loader = DataLoader(data(24, gap), 8, collate_fn=none_if_empty, num_workers=workers)
+        stock, _ = fit(loader)
+        ours, _ = fit(loader, AutoAccumulate(micro_batch_size=3))
+        assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
+def test_a_sample_that_the_collate_function_refuses_is_not_left_out() -> None:
+    """A batch of the recipe would raise the same error."""
+    loader = DataLoader(Broken(24, [13]), 8, collate_fn=lambda samples: default_collate(samples))
+    with pytest.raises(TypeError, match="NoneType"):
+        fit(loader, AutoAccumulate(micro_batch_size=1))
+
+
+def test_a_collate_function_that_needs_several_samples_leaves_out_none() -> None:
+    """Its error on one alone is raised."""
+
+    def with_its_neighbour(samples: list[Any]) -> Any:
+        inputs, targets, indices = default_collate(samples)
+        return (inputs + inputs[[*range(1, len(samples)), 0]] * (0.0 if samples[1] else 1.0)), targets, indices
+
+    loader = DataLoader(Samples(9), 8, collate_fn=with_its_neighbour)
+    with pytest.raises(IndexError):
+        fit(loader, AutoAccumulate(micro_batch_size=3, verify=False))
+
+
+class Wide(Regression):
+    """Most of its memory is what it computes of samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (
+            super().training_step(batch, batch_idx)
+            + 0.0 * (batch[0].repeat(1, 500) * self.net[0].weight[0, 0]).exp().mean()
+        )
+
+
+@pytest.mark.parametrize("collate", [none_if_empty, filtered])
+def test_a_micro_batch_of_nothing_after_an_error(collate: Any) -> None:
+    """Which halves micro-batches."""
+    loader = DataLoader(Broken(48, (*range(12, 16), *range(24, 28), 30, 41)), 8, collate_fn=collate)
+    stock, _ = fit(loader, module=Wide())
+    with limit_memory("1GB") as meter:
+        fit(loader, module=Wide())
+    accumulate = AutoAccumulate(cache=False)
+    with limit_memory(meter.peak_bytes // 2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, _ = fit(loader, accumulate, module=Wide())
+    assert accumulate.oom_events
+    assert {len(indices) for _, indices in ours.micro_batches} <= {1, 2, 3, 4}
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
+def test_an_error_in_a_window_with_a_stand_in() -> None:
+    """The window begins again in single samples, and what stands in for what is planned anew."""
+
+    class Full(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if len(batch[0]) > 1 and 5 in batch[2].tolist():
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().training_step(batch, batch_idx)
+
+    loader = DataLoader(Broken(24, (0, 1, 2, 7, 8, 15)), 8, collate_fn=none_if_empty)
+    stock, _ = fit(loader)
+    with pytest.warns(UserWarning, match="Memory ran out"):
+        ours, _ = fit(loader, AutoAccumulate(micro_batch_size=3, verify=False), module=Full())
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_run_has_the_same_stand_ins(workers: int, tmp_path: Path) -> None:
+    """With a window of nothing before the second step or behind it; workers live on from epoch to epoch."""
+    data = Broken(40, (14, 15, *range(16, 24), 27, 28, 29))
+    loader = DataLoader(data, 8, collate_fn=none_if_empty, num_workers=workers, persistent_workers=workers > 0)
+    whole, _ = fit(loader, AutoAccumulate(micro_batch_size=3), SaveAll(tmp_path))
+    for step in [1, 2, 3, 5][: 2 if workers else 4]:
+        resumed, _ = fit(loader, AutoAccumulate(micro_batch_size=3), ckpt_path=tmp_path / f"step{step}.ckpt")
+        assert worst_error(resumed.gradients, whole.gradients[step:]) <= 1e-9
+
+
+def by_number(batch: Any) -> int:
+    return len(batch[0])
+
+
+@pytest.mark.parametrize("collate", [none_if_empty, filtered])
+def test_what_is_counted_in_a_micro_batch_of_nothing_is_nothing(collate: Any) -> None:
+    """``normalize=`` is not asked."""
+    loader = DataLoader(Broken(24, GAPS["of each window another"]), 8, collate_fn=collate)
+    stock, _ = fit(loader)
+    ours, _ = fit(loader, AutoAccumulate(micro_batch_size=3, normalize=by_number))
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
+def test_without_weights_a_micro_batch_of_nothing_is_zero() -> None:
+    """As stock Lightning would divide: by all micro-batches."""
+    data = Broken(8, (6, 7))
+    ours, _ = fit(
+        DataLoader(data, 8, collate_fn=none_if_empty),
+        AutoAccumulate(micro_batch_size=3, normalize=None, verify=False),
+        max_epochs=1,
+    )
+    net = network()
+    for rows in (slice(0, 3), slice(3, 6)):
+        (loss(net, data.inputs[rows], data.targets[rows]) / 3).backward()
+    assert worst_error(ours.gradients, [flat_gradient(net)]) <= 1e-9
+
+
+def fitted_on_a_rank(broken: list[int], collate: Any, normalize: Any) -> Any:
+    """What this rank records; windows of eight samples, in four micro-batches of one on each of two ranks."""
+    loader = DataLoader(
+        Broken(40, broken), 4, shuffle=True, collate_fn=collate, generator=torch.Generator().manual_seed(100)
+    )
+    module, _ = fit(loader, AutoAccumulate(micro_batch_size=1, normalize=normalize), max_epochs=1, **ddp())
+    return module.gradients
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("collate", "normalize"), [(none_if_empty, "samples"), (filtered, "samples"), (none_if_empty, by_number)]
+)
+def test_ranks_of_which_one_has_nothing_left(collate: Any, normalize: Any, tmp_path: Path) -> None:
+    """In the first micro-batch, between, in the last, and in whole windows, the first of all among them.
+
+    Counting refuses a window in which there is nothing to count.
+    """
+    windows = cut(permutation(40, 100, 0), 8)
+    gone = [(0, 1, 2, 3), (0, 2, 7), (4, 5, 6, 7), (1, 3, 4, 5), range(0 if callable(normalize) else 8)]
+    broken = [window[place] for window, places in zip(windows, gone) for place in places]
+    kept = [[index for index in window if index not in broken] for window in windows]
+    oracle = plain_loop(Samples(40), filter(None, kept))
+    for gradients in on_ranks(fitted_on_a_rank, tmp_path, broken, collate, normalize):
+        assert worst_error(gradients[: len(oracle)], oracle) <= 1e-9
+        assert not torch.stack(gradients)[len(oracle) :].any()  # nothing is left on any rank
