@@ -132,8 +132,7 @@ class StepValues:
             update()
             return
         shown = result._forward_cache
-        sync = result.meta.sync
-        with replaced(sync, should=False) if sync.should else nullcontext():
+        with replaced(result.meta.sync, should=False):
             update()
         own = result._forward_cache.detach() if result.is_tensor else value
         counted = self._counted()

@@ -153,7 +153,7 @@ class Gradients:
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale the gradients to the mean over the window, after the GradScaler's unscaling and before clipping."""
-        scale = self.weights.close(self._factor)
+        scale = self.weights.close()
         if scale != 1.0:
             scale_gradients(optimizer, scale)
         self.sums.round()

@@ -49,6 +49,15 @@ class LimitSearch:
         self._options = options
         self._data = data
         self._kept = kept
+        self._is_wanted_at_once = (  # whether the limit itself is wanted, whatever fits
+            options.budget is not None
+            or options.objective == "throughput"
+            or parts.request.is_factor
+            or parts.shares.differ
+            or bool(options.whole)
+            or options.size_of is not None
+            or ranks.is_sharded(self._trainer)
+        )
         self._asked = 0  # samples that the last question was about, on this rank
         self._found = Found()  # the answer to it
         self.recomputed = RecomputedParts(self._trainer.lightning_module)
@@ -97,9 +106,8 @@ class LimitSearch:
 
     def begin_window(self) -> None:
         """Follow a schedule that makes windows larger within an epoch."""
-        if self._is_wanted_at_once or self._parts.progress.place.skips_backward:
-            return
-        if self._parts.request.is_by_window:
+        may_grow = self._parts.request.is_by_window and not self._is_wanted_at_once
+        if may_grow and not self._parts.progress.place.skips_backward:
             self.follow_windows()
 
     def follow_windows(self) -> None:
@@ -156,20 +164,6 @@ class LimitSearch:
             forget(self._found.cache_key)
 
     # --- answers -------------------------------------------------------------------------------
-
-    @property
-    def _is_wanted_at_once(self) -> bool:
-        """Whether the limit itself is wanted, whatever fits."""
-        options = self._options
-        return (
-            options.budget is not None
-            or options.objective == "throughput"
-            or self._parts.request.is_factor
-            or self._parts.shares.differ
-            or bool(options.whole)
-            or options.size_of is not None
-            or ranks.is_sharded(self._trainer)
-        )
 
     def _restored(self) -> RunState | None:
         """Return what a checkpoint has kept, if all ranks run on the hardware of its first rank, and with one limit."""

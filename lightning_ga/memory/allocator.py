@@ -53,7 +53,11 @@ class AllocatorMeter:
         self.device = device  # with its number
         self._backend: Any = getattr(torch, device.type)
         self._before = (0, 0)
-        self._has_history = _has_history(device)
+        # Whether the allocator keeps a record of its own of blocks allocated and released.
+        is_known = hasattr(torch.cuda.memory, "_record_memory_history_impl") and hasattr(
+            torch._C, "_cuda_isHistoryEnabled"
+        )
+        self._has_history = device.type == "cuda" and is_known and _is_native(device)
         self._as_trace: Callable[..., MemoryTrace] | None = None  # of events that are recorded; ``None`` if none are
 
     @property
@@ -83,23 +87,16 @@ class AllocatorMeter:
             return 0
         return int(torch.cuda.memory_stats(self.device).get("allocation.all.allocated", 0))
 
-    # ``residents`` here and below: places of the tensors that are alive before a step, by address.
-    def layout(self, residents: Mapping[int, int]) -> tuple[Segment, ...]:
-        """Return the segments that the next step finds in an empty cache; none if that is not known."""
-        if not self._has_history:
-            return ()
-        self._empty_cache()
-        return tuple(_layout(segment, residents) for segment in self._segments_now())
-
-    def start(self, *, record: bool = False, residents: Mapping[int, int] = {}) -> None:
+    def start(self, *, record: bool = False) -> None:
         """Empty the cache and begin a step; with ``record``, keep the allocator's events, unless other code does."""
-        self._empty_cache()
+        self._backend.synchronize(self.device)
+        self._backend.empty_cache()
         self._backend.reset_peak_memory_stats(self.device)
         self._before = self.troubles()
         if record and self._has_history and not torch._C._cuda_isHistoryEnabled():
-            self._as_trace = partial(
-                events_as_trace, alive=self.allocated(), segments=self._segments_now(), residents=residents
-            )
+            every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            segments = [segment for segment in every if segment["device"] == self.device.index]
+            self._as_trace = partial(events_as_trace, alive=self.allocated(), segments=segments)
             torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
 
     def finish(self) -> tuple[int, bool]:
@@ -133,20 +130,6 @@ class AllocatorMeter:
         stats: dict[str, Any] = self._backend.memory_stats(self.device)
         return stats.get("num_ooms", 0), stats.get("num_alloc_retries", 0)
 
-    def _empty_cache(self) -> None:
-        self._backend.synchronize(self.device)
-        self._backend.empty_cache()
-
-    def _segments_now(self) -> list[Mapping[str, Any]]:
-        every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return [segment for segment in every if segment["device"] == self.device.index]
-
-
-def _has_history(device: torch.device) -> bool:
-    """Return whether the allocator keeps a record of its own of blocks allocated and released."""
-    known = hasattr(torch.cuda.memory, "_record_memory_history_impl") and hasattr(torch._C, "_cuda_isHistoryEnabled")
-    return device.type == "cuda" and known and _is_native(device)
-
 
 def _is_native(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.memory.get_allocator_backend() == "native"
@@ -157,7 +140,6 @@ def events_as_trace(
     samples: int,
     alive: int,  # bytes at the first event
     segments: Iterable[Mapping[str, Any]] = (),  # of ``torch.cuda.memory_snapshot``, before the first event
-    residents: Mapping[int, int] = {},
 ) -> MemoryTrace:
     """Convert an allocator's events into the stream of one step.
 
@@ -178,12 +160,8 @@ def events_as_trace(
             stream.events.append(~held.pop(address))
         else:
             older[address] = stream.release_older(size, rounded_up(size, ROUNDING))
-    trace = stream.trace(samples)
-    places = [0] * len(trace.sizes)
-    for address, number in older.items():
-        places[number] = residents.get(address, 0)
     layout = tuple(_layout(segment, older) for segment in segments)
-    return replace(trace, layout=layout, residents=tuple(places))
+    return replace(stream.trace(samples), layout=layout)
 
 
 def _layout(segment: Mapping[str, Any], numbers: Mapping[int, int]) -> Segment:

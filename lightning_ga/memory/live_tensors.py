@@ -7,7 +7,7 @@ data set and its labels would lie on the host.
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import chain
 from typing import Any, ClassVar, Self
@@ -53,14 +53,26 @@ def uncounted() -> Iterator[None]:
         _uncounted.reset(token)
 
 
-def compiled_run_eagerly() -> AbstractContextManager[None]:
-    """Return a context in which compiled functions run as they were written; enter it at once.
+_eager: list[Any] = []  # the compiler's stance for each context within which compiled functions run as written
+
+
+@contextmanager
+def compiled_run_eagerly() -> Iterator[None]:
+    """Return a context in which compiled functions run as they were written; none are if no compiler is loaded.
 
     Within a dispatch mode they would anyhow, but for those with ``fullgraph=True``, which raise (torch 2.6 to 2.15).
+    The stance is that of all threads: the first that enters sets it, and the last that leaves puts it back.
     """
-    if "torch._dynamo" not in sys.modules:  # no compiler is loaded, which takes long
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        stance = _eager.pop()
+        if not _eager:
+            stance.__exit__(None, None, None)
 
 
 class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -235,10 +247,8 @@ def _taken(args: Any, kwargs: Any) -> set[int]:
     """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
     found: set[int] = set()
     for value in (*args, *(kwargs or {}).values()):
-        if isinstance(value, Tensor):
-            found.update(addresses((value,)))
-        elif isinstance(value, (list, tuple)):
-            found.update(addresses(item for item in value if isinstance(item, Tensor)))
+        items = value if isinstance(value, (list, tuple)) else (value,)
+        found.update(addresses(item for item in items if isinstance(item, Tensor)))
     return found
 
 

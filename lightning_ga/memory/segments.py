@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from lightning_ga.memory.trace import MemoryTrace, Segment, rounded_up
 
-KIB = 2**10
 MIB = 2**20
 ROUNDING = 512  # bytes that every block is rounded up to
 SMALL = MIB  # blocks up to here come from segments of their own
@@ -23,13 +22,6 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 LARGE = 10 * MIB  # blocks from here on have a segment each
 SEGMENT_ROUNDING = 2 * MIB
-
-
-def segment_size(size: int, *, small: bool) -> int:
-    """Return the bytes of the segment that is reserved for a block of ``size`` bytes."""
-    if small:
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < LARGE else rounded_up(size, SEGMENT_ROUNDING)
 
 
 class Peaks(NamedTuple):
@@ -104,7 +96,17 @@ class Segments:
     def release(self, block: Block) -> None:
         """Release a block; free neighbours are joined to it."""
         self._count(allocated=-block.size)
-        self._join(block)
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                self._untrack(neighbour)
+                block.size += neighbour.size
+                if neighbour is block.before:
+                    block.place = neighbour.place
+                    block.before = neighbour.before
+                else:
+                    block.after = neighbour.after
+        block.__post_init__()
+        self._track(block)
 
     def reserve(self, size: int) -> None:
         """Take ``size`` bytes of which no more is known, in segments without holes."""
@@ -125,23 +127,12 @@ class Segments:
         return block
 
     def _reserve(self, size: int, small: bool) -> Block:
-        taken = segment_size(size, small=small)
+        """Reserve a segment for a block, all of which is that block."""
+        taken = SMALL_SEGMENT
+        if not small:
+            taken = LARGE_SEGMENT if size < LARGE else rounded_up(size, SEGMENT_ROUNDING)
         self._count(reserved=taken)
         return Block(0, taken, small, next(self._ages))
-
-    def _join(self, block: Block) -> None:
-        """Make a block free; free neighbours are joined to it."""
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.free:
-                self._untrack(neighbour)
-                block.size += neighbour.size
-                if neighbour is block.before:
-                    block.place = neighbour.place
-                    block.before = neighbour.before
-                else:
-                    block.after = neighbour.after
-        block.__post_init__()
-        self._track(block)
 
     def _track(self, block: Block) -> None:
         block.free = True

@@ -15,8 +15,7 @@ from lightning_ga.plan.accumulation import ceil_div
 class Segment(NamedTuple):
     """A part of the device's memory that a caching allocator cuts into blocks, ``(bytes, storage)`` in order.
 
-    Storage 0 is what outlives the step, -1 a hole. Before a step of which nothing is known yet, the number is a
-    resident tensor's place among all of them, from 1 on.
+    Storage 0 is what outlives the step, -1 a hole.
     """
 
     small: bool
@@ -40,23 +39,6 @@ class MemoryTrace:
     addresses: tuple[int, ...] = ()  # of storages; 0 or nothing if it is not known
     sums: tuple[tuple[int, int], ...] = ()  # storages of a gradient, and of its sum with another one
     handed_out: tuple[int, ...] = ()  # blocks that an allocator had handed out in the step when each tensor was there
-    residents: tuple[int, ...] = ()  # place of a storage among the tensors known before the step, 0 for none
-
-    def begun_at(self, layout: tuple[Segment, ...], *, small: int) -> "MemoryTrace":
-        """Return the step as it is from other segments on, in which resident tensors have their places.
-
-        Return the step unchanged if it releases one of more than ``small`` bytes that is not in these segments.
-        """
-        storages = {place: number for number, place in enumerate(self.residents) if place}
-        now = []
-        lost = {number for segment in self.layout for _, number in segment.blocks if number > 0}
-        for segment in layout:
-            blocks = tuple((size, storages.get(place, min(place, 0))) for size, place in segment.blocks)
-            now.append(segment._replace(blocks=blocks))
-            lost -= {number for _, number in blocks}
-        if not now or max(map(self.sizes.__getitem__, lost), default=0) > small:
-            return self
-        return replace(self, layout=tuple(now))
 
     def peak(self, rounding: int = 1) -> int:
         """Return the most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""
@@ -114,13 +96,15 @@ class Stream:
 
     def allocate(self, size: int, address: int = 0, handed_out: int = 0) -> int:
         """Add a storage; return its number."""
-        number = self._number(size, address, handed_out)
+        number = len(self._storages)
+        self._storages.append((size, address, handed_out))
         self.events.append(number)
         return number
 
     def release_older(self, size: int, taken: int) -> int:
         """Release a storage that was there before, of which ``taken`` bytes counted; return its number."""
-        number = self._number(size)
+        number = len(self._storages)
+        self._storages.append((size, 0, 0))
         self._older.append(number)
         self._alive -= taken
         self.events.append(~number)
@@ -138,10 +122,6 @@ class Stream:
             addresses=addresses,
             handed_out=handed_out,
         )
-
-    def _number(self, size: int, address: int = 0, handed_out: int = 0) -> int:
-        self._storages.append((size, address, handed_out))
-        return len(self._storages) - 1
 
 
 def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> int:

@@ -97,6 +97,17 @@ def split_evenly(total: int, parts: int, multiple: int = 1) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def split_share(share: int, factor: int, multiple: int = 1) -> tuple[int, ...]:
+    """Cut the share of a rank into near-equal micro-batches; if it has fewer multiples than these, the last are empty.
+
+    Examples:
+        >>> split_share(5, 2), split_share(4, 3, multiple=2)
+        ((3, 2), (2, 2, 0))
+    """
+    full = min(factor, max(1, ceil_div(share, multiple)))
+    return split_evenly(share, full, multiple) + (0,) * (factor - full)
+
+
 def split_in_proportion(total: int, ratio: tuple[int, ...], multiple: int = 1) -> tuple[int, ...]:
     """Cut ``total`` in multiples that are as near to a ratio as they can be; the last one has what is left.
 
@@ -192,7 +203,7 @@ def plan_accumulation(
     multiple = usable_multiple(require_count("multiple", multiple), micro_batch)
     shares = split_evenly(effective_batch, world_size, multiple)
     factor = len(micro_batch_sizes(shares[0], micro_batch, multiple))
-    chunks = tuple(split_evenly(share, factor, multiple) for share in shares)
+    chunks = tuple(split_share(share, factor, multiple) for share in shares)
     return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
 
 

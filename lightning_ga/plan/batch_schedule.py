@@ -7,8 +7,11 @@ samples seen so far (``by_samples``), both from the start of training on.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from inspect import signature
+from math import ceil, floor
+from numbers import Real
 from operator import index
 from typing import Any, Literal
 
@@ -116,10 +119,14 @@ def linear(start: int, end: int, *, steps: int) -> PiecewiseSchedule:
         [10, 20, 30, 30]
     """
     start, end, steps = _ramp("linear", start=start, end=end, steps=steps)
-    places = range(steps + 1)
-    sums = (start * (steps - place) + end * place for place in places)
-    counts = ((2 * each + steps) // (2 * steps) for each in sums)  # sums ÷ steps, rounded; halves are rounded up
-    return _piecewise(f"linear({start}, {end}, {steps=})", "step", zip(places, counts))
+    counts = {0: start}
+    for level in range(1, abs(end - start) + 1):
+        halfway = Fraction(steps * (2 * level - 1), 2 * abs(end - start))  # between this count and the one before
+        if end > start:
+            counts[ceil(halfway)] = start + level
+        else:
+            counts[floor(halfway) + 1] = start - level
+    return _piecewise(f"linear({start}, {end}, {steps=})", "step", counts)
 
 
 def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> PiecewiseSchedule:
@@ -145,7 +152,7 @@ def geometric(start: int, end: int, *, steps: int, factor: int = 2) -> Piecewise
     by_start = {}
     for level, count in enumerate(counts):
         by_start[ceil_div(level * steps, levels)] = count  # of several, the last
-    return _piecewise(f"geometric({start}, {end}, {steps=}, {factor=})", "step", by_start.items())
+    return _piecewise(f"geometric({start}, {end}, {steps=}, {factor=})", "step", by_start)
 
 
 def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) -> PiecewiseSchedule:
@@ -159,8 +166,10 @@ def from_lr_decay(batch: int, *, milestones: Iterable[int], gamma: float = 0.1) 
         >>> [schedule(epoch) for epoch in (3, 4, 7)]
         [64, 320, 1600]
     """
-    if not 0 < gamma < 1:
+    if not isinstance(gamma, Real) or not 0 < gamma < 1:
         raise UserError(f"from_lr_decay({gamma=}) must be between 0 and 1: what the recipe multiplies its rate by.")
+    if not isinstance(milestones, Iterable):
+        raise UserError(f"from_lr_decay({milestones=}) must be a list of epochs.")
     milestones = sorted(require_count("milestones", epoch) for epoch in milestones)
     batch = require_count("batch", batch)
     counts = tuple(round(batch / gamma**drops) for drops in range(len(milestones) + 1))
@@ -187,7 +196,7 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
     if isinstance(value, PiecewiseSchedule):
         return value
     if isinstance(value, Mapping):
-        return _piecewise(name, "epoch", _counts(name, value, "epoch").items())
+        return _piecewise(name, "epoch", _counts(name, value, "epoch"))
     if callable(value):
         require_arguments(name, value, "epoch", "32")
         return partial(_checked, name, value)
@@ -222,13 +231,13 @@ def _by(unit: Unit, value: Mapping[int, int]) -> PiecewiseSchedule:
     counts = _counts(name, value, unit)
     if min(counts):
         raise UserError(f"{name} begins at {unit} {min(counts)}: say what is valid before, from 0 on.")
-    return _piecewise(f"{name}({counts})", unit, counts.items())
+    return _piecewise(f"{name}({counts})", unit, counts)
 
 
-def _piecewise(name: str, unit: Unit, counts: Iterable[tuple[int, int]]) -> PiecewiseSchedule:
-    """Make a schedule of counts with their starts, of those that differ from the one before."""
+def _piecewise(name: str, unit: Unit, counts: Mapping[int, int]) -> PiecewiseSchedule:
+    """Make a schedule of the counts, by their starts, that differ from the one before."""
     levels: dict[int, int] = {}
-    for start, count in counts:
+    for start, count in counts.items():
         if not levels or count != next(reversed(levels.values())):
             levels[start] = count
     return PiecewiseSchedule(name, unit, tuple(levels), tuple(levels.values()))

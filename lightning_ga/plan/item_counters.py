@@ -86,7 +86,8 @@ class AttentionMaskTokens:
 
     def __call__(self, batch: Any) -> int:
         """Return the tokens of a batch."""
-        return int(_pick(batch, self.key).sum())
+        mask = _pick(batch, self.key)
+        return int((mask != 0).sum())  # a sum would be rounded to the type of the mask, maybe half precision
 
 
 def _pick(batch: Any, key: str | int) -> Any:

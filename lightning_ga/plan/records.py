@@ -245,6 +245,9 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
     for value in (result.limit, result.budget_bytes, result.fastest or 1, result.peak_bytes + 1):
         if type(value) is not int or value < 1:
             raise ValueError(f"{value!r} is not a whole number of at least 1")
+    for samples, size in result.curve:
+        if type(samples) is not int or type(size) is not int:
+            raise ValueError(f"{result.curve!r} is no curve")
     if result.method not in get_args(Method) or result.source not in get_args(Source):
         raise ValueError(f"{result.method!r} by {result.source!r} is of another version")
     if result.holders is not None and not REMEDIES.keys() >= {kind for kind, _ in result.holders.parts}:

@@ -19,6 +19,7 @@ class WindowWeights:
     """Weights as in stock Lightning: each micro-batch has the weight of one in the nominal factor."""
 
     world_size: int = 1
+    sum_over_ranks: Callable[[float], float] = float
     weight: float = 1.0  # of the micro-batch
     count: float = 0.0  # samples or tokens of the micro-batch
     pending: float = 0.0  # part of the count that has not reached a backward pass
@@ -41,7 +42,7 @@ class WindowWeights:
         self.weight = 0.0
         self.pending = 0.0
 
-    def close(self, factor: int) -> float:
+    def close(self) -> float:
         """Return the scale of the window's gradients; ranks call it together."""
         return 1.0
 
@@ -60,7 +61,6 @@ class KnownWindow(WindowWeights):
 
     window: float = 0.0  # its samples as planned, over all ranks
     seen: float = 0.0  # samples of this rank's micro-batches so far, as planned
-    sum_over_ranks: Callable[[float], float] = float
     is_summed: bool = False  # whether samples of this window may be dropped on several ranks
 
     def weigh(
@@ -80,7 +80,7 @@ class KnownWindow(WindowWeights):
         self.window = window
         self.seen = planned if first else self.seen + planned
 
-    def close(self, factor: int) -> float:
+    def close(self) -> float:
         """Return a scale above one if micro-batches were skipped or samples dropped.
 
         Ranks have averaged their gradients, so all must have the same scale: counts are summed if samples may be
@@ -108,7 +108,6 @@ class LateWindow(WindowWeights):
     the start it comes from the first micro-batch with a count above zero.
     """
 
-    sum_over_ranks: Callable[[float], float] = float
     reference: float | None = None
     may_be_empty: bool = False  # whether a window may have no samples
 
@@ -123,7 +122,7 @@ class LateWindow(WindowWeights):
             self.reference = 2.0 * self.sum_over_ranks(factor * count) / self.world_size or None
         self.weight = factor * count / self.reference if self.reference else 0.0
 
-    def close(self, factor: int) -> float:
+    def close(self) -> float:
         """Return the scale that makes the weighted sum of all ranks the mean over what was counted."""
         if not self.any_reached and self.world_size == 1:
             return 1.0

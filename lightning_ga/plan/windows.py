@@ -13,6 +13,7 @@ from lightning_ga.plan.accumulation import (
     micro_batch_sizes,
     split_evenly,
     split_in_proportion,
+    split_share,
     usable_multiple,
 )
 
@@ -173,5 +174,5 @@ class EpochPlan:
 def _window(plan: EpochPlan, index: int, rank: int) -> Window:
     start, samples = plan.windows.span(index)
     shares = plan.shares(samples)
-    sizes = split_evenly(shares[rank], plan.factor_of(index), plan._multiple)
+    sizes = split_share(shares[rank], plan.factor_of(index), plan._multiple)
     return Window(index, start, samples, sizes, sum(shares[:rank]))

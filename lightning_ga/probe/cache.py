@@ -7,6 +7,7 @@ although the step did is caught by the step that verifies a remembered limit. Th
 import json
 import os
 import secrets
+import tempfile
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,7 +70,9 @@ def cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME")
     if root:
         return Path(root) / "lightning_ga"
-    return Path("~/.cache").expanduser() / "lightning_ga"
+    with suppress(RuntimeError):  # a user without a home: in a container, whose files last as long as it does
+        return Path.home() / ".cache" / "lightning_ga"
+    return Path(tempfile.gettempdir()) / "lightning_ga"
 
 
 def _path(step: Mapping[str, Any]) -> Path:

@@ -5,8 +5,8 @@ Tested in tests/probe/test_prediction.py.
 
 from dataclasses import dataclass, field, replace
 
-from lightning_ga.memory.segments import SMALL, Peaks, replay_segments
-from lightning_ga.memory.trace import MemoryTrace, Segment
+from lightning_ga.memory.segments import Peaks, replay_segments
+from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate, paired
 
@@ -64,19 +64,12 @@ class Curve:
             return max(self(samples) - self.less, needed - foreseen + real)
         return self.start + (needed - self.start) * real // foreseen
 
-    def begun_at(self, layout: tuple[Segment, ...]) -> "Curve":
-        """Return the curve of steps that find these segments, which are those that an earlier one has left."""
-        if self.replay is None or not self.in_segments:
-            return self
-        second = self.replay.second.begun_at(layout, small=SMALL)
-        return replace(self, replay=replace(self.replay, second=second), replayed={})
-
     def through(self, step: Step) -> "Curve":
         """Stretch a curve so that it goes through a step, if the step shows more than the traces.
 
         It is stretched from the larger traced step on, or from zero if only that step shows what is reserved.
         """
-        needed = step.trial.peak_bytes if step.reserved_bytes is None else step.reserved_bytes
+        needed = step.needed_bytes
         traced = self.replay is not None and step.samples <= self.samples[1]
         if traced and self.in_segments:  # recording changes what a step reserves
             return self

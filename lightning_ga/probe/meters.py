@@ -20,7 +20,7 @@ from lightning_ga.memory.holders import StepOrigins, attribute
 from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.segments import ROUNDING
 from lightning_ga.memory.step_recorder import StepRecorder
-from lightning_ga.memory.trace import MemoryTrace, Segment
+from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.memory.vendors import WITH_STATISTICS
 from lightning_ga.plan.records import Attribution
 from lightning_ga.probe.prediction import extrapolate
@@ -62,20 +62,11 @@ class StepMeter:
             self.allocator = AllocatorMeter(device)
             self.rounding = ROUNDING
         self.tensors = StepRecorder(training.owned, self.allocator, device=device, rounding=self.rounding)
-        self._residents: dict[int, int] = {}  # by address: which of the tensors that are alive before a step
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that are alive, these tensors included; recordings know them from now on."""
-        known = list(tensors)
-        self.tensors.add(known)
-        if self.allocator is None:
-            return self.tensors.live_bytes
-        self._residents = {}
-        for place, tensor in enumerate(known, 1):
-            if tensor is not None:
-                for plain in plain_tensors(tensor):
-                    self._residents.setdefault(plain.untyped_storage().data_ptr(), place)
-        return self.allocator.allocated()
+        self.tensors.add(tensors)
+        return self.tensors.live_bytes if self.allocator is None else self.allocator.allocated()
 
     def room(self) -> int:
         """Return the bytes that the device can still give; a share of them if it must not run out."""
@@ -83,10 +74,6 @@ class StepMeter:
         if self.deadly:
             room = int(CPU_SHARE * room)
         return room
-
-    def layout(self) -> tuple[Segment, ...]:
-        """Return the segments that the next step finds, with the tensors that were counted last."""
-        return () if self.allocator is None else self.allocator.layout(self._residents)
 
     def run(self, step: TrialStep, samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step; ``record`` matters only if there is an allocator."""
@@ -98,7 +85,7 @@ class StepMeter:
             trace, origins = self.tensors.recorded(samples, complete=failure is None)
             return Measurement(peak, seconds, failure, traces=(trace,), origins=origins)
         self.tensors.start(record=record)
-        allocator.start(record=record, residents=self._residents)
+        allocator.start(record=record)
         failure, seconds = self._run(step, samples, self.tensors if record else nullcontext())
         peak, undisturbed = allocator.finish()
         found = Measurement(peak, seconds, failure, not undisturbed, reserved_bytes=allocator.reserved_peak())

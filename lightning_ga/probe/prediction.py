@@ -38,7 +38,7 @@ class PeakPredictor:
 
     @property
     def is_quadratic(self) -> bool:
-        """Whether a storage was read as quadratic, which a third trace should confirm."""
+        """Whether a storage was read as quadratic, which a further trace should confirm."""
         return any(map(self._is_square, self.first.sizes, self.second.sizes))
 
     def sizes(self, samples: int, *, at_least: bool = False) -> list[int]:
@@ -83,11 +83,10 @@ class PeakPredictor:
 def extrapolate(
     first: MemoryTrace, second: MemoryTrace, temporaries: frozenset[int] = frozenset(), *, rounding: int = 1
 ) -> PeakPredictor | None:
-    """Read the whole memory curve off two traces; ``None`` if the streams do not align."""
-    if first.samples == second.samples or first.events != second.events:
+    """Read the whole memory curve off two traces in rising order; ``None`` if the streams do not align."""
+    if first.samples >= second.samples or first.events != second.events:
         return None
-    small, large = sorted((first, second), key=lambda trace: trace.samples)
-    return PeakPredictor(small, large, rounding, temporaries)
+    return PeakPredictor(first, second, rounding, temporaries)
 
 
 def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: int) -> int:

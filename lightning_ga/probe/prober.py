@@ -15,7 +15,7 @@ from lightning_ga.memory.device import may_reserve
 from lightning_ga.memory.oom import attempt, release
 from lightning_ga.plan.records import GRADIENTS, Fits, ProbeResult, Trial, still_holds
 from lightning_ga.probe.budget import Budget, DoesNotFitError
-from lightning_ga.probe.curve import Step
+from lightning_ga.probe.curve import TOLERANCE, Step
 from lightning_ga.probe.meters import StepMeter, bytes_of
 from lightning_ga.probe.search import Search
 from lightning_ga.probe.trace_sizes import MARGIN, Task, affordable_samples, most_bytes, trace_sizes
@@ -130,11 +130,13 @@ class Prober:
         limit = self._training.smallest(min(known.limit, high))
         if cautious and not self._training.agree(limit == known.limit):
             return None  # the prediction is for more samples, and none are tried
-        self._training.see_gradients()
-        self._training.warm_up()
-        size = min(2, limit) if cautious else limit
+        size = min(2, limit)  # as in the first step of a search, in which the optimizer makes its state
+        if not cautious:
+            self._training.see_gradients()
+            self._training.warm_up()
+            size = limit
         trial = self._trials.run(size, record=False, lenient=True).trial
-        if not trial.fits:
+        if not self._training.agree(trial.fits and self._is_as_known(trial, known)):
             return None
         peak = known.peak_bytes
         if limit != known.limit:
@@ -154,6 +156,14 @@ class Prober:
             holders=holders or known.holders,
         )
 
+    def _is_as_known(self, trial: Trial, known: ProbeResult) -> bool:
+        """Return whether a step takes as much as is remembered, if that is: code and data may have changed unseen."""
+        peaks = {each.micro_batch_size: each.peak_bytes for each in known.trials}
+        peaks[known.limit] = known.peak_bytes
+        before = peaks.get(trial.micro_batch_size, trial.peak_bytes)
+        tolerance = 0.0 if self._meter.allocator is None else TOLERANCE
+        return abs(trial.peak_bytes - before) <= tolerance * before
+
     def _search(self, high: int, *, cautious: bool) -> ProbeResult:
         """Run a first step, then what a search proposes until it proposes nothing new."""
         alive, budget = self._trials.prepare()
@@ -164,14 +174,13 @@ class Prober:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
         search = self._new_search(high, first, cautious=cautious)
         while True:
-            size, record = self._next(search)
-            if size <= search.limit:
+            size, record = search.propose()
+            size = self._training.useful(self._training.smallest(size), search.limit)
+            if size <= search.limit or size >= search.ceiling:  # nothing is left to try
                 break
             step = self._trials.run(size, record=record)
             self._tried.append(step.trial)
             search.record(step)
-        if search.task.in_segments:
-            self._training.put_back()
         limit = search.limit
         if cautious:
             limit = self._training.smallest(search.predicted)
@@ -215,17 +224,6 @@ class Prober:
             share=CLOSEST if self._meter.deadly else 1.0,
         )
         return Search(task, trace_sizes(high, affordable, first.samples, kernels_vary=kernels_vary))
-
-    def _next(self, search: Search) -> tuple[int, bool]:
-        """Return the next size to try, at most the limit if there is none, and whether to record it."""
-        if search.task.in_segments:
-            self._trials.prepare()
-            search.begin_at(self._meter.layout())
-        size, record = search.propose()
-        size = self._training.useful(self._training.smallest(size), search.limit)
-        if size >= search.ceiling:
-            size = search.limit
-        return size, record
 
     def _result(self, search: Search, limit: int) -> ProbeResult:
         measured = {trial.micro_batch_size: trial.peak_bytes for trial in self._tried}

@@ -1,7 +1,7 @@
 """Find the largest micro-batch that fits in a memory budget, in as few training steps as possible.
 
-``Search`` says which size to try next as a function of the outcomes so far. Two or three traces of small steps (on a
-GPU larger ones) predict the peak at every size (see ``prediction``), and one step at the predicted limit verifies it.
+``Search`` says which size to try next as a function of the outcomes so far. Two traces of small steps (on a GPU
+larger ones) predict the peak at every size (see ``prediction``), and one step at the predicted limit verifies it.
 If the prediction misses, or the streams do not align, measured peaks and halving close in on the limit from both sides.
 The limit was always tried, or, if nothing may be tried, predicted.
 
@@ -11,16 +11,14 @@ there the search ends when at most one sample in a hundred could be gained, or a
 
 from math import isqrt, sqrt
 
-from lightning_ga.memory.trace import Segment
 from lightning_ga.plan.records import Method
 from lightning_ga.probe.curve import Curve, Step, fit_curve
 from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
-from lightning_ga.probe.trace_sizes import MARGIN, Task, after_first_failure, lowered, third_size
+from lightning_ga.probe.trace_sizes import MARGIN, Task, after_first_failure, lowered
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: then no further trial, if sizes are not exact
-MANY_TRIALS = 5  # after so many, these shares are enough: of what may still fit, and of a size that failed
-NEARLY = 0.98
+MANY_TRIALS = 5  # after so many, NEARLY_OF_FAILED of a size that failed is enough
 NEARLY_OF_FAILED = 0.95
 BACKOFF_AFTER_FAILURE = 0.02  # of a size that failed: if a trial that much smaller fits, two in a hundred are left
 MOST_TRIALS = 12  # if sizes are not exact
@@ -64,11 +62,6 @@ class Search:
         """The steps that fit, by size."""
         fitting = [step for step in self._steps if step.trial.fits]
         return sorted(fitting, key=lambda step: step.samples)
-
-    def begin_at(self, layout: tuple[Segment, ...]) -> None:
-        """Note the segments that the next step will find."""
-        if self._curve is not None:
-            self._curve = self._curve.begun_at(layout)
 
     def propose(self) -> tuple[int, bool]:
         """Return the next size to try, below ``ceiling``, or ``limit`` at the end; and whether to record the step.
@@ -182,8 +175,6 @@ class Search:
             self._curve = self._curve.through(fitting[-1])
         if len(fitting) < len(self._sizes):
             self._sizes = lowered(self._sizes, self.task, fitting[-1])
-        elif len(fitting) == len(self._sizes) == 2 and self._replay is not None and self._curve is not None:
-            self._sizes += third_size(self.task, self._curve, self.limit, self._guess())
 
     def _judge(self, step: Step) -> None:
         """Note whether the curve, if there is one, has foreseen what came of a step."""
@@ -199,11 +190,10 @@ class Search:
     def _is_enough(self, guess: int) -> bool:
         """Return whether the limit, tried beyond the traces, is near enough to the guess, or trials are used up."""
         limit = self.limit
-        enough = limit >= ENOUGH * guess
-        if len(self._steps) >= MANY_TRIALS:
-            enough = limit >= NEARLY * guess or (bool(self._failed) and limit >= NEARLY_OF_FAILED * self.ceiling)
         is_beyond = limit > max(self._sizes) or bool(self._failed)
-        return (is_beyond and enough) or (limit > 0 and len(self._steps) >= MOST_TRIALS)
+        is_late = len(self._steps) >= MANY_TRIALS and bool(self._failed)
+        is_near = limit >= ENOUGH * guess or (is_late and limit >= NEARLY_OF_FAILED * self.ceiling)
+        return (is_beyond and is_near) or (limit > 0 and len(self._steps) >= MOST_TRIALS)
 
     def _may_be_more(self, guess: int) -> bool:
         """Return whether much more fits if temporaries have ended growing, which a recorded step would show."""

@@ -8,11 +8,9 @@ from math import isqrt
 
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.accumulation import ceil_div
-from lightning_ga.probe.curve import Curve, Step
-from lightning_ga.probe.prediction import largest_fitting
+from lightning_ga.probe.curve import Step
 
 UPDATE = 8  # bytes that optimizers of PyTorch need at most for a byte of gradients: Adam takes 2 to 5
-FAR = 8  # times the traced size: a prediction beyond needs a third trace in between
 MARGIN = 0.01  # share of the budget that holes may use in addition, if a device keeps a margin for them
 
 
@@ -37,8 +35,6 @@ def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: boo
     """
     if high < 3:
         return (high,)
-    if high == 3:
-        return (2, 3)
     second = min(affordable // 4, high // 2)
     if kernels_vary and second > 8:
         return (second // 2, second)
@@ -85,30 +81,10 @@ def after_first_failure(sizes: tuple[int, ...], failed: int) -> tuple[int, ...]:
 
 
 def lowered(sizes: tuple[int, ...], task: Task, step: Step) -> tuple[int, ...]:
-    """Lower the last size to what a quarter of the memory that a step has left allows, if all grows as the square."""
-    if task.rounding == 1 or not step.traces:
+    """Lower the last size to what the memory that a recorded step has left allows if all grows as the square."""
+    if not step.traces:
         return sizes
-    limit = step.samples
     kept = step.traces[0].kept_bytes(task.rounding)
-    room = max(0, task.budget - kept)
     growing = max(1, step.trial.peak_bytes - kept)
-    size = min(sizes[-1], isqrt(limit**2 * room // growing))  # if all grows as the square
-    return (*sizes[:-1], max(limit + 1, size))
-
-
-def third_size(task: Task, curve: Curve, limit: int, guess: int) -> tuple[int, ...]:
-    """Return a size between the traces and the predicted limit, if that is far, or if the curve is quadratic.
-
-    Two traces cannot show for sure that a curve is quadratic.
-    """
-    is_exact = task.rounding == 1
-    is_far = not is_exact and guess > FAR * limit
-    is_square = curve.replay is not None and curve.replay.is_quadratic
-    if guess <= 2 * limit or not (is_far or is_square):
-        return ()
-    size = 2 * limit
-    if not is_exact:
-        needed = curve.needs(limit)
-        a_quarter = needed + (task.budget - needed) // 4  # of what is left
-        size = max(size, largest_fitting(curve.needs, limit + 1, guess, a_quarter))
-    return (size,)
+    size = isqrt(step.samples**2 * max(0, task.budget - kept) // growing)
+    return (*sizes[:-1], max(step.samples + 1, min(size, sizes[-1])))

@@ -32,7 +32,7 @@ def difference(part: Module, name: str, forward: Callable[..., Any], arguments: 
         found = []
         # Hooks of old weight norms make tensors outside of the forward pass: their graph serves both.
         for each in (forward, RunTwice(part, name, forward)):
-            with now, saved_tensors_hooks(Tensor.detach, _as_it_is):
+            with now, saved_tensors_hooks(Tensor.detach, Tensor.detach):
                 found.append(_gradient(part, each, arguments, named))
         return found
 
@@ -80,10 +80,6 @@ def _needs_gradient(leaf: Any) -> bool:
 def _weights(output: Tensor) -> Tensor:
     """Return weights by which all elements of an output are summed, each another."""
     return torch.arange(output.numel(), device=output.device).cos().view(output.shape).to(output)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _tolerance(tensor: Tensor) -> float:

@@ -139,7 +139,7 @@ class RunTwice:
             preserve_rng_state=False,  # ``before`` has more generators than PyTorch keeps
             context_fn=lambda: (nullcontext(), before),
         )
-        self._effects.after_call(before)
+        self._effects.after_call()
         if versions(tensors.values()) != written:
             raise UserError(
                 f"{self._name} cannot be computed again, because its forward pass writes to its arguments: leave it "

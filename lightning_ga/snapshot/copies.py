@@ -7,6 +7,7 @@ from copy import deepcopy
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -130,6 +131,8 @@ def put_back(copies: Iterable[tuple[Any, Any]]) -> None:
         if isinstance(thing, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 thing.data.copy_(kept)
+        elif isinstance(thing, np.ndarray):
+            thing[...] = kept
         elif isinstance(thing, GENERATORS):
             restore_generator(thing, kept)
         else:

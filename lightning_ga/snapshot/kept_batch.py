@@ -56,8 +56,10 @@ class KeptBatch:
         """Return whether a tensor of which no copy is kept was written to."""
         if versions(self._tensors) != self._versions:
             return True
-        pairs = zip(self._sums, sums_of_bits(self._large))
-        return any(before is not None and not torch.equal(before, now) for before, now in pairs)
+        for before, now in zip(self._sums, sums_of_bits(self._large)):
+            if before is not None and now is not None and not torch.equal(before, now):
+                return True
+        return False
 
 
 def undo(savepoint: Savepoint, batches: Sequence[KeptBatch]) -> str | None:

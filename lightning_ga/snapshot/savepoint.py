@@ -54,7 +54,7 @@ class Savepoint:
         self._tables = [part._buffers for part in module.modules() if part._buffers]
         self._metrics = list(filter(_is_metric, module.modules()))
         self._look()
-        self._is_taken = False
+        self._attributes: _Attributes | None = None  # none before anything is taken
 
     def _look(self) -> None:
         """Find the buffers: steps may put other tensors in their places."""
@@ -82,12 +82,11 @@ class Savepoint:
         metrics = by_id(filter(_is_metric, chain(self._metrics, logged))).values()
         self._states += zip(metrics, map(copied_state, metrics, map(metric_state, metrics)))
         self._attributes = _Attributes(self._module)
-        self._is_taken = True
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the copies of buffers and attributes."""
         yield from self._copies.tensors()
-        if self._is_taken:
+        if self._attributes is not None:
             yield from self._attributes.copies()
 
     def restore(self) -> str | None:
@@ -95,7 +94,7 @@ class Savepoint:
 
         It may be called several times after one ``take``.
         """
-        if not self._is_taken:
+        if self._attributes is None:
             return None
         for table, buffers in zip(self._tables, self._buffers):
             table.update(buffers)

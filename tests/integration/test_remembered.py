@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Samples, fit
+from reference import Samples, fit, loss
 from torch.utils.data import DataLoader, default_collate
 from wide import BUDGET, Wide
 
@@ -105,6 +105,28 @@ def test_a_limit_that_does_not_fit_any_more_is_looked_for_again() -> None:
     found = run().probe
     assert found.limit == limit
     assert found.source != "cache"
+
+
+class Viewed(Wide):
+    """Repeats its batch as often as an attribute says that is no plain setting, so that no key contains it."""
+
+    def __init__(self, views: int) -> None:
+        super().__init__()
+        self.settings = {"views": views}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        views = self.settings["views"]
+        inputs, targets = (torch.cat([field] * views) for field in batch[:2])
+        return loss(self.net, inputs, targets)
+
+
+@pytest.mark.parametrize(("before", "now"), [(20, 1), (1, 20)])
+def test_a_step_that_takes_other_memory_than_is_remembered_is_probed_again(before: int, now: int) -> None:
+    """More or less, in the one step that verifies the limit."""
+    run(Viewed(before), max_micro_batch_size=32)
+    right = run(Viewed(now), cache=False).probe
+    found = run(Viewed(now)).probe
+    assert (found.source, found.limit, found.peak_bytes) == ("probe", right.limit, right.peak_bytes)
 
 
 @pytest.mark.filterwarnings("ignore:Memory ran out in")

@@ -50,11 +50,10 @@ def test_segments_before_a_step_are_kept_with_it() -> None:
         "blocks": [{"state": state, "size": size} for state, size in blocks],
     }
     step = [*free(4096 + 2560, 1000), alloc(1, 512)]
-    trace = events_as_trace(step, samples=2, alive=3072, segments=[segment], residents={4096: 1, 4096 + 2560: 2})
+    trace = events_as_trace(step, samples=2, alive=3072, segments=[segment])
     assert trace.layout == (Segment(True, ((2048, 0), (512, -1), (1024, 1))),)
     assert trace.sizes == (2048, 1000, 512)
     assert trace.events == (0, 1, ~1, 2)
-    assert trace.residents == (0, 2, 0)
 
 
 @pytest.mark.gpu

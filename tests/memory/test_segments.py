@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_ga.memory.segments import KIB, MIB, Segments, replay_segments
-from lightning_ga.memory.trace import MemoryTrace, Segment
+from lightning_ga.memory.segments import MIB, Segments, replay_segments
+from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.curve import Step
 from lightning_ga.probe.search import Search
@@ -24,7 +24,7 @@ from lightning_ga.probe.trace_sizes import Task, trace_sizes
         ([MIB] * 3, 3 * MIB, 4 * MIB),
         ([10 * MIB - 512] * 2, 20 * MIB, 20 * MIB),  # the rest of 10 MiB and 512 bytes is handed out whole
         ([10 * MIB + 1], 10 * MIB + 512, 12 * MIB),
-        ([11 * MIB + 512 * KIB], 12 * MIB, 12 * MIB),  # less than 1 MiB is not cut off
+        ([11 * MIB + MIB // 2], 12 * MIB, 12 * MIB),  # less than 1 MiB is not cut off
     ],
 )
 def test_the_rules_of_the_native_allocator(sizes: list[int], allocated: int, reserved: int) -> None:
@@ -32,21 +32,6 @@ def test_the_rules_of_the_native_allocator(sizes: list[int], allocated: int, res
     for size in sizes:
         segments.allocate(size)
     assert (segments.allocated, segments.reserved) == (allocated, reserved)
-
-
-def test_what_a_step_finds_is_where_the_one_before_has_left_it() -> None:
-    """A gradient of 2 MiB in a large segment: what else is there cannot be one block of 100 MiB as long as it lives."""
-    gradient, kept, hole = (2 * MIB, 1), (2 * MIB, 0), (96 * MIB, -1)
-    sizes, events = (2 * MIB, 2 * MIB, 100 * MIB, 98 * MIB), (0, 1, 2, ~1, ~2, 3)
-    recorded = MemoryTrace(1, sizes, events, layout=(Segment(False, (kept, gradient)),), residents=(0, 5, 0, 0))
-    assert replay_segments(sizes, recorded).reserved == 104 * MIB
-    now = recorded.begun_at((Segment(False, (kept, hole, (2 * MIB, 5))),), small=MIB)
-    assert now.layout == (Segment(False, (kept, hole, gradient)),)
-    assert replay_segments(sizes, now).reserved == 200 * MIB
-    elsewhere = Segment(False, (kept, (2 * MIB, 6)))
-    assert recorded.begun_at((elsewhere,), small=MIB) is recorded, "the gradient is not known"
-    assert recorded.begun_at((elsewhere,), small=2 * MIB) is not recorded
-    assert recorded.begun_at((), small=MIB) is recorded
 
 
 def stream(samples: int) -> MemoryTrace:

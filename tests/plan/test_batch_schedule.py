@@ -93,6 +93,8 @@ def test_counts_hold_from_their_step_or_sample_on(counts: dict[int, int], step: 
         (lambda: by_samples({0: 8, -3: 8}), "^by_samples has the samples -3; samples are whole numbers"),
         (lambda: linear(0, 8, steps=3), "^linear: start=0 must be at least 1"),
         (lambda: geometric(1, 8, steps=3, factor=1), "^geometric.factor=1. never changes"),
+        (lambda: from_lr_decay(8, milestones=[4], gamma="0.1"), "^from_lr_decay.gamma='0.1'. must be between 0 and 1"),
+        (lambda: from_lr_decay(8, milestones=4), "^from_lr_decay.milestones=4. must be a list of epochs"),
         (lambda: from_lr_decay(8, milestones=[4], gamma=1.0), "^from_lr_decay.gamma=1.0. must be between 0 and 1"),
     ],
 )

@@ -18,6 +18,7 @@ from lightning_ga.plan.units import least_budget, parse_budget
         (1.0, 1000),
         (0.25, 250),
         ("80%", 800),
+        ("0.8", 800),
         ("12.5 %", 125),
         ("100", 100),
         ("100 B", 100),

@@ -60,7 +60,7 @@ def test_each_window_knows_whether_samples_may_be_dropped() -> None:
         for number, count in enumerate(counts):
             known.weigh(count, planned=4, window=16, factor=2, first=number == 0, is_summed=is_summed)
             known.reach()
-        scales.append(known.close(2))
+        scales.append(known.close())
     assert scales == [1.0, 16 / 12, 1.0]
 
 
@@ -81,7 +81,7 @@ def test_a_count_of_which_nothing_is_a_mean_is_refused(count: float) -> None:
     ):
         late.weigh(count, factor=1, first=True)
         late.reach()
-        late.close(1)
+        late.close()
 
 
 LABELS = torch.tensor([[5, 7, -100], [8, -100, -100]])
@@ -96,6 +96,7 @@ LABELS = torch.tensor([[5, 7, -100], [8, -100, -100]])
         (TargetTokens(), SimpleNamespace(labels=LABELS), 3),
         (AttentionMaskTokens(), {"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, 3),
         (AttentionMaskTokens(key=0), [torch.tensor([[True, False]])], 1),
+        (AttentionMaskTokens(), {"attention_mask": torch.ones(3001, dtype=torch.bfloat16)}, 3001),
         (Samples(), {"id": torch.tensor(3), "deep": [(torch.zeros(4, 2), torch.zeros(9))]}, 4),
     ],
 )
@@ -136,7 +137,7 @@ def test_late_weights_give_the_mean_once_the_window_is_over(counts, reference, m
             window.weigh(n, factor=own, first=i == 0)
             window.reach()
             weights[-1].append(window.weight * factor / own)
-        scales.append(window.close(own))
+        scales.append(window.close())
         assert asked == [sum(row)]  # one number a window
     assert len(set(scales)) == 1
     torch.testing.assert_close(seen_by_the_optimizer(means, weights, factor) * scales[0], whole, rtol=1e-12, atol=1e-14)
@@ -148,9 +149,9 @@ def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
     assert late.weight == 4.0
     late.reach()
     late.weigh(100, factor=2, first=False)
-    assert late.close(2) == 4.0 / 8
+    assert late.close() == 4.0 / 8
     late.weigh(5, factor=2, first=True)
-    assert late.close(2) == 1.0
+    assert late.close() == 1.0
 
 
 def test_ranks_have_one_reference_whatever_their_factors() -> None:

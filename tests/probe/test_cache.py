@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def test_what_an_error_has_disproved_is_forgotten(folder: Path) -> None:
         {"method": 3},
         {"method": "cache"},
         {"source": "elsewhere"},
+        *({"curve": curve} for curve in ("x", [[1]], [["a", 2]], {"a": 1})),
     ],
     ids=str,
 )
@@ -107,3 +109,9 @@ def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "lightning_ga"
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_folder() == Path(tempfile.gettempdir()) / "lightning_ga"

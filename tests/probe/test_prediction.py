@@ -14,7 +14,7 @@ from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fi
 @given(streams(st.one_of(CONSTANT_OR_GROWING, SQUARES)), st.integers(1, 6), st.integers(1, 6), st.integers(1, 300))
 def test_prediction_is_exact_for_constant_affine_and_quadratic_storages(stream, low, apart, samples):
     device = FakeDevice(stream, 0)
-    prediction = extrapolate(device.trace(low + apart), device.trace(low))
+    prediction = extrapolate(device.trace(low), device.trace(low + apart))
     assert prediction is not None
     assert prediction(samples) == device.trace(samples).peak()
 

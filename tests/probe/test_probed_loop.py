@@ -227,7 +227,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Of a CUDA device of a million bytes that holds nothing."""
     returns = {"allocated.return_value": 0, "handed_out.return_value": 0, "trace.return_value": None}
     fake = Mock(cuts_segments=False, **returns)
-    fake.layout.return_value, fake.finish.return_value, fake.reserved_peak.return_value = (), (0, True), 0
+    fake.finish.return_value, fake.reserved_peak.return_value = (0, True), 0
     monkeypatch.setattr("lightning_ga.probe.meters.AllocatorMeter", lambda device: fake)
     monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10**6)
     monkeypatch.setattr("lightning_ga.probe.prober.may_reserve", lambda device, size: False)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_ga import UserError, recomputed
 from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.recompute.state import ForwardEffects
 
 SAMPLES, STEPS = 12, 6
 
@@ -151,20 +150,66 @@ def test_a_block_keeps_its_argument_and_copies_of_its_buffers() -> None:
     assert kept[0] - kept[1] == 8 * (64 * (128 + 128 + 32) * 4 + 2 * 32 * 4 - buffers)
 
 
-def test_small_tensors_are_copied_in_every_call_and_other_things_once_they_change() -> None:
-    """A table of positions is copied as statistics of BatchNorm are; generators that nothing draws from are not."""
-    part = nn.BatchNorm1d(8)
-    part.register_buffer("table", torch.zeros(100))
-    effects = ForwardEffects(part, "part")
-    copies = []
-    for _ in range(7):
-        before = effects.before_call()
-        part(torch.randn(3, 8))
-        effects.after_call(before)
-        copies.append(sum(isinstance(thing, Tensor) for thing, _ in before.copies))
-    assert copies == [4] * 7
-    kinds = [type(thing).__module__ for thing, _ in before.copies if not isinstance(thing, Tensor)]
-    assert kinds == ["torch._C", "builtins"], "PyTorch's generator, and the attributes"
+class Counting:
+    """An object of a user's own, maybe inside others."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner, self.count = inner, 0
+
+    def next(self) -> int:
+        if self.inner is not None:
+            return self.inner[0].next()
+        self.count += 1
+        return self.count
+
+
+class Late(nn.Module):
+    """Draws or counts from its fifth call on, which is none of those in which parameters are looked at."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.change, self.calls = nn.Linear(WIDTH, WIDTH), change, 0
+        self.own = torch.Generator().manual_seed(3)
+        self.queue, self.array, self.nested = [1.0], np.zeros(2), Counting([Counting([Counting()])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        factor = self.change(self) if self.calls >= 5 else 1.0
+        return torch.tanh(self.layer(x) * factor)
+
+
+def add_one(part: Any) -> float:
+    part.array[0] += 1
+    return float(part.array[0])
+
+
+LATE: dict[str, Callable[[Any], Any]] = {
+    "Python": lambda _: random.random(),
+    "NumPy": lambda _: np.random.rand(),
+    "torch": lambda _: torch.rand(()),
+    "a generator of its own": lambda part: torch.rand((), generator=part.own),
+    "a list": lambda part: part.queue.append(2.0) or sum(part.queue),
+    "an array": add_one,
+    "an object in an object in an object": lambda part: part.nested.next(),
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_what_changes_first_in_a_later_call_is_put_back(kind: str) -> None:
+    """Whatever the calls before have shown."""
+
+    def gradients(context: Any) -> list[Tensor]:
+        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+        net = nn.Sequential(Late(LATE[kind]))
+        found = []
+        with context(net):
+            for _ in range(9):
+                net.zero_grad()
+                net(torch.ones(2, WIDTH)).square().sum().backward()
+                found.append(net[0].layer.weight.grad.clone())
+        return found
+
+    assert all(map(torch.equal, gradients(plainly), gradients(lambda net: recomputed(net, ["0"]))))
 
 
 @pytest.mark.parametrize(

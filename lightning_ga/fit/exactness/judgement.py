@@ -41,10 +41,14 @@ RANDOM_CHUNKS = (
 ELSEWHERE = "something outside of the module (or reads batch_idx)"
 
 
+def is_survivable(error: Exception) -> bool:
+    """Return whether training may continue after an error of the measurement: it is not a user's mistake."""
+    return isinstance(error, LayoutError) or not isinstance(error, UserError)
+
+
 def _is_of_parts(error: Exception) -> bool:
-    """Return whether an error of the parts of a batch says something of them, and is no user's mistake."""
-    is_mistake = isinstance(error, UserError) and not isinstance(error, LayoutError)
-    return not is_mistake and not is_out_of_memory(error)
+    """Return whether an error of the parts of a batch says something of them."""
+    return is_survivable(error) and not is_out_of_memory(error)
 
 
 class NotFiniteError(Exception):

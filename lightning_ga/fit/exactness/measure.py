@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import ranks
-from lightning_ga.errors import UserError
-from lightning_ga.fit.exactness.judgement import Judgement, NotFiniteError, judge_chunks
+from lightning_ga.fit.exactness.judgement import Judgement, NotFiniteError, is_survivable, judge_chunks
 from lightning_ga.fit.exactness.passes import Passes, passes_of, rounding
 from lightning_ga.loading.trial_batches import CutBatch, Move, TrialBatches
 from lightning_ga.memory.oom import attempt, is_out_of_memory
@@ -109,11 +108,6 @@ def _is_small(trainer: Any) -> bool:
     return bool(sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL)
 
 
-def _is_survivable(error: Exception) -> bool:
-    """Return whether training may continue after an error of the measurement: it is not a user's mistake."""
-    return isinstance(error, LayoutError) or not isinstance(error, UserError)
-
-
 def _unmeasured(trainer: Any, reason: str) -> Exactness:
     return Exactness(None, rounding(trainer), "unmeasured", reason=reason)
 
@@ -140,7 +134,7 @@ def _tried(
                 return judge_chunks(passes, chunked, batch, tolerance)
             return Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
 
-    outcome = attempt(judged, _is_survivable)
+    outcome = attempt(judged, is_survivable)
     error = outcome.failure
     if error is None or is_out_of_memory(error):
         found: Exactness | None = outcome.result
