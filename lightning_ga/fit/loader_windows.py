@@ -221,7 +221,7 @@ class LoaderWindows(CutWindows):
         if len(window.sizes) > 1:
             self._compiled.mark(tensors_in(batch), planned)
         gradients = self._parts.gradients
-        may_drop = self._source.samples.has_own_collate
+        may_drop = self._source.samples.may_drop
         samples = None
         if self._source.stand_ins.has(window, index_in_window):
             samples = 0

@@ -565,3 +565,140 @@ def test_ranks_of_which_one_has_nothing_left(collate: Any, normalize: Any, tmp_p
     for gradients in on_ranks(fitted_on_a_rank, tmp_path, broken, collate, normalize):
         assert worst_error(gradients[: len(oracle)], oracle) <= 1e-9
         assert not torch.stack(gradients)[len(oracle) :].any()  # nothing is left on any rank
+
+
+class Grouped(Samples):
+    """Sequences of one length in each batch of eight."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets, _ = super().__getitem__(index)
+        return inputs.expand(2 + index // 8, -1), targets, index
+
+
+class PadsLists(Samples):
+    """Pads the samples of a list to the longest of it, as transforms of data sets by batch do."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        rows = [self.inputs[index].expand(1 + index * 7 % 5, -1) for index in indices]
+        return list(zip(pad_sequence(rows, batch_first=True), self.targets[indices], indices))
+
+
+class MixesLists(Samples):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        mixed = 0.7 * self.inputs[indices] + 0.3 * self.inputs[indices[::-1]]
+        return list(zip(mixed, self.targets[indices], indices))
+
+
+class ShortensLists(Samples):
+    """Leaves out a quarter of its samples."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices if index % 4]
+
+
+def stacked(batch: list[Any]) -> Any:
+    inputs, targets, indices = zip(*batch)
+    return torch.stack(inputs), torch.stack(targets), torch.tensor(indices)
+
+
+def first_six(batch: list[Any]) -> Any:
+    return default_collate(batch[:6])
+
+
+class OfSequences(Regression):
+    """The mean over the steps of a sequence; runs out of memory in the second step, once, if asked to."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.fails and self.global_step == 1:
+            self.fails = False
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        inputs, targets, _ = batch
+        outputs = self.net(inputs)
+        if outputs.ndim == 3:
+            outputs = outputs.mean(1)
+        return (outputs - targets).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out in training")
+@pytest.mark.parametrize(
+    ("arguments", "factor", "fails"),
+    [
+        ({}, 1, False),
+        ({}, 2, False),
+        ({}, 1, True),
+        ({"micro_batch_size": 3}, 1, False),
+        ({"effective_batch_size": 16}, 2, False),
+        ({"micro_batch_size": 3, "micro_batching": "step"}, 1, False),
+        ({"micro_batching": "step"}, 1, True),
+    ],
+)
+@pytest.mark.parametrize(
+    ("data", "collate"),
+    [
+        (Grouped(48), None),
+        (Grouped(48), stacked),
+        (PadsLists(48), None),
+        (MixesLists(48), None),
+        (ShortensLists(48), None),
+        (Samples(48), first_six),
+    ],
+    ids=["grouped", "grouped, own", "pads", "mixes", "leaves out", "six"],
+)
+def test_data_of_which_only_the_loaders_batches_are_right(
+    data: Any, collate: Any, arguments: dict[str, Any], factor: int, fails: bool
+) -> None:
+    """These are cut in the step, also after an error."""
+    loader = DataLoader(data, 8, collate_fn=collate)
+    stock, _ = fit(loader, module=OfSequences(fails=False), accumulate_grad_batches=factor, max_epochs=1)
+    accumulate = AutoAccumulate(cache=False, **arguments)
+    given = 1 if "effective_batch_size" in arguments else factor
+    ours, _ = fit(loader, accumulate, module=OfSequences(fails=fails), accumulate_grad_batches=given, max_epochs=1)
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+    assert ours.fails is False
+    if "micro_batch_size" in arguments or fails:
+        assert accumulate.exactness is not None
+        assert accumulate.exactness.cause == "exact"
+
+
+class ShortensFewLists(ShortensLists):
+    """Leaves out samples that are not among those that are read before training."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices if index not in (5, 6, 22)]
+
+
+def test_samples_that_a_list_lacks_weigh_nothing() -> None:
+    """Also if none of those read before training was left out, so that the loader cuts."""
+    loader = DataLoader(ShortensFewLists(48), 8)
+    stock, _ = fit(loader, max_epochs=1)
+    accumulate = AutoAccumulate(micro_batch_size=3, cache=False)
+    ours, _ = fit(loader, accumulate, max_epochs=1)
+    assert [len(indices) for _, indices in ours.micro_batches[:6]] == [3, 2, 1, 3, 3, 2]
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
+class RandomGrouped(Grouped):
+    """Draws random numbers that cannot be put back."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, *others = super().__getitem__(index)
+        return inputs + np.random.default_rng().random(), *others
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_samples_of_two_batches_names_the_cut(workers: int) -> None:
+    """If they are not read before training, which cannot be seen."""
+    loader = DataLoader(RandomGrouped(48), 8, num_workers=workers)
+    with pytest.raises(RuntimeError, match="stack expects each tensor") as caught:
+        fit(loader, AutoAccumulate(cache=False), module=OfSequences(fails=False), accumulate_grad_batches=2)
+    told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert 'AutoAccumulate(micro_batching="step")' in told
+    accumulate = AutoAccumulate(cache=False, micro_batching="step")
+    fit(loader, accumulate, module=OfSequences(fails=False), accumulate_grad_batches=2)
