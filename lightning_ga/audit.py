@@ -79,7 +79,9 @@ def audit(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Audit a script, print its table, and return 1 if a weight is wrong."""
     parser = argparse.ArgumentParser(prog="python -m lightning_ga.audit", description=__doc__)
-    parser.add_argument("--micro-batches", type=int, default=32, help="the most to train on; default: 32")
+    parser.add_argument(
+        "--micro-batches", type=int, default=32, help="the most to train on, but for two windows; default: 32"
+    )
     parser.add_argument("script", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     given = parser.parse_args(arguments)

@@ -3,7 +3,7 @@
 Tested in tests/test_audit.py.
 """
 
-import copy
+import math
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +23,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.plan.audit_verdicts import Audit
 from lightning_ga.plan.item_counters import Samples, TargetTokens
 from lightning_ga.recorded_steps import Recorder
+from lightning_ga.snapshot.copies import copied_if_possible
 from lightning_ga.step_weights import Reads, measured
 
 
@@ -61,21 +62,35 @@ def short_fit(trainer: Any, fit: Any, calls: "Calls", model: Any, *args: Any, **
 
     factor = trainer.accumulate_grad_batches
     step = model.training_step
+    progress = trainer.fit_loop.epoch_loop.batch_progress
 
     @wraps(step)
     def recorded(*given: Any) -> Any:
-        calls.add(*map(copy.copy, given))
-        return step(*given)
+        kept = copied_if_possible(given)  # the step may change its batch
+        output = step(*given)
+        is_training = trainer.fit_loop.epoch_loop.batch_progress is progress  # isolated passes have a copy
+        if is_training and output is not None:
+            calls.add(*kept)
+        return output
 
     def shorten(*_: Any) -> None:
-        most = calls.most // 2
-        if trainer.num_training_batches > most:
-            trainer.fit_loop.max_batches = most - (trainer.num_training_batches - most) % factor
+        window = trainer.accumulate_grad_batches
+        most = max(calls.most // 2, window)
+        batches = trainer.num_training_batches
+        if batches > most:
+            whole = 0 if math.isinf(batches) else batches  # a stream has whole windows
+            trainer.fit_loop.max_batches = most - (most - whole) % window
+            if trainer.val_check_batch is not None:
+                trainer.val_check_batch = min(trainer.val_check_batch, trainer.fit_loop.max_batches)
 
-    trainer.callbacks.append(LambdaCallback(on_train_start=shorten))
+    trainer.callbacks.append(LambdaCallback(on_train_epoch_start=shorten))
     trainer.fit_loop.max_epochs = 2
     calls.of_fit(model, factor)
-    with mock.patch.object(model, "training_step", recorded):
+    precision = trainer.precision_plugin
+    with (
+        mock.patch.object(model, "training_step", recorded),
+        mock.patch.object(precision, "convert_module", lambda module: module),  # it stays in float64
+    ):
         fit(trainer, model, *args, **kwargs)
     raise EnoughError
 

@@ -168,7 +168,11 @@ class Chunks:
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         """Join the outputs of the chunks."""
         first = outputs[0]
-        if all(isinstance(each, Tensor) and _length(each, self._dim) == size for each, size in zip(outputs, sizes)):
+        own = (*self.module.parameters(), *self.module.buffers())  # of no sample
+        is_own = any(first is each for each in own)
+        if not is_own and all(
+            isinstance(each, Tensor) and _length(each, self._dim) == size for each, size in zip(outputs, sizes)
+        ):
             try:
                 return torch.cat(list(outputs), self._dim)
             except RuntimeError as error:

@@ -3,6 +3,7 @@
 Tested in tests/test_audit.py.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, RNNBase
 from torch.overrides import TorchFunctionMode
 
-LOWER = (torch.float32, torch.float16, torch.bfloat16)
+LOWER = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 
 
 @contextmanager
@@ -21,12 +22,15 @@ def in_double(model: Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
         for tensor in (*model.parameters(), *model.buffers()):
             stack.callback(setattr, tensor, "data", tensor.data)
             stack.callback(setattr, tensor, "grad", None)
-            tensor.grad = None
-            tensor.data = tensor.data.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+            tensor.data = tensor.data.to(_double_of(tensor.dtype), copy=True)
         for module in model.modules():
+            stack.callback(vars(module).update, _buffers=copy.copy(module._buffers))  # they may be rebound
             stack.callback(setattr, module, "training", module.training)
             if isinstance(module, RNNBase):  # it compares the types itself
                 stack.callback(module.register_forward_pre_hook(lambda _, args: _promoted(args)).remove)
@@ -62,10 +66,16 @@ def _is_lower(value: Any) -> bool:
 def _is_double(value: Any) -> bool:
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
-    return isinstance(value, Tensor) and value.dtype == torch.float64
+    return isinstance(value, Tensor) and value.dtype in (torch.float64, torch.complex128)
 
 
 def _promoted(value: Any) -> Any:
     if type(value) in (list, tuple):  # states and weights of an LSTM
         return type(value)(map(_promoted, value))
-    return value.double() if _is_lower(value) else value
+    return value.to(_double_of(value.dtype)) if _is_lower(value) else value
+
+
+def _double_of(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype

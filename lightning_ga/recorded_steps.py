@@ -78,7 +78,9 @@ class Recorder:
             self._note(optimizer)
             return evaluations[0]
 
-        return (optimizer, noted), {}
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": noted}
+        return (optimizer, noted, *args[2:]), kwargs
 
     def _finish(self, *_: Any) -> None:
         self._is_stepping = False
@@ -124,11 +126,16 @@ class Recorder:
 
 def flat(model: Module) -> Tensor:
     """Copy all parameters, one behind the other."""
-    return torch.cat([each.detach().flatten() for each in model.parameters()])
+    return torch.cat([real(each.detach()).flatten() for each in model.parameters()])
+
+
+def real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as real and imaginary parts."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros_like(parameter).flatten()
-    return gradient.detach().to_dense().flatten().clone()
+        return real(torch.zeros_like(parameter)).flatten()
+    return real(gradient.detach().to_dense()).flatten().clone()

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils import vector_to_parameters
 
 from lightning_ga.double_precision import Promotion
 from lightning_ga.errors import UserError
 from lightning_ga.plan.audit_verdicts import Audit, AuditStep, judge
-from lightning_ga.recorded_steps import Recorder, Seen
+from lightning_ga.recorded_steps import Recorder, Seen, real
 
 EXPLAINED = 1e-6  # largest relative residual of weights that explain a gradient
 NO_WEIGHT = 1e-5  # relative to the largest weight
@@ -184,7 +183,10 @@ class _Columns:
         self.reads = reads
         self.gradient = torch.cat([*seen.gradients.values()])
         self._known: dict[int, Tensor] = {}
-        vector_to_parameters(seen.weights, model.parameters())
+        parameters = [real(each.data) for each in model.parameters()]
+        parts = torch.split(seen.weights, [each.numel() for each in parameters])
+        for parameter, part in zip(parameters, parts):
+            parameter.copy_(part.view_as(parameter))
         for module, mode in zip(model.modules(), seen.modes):
             module.training = mode
 
@@ -195,7 +197,7 @@ class _Columns:
                 loss = self.reads.loss(self.model, self.reads[place])
             wanted = [self.model.get_parameter(name) for name in self.seen.gradients]
             gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
-            self._known[place] = torch.cat([gradient.to_dense().flatten() for gradient in gradients])
+            self._known[place] = torch.cat([real(gradient.to_dense()).flatten() for gradient in gradients])
         return self._known[place]
 
     def unexplained(self, step: AuditStep, places: Sequence[int]) -> AuditStep:

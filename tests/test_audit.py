@@ -18,6 +18,8 @@ from lightning_ga.audit import Audit, audit, main
 from lightning_ga.testing import assert_accumulates
 
 FACTOR = 4
+RIGHT = "right: mean over samples"
+LAST_DIVIDED = "WRONG: last window divided by the factor"
 
 
 def task(sizes: Any = (4,) * 11) -> tuple[nn.Module, list[Tensor]]:
@@ -170,6 +172,64 @@ def test_the_model_is_put_back() -> None:
     assert not model[1].training
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.get_default_dtype() == torch.float32
+
+
+class Tracking(nn.Module):
+    """A buffer that is another tensor after each pass, and a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+        self.complex = nn.Parameter(torch.randn(6, 16, dtype=torch.complex64))
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * batch.mean()
+        return self.out((batch.to(torch.complex64) @ self.complex).abs())
+
+
+def test_gradients_and_tensors_that_were_replaced_are_put_back() -> None:
+    model, (_, batches) = Tracking(), task()
+    loss(model, batches[0]).backward()
+    before = model.mean
+    gradient = model.complex.grad
+    found = audit(plain(model, batches, window=4), model=model, micro_batches=batches, loss=loss)
+    assert found.is_right, str(found)
+    assert model.mean is before
+    assert model.mean.dtype == torch.float32
+    assert model.complex.dtype == torch.complex64
+    assert model.complex.grad is gradient
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_optimizer_gets_what_its_step_is_given(is_named: bool) -> None:
+    class Scaled(torch.optim.SGD):
+        def step(self, closure: Any, scale: float) -> Any:
+            scales.append(scale)
+            with torch.enable_grad():
+                closure()
+            return super().step()
+
+    scales: list[float] = []
+    model, batches = task()
+
+    def train() -> None:
+        optimizer = Scaled(model.parameters(), lr=0.01)
+        for batch in batches:
+            optimizer.zero_grad()
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                value = loss(model, batch)
+                value.backward()
+                return value
+
+            if is_named:
+                optimizer.step(closure=closure, scale=0.5)
+            else:
+                optimizer.step(closure, 0.5)
+
+    assert audit(train, model=model, micro_batches=batches, loss=loss).is_right
+    assert scales == [0.5] * len(batches)
 
 
 def test_layers_and_losses_that_refuse_mixed_types_are_audited() -> None:
@@ -463,9 +523,9 @@ raise SystemExit("trained to the end")
 @pytest.mark.parametrize(
     ("script", "argument", "code", "printed"),
     [
-        (LIGHTNING, "800", 0, "right: mean over samples"),
-        (LIGHTNING, "804", 1, "WRONG: last window divided by the factor"),
-        (PLAIN, "3", 0, "right: mean over samples"),
+        (LIGHTNING, "800", 0, RIGHT),
+        (LIGHTNING, "804", 1, LAST_DIVIDED),
+        (PLAIN, "3", 0, RIGHT),
         (PLAIN, "1", 1, "WRONG: sum"),
     ],
 )
@@ -478,6 +538,81 @@ def test_a_script_is_audited_as_it_stands(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == printed
     assert any(line.split()[:2] == ["1", "1-4" if script == LIGHTNING else "1-3"] for line in lines)
+
+
+VALIDATED = """
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):"""
+LOADER = "DataLoader(data, batch_size=2, shuffle=True)"
+ENDLESS = """
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.randn(8), torch.randn(1)
+
+
+data ="""
+EARLY = "trainer.callbacks.append(pl.callbacks.EarlyStopping('val_loss'))\ntrainer.fit"
+OURS = "from lightning_ga import AutoAccumulate\ntrainer.callbacks.append(AutoAccumulate(8, micro_batch_size=2))"
+PLATEAU = """return {
+            "optimizer": (optimizer := torch.optim.Adam(self.parameters())),
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val_loss"
+            },
+        }"""
+VALIDATION = {
+    "\n    def configure_optimizers(self):": VALIDATED,
+    f"Model(), {LOADER}": f"Model(), {LOADER}, DataLoader(data)",
+}
+
+
+@pytest.mark.parametrize(
+    ("edits", "samples", "printed"),
+    [
+        (VALIDATION | {"trainer.fit": EARLY}, 800, RIGHT),
+        (VALIDATION | {"return torch.optim.Adam(self.parameters())": PLATEAU}, 800, RIGHT),
+        ({"data =": ENDLESS, LOADER: "DataLoader(Endless(), batch_size=2)"}, 8, RIGHT),
+        ({"accumulate_grad_batches=4, ": "", "trainer.fit": f"{OURS}\ntrainer.fit"}, 800, RIGHT),
+        ({"max_epochs": 'precision="bf16-true", max_epochs'}, 800, RIGHT),
+        ({"loss = torch": "batch[0].mul_(2); loss = torch"}, 800, RIGHT),
+        (
+            {"loss = torch": "if batch_idx == 1: return None\n        loss = torch"},
+            800,
+            "WRONG: last window divided by the factor",
+        ),
+        (
+            {"accumulate_grad_batches=4": "accumulate_grad_batches=20", "Dropout(0.5)": "Tanh()"},
+            800,
+            "right: mean over samples",
+        ),
+    ],
+    ids=["early stopping", "plateau", "endless", "ours", "bf16-true", "in place", "none", "large factor"],
+)
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*returned `None`")
+def test_two_short_epochs_suffice(
+    edits: dict[str, str], samples: int, printed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of scripts that validate, never end, measure themselves, leave batches out or change them."""
+    script = LIGHTNING
+    for old, new in edits.items():
+        script = script.replace(old, new)
+    (tmp_path / "script.py").write_text(script)
+    code = main([str(tmp_path / "script.py"), str(samples)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == printed
+    assert code == printed.startswith("WRONG")
+    assert int(lines[-2].split()[1].split("-")[-1]) <= 40
+
+
+@pytest.mark.parametrize(("batches", "last"), [(101, "13"), (102, "13-14"), (103, "13-15")])
+def test_the_short_epochs_have_the_same_last_window(
+    batches: int, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text(LIGHTNING)
+    assert main([str(tmp_path / "script.py"), str(2 * batches)]) == 1
+    assert last in capsys.readouterr().out.splitlines()[4].split()
 
 
 NETWORK = """

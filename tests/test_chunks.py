@@ -197,6 +197,17 @@ class Mean(nn.Module):
         return batch.mean()
 
 
+class Biased(nn.Module):
+    """Returns a parameter that is as long as a chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 2)
+
+    def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(batch), self.linear.bias
+
+
 class Numbered(nn.Module):
     def forward(self, number: int) -> int:
         return number
@@ -206,9 +217,10 @@ class Numbered(nn.Module):
     ("module", "given", "sentence"),
     [
         (Mean(), torch.ones(4, FEATURES), r"returned a tensor of shape \(\) for a chunk of 2"),
+        (Biased(), torch.ones(4, FEATURES), r"returned a tensor of shape \(2,\) for a chunk of 2"),
         (Numbered(), 3, "got no tensor with axis 0"),
     ],
-    ids=["mean", "no tensor"],
+    ids=["mean", "parameter", "no tensor"],
 )
 def test_what_cannot_run_in_chunks_is_refused(module: nn.Module, given: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence), in_chunks(module, chunk=2):
