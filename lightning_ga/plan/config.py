@@ -38,9 +38,8 @@ _APART: Mapping[str, tuple[str, ...]] = {
         *("whole", "shares", "objective", "accumulate", "micro_batching"),
         *("micro_batch_multiple", "effective_batch_size"),
     ),
-    "whole": ("shares", "on_oom", "objective", "accumulate", "micro_batch_multiple"),  # a window is one batch
+    "whole": ("shares", "objective", "accumulate", "micro_batch_multiple"),  # a window is one batch
     "shares": ("objective", "accumulate", "micro_batching", "effective_batch_size"),
-    "on_oom": ("normalize",),  # it leaves samples out of a mean over samples
 }
 """Arguments, and those that they do not go together with, if they have the values in ``_refuse_together``."""
 
@@ -264,12 +263,16 @@ def _read_names(argument: str, given: Any) -> tuple[str, ...]:
 
 def _refuse_together(options: Options, request: Request) -> None:
     """Refuse arguments that do not go together."""
+    if options.on_oom == "skip" and options.normalize is None:
+        what = f"whole={options.whole!r}" if options.whole else "normalize=None"
+        raise UserError(
+            f"on_oom='skip' leaves samples out of a mean over samples, and {what} makes no such mean: leave one of "
+            "them out."
+        )
     is_given = {
         "size_of=": options.size_of is not None,
         f"whole={options.whole!r}": options.whole != (),
         f"shares={options.shares!r}": options.shares != "equal",
-        "on_oom='skip'": options.on_oom == "skip",
-        "normalize=None": options.normalize is None,
         "objective='throughput'": options.objective == "throughput",
         "accumulate=": request.is_factor,
         "micro_batching='step'": options.micro_batching == "step",
