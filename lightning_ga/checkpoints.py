@@ -34,7 +34,7 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left_out: set[str] = set()
+        self._left_out: set[tuple[str, str]] = set()  # groups and names
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, which replaces a file there once it is complete; Lightning writes with options."""
@@ -59,17 +59,19 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
     def _loadable(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint without the hyperparameters that would not load, and name them once."""
         loadable = checkpoint.copy()
-        left_out = set[str]()
+        left_out = set[tuple[str, str]]()
         for group in HYPERPARAMETERS & checkpoint.keys():
             loadable[group] = {}
             for name, value in dict(checkpoint[group]).items():
+                if (group, str(name)) in self._left_out:  # a network takes long to try
+                    continue
                 if loads(value):
                     loadable[group][name] = value
                 elif not isinstance(value, partial | type):
-                    left_out.add(str(name))
-        names = sorted(left_out - self._left_out)
-        if names:
+                    left_out.add((group, str(name)))
+        if left_out:
             self._left_out |= left_out
+            names = sorted({name for _, name in left_out})
             rank_zero_warn(
                 f"Checkpoints leave out the hyperparameters {', '.join(names)}, as they would not load with "
                 "weights_only=True. A run of the same configuration makes them again; your own code gives them to "
@@ -132,7 +134,9 @@ def resumable_steps(path: Path) -> int | None:
         return None
     try:
         content = read_safely(record)
-        return int(content["global_step"]) if "loops" in content else None
+        steps = int(content["global_step"])
+        needed = "lr_schedulers" if path.is_dir() else "optimizer_states"  # which shards hold; not of weights alone
+        return steps if {"loops", needed} <= content.keys() else None
     except UserError:
         return 0 if is_whole_archive(record) else None
     except (LookupError, TypeError):  # a file of other things than a training's state

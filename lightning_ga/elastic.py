@@ -4,23 +4,22 @@
 its Trainer, the newest whole checkpoint, and checkpoints every few windows that do not stop training for long.
 """
 
+import io
 import os
+import pickle
 import re
 import shutil
 import signal
 import time
 import warnings
-from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from copy import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
+from torch.storage import TypedStorage
 
 from lightning_ga.checkpoints import PART, AtomicCheckpointIO
 from lightning_ga.checkpoints import newest_checkpoint as newest_checkpoint
@@ -31,8 +30,8 @@ from lightning_ga.errors import UserError
 __all__ = ["CheckpointEvery", "newest_checkpoint", "trainer_arguments"]
 
 KEPT = 2  # checkpoints of CheckpointEvery
+AHEAD = ".ahead"  # suffix of a checkpoint of a later step than the one that is written: training went back
 INTERVAL = re.compile(r"(\d+)(s|min|)")  # seconds or minutes; windows without a unit
-MUTABLE = (torch.Tensor, np.ndarray, deque, set)  # beside lists, dicts and data classes, which are always copied
 
 
 def trainer_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -74,6 +73,8 @@ class CheckpointEvery(Callback):
 
     Data that are cut in the step cannot continue within an epoch, so they are saved at its end, if one is due.
 
+    If training goes back to an earlier step in this folder, checkpoints of later steps become ``step-N.ckpt.ahead``.
+
     A run that resumes one of its checkpoints must have the same number of samples and the same effective batch.
 
     Args:
@@ -93,13 +94,19 @@ class CheckpointEvery(Callback):
         self._is_time = match[2] != ""
         self._folder = Path(dirpath)
         self._writer = BackgroundWriter()
-        self._saved_at = 0.0
+        self._saved_at = 0.0  # in seconds
+        self._saved_step = 0
         self._step = 0  # of the latest window that is done
         self._ends = False  # whether SIGTERM has come
         self._all_end = False  # whether it has come on any rank
         self._is_due = False
         self._restored: dict[str, Any] = {}  # facts of the run in a checkpoint
         self._facts: dict[str, Any] = {}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Come last, so that the other callbacks are saved as they are after the window; forget the fit before."""
+        trainer.callbacks = [*(other for other in trainer.callbacks if other is not self), self]
+        self._restored = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Compare the run with its checkpoint, and count from here."""
@@ -112,11 +119,16 @@ class CheckpointEvery(Callback):
         if len({*steps}) > 1:
             raise UserError(f"Ranks resume from steps {steps}: all hosts must share the folder of the checkpoints.")
         self._step = trainer.global_step
-        self._saved_at = time.monotonic()
+        self._note_saved()
         self._ends = False
         self._all_end = False
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, self._note_end)  # until Lightning puts the handlers back, after the fit
+
+    def _note_saved(self) -> None:
+        self._saved_at = time.monotonic()
+        self._saved_step = self._step
+        self._is_due = False
 
     def _note_end(self, *_: Any) -> None:
         self._ends = True
@@ -127,10 +139,10 @@ class CheckpointEvery(Callback):
             return
         self._step = trainer.global_step
         is_time = self._is_time and time.monotonic() - self._saved_at >= self._every
-        is_step = not self._is_time and self._step % self._every == 0
-        self._is_due = self._is_due or is_step or any_rank(trainer, is_time)
+        is_step = not self._is_time and self._step // self._every > self._saved_step // self._every
         self._all_end = any_rank(trainer, self._ends)
-        if (self._is_due or self._all_end) and not any(fit.windows.in_step for fit in fits_of(trainer)):
+        self._is_due = self._is_due or is_step or any_rank(trainer, is_time) or self._all_end
+        if self._is_due and not any(fit.windows.in_step for fit in fits_of(trainer)):
             self.save(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -150,9 +162,8 @@ class CheckpointEvery(Callback):
             trainer.save_checkpoint(part, weights_only=False)
         if trainer.is_global_zero and part.is_dir():  # of shards, which are written
             part.replace(whole_name(part))
-            keep_latest(self._folder)
-        self._saved_at = time.monotonic()
-        self._is_due = False
+            keep_latest(whole_name(part))
+        self._note_saved()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait until the last checkpoint is written."""
@@ -185,14 +196,14 @@ class BackgroundWriter(AtomicCheckpointIO):
         self._writing: Future[None] | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Copy what changes in training, and write it in the thread once the checkpoint before is written."""
+        """Copy the checkpoint, and write it in the thread once the one before is written."""
         self.wait()
-        copied = apply_to_collection(checkpoint, MUTABLE, on_host)
+        copied = host_copy(self._loadable(checkpoint))
         self._writing = self._thread.submit(self._write, copied, whole_name(Path(path)))
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         super().save_checkpoint(checkpoint, path)
-        keep_latest(path.parent)
+        keep_latest(path)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, and raise its error."""
@@ -210,9 +221,46 @@ class BackgroundWriter(AtomicCheckpointIO):
         self.__dict__.update(state)
 
 
-def on_host(value: Any) -> Any:
-    """Return a copy of a value that training changes in place, in the host's memory."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy(value)
+class HostPickler(pickle.Pickler):
+    """Pickles as ``torch.save`` does, but copies the storages of tensors to the host: each once, if they share it."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, value: Any) -> tuple[int, torch.dtype] | None:
+        """Return what stands for a storage; all else is pickled."""
+        if not isinstance(value, TypedStorage):
+            return None
+        storage = value._untyped_storage
+        key = storage._cdata  # its address, which no other gets: the pickler keeps the tensor
+        if key not in self.storages:
+            host: torch.UntypedStorage = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+            self.storages[key] = host.copy_(storage)
+        return key, value.dtype
+
+
+class HostUnpickler(pickle.Unpickler):
+    """Loads what ``HostPickler`` has pickled, with its copies of the storages."""
+
+    def __init__(self, file: io.BytesIO, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        super().__init__(file)
+        self._storages = storages
+
+    def persistent_load(self, found: tuple[int, torch.dtype]) -> TypedStorage:
+        """Return the copy of a storage."""
+        key, dtype = found
+        storage = self._storages[key]
+        return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def host_copy(checkpoint: dict[str, Any]) -> Any:
+    """Return a copy that training does not change, in the host's memory: also of objects in the checkpoint."""
+    file = io.BytesIO()
+    pickler = HostPickler(file)
+    pickler.dump(checkpoint)
+    file.seek(0)
+    return HostUnpickler(file, pickler.storages).load()
 
 
 def whole_name(part: Path) -> Path:
@@ -220,14 +268,28 @@ def whole_name(part: Path) -> Path:
     return part.with_name(part.name.removesuffix(PART))
 
 
-def keep_latest(folder: Path) -> None:
-    """Remove all checkpoints of ``CheckpointEvery`` but the latest, and what killed processes have half written."""
+def keep_latest(written: Path) -> None:
+    """Remove what is older than the last two checkpoints, and what killed processes have half written.
+
+    Checkpoints of later steps than the one that is just written are of a training before: they are put aside.
+    """
+    folder = written.parent
     whole = sorted(folder.glob("step-[0-9]*.ckpt"), key=lambda path: int(path.stem.removeprefix("step-")))
-    for path in [*whole[:-KEPT], *folder.glob(f"step-*.ckpt{PART}")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    number = whole.index(written) + 1
+    for path in [*whole[:number][:-KEPT], *folder.glob(f"step-*.ckpt{PART}")]:
+        remove(path)
+    for path in whole[number:]:
+        aside = path.with_name(path.name + AHEAD)
+        remove(aside)
+        path.replace(aside)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def any_rank(trainer: Any, decision: bool) -> bool:
@@ -245,7 +307,7 @@ def fits_of(trainer: Any) -> list[Any]:
 def facts_of(trainer: Any) -> dict[str, Any]:
     """Return the samples of the dataset, and of an optimizer step if AutoAccumulate keeps that number."""
     facts = {}
-    with suppress(AttributeError, TypeError):  # a dataset without a length, several loaders
+    with suppress(AttributeError, TypeError, NotImplementedError):  # a dataset without a length, several loaders
         facts["samples"] = len(trainer.train_dataloader.dataset)
     for fit in fits_of(trainer):
         if not fit.parts.request.varies:

@@ -1,6 +1,7 @@
 """The critical batch: branches are trainings from a checkpoint, and the verdict follows from their losses."""
 
 import json
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,20 @@ def test_the_verdict_is_the_largest_batch_below_the_bound() -> None:
         "8 is the largest of these batches within 1 % of the lowest loss; 16 costs 0.15 ± 0.05 of loss on the same "
         "samples. Seeds leave open on which side of it 2 lies."
     )
+
+
+@pytest.mark.parametrize("diverged", [nan, inf, -inf])
+def test_a_batch_with_which_training_diverges_is_beyond_the_bound(diverged: float) -> None:
+    """Though one seed alone does."""
+    losses = {2: [diverged, 1.0], 4: [1.0, 1.0], 8: [1.0, 1.0], 16: [1.0, diverged], 32: [1.1, 1.1]}
+    found = verdict(losses, 0.01)
+    assert found.largest == 8
+    assert found.sentence() == (
+        "8 is the largest of these batches within 1 % of the lowest loss; with 16 training diverged."
+    )
+    found = verdict({2: [diverged] * 2, 4: [1.0, diverged]}, 0.01)
+    assert found.largest == 2
+    assert found.sentence() == "Training diverged with each of these batches: not all losses are finite."
 
 
 @given(st.dictionaries(st.integers(1, 64), st.lists(st.floats(0.1, 9), min_size=2, max_size=2), min_size=1))

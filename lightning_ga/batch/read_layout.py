@@ -48,6 +48,7 @@ class Comparison:
     batch: Callable[[Sequence[int], Sequence[int], int], Any]
     loaders: int
     kinds: int  # different samples of each
+    larger: Sequence[int] = (ONE_MORE, FAR_MORE)  # samples of the batches that those of 3 are compared with
 
 
 def read_layout(samples: Comparison) -> Layout:
@@ -80,7 +81,7 @@ def _roles_of(samples: Comparison, loader: int) -> dict[str, Role]:
     for kinds in (*zip(every), every):  # equal samples, of each kind; different ones
         once = samples.batch(few, kinds, 0)
         twice = samples.batch(few, kinds, 1)
-        for larger in (ONE_MORE, FAR_MORE):
+        for larger in samples.larger:
             numbers = few.copy()
             numbers[loader] = larger
             reading = _Reading(loader, larger, roles, are_equal=len(kinds) == 1)

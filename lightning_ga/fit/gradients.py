@@ -4,6 +4,7 @@ Tested in tests/integration/test_token_weights.py.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.compat import ranks
 from lightning_ga.compat.logged_values import Counted
+from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.gradient_sums import GradientSums
 from lightning_ga.plan.config import Normalize, Options
@@ -47,7 +49,7 @@ class Gradients:
         self._known = KnownWindow(self._world_size, sum_over_ranks=self._sum)
         self._late = LateWindow(self._world_size, sum_over_ranks=self._sum, may_be_empty=self._counter is None)
         self.weights: WindowWeights = self._stock  # of the running window: one of these three
-        self._zeroing: list[Any] = []  # hooks during a pass of weight 0
+        self._weightless = ExitStack()  # undoes what makes a pass of weight 0 weigh nothing
         self.sums = GradientSums(trainer)
         self.passes = 0  # of the window, that have begun
         self._losses = 0  # of these passes, that have a loss
@@ -69,19 +71,19 @@ class Gradients:
         """Weigh the next pass, a micro-batch of a window that is planned.
 
         ``samples`` is the micro-batch's number of samples if a collate function may have dropped some (``may_drop``);
-        ``None`` if they could not be counted.
+        ``None`` if they could not be counted, 0 if nothing is left of it.
         """
         planned = window.sizes[index_in_window]
-        is_stand_in = planned == 0  # for no sample
-        count = planned if samples is None or is_stand_in else samples
+        count = planned if samples is None else min(samples, planned)  # a stand-in has one, of none that is planned
         items = float(count)
-        if self._counter is not None:
-            items = 0.0 if is_stand_in else count_items(self._counter, batch)
+        if self._counter is not None and count:
+            items = count_items(self._counter, batch)
         self.counted = Counted(count, items)
         if self._counter is not None:
             self._weigh_late(items)
         elif self.normalize is None:
-            self._begin_pass(self._stock)
+            is_first = self._begin_pass(self._stock)
+            self._stock.weigh_share(float(samples != 0), of=1.0, first=is_first)
         else:
             is_summed = self._world_size > 1 and (may_drop or self._leaves_out)
             self._weigh_known(items, planned=planned, window_samples=window.samples, is_summed=is_summed)
@@ -143,8 +145,19 @@ class Gradients:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
         if weight == 0.0:
             # A mean over nothing is NaN, and 0 × NaN too: gradients are made zero as they come, before ranks reduce.
-            trained = [each for each in self._trainer.lightning_module.parameters() if each.requires_grad]
-            self._zeroing = [parameter.register_hook(torch.zeros_like) for parameter in trained]
+            for parameter in self._trainer.lightning_module.parameters():
+                if parameter.requires_grad:
+                    self._weightless.callback(parameter.register_hook(torch.zeros_like).remove)
+
+    def skip_step(self) -> None:
+        """Let the pass that begins compute nothing; on several ranks it runs, because its step may exchange values."""
+        module = self._trainer.lightning_module
+
+        def training_step(*_: Any) -> torch.Tensor:
+            return torch.zeros((), device=module.device, requires_grad=True)
+
+        if self._world_size == 1:
+            self._weightless.enter_context(shadowed(module, "training_step", training_step))
 
     def settle(self) -> None:
         """After a backward pass, coalesce sparse gradients and widen half-precision ones."""
@@ -164,6 +177,5 @@ class Gradients:
         self.begin_window()  # LBFGS and SAM evaluate it again
 
     def stop_zeroing(self) -> None:
-        """Let gradients come as they are again after a pass of weight 0."""
-        while self._zeroing:
-            self._zeroing.pop().remove()
+        """Let the step run, and gradients come as they are, again after a pass of weight 0."""
+        self._weightless.close()

@@ -30,7 +30,7 @@ from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.probe.budget import DoesNotFitError
 from lightning_ga.probe.cache import forget
 from lightning_ga.probe.cache import hardware as describe_hardware
-from lightning_ga.probe.probed_trainer import TrainingSetup
+from lightning_ga.probe.probed_trainer import FailedOnRanksError, TrainingSetup
 from lightning_ga.probe.trainer_limit import Found, choose_recomputed, find_limit, keeps_history, recomputable
 from lightning_ga.recompute.wrapper import RecomputedParts, submodules
 
@@ -255,6 +255,8 @@ class LimitSearch:
             if self._options.budget is not None or self._parts.request.most is not None:
                 raise
             return NO_LIMIT
+        except FailedOnRanksError as error:
+            return self._limit_without_probe(error.args[0])
         except Exception as error:
             if may_be_out_of_memory(error) or isinstance(error, UserError) or self._trainer.world_size > 1:
                 raise  # ranks probe together or not at all

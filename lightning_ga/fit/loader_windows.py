@@ -221,9 +221,12 @@ class LoaderWindows(CutWindows):
         if len(window.sizes) > 1:
             self._compiled.mark(tensors_in(batch), planned)
         gradients = self._parts.gradients
-        may_drop = self._source.samples.has_own_collate
+        may_drop = self._source.samples.may_drop
         samples = None
-        if may_drop and gradients.normalize == "samples":
+        if self._source.stand_ins.has(window, index_in_window):
+            samples = 0
+            gradients.skip_step()
+        elif may_drop and gradients.normalize == "samples":
             samples = self._samples_left.count(batch, planned)
         gradients.weigh_micro_batch(batch, window, index_in_window, samples=samples, may_drop=may_drop)
 

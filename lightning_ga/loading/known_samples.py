@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Subset, default_collate, get_worker_info
 
 from lightning_ga.batch.layout import elements, leaves
 from lightning_ga.batch.pytree import same_values
@@ -35,6 +35,13 @@ _FEW = 8  # samples of which some are collated
 _QUEUES = ("get", "put", "empty")  # methods of those between threads or processes
 _EXAMPLES = 3  # samples that are collated, of different shapes if there are any
 _MOST_ELEMENTS = 2**26  # of a batch that is collated to see how batches grow
+WHY_IN_STEP = (
+    "",
+    "a dataset that hands out its samples one after the other",
+    "a dataset whose __getitems__ lets a sample depend on others, or changes their number",
+    "samples of different shapes, which are collated only in the DataLoader's own batches",
+    "a collate function that takes only so many samples of a batch",
+)
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
 
 
@@ -124,8 +131,8 @@ class KnownSamples:
 
     @property
     def can_be_read_apart(self) -> bool:
-        """Whether samples can be read apart from training."""
-        return bool(self.first)
+        """Whether samples can be read apart from training, and make batches as those of training."""
+        return bool(self.first) and self.collates_unlike and self._reads_one_by_one
 
     @property
     def are_handed_out(self) -> bool:
@@ -189,6 +196,71 @@ class KnownSamples:
 
     # --- collating -----------------------------------------------------------------------------
 
+    def why_in_step(self, batch_size: int) -> int:
+        """Return the place in ``WHY_IN_STEP`` of why only the loader's batches are right; 0 if others are, too."""
+        if self.are_handed_out:
+            return 1
+        if not self._reads_one_by_one:
+            return 2
+        if not self.collates_unlike:
+            return 3
+        return 4 if self.can_be_read_apart and self.takes_only_some(batch_size) else 0
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether batches may lack samples: a function or method of the user makes them of several."""
+        return self.has_own_collate or self._reads_lists
+
+    @property
+    def _reads_lists(self) -> bool:
+        """Whether the dataset reads several samples at once by a method of its own."""
+        dataset = self.loader.dataset
+        while isinstance(dataset, Subset):  # has the method whatever it contains
+            dataset = dataset.dataset
+        return hasattr(dataset, "__getitems__")
+
+    @cached_property
+    def _reads_one_by_one(self) -> bool:
+        """Whether a sample is the same in whichever list it is read, as far as a few show; it may be padded.
+
+        The first of each list is looked at, which draws the same random numbers.
+        """
+        if not self._are_by_index or not self._reads_lists or self._moved_by_reading():
+            return True
+        few = list(islice(self.order(), _EXAMPLES))
+        last_first = few[::-1]
+        lists = [few, few[:1], few, last_first[:1], last_first]  # the first of all may draw other random numbers
+        reseeding = partial(_then_reseeded, self.loader.dataset)
+        with uncounted(), self.fetched(lists, reseeding) as reads:
+            found = attempt(list, anything_but_out_of_memory, reads).result or []
+        if not found or not all(isinstance(samples, (list, tuple)) for samples in found):
+            return True  # an error is left to training; a batch has no samples to look at
+        if list(map(len, found)) != list(map(len, lists)):
+            return False
+        _, alone, among, last_alone, last_among = found
+        changed = _is_changed(alone[0], among[0]) or _is_changed(last_alone[0], last_among[0])
+        return not changed or not self.first  # none are known if a sample is not the same when it is read again
+
+    @cached_property
+    def collates_unlike(self) -> bool:
+        """Whether samples of different shapes make a batch, as far as it is known; equal ones do."""
+        if not self.first or len(self._by_shapes(self._kept)) < 2:
+            return True
+        count = len(self._kept)
+        return self.elements_of(self._kept, count) > 0 or self.elements_of(self._kept[:1], count) == 0
+
+    def takes_only_some(self, count: int) -> bool:
+        """Return whether a batch of so many samples has less of each than one of few, though those grow with them."""
+        if not self.has_own_collate or not self.examples:
+            return False
+        example = max(self.examples, key=elements)
+        count = min(count, _MOST_ELEMENTS // max(1, elements(example)))
+        if count <= 4:
+            return False
+        two, three, four, many = (self.elements_of([example], each) for each in (2, 3, 4, count))
+        growth = three - two
+        return four - three == growth > 0 and 0 < many < two + growth * (count - 2)
+
     @property
     def has_own_collate(self) -> bool:
         """Whether collating may drop samples, or make tensors of text: torch's own function does not."""
@@ -213,7 +285,18 @@ class KnownSamples:
                 self._shown_file.unlink()
                 self._shown_file = None
                 self._shown = list(pickle.loads(written))
-        return self._shown or self.first[:_FEW]
+        return self._shown or self._unlike_of_first
+
+    @cached_property
+    def _unlike_of_first(self) -> list[Any]:
+        return _one_of_each_first(self._by_shapes(self.first))[:_FEW]
+
+    def _by_shapes(self, samples: Iterable[Any]) -> list[list[Any]]:
+        """Return samples in groups of one shape; text has one only if collating may make tensors of it."""
+        groups: dict[str, list[Any]] = {}
+        for sample in samples:
+            groups.setdefault(str(list(leaves(sample, text=self.has_own_collate))), []).append(sample)
+        return list(groups.values())
 
     @cached_property
     def _kept(self) -> list[Any]:
@@ -223,11 +306,10 @@ class KnownSamples:
 
     @cached_property
     def _examples(self) -> list[Any]:
-        by_shapes: dict[str, list[Any]] = {}
-        for sample in self._kept:
-            by_shapes.setdefault(str(list(leaves(sample))), []).append(sample)
-        ordered = [*(same.pop(0) for same in by_shapes.values()), *chain.from_iterable(by_shapes.values())]
-        return ordered[:_EXAMPLES]
+        groups = self._by_shapes(self._kept)
+        if not self.collates_unlike:
+            return max(groups, key=len)[:_EXAMPLES]
+        return _one_of_each_first(groups)[:_EXAMPLES]
 
     def is_kept(self, sample: Any) -> bool:
         """Return whether the collate function makes a batch of a sample, and does not leave it out."""
@@ -282,6 +364,15 @@ def _then_reseeded(dataset: Any, samples: Any) -> Any:
     """Return what was read, and reseed, so that every read but the first draws the same random numbers."""
     reseed(0, generators_in(reached_from(dataset)))
     return samples
+
+
+def _is_changed(sample: Any, again: Any) -> bool:
+    """Return whether a sample of the same shape has other values."""
+    return list(leaves(sample)) == list(leaves(again)) and not same_values(sample, again)
+
+
+def _one_of_each_first(groups: list[list[Any]]) -> list[Any]:
+    return [*(group[0] for group in groups), *chain.from_iterable(group[1:] for group in groups)]
 
 
 def _collate_and_show(collate: Callable[[Any], Any], file: Path, samples: list[Any]) -> Any:

@@ -117,8 +117,16 @@ def read_order(loader: "DataLoader[Any]", settings: SourceSettings) -> Order | N
     return FromSampler(sampler, loader.dataset, seed=settings.seed, batch=batch, shuffles=shuffles)
 
 
-def rebatch(loader: "DataLoader[Any]", sampler: WindowBatchSampler, *, shuffle: bool = True) -> "DataLoader[Any]":
+def rebatch(
+    loader: "DataLoader[Any]",
+    sampler: WindowBatchSampler,
+    *,
+    shuffle: bool = True,
+    fill: Callable[[Iterator[Any]], Iterator[Any]] = iter,
+) -> "DataLoader[Any]":
     """Copy a loader so that it yields the micro-batches of a window batch sampler, in the order of that sampler.
+
+    ``fill`` gets what each iteration yields, and returns what the loop shall get.
 
     Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept. ``iter`` draws a
     seed for data workers. The loop's first call, before the limit is known, yields nothing and starts no worker, but
@@ -141,7 +149,7 @@ def rebatch(loader: "DataLoader[Any]", sampler: WindowBatchSampler, *, shuffle: 
         self.generator = self.unplanned_generator or own
         self.unplanned_generator = None
         try:
-            return kind.__iter__(self)
+            return fill(kind.__iter__(self))
         finally:
             self.generator = own
 

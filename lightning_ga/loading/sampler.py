@@ -1,13 +1,16 @@
 """The window batch sampler: an epoch's order, cut into the micro-batches of one rank, from any window on."""
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from lightning_ga.loading.orders import Order
-from lightning_ga.plan.windows import EpochPlan
+from lightning_ga.plan.windows import EpochPlan, Window
+
+Planned = tuple[Window, int, list[Any]]  # of a micro-batch: its window, its index in that, and indices of samples
 
 
 class WindowBatchSampler(Sampler[list[Any]]):
@@ -48,11 +51,15 @@ class WindowBatchSampler(Sampler[list[Any]]):
         return max(self.length, min(1, planned))  # Lightning skips a loop of no batches
 
     def __iter__(self) -> Iterator[list[Any]]:
+        return map(itemgetter(2), self.planned())
+
+    def planned(self) -> Iterator[Planned]:
+        """Return the micro-batches of an iteration that begins now."""
         if self.enabled and self.plan:
             return self._micro_batches(self.plan)
         return iter(())
 
-    def _micro_batches(self, plan: EpochPlan) -> Iterator[list[Any]]:
+    def _micro_batches(self, plan: EpochPlan) -> Iterator[Planned]:
         drawn = self.order.begin(self.epoch)
         for index in range(self.start, plan.count):
             window = plan.window(index, self.rank)
@@ -61,7 +68,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
                 places = plan.places(window, position)
                 found = [of_window[place - window.start] for place in places if place - window.start < len(of_window)]
                 if found:  # always, unless hooks have made the user's sampler shorter since the plan
-                    yield found
+                    yield window, position, found
 
 
 def listed(indices: Any) -> list[Any]:

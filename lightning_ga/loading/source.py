@@ -1,19 +1,20 @@
 """The training data of one fit, cut in the loader into micro-batches; ``step_source.py`` has those of the step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.known_samples import KnownSamples
+from lightning_ga.loading.known_samples import WHY_IN_STEP, KnownSamples
 from lightning_ga.loading.orders import FromSampler, Order, Sequential
-from lightning_ga.loading.rebatch import SourceSettings, read_order, rebatch, why_in_step
+from lightning_ga.loading.rebatch import SourceSettings, copy_loader, read_order, rebatch, why_in_step
 from lightning_ga.loading.sample_sizes import SampleSizes, SizeOf
 from lightning_ga.loading.sampler import WindowBatchSampler, listed
+from lightning_ga.loading.stand_ins import StandIns
 from lightning_ga.loading.step_source import StepSource
 from lightning_ga.plan.accumulation import (
     AccumulationPlan,
@@ -35,9 +36,10 @@ def read_source(
     order = None if why else read_order(loader, settings)
     if order is not None:
         source = LoaderSource(loader, order, settings, size_of)
-        if not source.samples.are_handed_out:
+        # Reading may be too slow on a rank to see it there.
+        why = WHY_IN_STEP[settings.of_first_rank(source.samples.why_in_step(source.recipe.batch_size))]
+        if not why:
             return source
-        why = "a dataset that hands out its samples one after the other"
     why = why or "an order of samples of its own on each rank"
     if size_of is not None:
         raise UserError(
@@ -74,8 +76,13 @@ class LoaderSource:
         self._sampler = WindowBatchSampler(order, rank=settings.rank)
         self.sizes = None if size_of is None else SampleSizes(loader, size_of, order, settings.epoch)
         self.samples = KnownSamples(loader, self._indices, trusted=size_of is not None)
+        self.stand_ins = StandIns(self.samples, self._sampler, self.recipe)
+        fill = self.stand_ins.fill if self.samples.has_own_collate else iter
+        shown = self.samples.with_shown_batch()
+        if not self.samples.can_be_read_apart:
+            shown = copy_loader(shown, collate_fn=partial(_collate_with_note, shown.collate_fn))
         # The fit loop reads this one.
-        self.loader: Any = rebatch(self.samples.with_shown_batch(), self._sampler, shuffle=settings.may_shuffle)
+        self.loader: Any = rebatch(shown, self._sampler, shuffle=settings.may_shuffle, fill=fill)
 
     @property
     def epoch_plan(self) -> EpochPlan:
@@ -210,3 +217,16 @@ class LoaderSource:
             return require_effective_batch(schedule.at(windows, samples), world_size)
 
         return GrowingWindows(total, size_at, samples_done, windows_done)
+
+
+def _collate_with_note(collate: Callable[[Any], Any], samples: Any) -> Any:
+    """Collate samples that were not read before; an error says what helps if it came of their company."""
+    try:
+        return collate(samples)
+    except Exception as error:
+        error.add_note(
+            "AutoAccumulate cuts these data in the loader, where samples of several batches of the DataLoader may be "
+            "collated to one. If only the DataLoader's own batches can be collated, because the sampler groups samples "
+            'by length, cut these batches in the step: AutoAccumulate(micro_batching="step").'
+        )
+        raise

@@ -8,7 +8,14 @@ from typing import Any
 
 from lightning_ga.batch.layout import HookLayout, Layout, leaves
 from lightning_ga.batch.pytree import REMEDY, LayoutError, open_container, tensors_in
-from lightning_ga.batch.read_layout import Comparison, read_hook_layout, read_layout, read_ready_made
+from lightning_ga.batch.read_layout import (
+    FAR_MORE,
+    ONE_MORE,
+    Comparison,
+    read_hook_layout,
+    read_layout,
+    read_ready_made,
+)
 from lightning_ga.loading.known_samples import KnownSamples, anything_but_out_of_memory
 from lightning_ga.loading.largest import Largest
 from lightning_ga.memory.live_tensors import uncounted
@@ -111,7 +118,10 @@ class BatchCutter:
     def _of_examples(self) -> Layout | HookLayout | str:
         hook = self._transfer.split_batch
         examples = [each.examples for each in self._known]
-        comparison = Comparison(self._batch, len(examples), max(map(len, examples)))
+        larger = [ONE_MORE]
+        if not any(each.takes_only_some(FAR_MORE) for each in self._known):
+            larger.append(FAR_MORE)
+        comparison = Comparison(self._batch, len(examples), max(map(len, examples)), larger)
         state = RandomState()  # hooks of the transfer may draw
         read = read_layout if hook is None else partial(read_hook_layout, hook)
         outcome = attempt(read, anything_but_out_of_memory, comparison)

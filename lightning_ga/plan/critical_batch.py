@@ -7,7 +7,7 @@ Tested in tests/test_batch_size.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, isfinite, sqrt
 from statistics import covariance, fmean, harmonic_mean, stdev, variance
 
 
@@ -58,13 +58,18 @@ class BatchPoint:
 
     @property
     def loss(self) -> float:
-        """The mean over seeds."""
-        return fmean(self.losses)
+        """The mean over seeds; infinite if one of them diverged."""
+        return fmean(self.losses) if self.is_finite else inf
 
     @property
     def error(self) -> float:
-        """The standard error of the mean."""
-        return stdev(self.losses) / sqrt(len(self.losses))
+        """The standard error of the mean; infinite if one of the seeds diverged."""
+        return stdev(self.losses) / sqrt(len(self.losses)) if self.is_finite else inf
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no seed diverged."""
+        return all(map(isfinite, self.losses))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,8 @@ class CriticalBatch:
     @property
     def _beyond(self) -> BatchPoint | None:
         for point in self.points:
-            if point.batch > self.lowest.batch and point.loss > self.bound:
+            is_within = point.is_finite and point.loss <= self.bound
+            if point.batch > self.lowest.batch and not is_within:
                 return point
         return None
 
@@ -106,9 +112,13 @@ class CriticalBatch:
     def sentence(self) -> str:
         """Say what the largest batch is, and what accumulating more costs."""
         best = self.lowest
+        if not best.is_finite:
+            return "Training diverged with each of these batches: not all losses are finite."
         beyond = self._beyond
         text = f"{self.largest} is the largest of these batches within {100 * self.tolerance:.3g} % of the lowest loss"
-        if beyond is not None:
+        if beyond is not None and not beyond.is_finite:
+            text += f"; with {beyond.batch} training diverged"
+        elif beyond is not None:
             error = sqrt(beyond.error**2 + best.error**2)
             text += f"; {beyond.batch} costs {beyond.loss - best.loss:.3g} ± {error:.2g} of loss on the same samples"
         unsure = [str(point.batch) for point in self.points if point != best and self._may_be_either(point)]

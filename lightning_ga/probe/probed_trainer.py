@@ -23,6 +23,7 @@ from lightning_ga.compat.gradient_dtype import dtype_of_sum, narrow
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.compat.patching import nothing
 from lightning_ga.compat.steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, run_pass
+from lightning_ga.errors import UserError
 from lightning_ga.loading.sample_sizes import SampleSizes
 from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.live_tensors import compiled_run_eagerly, uncounted
@@ -56,6 +57,10 @@ class TrainingSetup:
     alone: bool = False  # whether each rank finds a limit of its own, so that they do not vote
     sizes: SampleSizes | None = None  # of samples, if windows are cut by these
     begins: bool = True  # whether training begins: then the module's start hooks have not run
+
+
+class FailedOnRanksError(Exception):
+    """A trial step failed on one rank at least, and all ranks raise this; the argument is the rank's own error."""
 
 
 class ProbedTrainer(ProbedTraining):
@@ -231,6 +236,13 @@ class ProbedTrainer(ProbedTraining):
     def agree(self, value: bool) -> bool:
         """Return whether ``value`` is true on every rank."""
         return value if self._setup.alone else ranks.sum_over_ranks(self.trainer, float(not value)) == 0
+
+    def error_of_all(self, failure: Exception | None) -> Exception:
+        """Return the error to raise on every rank: on several, one that tells that all raise it, but for bad input."""
+        error = super().error_of_all(failure)
+        if self._setup.alone or self.trainer.world_size == 1 or not self.agree(not isinstance(failure, UserError)):
+            return error
+        return FailedOnRanksError(error)
 
     def are_alike(self, value: object) -> bool:
         """Return whether every rank has this value."""

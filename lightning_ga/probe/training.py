@@ -66,6 +66,10 @@ class ProbedTraining:
         """Return whether ``value`` is true on every rank."""
         return bool(value)
 
+    def error_of_all(self, failure: Exception | None) -> Exception:
+        """Return the error to raise, on every rank, if a step has failed on one of them; this one's is ``failure``."""
+        return failure or RuntimeError("a trial step failed on another rank")
+
     def warm_up(self) -> None:
         """Make the optimizer's state without a training step, if that can be done."""
 

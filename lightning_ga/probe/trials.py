@@ -114,9 +114,9 @@ class Trials:
         if failure is not None and not is_fatal:
             release(failure)
         self._training.put_back(None if failure is None else had_gradients)
-        if failure is not None and is_fatal:
+        if not self._training.agree(not is_fatal):  # ranks fail together, as each waits for the others' votes
             if not record or self._meter.allocator is None:
-                raise failure
+                raise self._training.error_of_all(failure)
             # A dispatch mode refuses some steps that run without it.
             self._records = False
             return self.run(size, record=False, bounded=bounded, lenient=lenient)

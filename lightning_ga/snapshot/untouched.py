@@ -17,6 +17,7 @@ from operator import attrgetter
 from tarfile import TarFile
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyType
 from zipfile import ZipFile
 
 import numpy as np
@@ -36,7 +37,7 @@ _DEEPEST = 16  # levels of objects, their attributes and containers
 _ARRAYS = 2**22  # bytes of all arrays that are put back
 _CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, Counter)
 _EMPTY = CellType()
-_PLAIN = (type(None), bool, int, float, str, bytes)
+_PLAIN = (type(None), bool, int, float, str, bytes, ProxyType)
 # Archives are read by name. Modules have snapshots of their own.
 _CLOSED = (torch.nn.Module, torch.Tensor, np.ndarray, ModuleType, type, Trainer, Logger, ZipFile, TarFile)
 
@@ -52,12 +53,12 @@ def reached_from(*things: Any) -> list[Any]:
         found |= level
         if not level or len(found) > _MOST:
             break
-        held = islice(chain.from_iterable(map(_held_by, level.values())), _MOST)
+        held = islice(chain.from_iterable(map(_contents, level.values())), _MOST)
         level = by_id(value for value in held if type(value) not in _PLAIN and id(value) not in found)
     return list(found.values())
 
 
-def _held_by(thing: Any) -> Iterable[Any]:
+def _contents(thing: Any) -> Iterable[Any]:
     """Return what a container or function holds, or the dictionary of an object's attributes."""
     if isinstance(thing, dict):
         return [*thing.values()] if len(thing) < _LISTED else ()

@@ -1,17 +1,35 @@
 """The gradients of a plain loop, whatever the collate function does with samples; the loader cuts."""
 
 import warnings
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from reference import Regression, Samples, StreamOf, fit, worst_error
+from ranks import ddp, on_ranks
+from reference import (
+    Regression,
+    Samples,
+    SaveAll,
+    StreamOf,
+    cut,
+    fit,
+    flat_gradient,
+    loss,
+    network,
+    permutation,
+    plain_loop,
+    worst_error,
+)
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torchmetrics import MeanMetric
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.errors import ExactnessWarning
+from lightning_ga.testing import limit_memory
 
 
 class ReadyMade(Dataset[Any]):
@@ -315,3 +333,372 @@ def test_an_error_of_a_piece_names_the_cut() -> None:
     (note,) = caught.value.__notes__
     assert "10 samples were cut into pieces of 1, 1, 1" in note
     assert "total_length=" in note
+
+
+# --- micro-batches of which nothing is left -----------------------------------------------------
+
+
+class Broken(Samples):
+    """Some samples are ``None``."""
+
+    def __init__(self, size: int, broken: Iterable[int]) -> None:
+        super().__init__(size)
+        self.broken = {*broken}
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index in self.broken else super().__getitem__(index)
+
+
+class Marked(Broken):
+    """Some samples are marked."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"sample": Samples.__getitem__(self, index), "is_good": index not in self.broken}
+
+
+class Shaken(Broken):
+    """Draws random numbers that cannot be put back, so that samples are not read apart from training."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return sample and (sample[0] + 1e-12 * np.random.default_rng().random(), *sample[1:])
+
+
+def none_if_empty(samples: list[Any]) -> Any:
+    kept = [sample for sample in samples if sample is not None]
+    return default_collate(kept) if kept else None
+
+
+def filtered(samples: list[Any]) -> Any:
+    """Raises an error if no sample is left."""
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+class Told(Regression):
+    """Logs its loss, and counts the samples that its steps get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        value = super().training_step(batch, batch_idx)
+        self.mean.update(batch[1])
+        self.log("loss", value, on_step=True, on_epoch=True, batch_size=len(batch[1]))
+        return value
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.mean)
+
+
+# In windows of eight samples, cut into 3, 3 and 2.
+GAPS = {
+    "the last": (14, 15),
+    "the first": (8, 9, 10),
+    "one between": (11, 12, 13),
+    "all but the first": (11, 12, 13, 14, 15),
+    "all but the last": (8, 9, 10, 11, 12, 13),
+    "the first of all": (0, 1, 2),
+    "of each window another": (1, 3, 4, 5, 8, 9, 10, 22, 23),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("data", "collate"),
+    [(Broken, none_if_empty), (Broken, filtered), (Marked, keep_good), (Shaken, none_if_empty)],
+    ids=["none", "error", "marked", "shaken"],
+)
+def test_a_micro_batch_of_which_nothing_is_left_weighs_nothing(data: Any, collate: Any, workers: int) -> None:
+    """Though Lightning skips a batch that is ``None``, and such a function fails if nothing is left."""
+    gaps = [*GAPS.values()][-3 if workers else 0 :]
+    for gap in gaps:
+        loader = DataLoader(data(24, gap), 8, collate_fn=collate, num_workers=workers)
+        stock, stock_trainer = fit(loader, max_epochs=2, module=Told())
+        accumulate = AutoAccumulate(micro_batch_size=3)
+        ours, trainer = fit(loader, accumulate, max_epochs=2, module=Told())
+        assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+        assert ours.windows == stock.windows
+        for name in ("loss_step", "loss_epoch", "mean"):
+            assert float(trainer.callback_metrics[name]) == pytest.approx(
+                float(stock_trainer.callback_metrics[name]), abs=1e-6
+            )
+        assert accumulate.exactness is not None
+        assert accumulate.exactness.cause == "exact"
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("data", [Broken, Shaken])
+def test_a_window_of_which_nothing_is_left_has_no_step(data: Any, workers: int) -> None:
+    """As in stock Lightning, which skips such a batch; also if it is the first or the last."""
+    for gap in [range(8), range(8, 16), range(14, 24)][2 if workers else 0 :]:
+        loader = DataLoader(data(24, gap), 8, collate_fn=none_if_empty, num_workers=workers)
+        stock, _ = fit(loader)
+        ours, _ = fit(loader, AutoAccumulate(micro_batch_size=3))
+        assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
+def test_a_sample_that_the_collate_function_refuses_is_not_left_out() -> None:
+    """A batch of the recipe would raise the same error."""
+    loader = DataLoader(Broken(24, [13]), 8, collate_fn=lambda samples: default_collate(samples))
+    with pytest.raises(TypeError, match="NoneType"):
+        fit(loader, AutoAccumulate(micro_batch_size=1))
+
+
+def test_a_collate_function_that_needs_several_samples_leaves_out_none() -> None:
+    """Its error on one alone is raised."""
+
+    def with_its_neighbour(samples: list[Any]) -> Any:
+        inputs, targets, indices = default_collate(samples)
+        return (inputs + inputs[[*range(1, len(samples)), 0]] * (0.0 if samples[1] else 1.0)), targets, indices
+
+    loader = DataLoader(Samples(9), 8, collate_fn=with_its_neighbour)
+    with pytest.raises(IndexError):
+        fit(loader, AutoAccumulate(micro_batch_size=3, verify=False))
+
+
+class Wide(Regression):
+    """Most of its memory is what it computes of samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (
+            super().training_step(batch, batch_idx)
+            + 0.0 * (batch[0].repeat(1, 500) * self.net[0].weight[0, 0]).exp().mean()
+        )
+
+
+@pytest.mark.parametrize("collate", [none_if_empty, filtered])
+def test_a_micro_batch_of_nothing_after_an_error(collate: Any) -> None:
+    """Which halves micro-batches."""
+    loader = DataLoader(Broken(48, (*range(12, 16), *range(24, 28), 30, 41)), 8, collate_fn=collate)
+    stock, _ = fit(loader, module=Wide())
+    with limit_memory("1GB") as meter:
+        fit(loader, module=Wide())
+    accumulate = AutoAccumulate(cache=False)
+    with limit_memory(meter.peak_bytes // 2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, _ = fit(loader, accumulate, module=Wide())
+    assert accumulate.oom_events
+    assert {len(indices) for _, indices in ours.micro_batches} <= {1, 2, 3, 4}
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
+def test_an_error_in_a_window_with_a_stand_in() -> None:
+    """The window begins again in single samples, and what stands in for what is planned anew."""
+
+    class Full(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if len(batch[0]) > 1 and 5 in batch[2].tolist():
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().training_step(batch, batch_idx)
+
+    loader = DataLoader(Broken(24, (0, 1, 2, 7, 8, 15)), 8, collate_fn=none_if_empty)
+    stock, _ = fit(loader)
+    with pytest.warns(UserWarning, match="Memory ran out"):
+        ours, _ = fit(loader, AutoAccumulate(micro_batch_size=3, verify=False), module=Full())
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_run_has_the_same_stand_ins(workers: int, tmp_path: Path) -> None:
+    """With a window of nothing before the second step or behind it; workers live on from epoch to epoch."""
+    data = Broken(40, (14, 15, *range(16, 24), 27, 28, 29))
+    loader = DataLoader(data, 8, collate_fn=none_if_empty, num_workers=workers, persistent_workers=workers > 0)
+    whole, _ = fit(loader, AutoAccumulate(micro_batch_size=3), SaveAll(tmp_path))
+    for step in [1, 2, 3, 5][: 2 if workers else 4]:
+        resumed, _ = fit(loader, AutoAccumulate(micro_batch_size=3), ckpt_path=tmp_path / f"step{step}.ckpt")
+        assert worst_error(resumed.gradients, whole.gradients[step:]) <= 1e-9
+
+
+def by_number(batch: Any) -> int:
+    return len(batch[0])
+
+
+@pytest.mark.parametrize("collate", [none_if_empty, filtered])
+def test_what_is_counted_in_a_micro_batch_of_nothing_is_nothing(collate: Any) -> None:
+    """``normalize=`` is not asked."""
+    loader = DataLoader(Broken(24, GAPS["of each window another"]), 8, collate_fn=collate)
+    stock, _ = fit(loader)
+    ours, _ = fit(loader, AutoAccumulate(micro_batch_size=3, normalize=by_number))
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
+def test_without_weights_a_micro_batch_of_nothing_is_zero() -> None:
+    """As stock Lightning would divide: by all micro-batches."""
+    data = Broken(8, (6, 7))
+    ours, _ = fit(
+        DataLoader(data, 8, collate_fn=none_if_empty),
+        AutoAccumulate(micro_batch_size=3, normalize=None, verify=False),
+        max_epochs=1,
+    )
+    net = network()
+    for rows in (slice(0, 3), slice(3, 6)):
+        (loss(net, data.inputs[rows], data.targets[rows]) / 3).backward()
+    assert worst_error(ours.gradients, [flat_gradient(net)]) <= 1e-9
+
+
+def fitted_on_a_rank(broken: list[int], collate: Any, normalize: Any) -> Any:
+    """What this rank records; windows of eight samples, in four micro-batches of one on each of two ranks."""
+    loader = DataLoader(
+        Broken(40, broken), 4, shuffle=True, collate_fn=collate, generator=torch.Generator().manual_seed(100)
+    )
+    module, _ = fit(loader, AutoAccumulate(micro_batch_size=1, normalize=normalize), max_epochs=1, **ddp())
+    return module.gradients
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("collate", "normalize"), [(none_if_empty, "samples"), (filtered, "samples"), (none_if_empty, by_number)]
+)
+def test_ranks_of_which_one_has_nothing_left(collate: Any, normalize: Any, tmp_path: Path) -> None:
+    """In the first micro-batch, between, in the last, and in whole windows, the first of all among them.
+
+    Counting refuses a window in which there is nothing to count.
+    """
+    windows = cut(permutation(40, 100, 0), 8)
+    gone = [(0, 1, 2, 3), (0, 2, 7), (4, 5, 6, 7), (1, 3, 4, 5), range(0 if callable(normalize) else 8)]
+    broken = [window[place] for window, places in zip(windows, gone) for place in places]
+    kept = [[index for index in window if index not in broken] for window in windows]
+    oracle = plain_loop(Samples(40), filter(None, kept))
+    for gradients in on_ranks(fitted_on_a_rank, tmp_path, broken, collate, normalize):
+        assert worst_error(gradients[: len(oracle)], oracle) <= 1e-9
+        assert not torch.stack(gradients)[len(oracle) :].any()  # nothing is left on any rank
+
+
+class Grouped(Samples):
+    """Sequences of one length in each batch of eight."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets, _ = super().__getitem__(index)
+        return inputs.expand(2 + index // 8, -1), targets, index
+
+
+class PadsLists(Samples):
+    """Pads the samples of a list to the longest of it, as transforms of data sets by batch do."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        rows = [self.inputs[index].expand(1 + index * 7 % 5, -1) for index in indices]
+        return list(zip(pad_sequence(rows, batch_first=True), self.targets[indices], indices))
+
+
+class MixesLists(Samples):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        mixed = 0.7 * self.inputs[indices] + 0.3 * self.inputs[indices[::-1]]
+        return list(zip(mixed, self.targets[indices], indices))
+
+
+class ShortensLists(Samples):
+    """Leaves out a quarter of its samples."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices if index % 4]
+
+
+def stacked(batch: list[Any]) -> Any:
+    inputs, targets, indices = zip(*batch)
+    return torch.stack(inputs), torch.stack(targets), torch.tensor(indices)
+
+
+def first_six(batch: list[Any]) -> Any:
+    return default_collate(batch[:6])
+
+
+class OfSequences(Regression):
+    """The mean over the steps of a sequence; runs out of memory in the second step, once, if asked to."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.fails and self.global_step == 1:
+            self.fails = False
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        inputs, targets, _ = batch
+        outputs = self.net(inputs)
+        if outputs.ndim == 3:
+            outputs = outputs.mean(1)
+        return (outputs - targets).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out in training")
+@pytest.mark.parametrize(
+    ("arguments", "factor", "fails"),
+    [
+        ({}, 1, False),
+        ({}, 2, False),
+        ({}, 1, True),
+        ({"micro_batch_size": 3}, 1, False),
+        ({"effective_batch_size": 16}, 2, False),
+        ({"micro_batch_size": 3, "micro_batching": "step"}, 1, False),
+        ({"micro_batching": "step"}, 1, True),
+    ],
+)
+@pytest.mark.parametrize(
+    ("data", "collate"),
+    [
+        (Grouped(48), None),
+        (Grouped(48), stacked),
+        (PadsLists(48), None),
+        (MixesLists(48), None),
+        (ShortensLists(48), None),
+        (Samples(48), first_six),
+    ],
+    ids=["grouped", "grouped, own", "pads", "mixes", "leaves out", "six"],
+)
+def test_data_of_which_only_the_loaders_batches_are_right(
+    data: Any, collate: Any, arguments: dict[str, Any], factor: int, fails: bool
+) -> None:
+    """These are cut in the step, also after an error."""
+    loader = DataLoader(data, 8, collate_fn=collate)
+    stock, _ = fit(loader, module=OfSequences(fails=False), accumulate_grad_batches=factor, max_epochs=1)
+    accumulate = AutoAccumulate(cache=False, **arguments)
+    given = 1 if "effective_batch_size" in arguments else factor
+    ours, _ = fit(loader, accumulate, module=OfSequences(fails=fails), accumulate_grad_batches=given, max_epochs=1)
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+    assert ours.fails is False
+    if "micro_batch_size" in arguments or fails:
+        assert accumulate.exactness is not None
+        assert accumulate.exactness.cause == "exact"
+
+
+class ShortensFewLists(ShortensLists):
+    """Leaves out samples that are not among those that are read before training."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices if index not in (5, 6, 22)]
+
+
+def test_samples_that_a_list_lacks_weigh_nothing() -> None:
+    """Also if none of those read before training was left out, so that the loader cuts."""
+    loader = DataLoader(ShortensFewLists(48), 8)
+    stock, _ = fit(loader, max_epochs=1)
+    accumulate = AutoAccumulate(micro_batch_size=3, cache=False)
+    ours, _ = fit(loader, accumulate, max_epochs=1)
+    assert [len(indices) for _, indices in ours.micro_batches[:6]] == [3, 2, 1, 3, 3, 2]
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-9
+
+
+class RandomGrouped(Grouped):
+    """Draws random numbers that cannot be put back."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, *others = super().__getitem__(index)
+        return inputs + np.random.default_rng().random(), *others
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_samples_of_two_batches_names_the_cut(workers: int) -> None:
+    """If they are not read before training, which cannot be seen."""
+    loader = DataLoader(RandomGrouped(48), 8, num_workers=workers)
+    with pytest.raises(RuntimeError, match="stack expects each tensor") as caught:
+        fit(loader, AutoAccumulate(cache=False), module=OfSequences(fails=False), accumulate_grad_batches=2)
+    told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert 'AutoAccumulate(micro_batching="step")' in told
+    accumulate = AutoAccumulate(cache=False, micro_batching="step")
+    fit(loader, accumulate, module=OfSequences(fails=False), accumulate_grad_batches=2)

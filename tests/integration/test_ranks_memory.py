@@ -1,6 +1,7 @@
 """Ranks with unequal memory, and ranks in trouble: they agree, go on together, or end with an error."""
 
 import os
+import warnings
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,27 @@ def test_running_out_of_memory_on_one_rank_is_every_ranks_limit(tmp_path: Path) 
 def test_a_rank_that_dies_in_a_trial_ends_the_run_with_an_error(tmp_path: Path) -> None:
     assert start(trained, tmp_path, (LARGE, LARGE), 128, inf, 4).code == 17
     assert not list(tmp_path.glob("rank*.pt"))
+
+
+class OfFour(Regression):
+    """Trains on the four largest errors of a batch: with fewer samples, its step raises."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        errors = (self.net(batch[0]).flatten() - batch[1].flatten()).square()
+        return errors.topk(4).values.mean()
+
+
+def trained_on_four() -> tuple[int, list[str]]:
+    """Optimizer steps of a fit whose trial step fails on both ranks, and what is said."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _, trainer = fit(DataLoader(Samples(64), 16), AutoAccumulate(cache=False), module=OfFour(), **ddp())
+    return trainer.global_step, [str(each.message) for each in said if "The probe found no limit" in str(each.message)]
+
+
+def test_ranks_train_as_their_recipe_says_if_a_trial_step_fails_on_them(tmp_path: Path) -> None:
+    """They fail together, and no rank waits for another's vote."""
+    (steps, said), (others, _) = on_ranks(trained_on_four, tmp_path)
+    assert steps == others > 0
+    assert len(said) == 1
+    assert "ended in RuntimeError: selected index k out of range" in said[0]

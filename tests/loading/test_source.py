@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import StreamOf
-from torch.utils.data import DataLoader
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
@@ -56,6 +57,11 @@ def trained_on(ranks: list[LoaderSource]) -> list[list[int]]:
 
 def cut(order: list[int], size: int) -> list[list[int]]:
     return [sorted(order[start : start + size]) for start in range(0, len(order), size)]
+
+
+def assert_eight(batch: list[Any]) -> Any:
+    assert len(batch) == 8
+    return pad_sequence(batch)
 
 
 def recipe_length(size: int, batch: int, world_size: int, limit: int | float, *, drop_last: bool = False) -> int:
@@ -123,6 +129,58 @@ def test_data_that_cannot_be_cut_in_the_loader_are_left_alone() -> None:
             read_source(loader, settings_, size_of="auto")
     chosen = read_source(own, SourceSettings(1, 1, 0, SEED), why="LBFGS")
     assert chosen.why == "LBFGS"
+
+
+class Lists(Dataset[Any]):
+    """Of its list, every sample has a value that ``change`` makes of the list and the index."""
+
+    def __init__(self, change: Callable[[list[int], int], float]) -> None:
+        self.change = change
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [torch.tensor([self.change(indices, index)]) for index in indices if index != 23]
+
+
+@pytest.mark.parametrize(
+    ("data", "collate", "why"),
+    [
+        ([torch.zeros(1 + n // 8) for n in range(24)], None, "samples of different shapes, which are collated only"),
+        ([torch.zeros(1 + n // 8) for n in range(24)], pad_sequence, ""),
+        ([("a" * n, [0] * 3) for n in range(24)], None, ""),
+        ([torch.zeros(1 + n // 8) for n in range(24)], assert_eight, ""),
+        (Lists(lambda indices, index: float(index)), None, ""),
+        (
+            Subset(Lists(lambda indices, index: float(index)), range(23, 9, -1)),
+            None,
+            "a dataset whose __getitems__ lets",
+        ),
+        (Lists(lambda indices, index: float(sum(indices))), None, "a dataset whose __getitems__ lets"),
+        (Lists(lambda indices, index: torch.rand(()).item()), None, ""),
+        (torch.arange(24), lambda batch: torch.stack(batch[:6]), "a collate function that takes only so many"),
+        (torch.arange(24), lambda batch: torch.stack(batch[:8]), ""),
+        (torch.arange(24), lambda batch: torch.stack(batch[: len(batch) // 2 * 2]), ""),
+        (torch.arange(24), lambda batch: torch.ones(len(batch), len(batch)), ""),
+    ],
+)
+def test_data_of_which_only_the_loaders_batches_are_right_are_cut_in_the_step(data, collate, why):
+    """As far as the few samples show that are read before training; others are cut in the loader."""
+    source = read_source(DataLoader(data, 8, collate_fn=collate), SourceSettings(1, 1, 0, SEED))
+    assert isinstance(source, StepSource) == bool(why)
+    assert not why or source.why.startswith(why)
+
+
+def test_the_first_rank_decides_where_data_are_cut() -> None:
+    """Reading may be so slow on another that it has seen no samples that differ."""
+    alike = DataLoader([torch.zeros(2)] * 24, 8)  # type: ignore[arg-type]
+    source = read_source(alike, SourceSettings(1, 2, 1, SEED, of_first_rank=lambda number: 3))
+    assert isinstance(source, StepSource)
+    assert source.why.startswith("samples of different shapes")
 
 
 @settings(deadline=None)

@@ -15,6 +15,8 @@ from lightning_ga.batch.pytree import open_container
 class Known:
     """Batches of known samples, one collate function for each loader."""
 
+    larger = (4, 9)
+
     def __init__(
         self, samples: Sequence[Any], *collate: Callable[[list[Any]], Any], join: Callable[[list[Any]], Any] = list
     ) -> None:
