@@ -26,13 +26,13 @@ from lightning_ga.loading.rebatch import collates, collates_by_index, copy_loade
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.copies import copied
-from lightning_ga.snapshot.random_numbers import generators_in, held_by, reseed
-from lightning_ga.snapshot.untouched import datasets_in, untouched
+from lightning_ga.snapshot.random_numbers import generators_in, reseed
+from lightning_ga.snapshot.untouched import reached_from, untouched
 
 SAMPLES_AT_ONCE = 64
 FIRST_SECONDS = 0.2  # after which no further samples are read: no more than a small batch takes if reading is slow
 _FEW = 8  # samples of which some are collated
-_QUEUES = {"get", "put", "empty"}  # methods of those between threads or processes
+_QUEUES = ("get", "put", "empty")  # methods of those between threads or processes
 _EXAMPLES = 3  # samples that are collated, of different shapes if there are any
 _MOST_ELEMENTS = 2**26  # of a batch that is collated to see how batches grow
 WHY_IN_STEP = (
@@ -151,8 +151,10 @@ class KnownSamples:
 
     def _moved_by_reading(self) -> list[Any]:
         """Return what the dataset holds that reading moves on and nothing puts back: iterators, files and queues."""
-        held = held_by(datasets_in(self.loader.dataset))
-        return [each for each in held if isinstance(each, Iterator) or _QUEUES.issubset(dir(type(each)))]
+        _, *held = reached_from(self.loader.dataset)
+        return [
+            each for each in held if isinstance(each, Iterator) or all(hasattr(type(each), name) for name in _QUEUES)
+        ]
 
     def _read(self, indices: Iterable[Any]) -> Generator[Any, None, None]:
         """Yield the samples, unless reading them would leave a trace; up to one that cannot be read by itself."""
@@ -360,7 +362,7 @@ def _finishes_batches(loader: "DataLoader[Any]") -> bool:
 
 def _then_reseeded(dataset: Any, samples: Any) -> Any:
     """Return what was read, and reseed, so that every read but the first draws the same random numbers."""
-    reseed(0, generators_in(held_by(datasets_in(dataset))))
+    reseed(0, generators_in(reached_from(dataset)))
     return samples
 
 

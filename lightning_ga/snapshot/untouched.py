@@ -1,90 +1,145 @@
 """Use objects of the user outside of training, and leave them and all random numbers as they were.
 
-Datasets, samplers and collate functions may hold anything; state that they keep elsewhere is not put back.
+Datasets, samplers and collate functions may hold anything; state that they keep elsewhere, or share with other
+processes, is not put back.
 
 Tested in tests/loading/test_known_samples.py.
 """
 
 import copy
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from logging import Logger
+from operator import attrgetter
+from tarfile import TarFile
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyType
+from zipfile import ZipFile
 
+import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from torch.utils.data import Dataset
 
-from lightning_ga.snapshot.copies import by_id, copies_of, put_back
+from lightning_ga.batch.pytree import same_values
+from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.snapshot.copies import by_id, copies_of, is_writable, put_back
 from lightning_ga.snapshot.random_numbers import RandomState, generators_in, held_by, reseed, seed_generator
 
-_COPIED = 100_000  # entries of a container that is put back: longer ones are data
-_LISTED = 500  # entries of a list that may contain datasets
+_COPIED = 200_000  # entries of all containers that are put back: longer ones are data
+_LISTED = 500  # entries of a container that is searched: longer ones are data
+_MOST = 2048  # things that are looked at, and values of one depth
+_DEEPEST = 16  # levels of objects, their attributes and containers
+_ARRAYS = 2**22  # bytes of all arrays that are put back
+_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, Counter)
+_EMPTY = CellType()
+_PLAIN = (type(None), bool, int, float, str, bytes, ProxyType)
+# Archives are read by name. Modules have snapshots of their own.
+_CLOSED = (torch.nn.Module, torch.Tensor, np.ndarray, ModuleType, type, Trainer, Logger, ZipFile, TarFile)
 
 
-def datasets_in(data: Any) -> list[Any]:
-    """Return a dataset and those that it contains, alone or in a list, at any depth."""
-    found = dict[int, Any]()
-    pending = [data]
-    while pending:
-        each = pending.pop()
-        if id(each) in found or not isinstance(getattr(each, "__dict__", None), dict):
-            continue
-        found[id(each)] = each
-        for value in vars(each).values():
-            is_list = isinstance(value, (list, tuple)) and len(value) < _LISTED
-            pending += filter(_is_dataset, value if is_list else [value])
+def reached_from(*things: Any) -> list[Any]:
+    """Return things and what they hold: attributes, entries of short containers, what functions are bound to.
+
+    The nearest come first, each once. Things that hold many others are not searched in full.
+    """
+    found: dict[int, Any] = {}
+    level = by_id([*things, *(getattr(thing, "__dict__", None) for thing in things)])  # opened whatever they are
+    for _ in range(_DEEPEST):
+        found |= level
+        if not level or len(found) > _MOST:
+            break
+        held = islice(chain.from_iterable(map(_contents, level.values())), _MOST)
+        level = by_id(value for value in held if type(value) not in _PLAIN and id(value) not in found)
     return list(found.values())
 
 
-def _is_dataset(value: Any) -> bool:
-    return isinstance(value, Dataset)
+def _contents(thing: Any) -> Iterable[Any]:
+    """Return what a container or function holds, or the dictionary of an object's attributes."""
+    if isinstance(thing, dict):
+        return [*thing.values()] if len(thing) < _LISTED else ()
+    if isinstance(thing, (list, tuple, set, deque)):
+        return [*thing] if len(thing) < _LISTED else ()
+    if isinstance(thing, partial):
+        return thing.func, thing.args, thing.keywords
+    if isinstance(thing, MethodType) and isinstance(thing.__func__, FunctionType):
+        return (thing.__self__,)
+    if isinstance(thing, FunctionType):
+        return [cell.cell_contents for cell in thing.__closure__ or () if cell != _EMPTY]
+    own = getattr(thing, "__dict__", None)
+    is_open = isinstance(own, dict) and "trainer" not in own and not isinstance(thing, _CLOSED)
+    return (own,) if is_open else ()
 
 
 @contextmanager
 def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
     """Return a context in which samples may be read or collated, their random numbers drawn from a seed.
 
-    Attributes and small containers of the object, and of datasets that it contains, are put back at its end.
+    Attributes, small containers and small arrays of the object, and of what it holds, are put back at its end.
     """
-    found = datasets_in(data)
-    containers: list[Any] = list(map(vars, found))
-    for value in held_by(found):
-        if type(value) in (dict, list, set, deque) and len(value) < _COPIED:
-            containers.append(value)
-    before = copies_of(containers)
-    try:
-        with seeded(seed, *found):
-            yield
-    finally:
-        put_back(before)
+    found = reached_from(data)
+    with _put_back_after(found), seeded(seed, *found):
+        yield
 
 
 @contextmanager
 def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
-    """Yield a deep copy that shares datasets and modules; if copying fails, ``thing``, restored afterwards."""
-    own = getattr(thing, "__dict__", {})
+    """Yield a deep copy that shares datasets and modules; if copying fails, ``thing``. Both are restored afterwards."""
     memo = by_id(shared)
-    for value in own.values():
+    for value in getattr(thing, "__dict__", {}).values():
         if isinstance(value, (Dataset, torch.nn.Module)) or hasattr(value, "trainer"):
             memo[id(value)] = value
     try:
         lent = copy.deepcopy(thing, memo)
     except Exception:  # it may contain anything: open files, generators
         lent = thing
-    before = copies_of([own])
-    try:
+    with _put_back_after(reached_from(thing, *shared)):
         yield lent
+
+
+@contextmanager
+def _put_back_after(things: list[Any]) -> Iterator[None]:
+    """Return a context at whose end generators, small containers and small arrays among things are put back."""
+    containers = _small(filter(_is_kept_container, things), len, _COPIED)
+    with uncounted():  # they lie on the host
+        states = copies_of([*containers, *generators_in(things)])
+        arrays = copies_of(_small(filter(_is_kept_array, things), attrgetter("nbytes"), _ARRAYS))
+    try:
+        yield
     finally:
-        put_back(before)
+        put_back(states)
+        put_back(pair for pair in arrays if not same_values(*pair))  # memory may be read-only
+
+
+def _small(things: Iterable[Any], size_of: Callable[[Any], int], most: int) -> Iterator[Any]:
+    """Yield the first of the things that are small together."""
+    for each in things:
+        if size_of(each) <= most:
+            most -= size_of(each)
+            yield each
+
+
+def _is_kept_container(thing: Any) -> bool:
+    return type(thing) in _CONTAINERS
+
+
+def _is_kept_array(thing: Any) -> bool:
+    if type(thing) is torch.Tensor:
+        return thing.device.type == "cpu" and is_writable(thing) and not thing.is_shared()  # type: ignore[no-untyped-call]
+    return isinstance(thing, np.ndarray) and thing.flags.writeable and not thing.dtype.hasobject
 
 
 @contextmanager
 def seeded(seed: int, *holders: object, epoch: int = 0) -> Iterator[None]:
     """Return a context in which random numbers depend on the seed alone; afterwards every generator is as it was.
 
-    This includes generators that are attributes of ``holders``; torch's are seeded with their initial seed + epoch.
+    This includes generators among ``holders`` and their attributes; torch's are seeded with their initial seed + epoch.
     """
-    own = generators_in(held_by(holders))
+    own = generators_in([*holders, *held_by(holders)])
     before = RandomState(own)
     try:
         for generator in own:

@@ -4,9 +4,11 @@ Only a few samples of a map-style dataset that gives the same ones again are rea
 """
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from lightning.pytorch import LightningModule
 from reference import Regression, Samples, SizedStreamOf, fit, worst_error
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.loading import known_samples, largest
@@ -135,6 +137,58 @@ def test_a_queue_loses_nothing(kind: Any, mode: Any, limit: dict[str, int]) -> N
         assert accumulate.exactness.cause == "exact"
     else:
         assert accumulate.probe is None
+
+
+class Augmented(Samples):
+    """Its transform draws from a generator of its own, and counts its calls in an array, in place."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.transforms = [SimpleNamespace(noise=np.random.default_rng(5), calls=np.zeros(1))]
+
+    def __getitem__(self, index: int) -> Any:
+        (transform,) = self.transforms
+        transform.calls += 1
+        inputs, *others = super().__getitem__(index)
+        return inputs + 0.1 * transform.noise.standard_normal() + transform.calls[0] // 32, *others
+
+
+class OrderFrom(Sampler[int]):
+    """Counts its epochs in the dataset, and cannot be copied."""
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.lock, self.epochs = data, threading.Lock(), {"begun": 0}
+        self.data.begun = 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs["begun"] += 1
+        self.data.begun += 1
+        seed = 10 * self.epochs["begun"] + self.data.begun
+        return iter(torch.randperm(len(self), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+@pytest.mark.parametrize("kind", ["transform", "collate", "sampler"])
+def test_what_lies_deeper_in_dataset_collate_function_or_sampler_is_as_in_stock_lightning(kind: str) -> None:
+    """Generators, counts and epochs, after a start that looks at samples and at the order."""
+
+    def loader() -> DataLoader[Any]:
+        if kind == "collate":
+            return DataLoader(Samples(48), 8, collate_fn=partial(noisy, draw=np.random.default_rng(3)))
+        data = Augmented(48) if kind == "transform" else Samples(48)
+        return DataLoader(data, 8, sampler=OrderFrom(data) if kind == "sampler" else None)
+
+    stock, _ = fit(loader(), max_epochs=2)
+    ours, _ = fit(loader(), AutoAccumulate(cache=False), max_epochs=2)
+    assert ours.micro_batches == stock.micro_batches
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+
+
+def noisy(batch: list[Any], draw: Any) -> Any:
+    inputs, *others = default_collate(batch)
+    return inputs + draw.standard_normal(), *others
 
 
 class FailsOnce(Regression):

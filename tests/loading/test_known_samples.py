@@ -1,16 +1,20 @@
 """Samples are read apart only where that leaves no trace; otherwise the first batch of training shows them."""
 
 import multiprocessing
+import queue
+import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
 from lightning_ga.loading import known_samples as samples_module
 from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
@@ -18,8 +22,10 @@ from lightning_ga.loading.orders import Sequential
 from lightning_ga.loading.rebatch import rebatch
 from lightning_ga.loading.sampler import WindowBatchSampler
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
+from lightning_ga.snapshot.untouched import reached_from, untouched
 
 SIZE = 200
+COLLATED = list[int]()
 ROWS: Any = [(torch.full((3,), float(index)), index) for index in range(24)]
 
 
@@ -189,6 +195,117 @@ def test_a_dataset_that_ignores_the_index_hands_its_samples_out(kind: Any) -> No
         assert KnownSamples(DataLoader(reader, 4)).first == []
 
 
+class Reads:
+    """No torch dataset: a sample is what ``read`` returns of its own state."""
+
+    def __init__(self, read: Any, state: Any) -> None:
+        self.read, self.state = read, state
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(self.state, index)
+
+
+class ReadsAsDataset(Reads, Dataset[Any]):
+    """The same as a dataset."""
+
+
+def noisy(state: Any, index: int) -> Any:
+    return float(state.random())
+
+
+def counted(state: Any, index: int) -> Any:
+    state["seen"][index] += 1
+    return index
+
+
+def first_of(state: Any, index: int) -> Any:
+    return next(state[0])
+
+
+def from_queue(state: Any, index: int) -> Any:
+    return state.queue.get(timeout=5)
+
+
+HOLDERS: Any = {
+    "helper": lambda read, state: ReadsAsDataset(lambda helper, index: read(helper.state, index), Reads(None, state)),
+    "list": lambda read, state: ReadsAsDataset(lambda helpers, index: read(helpers[0].state, index), [Reads(0, state)]),
+    "subset": lambda read, state: Subset(Reads(read, state), range(SIZE)),  # type: ignore[arg-type]
+    "stack": lambda read, state: StackDataset(a=ReadsAsDataset(read, state), b=range(SIZE)),
+    "closure": lambda read, state: ReadsAsDataset(lambda _, index: read(state, index), None),
+    "partial": lambda read, state: ReadsAsDataset(partial(lambda own, _, index: read(own, index), state), None),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("kind", ["generator", "tensor", "array", "dictionary"])
+def test_what_reading_changes_at_any_depth_is_put_back(holder: Any, kind: str) -> None:
+    """Generators, counts in containers, tensors and arrays."""
+    states: Any = {"tensor": torch.zeros(SIZE), "array": np.zeros(SIZE), "dictionary": dict.fromkeys(range(SIZE), 0)}
+    if kind == "generator":
+        state: Any = np.random.default_rng(3)
+        samples = KnownSamples(DataLoader(holder(noisy, state), 4))
+    else:
+        state = {"seen": states[kind]}
+        samples = KnownSamples(DataLoader(holder(counted, state), 4))
+    assert len(samples.first) > 2 or kind == "generator"
+    if kind == "generator":
+        assert state.random() == np.random.default_rng(3).random()
+    else:
+        assert all(state["seen"][index] == 0 for index in range(SIZE))
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("kind", ["iterator", "queue"])
+def test_what_reading_uses_up_at_any_depth_is_left_to_training(holder: Any, kind: str) -> None:
+    """A bounded queue, say."""
+    if kind == "iterator":
+        samples = KnownSamples(DataLoader(holder(first_of, numbers := [iter(range(SIZE))]), 4))
+        assert samples.first == []
+        assert next(numbers[0]) == 0
+    else:
+        waiting = SimpleNamespace(queue=queue.Queue())
+        waiting.queue.put(7)
+        samples = KnownSamples(DataLoader(holder(from_queue, waiting), 4))
+        assert samples.first == []
+        assert waiting.queue.get(timeout=1) == 7
+    assert samples.are_handed_out
+
+
+@pytest.mark.parametrize("bound", ["closure", "partial", "helper"])
+def test_what_a_collate_function_draws_from_is_put_back(bound: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    class Collates:
+        def __init__(self) -> None:
+            self.helper = {"generator": generator}
+
+        def __call__(self, batch: list[Any]) -> Any:
+            return collate(batch, self.helper["generator"])
+
+    def collate(batch: list[Any], drawn: torch.Generator) -> Any:
+        return torch.rand(len(batch), generator=drawn)
+
+    ways: Any = {"closure": lambda batch: collate(batch, generator), "partial": partial(collate, drawn=generator)}
+    samples = KnownSamples(DataLoader(ROWS, 4, collate_fn=ways.get(bound) or Collates()))
+    before = generator.get_state()
+    assert samples.collate(samples.first, 2).shape == (2,)
+    assert torch.equal(before, generator.get_state())
+
+
+def test_only_so_much_is_looked_at_and_put_back() -> None:
+    """Long lists are data, and large arrays; an array that cannot be written to stays as it is."""
+    data = ReadsAsDataset(None, {"rows": [[number] for number in range(10**5)], "seen": np.zeros(10**6)})
+    assert len(reached_from(data)) < 10
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    with untouched([data, frozen]):
+        data.state["seen"][0] = data.state["rows"][0][0] = 1
+    assert data.state["seen"][0] == data.state["rows"][0][0] == 1
+
+
 def test_an_error_of_reading_is_left_to_training() -> None:
     class Broken(Counting):
         def __getitem__(self, index: int) -> int:
@@ -305,14 +422,14 @@ def test_whether_samples_of_two_batches_make_one(collate: Any, joins: bool) -> N
 def test_large_batches_are_joined_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that looking at them takes little memory."""
     monkeypatch.setattr(samples_module, "_MOST_ELEMENTS", 64)
-    seen = list[int]()
+    monkeypatch.setattr(sys.modules[__name__], "COLLATED", [])  # no object that is put back
 
     def collate(batch: list[Any]) -> Any:
-        seen.append(len(batch))
+        COLLATED.append(len(batch))
         return time_first(batch)
 
     assert KnownSamples(DataLoader(ROWS, 64, collate_fn=collate)).joins_batches(64)
-    assert seen[-3:] == [2, 8, 16]
+    assert COLLATED[-3:] == [2, 8, 16]
 
 
 def test_none_can_be_joined_if_none_can_be_read() -> None:

@@ -1,7 +1,9 @@
 """Orders are functions of seed and epoch alone, and the window batch sampler cuts them."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -211,3 +213,20 @@ def test_datasets_that_a_sampler_holds_are_not_copied() -> None:
         assert lent is not sampler
         assert lent.data is sampler.data
         assert lent.rows is listed
+
+
+class Locked(NumpySampler):
+    """Cannot be copied, and counts its epochs in a dictionary and in the dataset."""
+
+    def __init__(self, data: Any) -> None:
+        self.lock, self.state, self.data = threading.Lock(), {"epoch": 0}, data
+
+
+def test_what_cannot_be_copied_or_is_shared_is_put_back() -> None:
+    data = SimpleNamespace(epoch=0)
+    sampler = Locked(data)
+    with borrowed(sampler, data) as lent:
+        assert lent is sampler
+        sampler.state["epoch"] += 1
+        data.epoch += 1
+    assert (sampler.state, data.epoch) == ({"epoch": 0}, 0)
