@@ -30,6 +30,7 @@ from lightning_ga.snapshot.random_numbers import generators_in, reseed
 from lightning_ga.snapshot.untouched import reached_from, untouched
 
 SAMPLES_AT_ONCE = 64
+_IN_LISTS = 11  # reads that show whether a sample depends on the others of its list
 FIRST_SECONDS = 0.2  # after which no further samples are read: no more than a small batch takes if reading is slow
 _FEW = 8  # samples of which some are collated
 _QUEUES = ("get", "put", "empty")  # methods of those between threads or processes
@@ -106,7 +107,10 @@ class KnownSamples:
         """
         if not self._are_by_index:
             return []
-        index, *rest = islice(self.order(), SAMPLES_AT_ONCE)
+        most = SAMPLES_AT_ONCE
+        if self._reads_lists:
+            most -= _IN_LISTS
+        index, *rest = islice(self.order(), most)
         other = rest[0] if rest else index  # is read before: the first of all reads may draw other random numbers
         with closing(self._read(chain([other, index], self._in_time([index, *rest[1:]])))) as reads:
             begun = list(islice(reads, 3))

@@ -45,6 +45,22 @@ class Counting(Dataset[int]):
         return index
 
 
+class InLists(Counting):
+    """Reads several samples at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+def test_no_more_are_read_of_a_dataset_that_reads_lists() -> None:
+    """Some are read again in several lists, and fewer others."""
+    data = InLists()
+    samples = KnownSamples(DataLoader(data, 8))
+    assert samples.can_be_read_apart
+    assert samples.why_in_step(8) == 0
+    assert int(data.reads.sum()) == SAMPLES_AT_ONCE + 1
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_few_samples_are_read_and_the_first_of_them_twice(workers: int) -> None:
     """From all over the dataset, with its first and its last."""
