@@ -30,7 +30,7 @@ from lightning_ga.snapshot.random_numbers import generators_in, reseed
 from lightning_ga.snapshot.untouched import reached_from, untouched
 
 SAMPLES_AT_ONCE = 64
-_IN_LISTS = 11  # reads that show whether a sample depends on the others of its list
+_IN_LISTS = 11  # samples of the lists in ``_reads_one_by_one``: 3 + 1 + 3 + 1 + 3
 FIRST_SECONDS = 0.2  # after which no further samples are read: no more than a small batch takes if reading is slow
 _FEW = 8  # samples of which some are collated
 _QUEUES = ("get", "put", "empty")  # methods of those between threads or processes
@@ -288,7 +288,7 @@ class KnownSamples:
             if written:
                 self._shown_file.unlink()
                 self._shown_file = None
-                self._shown = list(pickle.loads(written))
+                self._shown = attempt(pickle.loads, lambda _: True, written).result or []  # what a worker wrote
         return self._shown or self._unlike_of_first
 
     @cached_property

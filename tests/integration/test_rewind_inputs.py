@@ -345,7 +345,7 @@ def test_tensors_that_are_overwritten_end_a_run_that_cannot_read_them_again(coll
 @pytest.mark.parametrize("mode", BOTH)
 def test_a_batch_that_the_loader_cannot_make_is_never_left_out(mode: str) -> None:
     """Where it can be read by its indices, it is read in two."""
-    failures = iter([False] * 28 + [True] + [False] * 1000)
+    failures = iter([False] * 50 + [True] + [False] * 1000)
 
     def collate(rows: list[dict[str, Tensor]]) -> Any:
         if next(failures):
