@@ -76,7 +76,7 @@ def loader_index_of_step(trainer: Any, arguments: tuple[Any, ...]) -> int:
 
 
 def batches_begun(trainer: Any) -> int:
-    """Return how many batches of its loader the running evaluation has begun (``loops/evaluation_loop.py:423``)."""
+    """Return how many batches the running evaluation has begun (``loops/evaluation_loop.py:423``)."""
     return int(trainer._active_loop.batch_progress.current.ready)
 
 

@@ -10,7 +10,6 @@ from lightning_ga.compat import loaders, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.pieces import Pieces, cut_in_pieces
-from lightning_ga.fit.undo_passes import undo_passes
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.trial_batches import BatchCutter
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory, retry_once
@@ -29,8 +28,9 @@ class Evaluation:
         self._trainer = trainer
         self._reporter = reporter
         self._retries = options.on_oom != "raise" and not ranks.is_sharded(trainer)
-        self._loaders: dict[tuple[str, int], _LoaderPieces] = {}  # by stage and number of the loader
-        self._savepoint: Savepoint | None = None
+        self._limits: dict[tuple[str, int], int] = {}  # after errors: samples of a pass, by stage and loader
+        self._loaders: dict[int, _LoaderPieces] = {}  # of the running evaluation
+        self._savepoint: Savepoint | None = None  # of the running evaluation
         self._held = ExitStack()
         self._held.enter_context(loaders.intercepted_evaluation(trainer, self._evaluate))
 
@@ -46,38 +46,41 @@ class Evaluation:
         stage = name.removesuffix("_step").replace("predict", "prediction")
         loader_index = loaders.loader_index_of_step(trainer, others)
         key = (stage, loader_index)
-        if key not in self._loaders:
-            self._loaders[key] = _LoaderPieces(trainer, stage, loader_index)
-        known = self._loaders[key]
-        ranks.share_buffers_before_forward(trainer.strategy.model)
+        ranks.share_buffers_before_forward(trainer.strategy.model)  # first: the savepoint keeps what was shared
         savepoint = self._taken_savepoint()
+        if loader_index not in self._loaders:
+            self._loaders[loader_index] = _LoaderPieces(trainer, stage, loader_index)
+        loader = self._loaders[loader_index]
         kept = retry_once(partial(KeptBatch, batch))
         exchanged = partial(_exchanged, before=ranks.collectives_run())
-        run = partial(known.run, lambda part: step(part, *others), batch, kept.batch, exchanged)
-        while (outcome := attempt(run, _is_survived)).failure is not None:
-            failed = known.failed_samples(kept.batch, outcome.failure)
+        run = partial(loader.run, lambda part: step(part, *others), batch, kept.batch, exchanged)
+        while (outcome := attempt(run, _is_survived, self._limits.get(key))).failure is not None:
+            failure = outcome.failure
+            failed = loader.failed_samples(kept.batch, failure, self._limits.get(key))
             fits = halved(failed)
             if fits is None:
-                messages.give_up(trainer, stage, outcome.failure)
-            back = partial(undo, savepoint, [kept])
-            undo_passes(trainer, stage, outcome.failure, leave_ranks=exchanged, undo=back)
-            known.lower(fits)
+                messages.give_up(trainer, stage, failure)
+            messages.end_run_if(exchanged(), trainer, stage, messages.OTHERS_WAIT, failure)
+            changed = retry_once(partial(undo, savepoint, [kept]))
+            messages.end_run_if(changed, trainer, stage, messages.CHANGED, failure)
+            self._limits[key] = fits
             self._reporter.report(self._reporter.survived(stage, failed, fits), _RESULT)
         return outcome.result
 
     def _taken_savepoint(self) -> Savepoint:
-        """Return the savepoint, taken now."""
-        if self._savepoint is None or loaders.batches_begun(self._trainer) == 1:  # an evaluation may have new metrics
+        """Return the savepoint, taken now; as an evaluation begins, also forget what was known of the one before."""
+        if self._savepoint is None or loaders.batches_begun(self._trainer) == 1:
             results = self._trainer._results
             if results is None:  # in prediction
                 results = {}
             self._savepoint = retry_once(partial(Savepoint, self._trainer.lightning_module, lambda: results))
+            self._loaders = {}  # they may have been loaded again
         retry_once(self._savepoint.take)
         return self._savepoint
 
 
 class _LoaderPieces:
-    """The batches of one loader of a stage, in pieces that fit; an error halves the pieces."""
+    """Runs the batches of one loader of an evaluation, whole or in pieces."""
 
     def __init__(self, trainer: Any, stage: str, loader_index: int) -> None:
         self._trainer = trainer
@@ -86,43 +89,43 @@ class _LoaderPieces:
         self._cutter = BatchCutter(
             list(map(KnownSamples, found)), combine, loaders.BatchTransfer(trainer, loader_index)
         )
-        self._limit: int | None = None  # most samples of a pass; ``None`` before an error
-        self._running = 0  # samples of the pass that runs; 0 if none does, or if they were not counted
+        self._pass_size = 0  # samples of the last pass that has begun; 0 if they were not counted
 
-    def lower(self, limit: int) -> None:
-        """Lower the limit: the batch runs again, and so do later ones."""
-        self._limit = limit
-
-    def run(self, step: Callable[[Any], Any], batch: Any, kept_batch: Any, exchanged: Callable[[], str | None]) -> Any:
-        """Run the step on a batch, or on pieces of its copy."""
-        self._running = 0
+    def run(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        kept_batch: Any,
+        exchanged: Callable[[], str | None],
+        limit: int | None,
+    ) -> Any:
+        """Run the step on a batch, or on pieces of its copy that are within the ``limit`` which errors have left."""
+        self._pass_size = 0
         sizes: Sequence[int] = (0,)  # not counted
-        if self._limit is not None:
-            sizes = piece_sizes(self._cutter.count(kept_batch), self._limit)
+        if limit is not None:
+            sizes = piece_sizes(self._cutter.count(kept_batch), limit)
         in_pieces = len(sizes) > 1
-        if in_pieces:
-            batch = kept_batch
-        is_held = in_pieces or self._trainer.world_size > 1  # ranks log values after the step
-        pieces = Pieces(self._trainer._results if is_held else None)
-        for piece, size, _ in cut_in_pieces(self._cutter, batch, sizes):
-            self._running = size
+        logs_after_steps = in_pieces or self._trainer.world_size > 1  # a rank that repeats a step exchanges no log twice
+        pieces = Pieces(self._trainer._results if logs_after_steps else None)
+        for piece, size, _ in cut_in_pieces(self._cutter, kept_batch if in_pieces else batch, sizes):
+            self._pass_size = size
             with pieces.piece(samples=size, share=float(size)):
                 pieces.add(step(piece))
             others = exchanged()
             if in_pieces and others is not None:  # with a collective for each piece, they meet another one of that rank
                 raise messages.out_of_memory(self._trainer, self._stage, messages.OTHERS_WAIT, others)
-        self._running = sizes[0]  # merging needs the outputs of all pieces: it counts as the largest
+        self._pass_size = sizes[0]  # merging needs the outputs of all pieces: it counts as the largest
         return pieces.finish()
 
-    def failed_samples(self, batch: Any, failure: Exception) -> int:
-        """Return the samples of the pass that failed; raise an error if the batch cannot be cut."""
+    def failed_samples(self, batch: Any, failure: Exception, limit: int | None) -> int:
+        """Return the samples of the pass that failed within the ``limit``; raise an error if no batch can be cut."""
         try:
             samples = int(retry_once(partial(self._cutter.count, batch)))
         except LayoutError as why:
             raise messages.out_of_memory(self._trainer, self._stage, "({memory}). {what}", why) from failure
-        if self._running > 1:
-            return self._running
-        return min(samples, self._limit or samples)  # one sample is no reason to give up while other pieces have two
+        if self._pass_size > 1:
+            return self._pass_size
+        return min(samples, limit or samples)  # one sample is no reason to give up while other pieces have two
 
 
 def _exchanged(*, before: int) -> str | None:

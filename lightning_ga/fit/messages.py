@@ -124,3 +124,9 @@ def give_up(trainer: Any, stage: str, failure: Exception, unit: str = "micro-bat
         raise failure
     sentence = ONE_CHUNK if unit == "chunks" else ONE_SAMPLE
     raise out_of_memory(trainer, stage, sentence) from failure
+
+
+def end_run_if(obstacle: str | None, trainer: Any, stage: str, sentence: str, failure: Exception) -> None:
+    """End the run if there is an ``obstacle`` to running samples again, which the ``sentence`` is about."""
+    if obstacle is not None:
+        raise out_of_memory(trainer, stage, sentence, obstacle) from failure

@@ -20,10 +20,9 @@ from lightning_ga.fit import messages
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.remedies import Remedies
 from lightning_ga.fit.training_data import Windows
-from lightning_ga.fit.undo_passes import undo_passes
 from lightning_ga.memory.allocator import RepeatedRetries
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import is_out_of_memory, may_be_out_of_memory, release
+from lightning_ga.memory.oom import is_out_of_memory, may_be_out_of_memory, release, retry_once
 from lightning_ga.snapshot.kept_batch import undo
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -167,7 +166,8 @@ class Rewinder:
             failure.add_note(messages.IN_THE_TRANSFER.format(samples=samples, memory=memory))
             raise failure
         at_most = self._remedies.choose_remedy(failed, failure)  # ``failed`` itself after a last remedy
-        undo_passes(self._trainer, "training", failure, leave_ranks=self._leave_ranks, undo=self._undo)
+        messages.end_run_if(self._leave_ranks(), self._trainer, "training", messages.OTHERS_WAIT, failure)
+        messages.end_run_if(retry_once(self._undo), self._trainer, "training", messages.CHANGED, failure)
         fits = self._remedies.lower(failed, at_most=at_most)  # trial steps, which need the state from before
         self._windows.plan_again()
         self._reporter.add(self._reporter.survived("training", failed, fits, self._limit.unit))

@@ -361,3 +361,39 @@ def test_weights_that_a_step_moves_are_named() -> None:
 
     with pytest.raises(UserError, match="the step had changed net.0.weight"):
         evaluated(Moves(fits=3), "validate", loader_of_rows(), AutoAccumulate())
+
+
+def test_loaders_that_are_loaded_again_are_cut_by_their_own_samples() -> None:
+    """The limit stays; where samples lie, and the dataset itself, do not."""
+
+    class Transposed(pl.LightningModule):
+        """Its validation data have samples on another axis in each epoch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+            self.shapes: list[tuple[int, ...]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return torch.nn.functional.mse_loss(self.net(batch["inputs"]), batch["labels"])
+
+        def val_dataloader(self) -> DataLoader:
+            axis = self.current_epoch % 2
+
+            def collate(rows: list[dict[str, Any]]) -> Tensor:
+                return torch.stack([row["inputs"] for row in rows], axis)
+
+            return DataLoader(Rows(8), batch_size=BATCH, collate_fn=collate)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.shapes.append(tuple(batch.shape))
+            if max(batch.shape) > max(4, FEATURES):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Transposed()
+    trainer = quiet_trainer(AutoAccumulate(verify=False), max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(module, loader_of_rows())
+    assert module.shapes == [(4, FEATURES), (4, FEATURES), (FEATURES, 4), (FEATURES, 4)]
