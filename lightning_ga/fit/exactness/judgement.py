@@ -30,6 +30,11 @@ _RANDOM = (
     "the step, or what makes its batch, draws random numbers: two passes over one batch differ by {:.1g} of its "
     "gradient, so that no smaller error can be seen; each micro-batch draws its own"
 )
+NOTHING_TO_AVERAGE = (
+    "a part of a batch has a gradient that is infinite or NaN, and the whole batch has not: the part has nothing to "
+    "average, such as no target, and 0 ÷ 0 is NaN; give normalize= a function that counts what the loss is a mean over, "
+    "such as lightning_ga.counters.TargetTokens(), so that parts in which it counts nothing weigh nothing"
+)
 PER_CHUNK = (
     "BatchNorm layers in the submodules of whole= normalize by the statistics of each chunk, not of the whole batch; "
     "GroupNorm (lightning_ga.models.to_group_norm) makes it exact"
@@ -104,11 +109,10 @@ class Judgement:
         enough = math.inf if self._layers else self._tolerance  # with BatchNorm, ``_of_loss`` tells the cause
         found = self._differences(whole, first, second, enough=enough)
         is_exact = found.error <= self._tolerance
-        if not self._passes.changed:
-            if is_exact:
-                return self._exactness("exact", found)
-            if self._layers and self._of_loss.error <= self._tolerance:  # no noise, no state: it would show here, too
-                return self._exactness("batch_norm", found)
+        if is_exact and not self._passes.changed:
+            return self._exactness("exact", found)
+        if self._layers and not self._passes.changed and self._of_loss.error <= self._tolerance:
+            return self._exactness("batch_norm", found)  # neither noise nor state: ``_of_loss`` would show them, too
         alone = self._run_second()
         if not self._are_same(alone, second):
             if not self._are_same(alone, self._run_second()):
@@ -116,6 +120,8 @@ class Judgement:
             return self._stateful(found)
         if is_exact:
             return self._exactness("exact", found)
+        if not found.error < math.inf:
+            return self._exactness("weighted", reason=NOTHING_TO_AVERAGE)
         return self._named(whole, found)
 
     def _as_trained(self, gradients: Sequence[Gradient], first: int = 0) -> list[Gradient]:
