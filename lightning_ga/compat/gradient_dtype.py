@@ -6,7 +6,8 @@ This needs ``Tensor.grad_dtype`` (torch 2.10, read in 2.15): a gradient may have
 Tested in tests/integration/test_half_parameters.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,10 +28,17 @@ def half_parameters(module: torch.nn.Module) -> list[Tensor]:
     return [parameter for parameter in module.parameters() if parameter.dtype in (torch.bfloat16, torch.float16)]
 
 
-def begin(parameters: Iterable[Tensor]) -> None:
-    """Allow float32 gradients from here on."""
+@contextmanager
+def float32_allowed(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Return a context in which gradients may be float32; at its end they are rounded."""
     for parameter in parameters:
         parameter.grad_dtype = None  # type: ignore[attr-defined, unused-ignore]
+    try:
+        yield
+    finally:
+        for parameter in filter(_may_be_wide, parameters):
+            narrow([parameter])  # first: a gradient that is there has to be of the allowed type
+            parameter.grad_dtype = parameter.dtype  # type: ignore[attr-defined, unused-ignore]
 
 
 def widen(parameters: Iterable[Tensor]) -> None:
@@ -45,13 +53,6 @@ def narrow(parameters: Iterable[Tensor]) -> None:
     for parameter in filter(_may_be_wide, parameters):
         if parameter.grad is not None:
             parameter.grad = parameter.grad.to(parameter.dtype)
-
-
-def end(parameters: Iterable[Tensor]) -> None:
-    """Round gradients, and allow only those of the parameters' own types again."""
-    for parameter in filter(_may_be_wide, parameters):
-        narrow([parameter])  # first: a gradient that is there has to be of the allowed type
-        parameter.grad_dtype = parameter.dtype  # type: ignore[attr-defined, unused-ignore]
 
 
 def dtype_of_sum(parameter: Tensor) -> torch.dtype:

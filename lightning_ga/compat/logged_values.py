@@ -38,13 +38,13 @@ class Counted:
     items: float = 0.0  # what ``normalize=`` counts; else samples
 
 
-class _Logged(NamedTuple):
-    """What a micro-batch has logged by some name, the last time: in the order of ``merged_entry``'s parameters."""
+class Logged(NamedTuple):
+    """What one pass has logged by some name, and what it weighs."""
 
-    value: Tensor | Metric
+    value: Any  # a tensor of one element, or a metric
     settings: Settings
     samples: int
-    items: float
+    weight: float  # in means over all passes
 
 
 class StepValues:
@@ -73,7 +73,7 @@ class StepValues:
         self._exchanged: list[Tensor] = []  # over ranks, in the running window
         self._next = 0  # the one of these that is due next
         self._settings: Settings = {}  # of the value that is being logged
-        self._values: dict[str, dict[int, _Logged]] = {}  # of the running window, by key and micro-batch
+        self._values: dict[str, dict[int, Logged]] = {}  # of the running window, by key and micro-batch
         self._copies: dict[int, Metric | None] = {}  # of metrics, by identity: they see the running window alone
 
     def begin_window(self) -> None:
@@ -137,7 +137,7 @@ class StepValues:
         own = result._forward_cache.detach() if result.is_tensor else value
         counted = self._counted()
         logged = self._values.setdefault(key, {})
-        logged[self._place.ready] = _Logged(own, self._settings, counted.samples, counted.items)
+        logged[self._place.ready] = Logged(own, self._settings, counted.samples, counted.items)
         if self._place.window_is_over:
             self._show(key)
         elif shown is not None:
@@ -162,9 +162,9 @@ class StepValues:
             if copy is not None and copy.update_called:
                 result._forward_cache = copy.compute()
             return
-        logged = self._values[key].values()
-        shown = [each for each in logged if each.samples] or logged  # without stand-ins
-        value, _ = merged_entry(*zip(*shown))
+        logged = [*self._values[key].values()]
+        of_samples = [each for each in logged if each.samples]
+        value, _ = merged_entry(of_samples or logged)  # without stand-ins
         result._forward_cache = self._over_ranks(value, result.meta.sync)
 
     def _over_ranks(self, value: Tensor, sync: Any) -> Tensor:
@@ -235,15 +235,16 @@ def _empty_copy(metric: Metric) -> Metric | None:
     return copy
 
 
-def merged_entry(
-    values: Sequence[Any], all_settings: Sequence[Settings], samples: Sequence[int], weights: Sequence[float]
-) -> tuple[Any, Settings]:
+def merged_entry(logged: Sequence[Logged]) -> tuple[Any, Settings]:
     """Merge what was logged in all passes: add up sums, average means by weight or by a counted ``batch_size``."""
-    settings = {**all_settings[0]}
-    sizes: list[Any] = [each.get("batch_size") for each in all_settings]
+    values = [each.value for each in logged]
+    weights: list[Any] = [each.weight for each in logged]
+    samples = [each.samples for each in logged]
+    sizes: list[Any] = [each.settings.get("batch_size") for each in logged]
+    settings = {**logged[0].settings}
     if None not in sizes and _are_counts(sizes, samples):
         settings["batch_size"] = sum(sizes)
-        if sizes != [*samples]:
+        if sizes != samples:
             weights = sizes
     if not all(isinstance(value, Tensor) for value in values):  # a metric has seen all passes
         return values[0], settings
@@ -252,7 +253,7 @@ def merged_entry(
     reduce = _REDUCTIONS.get(name.lower())
     if reduce is None:
         return mean(values, weights), settings
-    return reduce(torch.stack([*values])), settings
+    return reduce(torch.stack(values)), settings
 
 
 def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

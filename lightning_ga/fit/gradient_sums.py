@@ -3,8 +3,7 @@
 Tested in tests/integration/test_half_parameters.py and tests/integration/test_sparse.py.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,22 +23,16 @@ class GradientSums:
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
         self._owes_warning = False  # whether a warning is due that torch rounds these sums
 
-    @contextmanager
-    def in_float32(self) -> Iterator[None]:
+    def in_float32(self) -> AbstractContextManager[None]:
         """Return a context in which half-precision gradients are summed in float32, and rounded before each step."""
-        half = []
-        if ranks.gradients_are_private(self._trainer):
-            half = gradient_dtype.half_parameters(self._trainer.lightning_module)
-        if gradient_dtype.has_grad_dtype():
-            self._half = half
-        else:
+        if not ranks.gradients_are_private(self._trainer):
+            return nullcontext()
+        half = gradient_dtype.half_parameters(self._trainer.lightning_module)
+        if not gradient_dtype.has_grad_dtype():
             self._owes_warning = bool(half)
-        gradient_dtype.begin(self._half)
-        try:
-            yield
-        finally:
-            gradient_dtype.end(self._half)
-            self._half = []
+            return nullcontext()
+        self._half = half
+        return gradient_dtype.float32_allowed(half)
 
     def settle(self, *, is_sum: bool) -> None:
         """After a backward pass, coalesce sparse gradients; if they are a sum, widen half-precision ones."""

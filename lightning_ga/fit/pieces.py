@@ -6,7 +6,6 @@ Torchmetrics accumulate by themselves: each sees the pieces as batches.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ga.batch.pytree import open_container, rebuild, same_values
-from lightning_ga.compat.logged_values import logging_redirected, mean, merged_entry, plain
+from lightning_ga.compat.logged_values import Logged, logging_redirected, mean, merged_entry, plain
 from lightning_ga.loading.trial_batches import BatchCutter
 
 _Key = tuple[str, str, int]
@@ -26,20 +25,15 @@ _Key = tuple[str, str, int]
 _LOSS = ("['loss']", ".loss")  # paths of a loss in a dictionary and in an object
 
 
-@dataclass(slots=True)
-class _Piece:
-    samples: int
-    share: float  # in means over the batch
-    output: Any = None
-
-
 class Pieces:
     """Keeps what the pieces of one batch log and return until all have run."""
 
     def __init__(self, results: Any) -> None:
         self._results = results  # of the loop that runs; ``None`` in prediction
-        self._pieces: list[_Piece] = []
-        self._logged: dict[_Key, list[Any]] = {}
+        self._samples: list[int] = []  # of each piece
+        self._shares: list[float] = []  # of each piece, in means over the batch
+        self._outputs: list[Any] = []  # of each piece whose step has returned
+        self._logged: dict[_Key, list[Logged]] = {}
 
     @contextmanager
     def piece(self, *, samples: int, share: float, logs_at_once: bool = False) -> Iterator[None]:
@@ -47,16 +41,17 @@ class Pieces:
 
         With ``logs_at_once``, for the last piece, each value is logged as that piece logs it.
         """
-        if self._pieces:  # free the graph of the piece before
-            self._pieces[-1].output = _plain(self._pieces[-1].output)
-        self._pieces.append(_Piece(samples, share))
+        if self._outputs:  # free the graph of the piece before
+            self._outputs[-1] = _plain(self._outputs[-1])
+        self._samples.append(samples)
+        self._shares.append(share)
         log = getattr(self._results, "log", None)
         times: Counter[tuple[str, str]] = Counter()
 
         def note(fx: str, name: str, value: Any, settings: dict[str, Any]) -> None:
             times[fx, name] += 1
             key = (fx, name, times[fx, name])
-            self._logged.setdefault(key, []).append((value, settings, samples, share))
+            self._logged.setdefault(key, []).append(Logged(value, settings, samples, share))
             if logs_at_once:
                 self._log(key, log)
 
@@ -65,22 +60,23 @@ class Pieces:
 
     def add(self, output: Any) -> None:
         """Keep what the step has returned for the piece."""
-        self._pieces[-1].output = output
+        self._outputs.append(output)
 
     def finish(self) -> Any:
         """Log each value once, as that of the whole batch, and return the output of the whole batch."""
         for key in [*self._logged]:
             self._log(key, self._results.log)
-        if len(self._pieces) == 1:
-            return self._pieces[0].output
-        return merge(*zip(*[(piece.output, piece.samples, piece.share) for piece in self._pieces]))
+        if len(self._outputs) == 1:
+            return self._outputs[0]
+        return merge(self._outputs, self._samples, self._shares)
 
     def _log(self, key: _Key, log: Any) -> None:
         fx, name, _ = key
         logged = self._logged.pop(key)
-        value, settings, *_ = logged[0]
-        if len(self._pieces) > 1:
-            value, settings = merged_entry(*zip(*logged))
+        if len(self._samples) == 1:
+            log(fx, name, logged[0].value, **logged[0].settings)
+            return
+        value, settings = merged_entry(logged)
         log(fx, name, value, **settings)
 
 

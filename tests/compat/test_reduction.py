@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ga.compat import ranks
-from lightning_ga.compat.gradient_dtype import begin, has_grad_dtype, widen
+from lightning_ga.compat.gradient_dtype import float32_allowed, has_grad_dtype, widen
 from lightning_ga.compat.reduction import ALREADY_SENT, Exchange
 
 WINDOWS, BATCH = 5, 8
@@ -292,7 +292,8 @@ def sums_of_half_precision() -> None:
     exchange = Exchange(ddp)
     assert exchange.by_hand
     parameters = [*net.parameters()]
-    begin(parameters)
+    allowed = float32_allowed(parameters)
+    allowed.__enter__()
     exchange.begin_window()
     local = {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
     for number in range(2):
@@ -315,6 +316,7 @@ def sums_of_half_precision() -> None:
         assert parameter.grad.dtype == torch.float32
         torch.testing.assert_close(parameter.grad.to_dense(), local[parameter] / 2, rtol=1e-6, atol=1e-6)
     assert exchange.failed() == ALREADY_SENT
+    allowed.__exit__(None, None, None)
     dist.destroy_process_group()
 
 
