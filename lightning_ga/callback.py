@@ -132,12 +132,12 @@ class AutoAccumulate(Callback):
     @property
     def fits(self) -> Fits | None:
         """What a whole window takes if it fits in one pass, so that no limit was looked for; else ``None``."""
-        return None if self._fit is None else self._fit.search.fits
+        return None if self._fit is None else self._fit.search.found.fits
 
     @property
     def probe(self) -> ProbeResult | None:
         """What the probe found; ``None`` before training, if whole windows fit, and if there was none or it failed."""
-        return None if self._fit is None else self._fit.search.probe
+        return None if self._fit is None else self._fit.search.found.result
 
     @property
     def exactness(self) -> Exactness | None:

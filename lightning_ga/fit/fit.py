@@ -214,7 +214,7 @@ class Fit:
         """After an error: add a note if that helps, such as what holds the memory; restore the user's factor."""
         if "multiple optimizers" in str(error):  # Lightning proposes manual optimization, which is refused
             error.add_note(f"AutoAccumulate steers the automatic optimization of one optimizer: {BY_HAND}")
-        probe = self.search.probe
+        probe = self.search.found.result
         if is_out_of_memory(error) and probe is not None and probe.holders is not None:
             error.add_note(f"As the probe recorded it: {probe.holders.sentence()}")
         self.parts.progress.place.set_factor(self.data.recipe_factor)  # before: ``close`` notes it for the next fit
@@ -227,7 +227,7 @@ class Fit:
         return RunState(
             self.parts.progress.position,
             self.search.hardware(),
-            self.search.probe,
+            self.search.found.result,
             self.parts.limit.after_errors,
             self._reporter.events,
             self.windows.kept_order() if self.data.is_set_up else None,
@@ -275,12 +275,12 @@ class Fit:
         how_cut = self.windows.how_cut()
         if how_cut:
             found.append(how_cut)
-        if self.search.fits is not None:
-            found.append(f"fits: {self.search.fits}")
+        if self.search.found.fits is not None:
+            found.append(f"fits: {self.search.found.fits}")
         if self.search.chosen is not None:
             found.append(f"computed again: {self.search.chosen}")
-        if self.search.probe is not None:
-            found.append(_found_by(self.search.probe))
+        if self.search.found.result is not None:
+            found.append(_found_by(self.search.found.result))
         exactness = self.verdict.exactness
         if exactness is not None and exactness.cause not in ("exact", *INEXACT):
             found.append(f"exactness: {str(exactness).removesuffix('.')}")

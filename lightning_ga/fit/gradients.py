@@ -66,25 +66,24 @@ class Gradients:
         return int(self._trainer.accumulate_grad_batches)
 
     def weigh_micro_batch(
-        self, batch: Any, window: Window, index_in_window: int, *, samples: int | None, may_drop: bool
+        self, batch: Any, window: Window, index_in_window: int, *, samples: int, is_stand_in: bool, may_drop: bool
     ) -> None:
         """Weigh the next pass, a micro-batch of a window that is planned.
 
-        ``samples`` is the micro-batch's number of samples if a collate function may have dropped some (``may_drop``);
-        ``None`` if they could not be counted, 0 if nothing is left of it.
+        It has so many ``samples``, fewer than were planned if a collate function has dropped some (``may_drop``). A
+        stand-in has none.
         """
-        planned = window.sizes[index_in_window]
-        count = planned if samples is None else min(samples, planned)  # a stand-in has one, of none that is planned
-        items = float(count)
-        if self._counter is not None and count:
+        items = float(samples)
+        if self._counter is not None and samples:
             items = count_items(self._counter, batch)
-        self.counted = Counted(count, items)
+        self.counted = Counted(samples, items)
         if self._counter is not None:
             self._weigh_late(items)
         elif self.normalize is None:
             is_first = self._begin_pass(self._stock)
-            self._stock.weigh_share(float(samples != 0), of=1.0, first=is_first)
+            self._stock.weigh_share(0.0 if is_stand_in else 1.0, of=1.0, first=is_first)
         else:
+            planned = window.sizes[index_in_window]
             is_summed = self._world_size > 1 and (may_drop or self._leaves_out)
             self._weigh_known(items, planned=planned, window_samples=window.samples, is_summed=is_summed)
 

@@ -59,7 +59,7 @@ class LimitSearch:
             or ranks.is_sharded(self._trainer)
         )
         self._asked = 0  # samples that the last question was about, on this rank
-        self._found = Found()  # the answer to it
+        self.found = Found()  # the answer to it, in which what errors have left of a limit does not show
         self.recomputed = RecomputedParts(self._trainer.lightning_module)
         self._always = () if options.checkpoint == "auto" else options.checkpoint  # computed again, whatever fits
         submodules(self._trainer.lightning_module, self._always, "checkpoint=")
@@ -70,19 +70,9 @@ class LimitSearch:
             )
 
     @property
-    def fits(self) -> Fits | None:
-        """A whole window that fits, so that no limit was looked for."""
-        return self._found.fits
-
-    @property
-    def probe(self) -> ProbeResult | None:
-        """What the probe found; ``None`` if there was no probe or it failed."""
-        return self._found.result
-
-    @property
     def chosen(self) -> Recomputed | None:
         """What was chosen to be computed again, so that the fewest samples fit; ``None`` if nothing was."""
-        return None if self.probe is None else self.probe.recomputed
+        return None if self.found.result is None else self.found.result.recomputed
 
     def hardware(self) -> str:
         """Describe the hardware; a limit found on other hardware is not used."""
@@ -118,18 +108,18 @@ class LimitSearch:
         """
         if self._parts.request.micro_batch is not None:
             return
-        high = self._most_useful()
-        if high <= self._asked:
+        of_window = self._most_useful()
+        if of_window <= self._asked:
             return
         of_epoch = self._data.windows.planner.useful_limit(self._parts.progress.place.epochs[:1])
-        high = max(high, min(2 * high, of_epoch))  # of a ramp, not each window is asked about
+        useful = max(of_window, min(2 * of_window, of_epoch))  # of a ramp, not each window is asked about
         limit = self._parts.limit
         if not self._parts.shares.differ:
             limit.agree()
         if limit.has_fallen or limit.samples < self._asked:  # more does not fit: no window was the bound
-            self._asked = high
+            self._asked = useful
             return
-        limit.use(self._find(high, None, self._setup(begins=False)))
+        limit.use(self._find(useful, None, self._setup(begins=False)))
         self._use_found()
 
     def below(self, failed: int) -> int | None:
@@ -138,30 +128,31 @@ class LimitSearch:
         The cache may know it from another run; what is written there now, ``Remedies`` forgets. Ranks do not look,
         because the others wait for one.
         """
-        if self.fits is None or self._trainer.world_size > 1:
+        if self.found.fits is None or self._trainer.world_size > 1:
             return None
         setup = self._setup(begins=False)
         search = partial(find_limit, setup, self._options, high=setup.batches.at_most(failed))
         found: Found = attempt(search, lambda _: True).result or Found()
         if found.result is not None and found.result.limit >= failed:  # memory was short for a moment
             found = found._replace(result=None)
-        self._found = found
-        return None if self.probe is None else self.probe.limit
+        self.found = found
+        self._use_chosen()
+        return None if found.result is None else found.result.limit
 
     @cached_property
     def all_recomputable(self) -> tuple[str, ...]:
-        """All submodules that can be computed again, as isolated passes show."""
-        names = self.recomputed.names
-        self.recomputed.use(())  # what is computed again shows nothing
+        """All submodules that can be computed again: isolated passes that compute none again show them, once a fit."""
+        in_use = self.recomputed.names
+        self.recomputed.use(())
         try:
             return recomputable(self._setup(begins=False))
         finally:
-            self.recomputed.use(names)
+            self.recomputed.use(in_use)
 
     def forget_limit(self) -> None:
         """Let the next run probe again, because memory has run out in this one."""
-        if self._found.cache_key is not None:
-            forget(self._found.cache_key)
+        if self.found.cache_key is not None:
+            forget(self.found.cache_key)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -208,48 +199,48 @@ class LimitSearch:
             begins=begins,
         )
 
-    def _find(self, high: int, restored: RunState | None, setup: TrainingSetup) -> int:
-        """Return the most samples of a pass that fit, of ``high`` that are useful."""
-        self._asked = high
-        if self.probe is None:  # after a probe, the submodules that it has chosen stay
+    def _find(self, useful: int, restored: RunState | None, setup: TrainingSetup) -> int:
+        """Return the limit for windows of which passes of up to so many ``useful`` samples may be made."""
+        self._asked = useful
+        if self.found.result is None:  # after a probe, the submodules that it has chosen stay
             self.recomputed.use(self._always)
-        tried = setup.batches.at_most(high)
+        tried = setup.batches.at_most(useful)  # a trial batch may have fewer
         if not setup.alone:  # first batches differ by rank
             tried = ranks.smallest_over_ranks(self._trainer, tried)
             if not tried:  # a collate function has left nothing of a first batch: none is tried
-                return self._parts.request.capped(high)
+                return self._parts.request.capped(useful)
         fits = self._recall(tried, restored) or self._ask(tried, setup)
-        return self._parts.request.capped(self._limit_of_all(fits, tried=tried, high=high))
+        return self._parts.request.capped(self._limit_of_all(fits, tried=tried, useful=useful))
 
-    def _limit_of_all(self, fits: int, *, tried: int, high: int) -> int:
-        """Return the limit of batches of which ``high`` samples are useful; ``tried`` were there, and so many fit."""
-        if fits == NO_LIMIT:
-            return NO_LIMIT
-        if self._data.windows.planner.source.first_may_be_smaller:
-            if fits >= tried and self._parts.limit.chunked is None:  # the whole first batch; later ones may be larger
-                return NO_LIMIT
+    def _limit_of_all(self, fits: int, *, tried: int, useful: int) -> int:
+        """Return the limit of all batches, if so many samples of a trial batch fit, of those that were ``tried``."""
+        first_may_be_smaller = self._data.windows.planner.source.first_may_be_smaller
+        all_fit = fits >= tried
+        if fits == NO_LIMIT or (all_fit and first_may_be_smaller and self._parts.limit.chunked is None):
+            return NO_LIMIT  # no batch is cut: nothing is known of one that is larger than the first
+        if first_may_be_smaller:
             return min(fits, tried)
-        if fits >= tried and self.probe is None:  # nothing was looked for: others have as many as were planned
-            return high
-        return min(fits, high)  # what was recalled may be for larger windows
+        if all_fit and self.found.result is None:  # nothing was looked for: others have as many as were planned
+            return useful
+        return min(fits, useful)  # what was recalled may be for larger windows
 
-    def _recall(self, high: int, restored: RunState | None) -> int | None:
+    def _recall(self, tried: int, restored: RunState | None) -> int | None:
         """Return the limit that a checkpoint has kept; ``None`` if there is none, or if it does not hold here."""
         if restored is None or restored.probe is None:
             return None
         known = restored.probe
         may_recompute = known.recomputed is None or self._options.checkpoint == "auto"
-        if not may_recompute or not still_holds(known, known.budget_bytes, high):
+        if not may_recompute or not still_holds(known, known.budget_bytes, tried):
             return None
-        self._found = Found(result=replace(known, source="checkpoint", steps=0, seconds=0.0))
+        self.found = Found(result=replace(known, source="checkpoint", steps=0, seconds=0.0))
         return known.fastest or known.limit
 
-    def _ask(self, high: int, setup: TrainingSetup) -> int:
+    def _ask(self, tried: int, setup: TrainingSetup) -> int:
         """Return the limit that trial steps show; a program for which they fail trains as its recipe says."""
         if keeps_history(self._trainer) and self._options.budget is None:
-            return high  # whole batches, until an error
+            return tried  # whole batches, until an error
         try:
-            self._found = self._probe(high, setup)
+            self.found = self._probe(tried, setup)
         except LayoutError:
             # Batches that cannot be cut run as they are, unless they are to be smaller.
             if self._options.budget is not None or self._parts.request.most is not None:
@@ -261,9 +252,9 @@ class LimitSearch:
             if may_be_out_of_memory(error) or isinstance(error, UserError) or self._trainer.world_size > 1:
                 raise  # ranks probe together or not at all
             return self._limit_without_probe(error)
-        if self.probe is None:
-            return high
-        return self.probe.fastest or self.probe.limit
+        if self.found.result is None:
+            return tried
+        return self.found.result.fastest or self.found.result.limit
 
     def _limit_without_probe(self, error: Exception) -> int:
         """Warn that a trial step has failed; return the micro-batch of the recipe."""
@@ -276,19 +267,21 @@ class LimitSearch:
         )
         return recipe
 
-    def _probe(self, high: int, setup: TrainingSetup) -> Found:
+    def _probe(self, tried: int, setup: TrainingSetup) -> Found:
         """Probe; if not one sample fits, and that is asked for, with submodules computed again.
 
         A whole window comes first, if that may be enough.
         """
-        together = setup.begins or not setup.alone  # later, ranks with limits of their own ask without the others
-        if self._trainer.world_size > 1 and together:
+        # Later in training, ranks with limits of their own ask one by one.
+        ranks_ask_together = setup.begins or not setup.alone
+        if self._trainer.world_size > 1 and ranks_ask_together:
             _require_cut_on_all_ranks(self._trainer, setup.batches)
-        chosen = self.chosen
-        self._found = self._found._replace(fits=None)  # also if the search fails
-        search = partial(find_limit, setup, self._options, high=high)
+        known_chosen = self.chosen
+        self.found = self.found._replace(fits=None)  # also if the search fails
+        search = partial(find_limit, setup, self._options, high=tried)
         try:
-            return search(recomputed=chosen, whole_first=chosen is None and not self._is_wanted_at_once)
+            is_first_search = known_chosen is None
+            return search(recomputed=known_chosen, whole_first=is_first_search and not self._is_wanted_at_once)
         except DoesNotFitError as error:
             if self._options.checkpoint != "auto" or self.recomputed.names:
                 raise
@@ -299,18 +292,23 @@ class LimitSearch:
 
     def _use_found(self) -> None:
         """Compute again what was chosen, and cut by the sizes of samples within the limit."""
-        if self.chosen is not None:
-            self.recomputed.use(self.chosen.names)
+        self._use_chosen()
         sizes = self._data.windows.planner.source.sizes
         if sizes is None:
             return
         most = self._parts.request.most or NO_LIMIT
-        longest = self._parts.limit.samples
-        limits = SizeLimits(longest * sizes.largest, most)
-        if self.probe is not None and self.probe.sizes is not None:
-            longest = self.probe.limit
-            limits = replace(self.probe.sizes, samples=min(most, self.probe.sizes.samples))
-        sizes.set_limits(longest, limits)
+        probe = self.found.result
+        if probe is None or probe.sizes is None:
+            longest_that_fit = self._parts.limit.samples
+            limits = SizeLimits(longest_that_fit * sizes.largest, most)
+        else:
+            longest_that_fit = probe.limit
+            limits = replace(probe.sizes, samples=min(most, probe.sizes.samples))
+        sizes.set_limits(longest_that_fit, limits)
+
+    def _use_chosen(self) -> None:
+        if self.chosen is not None:
+            self.recomputed.use(self.chosen.names)
 
 
 def _require_cut_on_all_ranks(trainer: Any, batches: TrialBatches) -> None:

@@ -37,9 +37,10 @@ class LoaderWindows(CutWindows):
         self.planner = LoaderPlanner(parts, source)
         self._window = NO_WINDOW  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
-        # If training alone reads samples, probe and measurement begin the loop's iterator before training does.
-        self._key_of_iterator: Any = None  # what the iterator was made for; ``None`` before there is one
-        self._first: TrialBatches | None = None  # the iterator's first micro-batch, once read, until training begins
+        self._reads = False  # whether the loop has begun to read
+        self._iterates_for: tuple[Any, ...] = ()  # what the loop's iterator was made for; empty before there is one
+        # If training alone reads samples, trials get the first micro-batch of that iterator.
+        self._first: TrialBatches | None = None  # once read, until the loop begins to read
         self._compiled = CompiledModules(self._trainer)
         self._samples_left = SamplesLeft(cutter)
         self._prepare()
@@ -51,10 +52,11 @@ class LoaderWindows(CutWindows):
 
     def _prepare(self) -> None:
         """Restore the order of an epoch that a checkpoint has interrupted; plan windows, without reading any."""
-        restored = self._parts.progress.restored
-        position = self._parts.progress.position
-        if restored is not None and 0 < position.samples_done < self._source.epoch(position.epoch).samples:
-            self._source.restore_order(restored.order, position.epoch)
+        progress = self._parts.progress
+        position = progress.position
+        is_within_epoch = 0 < position.samples_done < self._source.epoch(position.epoch).samples
+        if progress.restored is not None and progress.restored.position == position and is_within_epoch:
+            self._source.restore_order(progress.restored.order, position.epoch)
         self.planner.plan_epoch(self._place.epoch, enabled=self._parts.limit.is_known)
 
     @property
@@ -91,9 +93,11 @@ class LoaderWindows(CutWindows):
         samples = self._source.samples
         if samples.can_be_read_apart:
             return TrialBatches(samples, self._cutter(), self._source.largest_micro_batch(epoch))
-        if self._key_of_iterator is None:
+        if self._reads:
+            return TrialBatches(samples, self._cutter(), most=0)
+        if self._first is None:
             self._first = self._read_first()
-        return self._first or TrialBatches(samples, self._cutter(), most=0)
+        return self._first
 
     def _read_first(self) -> TrialBatches:
         """Read the first micro-batch, which training still gets; it is a whole share if the limit is not known."""
@@ -115,9 +119,9 @@ class LoaderWindows(CutWindows):
     def _iterate(self) -> None:
         """Let the loop's iterator begin with the window that comes next."""
         self._place.iterate_again()
-        self._key_of_iterator = self._iterator_key()
+        self._iterates_for = self._iterator_inputs()
 
-    def _iterator_key(self) -> tuple[int | None, ...]:
+    def _iterator_inputs(self) -> tuple[Any, ...]:
         """Return what the loop's iterator depends on."""
         inputs = self.planner.inputs
         plan = self._source.epoch_plan
@@ -188,8 +192,9 @@ class LoaderWindows(CutWindows):
         if self._place.restarts:
             self._parts.undo_at_end.enter_context(positions_are_kept())
             self._place.begin_at(self._source.epoch_plan.done, same_epoch=same_epoch)
+        self._reads = True
         self._first = None
-        if self._key_of_iterator != self._iterator_key():
+        if self._iterates_for != self._iterator_inputs():
             self._iterate()
 
     # --- windows -------------------------------------------------------------------------------
@@ -222,13 +227,16 @@ class LoaderWindows(CutWindows):
             self._compiled.mark(tensors_in(batch), planned)
         gradients = self._parts.gradients
         may_drop = self._source.samples.may_drop
-        samples = None
-        if self._source.stand_ins.has(window, index_in_window):
+        is_stand_in = self._source.stand_ins.has(window, index_in_window)
+        samples = planned
+        if is_stand_in:
             samples = 0
             gradients.skip_step()
         elif may_drop and gradients.normalize == "samples":
             samples = self._samples_left.count(batch, planned)
-        gradients.weigh_micro_batch(batch, window, index_in_window, samples=samples, may_drop=may_drop)
+        gradients.weigh_micro_batch(
+            batch, window, index_in_window, samples=samples, is_stand_in=is_stand_in, may_drop=may_drop
+        )
 
     @property
     def is_over(self) -> bool:

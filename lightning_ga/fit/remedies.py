@@ -16,8 +16,8 @@ from lightning_ga.memory.oom import is_ambiguous_out_of_memory
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.piece_sizes import halved
 
-# If one sample did not fit in so MANY windows AMONG so many, later windows begin as these ended.
-MANY = 3
+# If one sample did not fit in MANY_FAILED of the last AMONG windows, later windows begin as these ended.
+MANY_FAILED = 3
 AMONG = 30
 
 
@@ -35,8 +35,9 @@ class Remedies:
         self._may_recompute = options.checkpoint == "auto"
         self._window: tuple[int, int] | None = None  # the running one, as ``Progress`` names it
         self._number = 0  # of the running window, in this fit
-        self._before = (self._limit.mark(), search.recomputed.names)  # as it began
-        self._failed: deque[int] = deque(maxlen=MANY)  # numbers of windows in which one sample did not fit
+        self._limit_before = self._limit.state  # as the running window began
+        self._names_before = search.recomputed.names  # of what it computed again as it began
+        self._failed: deque[int] = deque(maxlen=MANY_FAILED)  # numbers of windows in which one sample did not fit
 
     def begin_window(self) -> None:
         """Begin a window; nothing happens if it begins again after an error."""
@@ -48,15 +49,15 @@ class Remedies:
         self._left_out.begin_window()
         last = self._number  # not counted up yet: the window that has ended
         if last in self._failed and not self._are_many:
-            mark, names = self._before
-            self._limit.go_back(mark)
-            self._search.recomputed.use(names)
+            self._limit.go_back(self._limit_before)
+            self._search.recomputed.use(self._names_before)
         self._number += 1
-        self._before = (self._limit.mark(), self._search.recomputed.names)
+        self._limit_before = self._limit.state
+        self._names_before = self._search.recomputed.names
 
     @property
     def _are_many(self) -> bool:
-        return len(self._failed) == MANY and self._number - self._failed[0] < AMONG
+        return len(self._failed) == MANY_FAILED and self._number - self._failed[0] < AMONG
 
     def choose_remedy(self, failed: int, failure: Exception) -> int:
         """Return the limit after a pass of ``failed`` samples has run out of memory; a last remedy keeps it.
@@ -93,7 +94,9 @@ class Remedies:
 
     def _recompute_all(self) -> bool:
         """Compute again all that can be; return whether that is more than before."""
+        every = self._search.all_recomputable  # shown by isolated passes: what has failed may be undone later
         recomputed = self._search.recomputed
-        before = recomputed.names
-        recomputed.use(self._search.all_recomputable or before)  # by isolated passes: what failed is undone later
-        return recomputed.names != before
+        if not every or recomputed.names == every:
+            return False
+        recomputed.use(every)
+        return True

@@ -19,16 +19,17 @@ class SamplesLeft:
         self._cutter = cutter
         self._has_warned = False
 
-    def count(self, batch: Any, planned: int) -> int | None:
-        """Return how many of the ``planned`` samples are left in a batch; ``None`` if the plan is to be believed."""
+    def count(self, batch: Any, planned: int) -> int:
+        """Return how many of the ``planned`` samples are left in a batch; all, if that cannot be counted."""
         cutter = self._cutter()
         left = cutter.count_left(batch)
-        if left is None and cutter.were_seen_dropped:
-            self._warn(planned, "a number that cannot be counted")
-        elif left is not None and left > planned > 0:  # a stand-in, of which none are planned, has one
+        if left is None:
+            if cutter.were_seen_dropped:
+                self._warn(planned, "a number that cannot be counted")
+            return planned
+        if left > planned > 0:  # if none are planned, there is one to run a pass on
             self._warn(planned, str(left))
-            return None
-        return left
+        return min(left, planned)
 
     def _warn(self, planned: int, made: str) -> None:
         if self._has_warned:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +16,12 @@ from true_support import Sharpness
 from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.fit.limit import Limit
+from lightning_ga.compat import ranks
+from lightning_ga.fit import limit_search
+from lightning_ga.fit.limit import Limit, LimitState
 from lightning_ga.fit.limit_search import LimitSearch
+from lightning_ga.plan.records import Recomputed
+from lightning_ga.probe.trainer_limit import Found, find_limit
 from lightning_ga.schedule import by_step, linear
 from lightning_ga.testing import limit_memory
 
@@ -307,6 +312,29 @@ def test_the_limit_is_looked_for_after_an_error_and_leaves_no_trace(mode: Any) -
     assert torch.equal(random_numbers, drawn)
 
 
+def test_what_a_remembered_limit_computes_again_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error the cache may know a limit that holds with submodules computed again alone."""
+    used: list[tuple[str, ...]] = []
+
+    def remembered(*arguments: Any, whole_first: bool = False, **settings: Any) -> Found:
+        found = find_limit(*arguments, whole_first=whole_first, **settings)
+        if found.result is None:
+            return found
+        names = Recomputed(("net.0",), 0.1, samples=1, plain_bytes=1, budget_bytes=1)
+        return found._replace(result=replace(found.result, limit=4, recomputed=names))
+
+    monkeypatch.setattr(limit_search, "find_limit", remembered)
+    callback = AutoAccumulate(cache=False, checkpoint="auto")
+    watch = pl.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_: used.append(callback._fit.search.recomputed.names)  # type: ignore[union-attr]
+    )
+    with limit_memory(int(1.35 * BUDGET)), pytest.warns(UserWarning, match="Memory ran out in training with 32"):
+        fit(DataLoader(Samples(192), batch_size=32), callback, Hoard(), watch, module=Counted(), max_epochs=1)
+    assert callback.probe is not None
+    assert callback.probe.limit == 4
+    assert (used[0], used[-1]) == ((), ("net.0",))
+
+
 def test_a_search_that_refutes_an_error_leaves_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that was short for a moment is there again in trials: micro-batches are halved, and no limit is known."""
     below = LimitSearch.below
@@ -373,3 +401,14 @@ def test_a_step_that_the_probe_itself_disturbs_trains() -> None:
         UserWarning, match=r"no limit, .* in which the probe records memory, .*Creating a new Tensor subclass"
     ):
         fit(DataLoader(Samples(32), batch_size=8), AutoAccumulate(cache=False), module=Labels(), max_epochs=1)
+
+
+def test_a_limit_that_is_merely_lower_on_another_rank_has_not_fallen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only an error lowers a limit for good: then no larger one is looked for, and a checkpoint keeps it."""
+    limit = Limit(None, ())
+    limit.use(8)
+    for has_fallen in (False, True):
+        others = [LimitState(6, has_fallen), LimitState(12, False)]
+        monkeypatch.setattr(ranks, "of_all_ranks", lambda _, own, others=others: [own, *others])
+        limit.agree()
+        assert (limit.samples, limit.has_fallen) == (6, has_fallen)

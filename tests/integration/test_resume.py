@@ -157,7 +157,7 @@ class ShufflesOn(Sampler[int]):
         self.indices = list(range(32))
 
     def __len__(self) -> int:
-        return 32
+        return len(self.indices)
 
     def __iter__(self) -> Iterator[int]:
         self.generator.shuffle(self.indices)
@@ -186,3 +186,25 @@ def test_an_epoch_goes_on_in_an_order_that_its_sampler_does_not_give_again(
         assert [sorted(each) for each in resumed.windows[11:16]] == [sorted(each) for each in whole.windows[11:16]]
     at_end = shuffled_on(2, ckpt_path=tmp_path / "step16.ckpt")
     assert sorted(index for window in at_end.windows[16:] for index in window) == list(range(32))
+
+
+class LoadsMore(Regression):
+    """Loads a dataset in each epoch that is larger than the one before."""
+
+    def train_dataloader(self) -> DataLoader:
+        sampler = ShufflesOn()
+        sampler.indices = list(range(16 + 8 * self.current_epoch))
+        return DataLoader(Samples(32), batch_size=4, sampler=sampler)
+
+
+def test_only_the_epoch_that_was_interrupted_has_lost_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs of data that are loaded later have an order of their own, whatever the checkpoint has kept."""
+    monkeypatch.setattr(orders, "MOST_KEPT", 8)
+    settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    fit(None, AutoAccumulate(verify=False), SaveAll(tmp_path, [2]), module=LoadsMore(), **settings)
+    with pytest.warns(UserWarning, match="another order each time") as told:
+        fit(None, AutoAccumulate(verify=False), module=LoadsMore(), ckpt_path=tmp_path / "step2.ckpt", **settings)
+    assert ["another order each time" in str(each.message) for each in told].count(True) == 1
+
