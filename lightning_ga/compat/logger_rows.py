@@ -9,7 +9,7 @@ from typing import Any
 
 def log_step(trainer: Any, values: Mapping[str, Any]) -> None:
     """Log values of the current optimizer step, as often as ``log_every_n_steps`` says; leave out ``None``."""
-    if not trainer._logger_connector.should_update_logs:
+    if not values or not trainer._logger_connector.should_update_logs:
         return
     known = {name: float(value) for name, value in values.items() if value is not None}
     for logger in trainer.loggers:

@@ -136,7 +136,7 @@ class LoopPlace(LoopReader):
         counts = self._loop.automatic_optimization.optim_progress.optimizer
         for counter in (counts.step, counts.zero_grad):  # of a failed step
             for each in (counter.current, counter.total):
-                vars(each).update(dict.fromkeys(set(vars(each)), each.completed))
+                each.reset_on_restart()  # to what is completed
 
     def before_reading(self, call: Callable[[], None]) -> AbstractContextManager[None]:
         """Return a context in which ``call`` runs after hooks of an epoch's start, before it reads its first batch."""

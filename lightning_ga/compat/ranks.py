@@ -26,16 +26,23 @@ def obstacle(trainer: Any) -> str | None:
     name = type(trainer.strategy).__name__
     if is_sharded(trainer):
         return f"{name} shards the model over ranks"
-    has_others = trainer.world_size > 1
-    if has_others and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
-        return "SyncBatchNorm layers let ranks wait for each other in forward passes"
-    if has_others and any(map(_measures_time, trainer.callbacks)):
-        return "max_time= or train_time_interval= lets ranks wait for each other after every batch"
-    is_other = has_others
+    if trainer.world_size > 1:
+        if any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+            return "SyncBatchNorm layers let ranks wait for each other in forward passes"
+        if any(map(_measures_time, trainer.callbacks)):
+            return "max_time= or train_time_interval= lets ranks wait for each other after every batch"
     if isinstance(module, DistributedDataParallel):
-        is_other = any(getattr(module, name, 0) for name in _OTHER_EXCHANGES)
-        is_other = is_other or (module.static_graph and bool(module._comm_hooks))
-    return f"{name} exchanges gradients in a way of its own" if is_other else None
+        is_unknown = _has_unknown_exchange(module)
+    else:
+        is_unknown = trainer.world_size > 1
+    return f"{name} exchanges gradients in a way of its own" if is_unknown else None
+
+
+def _has_unknown_exchange(module: DistributedDataParallel) -> bool:
+    """Return whether gradients are exchanged otherwise than ``reduction.py`` can do again."""
+    if any(getattr(module, option, False) for option in _OTHER_EXCHANGES):
+        return True
+    return module.static_graph and bool(module._comm_hooks)
 
 
 def _measures_time(callback: Any) -> bool:
@@ -95,13 +102,14 @@ def smallest_over_ranks(trainer: Any, value: int) -> int:
 
 
 def sum_over_ranks(trainer: Any, value: float) -> float:
-    """Return one number summed over the ranks that share the data."""
+    """Return one number summed over the ranks that share the data; ranks that hold one model together have the same."""
     if trainer.world_size == 1:
         return float(value)
     total = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
     with uncounted_collectives():
         summed = float(trainer.strategy.reduce(total, reduce_op="sum"))
-    return summed * data_ranks(trainer)[0] / int(trainer.world_size)
+    ranks_of_model = int(trainer.world_size) / data_ranks(trainer)[0]
+    return summed / ranks_of_model
 
 
 def of_all_ranks(trainer: Any, value: Any) -> list[Any]:

@@ -79,14 +79,6 @@ class Exchange:
             if isinstance(part, Embedding | EmbeddingBag) and part.sparse and part.weight.requires_grad:
                 self._sparse.add(part.weight)
 
-    @classmethod
-    def of(cls, trainer: Any, before_sending: Callable[[], object] = patching.nothing) -> "Exchange | None":
-        """Return the exchange of a Trainer; ``None`` without a ``DistributedDataParallel``."""
-        module = trainer.strategy.model
-        if not isinstance(module, DistributedDataParallel):
-            return None
-        return cls(module, ranks.obstacle(trainer), trainer.precision_plugin, before_sending)
-
     @property
     def _is_noted(self) -> bool:
         """Whether what is sent is noted, so that it can be kept."""

@@ -6,10 +6,13 @@ replica gradients are still scattered after each, because only the shards fit.
 Tested in tests/integration/test_sharded.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ga.compat import ranks
 from lightning_ga.compat.reduction import Exchange
 
 
@@ -18,15 +21,6 @@ class ReplicaExchange:
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._modules = modules
-
-    @classmethod
-    def of(cls, trainer: Any) -> "ReplicaExchange | None":
-        """Return the exchange of a Trainer; ``None`` without replicas of a sharded model."""
-        found = [part for part in trainer.lightning_module.modules() if hasattr(part, "set_requires_all_reduce")]
-        meshes = [getattr(parameter, "device_mesh", None) for part in found for parameter in part.parameters()]
-        if not any(mesh is not None and mesh.ndim > 1 for mesh in meshes):
-            return None
-        return cls(found)
 
     def begin_window(self) -> None:
         """Begin a window, in which nothing is shared before its passes."""
@@ -53,9 +47,12 @@ class ReplicaExchange:
 AnyExchange = Exchange | ReplicaExchange
 
 
-def exchange_of(trainer: Any, **settings: Any) -> AnyExchange | None:
-    """Return how the ranks of a Trainer exchange gradients; ``None`` if that is left to its strategy.
-
-    The ``settings`` are those of ``Exchange.of``.
-    """
-    return Exchange.of(trainer, **settings) or ReplicaExchange.of(trainer)
+def exchange_of(trainer: Any, before_sending: Callable[[], object]) -> AnyExchange | None:
+    """Return how the ranks of a Trainer exchange gradients; ``None`` if that is left to its strategy."""
+    module = trainer.strategy.model
+    if isinstance(module, DistributedDataParallel):
+        return Exchange(module, ranks.obstacle(trainer), trainer.precision_plugin, before_sending)
+    shards = [part for part in trainer.lightning_module.modules() if hasattr(part, "set_requires_all_reduce")]
+    meshes = [getattr(parameter, "device_mesh", None) for part in shards for parameter in part.parameters()]
+    has_replicas = any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
+    return ReplicaExchange(shards) if has_replicas else None

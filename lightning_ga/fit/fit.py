@@ -96,7 +96,7 @@ class Fit:
             parts.undo_at_end.enter_context(parts.limit.chunked.installed())
         parts.undo_at_end.callback(self.search.recomputed.use, ())
         parts.shares.check()
-        exchange = exchange_of(self.trainer, before_sending=parts.shares.note_sending)
+        exchange = exchange_of(self.trainer, parts.shares.note_sending)
         remedies = Remedies(parts, self._options, self.search, self._left_out)
         rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=self._options.on_oom != "raise")
         self._rewinder = rewinder
@@ -167,7 +167,7 @@ class Fit:
         """
         parts = self.parts
         parts.shares.follow_limits(parts.limit.samples)
-        parts.shares.follow_speeds()  # the epoch is cut anew in any case
+        parts.shares.follow_speeds()  # whether they have changed or not, the epoch is cut anew
         if not parts.shares.differ:
             parts.limit.agree()
         self.verdict.agree()
@@ -194,8 +194,10 @@ class Fit:
         assert self._rewinder is not None, "training has begun"
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
-        if not self._reporter.has_told_verdict:  # no report of an error has contained it
-            self.verdict.warn()  # this window may have been the first of several passes
+        self._rates.log_window()
+        told_after_error = self._reporter.has_told_verdict
+        if not told_after_error:  # this window may have been the first of several passes
+            self.verdict.warn()
 
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
@@ -251,18 +253,19 @@ class Fit:
         last = self.trainer.max_epochs
         if last is None or last < 0 or not self.data.is_set_up:
             return None
-        most = inf if self.trainer.max_steps == -1 else self.trainer.max_steps
+        max_steps = inf if self.trainer.max_steps == -1 else self.trainer.max_steps
         steps = 0
         samples = 0
         for epoch in range(max(1, last)):
-            if steps >= most:
+            if steps >= max_steps:
                 break
             counted = self.windows.planner.steps_of(epoch, steps=steps, samples=samples)
             if counted is None:
                 return None
-            steps += counted[0]
-            samples += counted[1]
-        return int(min(steps, most))
+            steps_of_epoch, samples_of_epoch = counted
+            steps += steps_of_epoch
+            samples += samples_of_epoch
+        return int(min(steps, max_steps))
 
     # --- what a user reads at the start --------------------------------------------------------
 

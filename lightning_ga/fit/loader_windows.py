@@ -37,7 +37,6 @@ class LoaderWindows(CutWindows):
         self.planner = LoaderPlanner(parts, source)
         self._window = NO_WINDOW  # the running one
         self._span = WindowSpan(source.recipe.factor)  # of the running window
-        self._reads = False  # whether the loop has begun to read
         self._iterates_for: tuple[Any, ...] = ()  # what the loop's iterator was made for; empty before there is one
         # If training alone reads samples, trials get the first micro-batch of that iterator.
         self._first: TrialBatches | None = None  # once read, until the loop begins to read
@@ -66,13 +65,13 @@ class LoaderWindows(CutWindows):
     # --- data ----------------------------------------------------------------------------------
 
     @contextmanager
-    def setting_up(self) -> Iterator[None]:
-        """Return a context in which the loop sets up its data, in batches of the recipe."""
+    def setting_up(self, loader: Any) -> Iterator[None]:
+        """Return a context in which the loop sets up its data, in batches of the recipe.
+
+        Afterwards others see the user's loader, and the loop counts micro-batches.
+        """
         with loaders.unsharded(self._trainer), self._source.in_recipe_batches(self._place.epoch):
             yield
-
-    def data_are_set_up(self, loader: Any) -> None:
-        """Show the user's loader to others, and count micro-batches from here on."""
         loaders.show_loaders(self._trainer, loader)
         self._place.size_epoch(len(self._source.loader))
 
@@ -101,7 +100,7 @@ class LoaderWindows(CutWindows):
 
     def _read_first(self) -> TrialBatches:
         """Read the first micro-batch, which training still gets; it is a whole share if the limit is not known."""
-        if self._is_before_first_epoch:
+        if self._begun is None:
             self.planner.plan_epoch(self._place.epoch)
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
@@ -141,8 +140,8 @@ class LoaderWindows(CutWindows):
         progress = self._parts.progress
         progress.enter(epoch)
         self.planner.plan_epoch(epoch)
-        # A resumed run may have counted micro-batches in earlier epochs; the loop says so before it begins this one.
-        if self._is_before_first_epoch and self._place.loop_batches_before_epoch != progress.position.batches_before:
+        # A resumed run may have counted micro-batches in earlier epochs; the loop says so before it begins its first one.
+        if self._begun is None and self._place.loop_batches_before_epoch != progress.position.batches_before:
             self._use_recipe_as_clock()
         self._place.begin_epoch()
         self._size_loop()

@@ -24,6 +24,7 @@ class WindowRates:
         self._scale_lr = scale_lr
         self._are_logged = varies or scale_lr != "none"
         self._before: list[Any] = []  # what schedulers have set, of each parameter group
+        self._row: dict[str, Any] = {}  # of the running window, until it is logged
 
     def unscaled_for_schedulers(self) -> AbstractContextManager[None]:
         """Return a context in which schedulers see the rates that they have set; refuse optimizers without rates."""
@@ -36,7 +37,7 @@ class WindowRates:
         return before_schedulers(self._trainer, self.give_back)
 
     def begin_window(self, batch: int, recipe: int) -> None:
-        """Scale the rate of every parameter group for an effective batch, and log both."""
+        """Scale the rate of every parameter group for an effective batch."""
         if not self._are_logged:
             return
         self.give_back()
@@ -51,7 +52,12 @@ class WindowRates:
                 group["lr"] = group["lr"] * rate_ratio(self._scale_lr, batch, recipe)
             values[name] = group.get("lr")
             name = f"learning_rate/{number}"
-        log_step(self._trainer, values)
+        self._row = values
+
+    def log_window(self) -> None:
+        """Log effective batch and rates of the running window, once, as it steps: it may have begun several times."""
+        log_step(self._trainer, self._row)
+        self._row = {}
 
     def give_back(self) -> None:
         """Restore the rates that schedulers had set."""

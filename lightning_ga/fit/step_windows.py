@@ -3,8 +3,8 @@
 Tested in tests/integration/test_survive.py and tests/differential/test_differential.py.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
@@ -28,7 +28,6 @@ class StepWindows(CutWindows):
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], source: StepSource) -> None:
         super().__init__(parts, cutter)
         self.planner = StepPlanner(parts, source)
-        self._reads = False  # whether the loop has begun to read
         self._passes = BatchPasses(parts, cutter, self.planner)
 
     def use(self, source: Any) -> None:
@@ -41,8 +40,10 @@ class StepWindows(CutWindows):
 
     # --- data ----------------------------------------------------------------------------------
 
-    def data_are_set_up(self, loader: Any) -> None:
-        """Show the user's loader to others."""
+    @contextmanager
+    def setting_up(self, loader: Any) -> Iterator[None]:
+        """Return a context in which the loop sets up its data; afterwards others see the user's loader."""
+        yield
         if self._source.loader is not loader:
             loaders.show_loaders(self._trainer, loader)
 
@@ -106,8 +107,9 @@ class StepWindows(CutWindows):
         self._reads = True
         place = self._place
         place.begin_epoch_after_last_batch()
-        if self._parts.request.is_by_window and place.restarts and place.ready != place.loop_batches_of_epoch:
-            place.count_windows_from_here()  # a run that is resumed in mid-epoch begins with a window
+        resumes_within_epoch = place.restarts and place.ready != place.loop_batches_of_epoch
+        if self._parts.request.is_by_window and resumes_within_epoch:
+            place.count_windows_from_here()
 
     # --- windows -------------------------------------------------------------------------------
 
@@ -157,10 +159,10 @@ class StepWindows(CutWindows):
         limit = self._parts.limit
         if limit.chunked is not None:
             return limit.samples
-        largest = max(self._passes.sizes, default=1)
-        if largest > 1:
-            return largest
-        # Before the first pass; and one sample in a small batch is no reason to give up while other pieces have more.
+        largest_piece = max(self._passes.sizes, default=0)  # 0 before the first pass
+        if largest_piece > 1:
+            return largest_piece
+        # One sample in a small batch is no reason to give up while other pieces have more.
         return min(limit.samples, self.planner.units)
 
     def plan_again(self) -> None:

@@ -34,7 +34,6 @@ class TrainingData:
         self._trainer = parts.progress.trainer
         self.recipe_factor: int = self._trainer.accumulate_grad_batches
         self._windows: Windows | None = None
-        self._users_loader: Any = None  # that the loop is being set up with; ``None`` if it keeps the data that it has
         self._cutter: BatchCutter | None = None  # of batches of training, once it has been asked for
 
     @property
@@ -50,21 +49,18 @@ class TrainingData:
 
     def intercepted(self, is_installed: Callable[[], bool]) -> AbstractContextManager[None]:
         """Return a context in which the loop gets these data, while the callback is installed."""
-        contexts = ExitStack()  # of a set-up: ``read`` enters them while ``around`` lets the loop set up its data
+        held = ExitStack()  # to the end of the set-up that runs, which asks for no loader if the loop keeps its data
 
         def read(loader: Any) -> Any:
             if not is_installed():
                 return loader
             self._read_loader(loader)
-            contexts.enter_context(self.windows.setting_up())
+            held.enter_context(self.windows.setting_up(loader))
             return self.windows.planner.source.loader
 
         def around(set_up: Callable[[], None]) -> None:
-            self._users_loader = None
-            with contexts:
+            with held:
                 set_up()
-            if self._users_loader is not None:
-                self.windows.data_are_set_up(self._users_loader)
 
         return loaders.intercepted_loaders(self._trainer, read, around)
 
@@ -92,7 +88,6 @@ class TrainingData:
                 f"step ({source.why}): leave it out."
             )
         self._cutter = None
-        self._users_loader = loader
         self._windows = self._windows_of(source)
 
     def _windows_of(self, source: LoaderSource | StepSource) -> Windows:

@@ -2,8 +2,7 @@
 
 A window is all samples between two optimizer steps. ``TrainingData`` decides where they are cut.
 
-``Fit`` calls both kinds in this order: ``setting_up`` and ``data_are_set_up``, as often as data are loaded;
-``adopt_position``; ``begin_epoch``; ``begin_reading`` once; then ``begin_window`` for each window, ``begin_batch`` for
+``Fit`` calls both kinds in this order: ``setting_up``, as often as data are loaded; ``adopt_position``; ``begin_epoch``; ``begin_reading`` once; then ``begin_window`` for each window, ``begin_batch`` for
 each batch of the loop, and ``end_window`` if the window ``is_over`` with it. ``trial_batches`` may come before and
 between. ``Rewinder`` calls ``plan_again`` after an error, and ``begin_window`` again. A ``planner`` cuts the windows.
 
@@ -12,7 +11,6 @@ Tested in tests/differential/test_differential.py.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning_ga.fit.parts import FitParts
@@ -31,23 +29,15 @@ class CutWindows:
         self._trainer = parts.progress.trainer
         self._place = parts.progress.place
         self.batches: list[KeptBatch] = []  # of the running window, as ``keep`` got them
-        self._begun: tuple[Any, int] | None = None  # source and number of the epoch that the loop is set up for
+        self._begun: tuple[Any, int] | None = None  # source and number of the running epoch; none before the first
+        self._reads = False  # whether the loop has begun to read
         self._recipe_is_clock = False  # whether the recipe's batches, not the loop's, say from here on what is due
-
-    def setting_up(self) -> AbstractContextManager[None]:
-        """Return a context in which the loop sets up its data."""
-        return nullcontext()
 
     def begin_epoch(self, epoch: int) -> None:
         """Plan an epoch and set the loop up for it, once."""
         if self._begun != (self._source, epoch):
             self._begin_epoch(epoch)
             self._begun = (self._source, epoch)
-
-    @property
-    def _is_before_first_epoch(self) -> bool:
-        """Whether no epoch of this fit has begun, or the first one is about to."""
-        return self._begun is None
 
     @property
     @abstractmethod

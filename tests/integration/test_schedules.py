@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from reference import Regression, Samples, SaveAll, Validated, fit, worst_error
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from torch.utils.data import DataLoader
@@ -238,3 +239,35 @@ def test_loggers_get_batch_factor_and_rate_by_step(schedule: Any, tmp_path: Path
     assert is_constant or [float(row["learning_rate"]) for row in found] == pytest.approx(rates)
     monitored = [float(row["lr-SGD/pg1"]) for row in rows if row.get("lr-SGD/pg1")]  # by micro-batch
     assert list(dict.fromkeys(monitored)) == pytest.approx(list(dict.fromkeys(rates)))
+
+
+class Rows(DummyLogger):
+    """Keeps what is logged of windows: the step, and the factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, int]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        if "effective_batch_size" in metrics:
+            self.rows.append((step, int(metrics["accumulate_grad_batches"])))
+
+
+class Short(Regression):
+    """Memory runs out in passes of more than two samples, from the second optimizer step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if len(batch[0]) > 2 and self.trainer.global_step > 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.loader_only(reason="the step keeps the factor")
+def test_a_window_that_begins_again_is_logged_once() -> None:
+    """As it steps: with the factor that it has then."""
+    logger = Rows()
+    callback = scheduled(by_step({0: 4, 1: 8}), 8)
+    with pytest.warns(UserWarning, match="Memory ran out in training"):
+        fit_epochs(in_order(36), callback, module=Short(), max_epochs=1, logger=logger, log_every_n_steps=1)
+    assert callback.oom_events == 2
+    assert logger.rows == [(0, 1), *((step, 4) for step in range(1, 5))]
