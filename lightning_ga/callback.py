@@ -114,8 +114,8 @@ class AutoAccumulate(Callback):
         self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self._request, self._options = read_arguments(self._given)
-        self._fit: Fit | None = None  # the last one
-        self._is_fitting = False
+        self._fit: Fit | None = None  # the last one, for what it has found
+        self._running_fit: Fit | None = None  # between ``setup`` and ``teardown``
         self._reporter: OomReporter | None = None
         self._evaluation: Evaluation | None = None  # while a stage runs
 
@@ -165,9 +165,9 @@ class AutoAccumulate(Callback):
         def is_installed() -> bool:
             return self in trainer.callbacks
 
-        self._is_fitting = True
-        self._fit = None  # also if the next one cannot be made: the last one's plan is not its plan
+        self._fit = None  # if no other can be made now, the last one's plan is not its plan
         self._fit = Fit(trainer, self._request, self._options, reporter, is_installed)
+        self._running_fit = self._fit
         # First, so that other callbacks see its gradients.
         trainer.callbacks = [self, *(other for other in trainer.callbacks if other is not self)]
 
@@ -218,22 +218,22 @@ class AutoAccumulate(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Remove the patches; if memory ran out, add what holds it to the error."""
         try:
-            if self._fit is not None and self._is_fitting:
-                self._fit.fail(exception)
+            if self._running_fit is not None:
+                self._running_fit.fail(exception)
         finally:
             self._leave_trainer()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Remove the patches. The factor stays until the next fit, as with Lightning's own scheduler."""
-        if self._fit is not None and stage == "fit":
-            self._fit.close()  # with max_epochs=0 Lightning calls no on_train_end
+        if self._running_fit is not None:
+            self._running_fit.close()  # with max_epochs=0 Lightning calls no on_train_end
         self._leave_trainer()
 
     def _leave_trainer(self) -> None:
         if self._evaluation is not None:
             self._evaluation.stop()
         self._evaluation = None
-        self._is_fitting = False
+        self._running_fit = None
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and position of the data and what the probe found, as plain values."""
@@ -241,20 +241,19 @@ class AutoAccumulate(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the data's seed and position; called before the loader is cut."""
-        if self._fit is not None and self._is_fitting:
-            self._fit.restore(RunState.from_dict(state_dict))
+        if self._running_fit is not None:
+            self._running_fit.restore(RunState.from_dict(state_dict))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Write the rates that schedulers have set into a checkpoint."""
-        if self._fit is not None and self._is_fitting:
-            self._fit.save(checkpoint)
+        if self._running_fit is not None:
+            self._running_fit.save(checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes get: the arguments, not the fit that is running."""
-        running = dict.fromkeys(("_fit", "_evaluation", "_reporter"))
-        return {**self.__dict__, **running, "_is_fitting": False}
+        return {**self.__dict__, **dict.fromkeys(("_fit", "_running_fit", "_evaluation", "_reporter"))}
 
     @property
     def _started_fit(self) -> Fit:
-        assert self._fit is not None, "hooks of training run after setup"
-        return self._fit
+        assert self._running_fit is not None, "hooks of training run after setup"
+        return self._running_fit

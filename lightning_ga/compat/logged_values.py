@@ -9,8 +9,8 @@ All logging ends in ``log`` of the running loop's results (``result.py``), which
 ``results.batch``: there lies the whole batch, even if it runs in pieces.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -67,8 +67,6 @@ class StepValues:
         self._counted = counted  # in the loop's running batch
         self._waiting = waiting  # a context in which ranks may wait for each other
         self._results = trainer.fit_loop.epoch_loop._results
-        self._held = ExitStack()
-        self._is_installed = False
         self._has_several_passes = False  # whether the running window has several passes
         self._exchanged: list[Tensor] = []  # over ranks, in the running window
         self._next = 0  # the one of these that is due next
@@ -87,13 +85,10 @@ class StepValues:
             if copy is not None:
                 copy.reset()
         self._has_several_passes = self._place.factor > 1 and not self._place.skips_backward
-        if self._merges:
-            self._install()
 
     def begin_merging(self) -> None:
         """Merge the values of the running window from here on, because it has several passes."""
         self._has_several_passes = True
-        self._install()
 
     @property
     def _merges(self) -> bool:
@@ -101,21 +96,18 @@ class StepValues:
         runs_on_ranks = self._trainer.world_size > 1 and not self._place.skips_backward
         return self._has_several_passes or runs_on_ranks
 
-    def _install(self) -> None:
-        if self._is_installed:
-            return
-        self._is_installed = True
-        self._held.enter_context(shadowed(self._results, "log", self._log))
-        self._held.enter_context(shadowed(self._results, "update_metrics", self._update))
-        self._held.enter_context(shadowed(self._trainer._logger_connector, "on_batch_end", self._end_batch))
-        for metric in self._trainer.lightning_module.modules():
-            # A wrapper updates others, which a copy of it would share.
-            if isinstance(metric, Metric) and not any(isinstance(part, Metric) for part in metric.children()):
-                self._held.enter_context(_copied_updates(metric, self._copy_of))
-
-    def close(self) -> None:
-        """Give the loop back Lightning's own methods."""
-        self._held.close()
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Return a context in which the values of windows are merged."""
+        with ExitStack() as held:
+            held.enter_context(shadowed(self._results, "log", self._log))
+            held.enter_context(shadowed(self._results, "update_metrics", self._update))
+            held.enter_context(shadowed(self._trainer._logger_connector, "on_batch_end", self._end_batch))
+            for metric in self._trainer.lightning_module.modules():
+                # A wrapper updates others, which a copy of it would share.
+                if isinstance(metric, Metric) and not any(isinstance(part, Metric) for part in metric.children()):
+                    held.enter_context(_copied_updates(metric, self._copy_of))
+            yield
 
     # --- what is logged ------------------------------------------------------------------------
 
@@ -262,7 +254,7 @@ def mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     pairs = [pair for pair in zip(values, weights) if pair[1]] or [(values[-1], 1.0)]
     kept, shares = zip(*pairs)
     wide = torch.stack(kept).to(torch.promote_types(dtype, torch.float32))
-    if len({*shares}) == 1:  # fewer operations
+    if len({*shares}) == 1:  # one value stays what it is, to the bit
         return wide.mean(0).to(dtype)
     weighted = [value * weight for value, weight in zip(wide, shares)]
     return (torch.stack(weighted).sum(0) / float(sum(shares))).to(dtype)

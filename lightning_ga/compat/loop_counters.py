@@ -233,8 +233,8 @@ class LoopPlace(LoopReader):
         The loop adds one, on its reset (``training_epoch_loop.py:201``) or by ending the micro-batch once more (:415).
         """
         loop = self._loop
-        on_reset = loop.restarted_on_train_batch_end or not loop.restarted_on_last
-        rises = on_reset or loop._should_check_val_fx(self._fit_loop._data_fetcher)
+        rises_on_reset = loop.restarted_on_train_batch_end or not loop.restarted_on_last
+        rises = rises_on_reset or loop._should_check_val_fx(self._fit_loop._data_fetcher)
         loop._batches_that_stepped = loop.global_step - int(rises)
 
 

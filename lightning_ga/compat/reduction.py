@@ -109,7 +109,7 @@ class Exchange:
             self._noting.begin(keeps=self._repeats)
         elif last:
             self._stage = Stage.DUE
-        repeats = self._repeats
+        repeats = self._repeats  # ``finish`` forgets it
         begun = ranks.collectives_run()
         with ExitStack() as stack:
             if not sends:
@@ -124,8 +124,11 @@ class Exchange:
             yield
         if repeats and ranks.collectives_run() != begun:
             raise RankError(STEP_EXCHANGES_VALUES)
-        if not sends:
-            return
+        if sends:
+            self._end_sending()
+
+    def _end_sending(self) -> None:
+        """Note whether ranks have the same gradients now: a pass without a loss sends none."""
         if self._has_lost_order:
             self._module.reducer._reset_state()
         has_sent = self._noting.count > 0 or not self._is_noted

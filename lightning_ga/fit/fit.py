@@ -122,7 +122,7 @@ class Fit:
         if exchange is not None:
             members.append(exchange.begin_window)
         members.append(parts.shares.begin_window)  # last but the Rewinder's savepoint: a window's time begins here
-        parts.undo_at_end.callback(parts.values.close)
+        parts.undo_at_end.enter_context(parts.values.installed())
         parts.undo_at_end.callback(self._rates.give_back)
         parts.undo_at_end.enter_context(self._rates.unscaled_for_schedulers())
         if self._options.on_oom == "skip":

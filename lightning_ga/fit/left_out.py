@@ -40,7 +40,8 @@ class LeftOut:
         self._gradients = parts.gradients
         self._data = data
         self._left_out: set[int] = set()  # indices of passes in the running window
-        self._running: tuple[int, str] | None = None  # index of the pass that runs, and shapes of its batch
+        self._running: int | None = None  # index in its window of the pass that runs; none between two of them
+        self._shapes = ""  # of its batch
         self._in_row = 0  # left out since a window was whole
         self._by_epoch: Counter[int] = Counter()  # how many were left out in each
         self._folder = Path()
@@ -54,9 +55,10 @@ class LeftOut:
 
         def training_step(batch: Any, *others: Any) -> Any:
             index_in_window = self._gradients.passes - 1  # -1 before the window's first pass
-            was_counted = self._running is None or self._running[0] != index_in_window
-            if was_counted and index_in_window >= 0:  # a trial after an error leaves the shapes of the pass that failed
-                self._running = (index_in_window, " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch)))
+            is_trial = index_in_window in (-1, self._running)  # it leaves the shapes of a pass that has failed
+            if not is_trial:
+                self._running = index_in_window
+                self._shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
             if index_in_window not in self._left_out:
                 return step(batch, *others)
             self._gradients.leave_out()
@@ -81,9 +83,9 @@ class LeftOut:
         Raises:
             UserError: If too many are left out.
         """
-        if self._running is None or self._running[0] in self._left_out:
+        index_in_window = self._running
+        if index_in_window is None or index_in_window in self._left_out:
             return False
-        index_in_window, sizes = self._running
         self._left_out.add(index_in_window)
         epoch, window = self._progress.window
         self._in_row += 1
@@ -93,7 +95,7 @@ class LeftOut:
             "window": window,
             "place": index_in_window,
             "index": self._data.windows.index_of(index_in_window),
-            "size": sizes,
+            "size": self._shapes,
             "rank": self._trainer.global_rank,
         }
         self._write(row)

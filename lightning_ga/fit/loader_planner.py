@@ -24,16 +24,16 @@ class EpochInputs:
 
 
 class LoaderPlanner:
-    """Plans epochs by what was asked for and what fits: last that of ``inputs``, with full windows as ``plan`` says."""
+    """Plans epochs by what was asked for and what fits; first as ``LoaderWindows`` is made."""
 
-    inputs: EpochInputs
-    plan: AccumulationPlan
+    inputs: EpochInputs  # of the epoch that was planned last
+    plan: AccumulationPlan  # of a full window of it
 
     def __init__(self, parts: FitParts, source: LoaderSource) -> None:
         self._parts = parts
         self.source = source
         self._cut_by = 0  # the limit by which the epoch was cut
-        self._most_read: int | None = None  # planned samples of the first micro-batch, once it is read for trials
+        self._most_read: int | None = None  # samples of the first micro-batch as it was planned; none until it is read
 
     def use(self, source: LoaderSource) -> None:
         """Plan epochs of a loader that is loaded again."""

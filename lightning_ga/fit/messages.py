@@ -86,7 +86,8 @@ class OomReporter:
         memory = describe_memory(self._trainer.strategy.root_device)
         what = "The window" if stage == "training" else "The batch"
         how = f"in {unit} of at most {fits} samples, and so are later ones"
-        if fits == samples:  # a last remedy has left the limit as it was (``Remedies``)
+        is_last_remedy = fits == samples  # it has left the limit as it was (``Remedies``)
+        if is_last_remedy:
             how = "with submodules computed again in the backward pass, or without that sample"
         return f"Memory ran out in {stage} with {samples} samples after {steps} ({memory}). {what} is run again {how}."
 

@@ -55,18 +55,17 @@ class Progress:
     def take_over(self, epoch: RecipeEpoch) -> bool:
         """Adopt the position of a restored loop; return whether the run continues the epoch of its position.
 
-        A run that was restored from a checkpoint of ours does so also at the epoch's first sample.
-
         A checkpoint of stock Lightning contains the loop's position only, in batches of the recipe; so does a Trainer
         whose earlier fits ran without the callback. Their epochs were as long as this ``epoch``.
         """
         place = self.place
         if place.restarts:
             place.reopen_epoch()
-        if self.restored is None and (place.restarts or not self._follows_fit):
+        is_restored = self.restored is not None
+        if not is_restored and (place.restarts or not self._follows_fit):
             self._read_loop(epoch)
-        continues = self.restored is not None or self.position.samples_done > 0
-        return continues and self.position.epoch == place.epoch
+        is_within_epoch = is_restored or self.position.samples_done > 0  # a checkpoint's may be at its first sample
+        return is_within_epoch and self.position.epoch == place.epoch
 
     def _read_loop(self, epoch: RecipeEpoch) -> None:
         place = self.place

@@ -79,20 +79,21 @@ class Rewinder:
     def run(self, stock_advance: Callable[[], None]) -> None:
         """Run the loop's next micro-batch; if memory runs out, the window's first one, smaller."""
         while True:
-            kept_before = 0
+            batches_before = 0
             try:
                 if self._place.begins_window:
                     self._begin_window()
                     if self._lower_after_retries():
                         continue  # the window begins again as it was planned anew; no retries are counted by then
-                kept_before = len(self._windows.batches)
+                batches_before = len(self._windows.batches)
                 stock_advance()
                 return
             except Exception as error:
                 if isinstance(error, UserError) or not may_be_out_of_memory(error):
                     raise
-                is_read = not self._windows.in_step or len(self._windows.batches) > kept_before
-                if not self._can_begin_again(is_read=is_read):
+                was_kept = len(self._windows.batches) > batches_before
+                has_batches = was_kept or not self._windows.in_step  # in the loader they are read again by index
+                if not self._can_begin_again(has_batches=has_batches):
                     self._explain(error)
                     raise
                 failure = error
@@ -138,13 +139,13 @@ class Rewinder:
         self._windows.plan_again()
         return True
 
-    def _can_begin_again(self, *, is_read: bool) -> bool:
-        """Return whether the window can begin again; ``is_read`` if its batches can be read again."""
+    def _can_begin_again(self, *, has_batches: bool) -> bool:
+        """Return whether the window can begin again, if it ``has_batches``: all that were fetched can be had again."""
         if self._savepoint is None or self._place.skips_backward:
             return False
-        if not self._is_begun:  # a resumed run may start within a window, of which nothing is kept
+        if not self._is_begun:  # a member has failed; or a resumed run has started within a window: nothing is kept
             return self._place.begins_window
-        return is_read and not self._is_updating
+        return has_batches and not self._is_updating
 
     def _explain(self, error: Exception) -> None:
         """Add to an out-of-memory error why it ends the run; raise another if ranks wait for each other."""
@@ -160,10 +161,11 @@ class Rewinder:
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""
         failed = self._windows.largest_pass
-        samples = self._windows.uncut
-        if failed == 1 < samples and is_out_of_memory(failure):
+        uncut = self._windows.uncut
+        can_be_no_smaller = failed == 1 and uncut > 1  # the batch is moved as a whole
+        if can_be_no_smaller and is_out_of_memory(failure):
             memory = describe_memory(self._trainer.strategy.root_device)
-            failure.add_note(messages.IN_THE_TRANSFER.format(samples=samples, memory=memory))
+            failure.add_note(messages.IN_THE_TRANSFER.format(samples=uncut, memory=memory))
             raise failure
         at_most = self._remedies.choose_remedy(failed, failure)  # ``failed`` itself after a last remedy
         messages.end_run_if(self._leave_ranks(), self._trainer, "training", messages.OTHERS_WAIT, failure)

@@ -19,8 +19,8 @@ from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness_verdicts import Exactness, combined, is_inexact, warning
 
-ENOUGH = 3
-"""An "unmeasured" verdict is replaced by a measurement on so many samples: two, each a part, may agree by chance."""
+ENOUGH_SAMPLES = 3
+"""Of a measurement that replaces an "unmeasured" verdict: two, each a part, may agree by chance."""
 
 
 class Verdict:
@@ -58,7 +58,8 @@ class Verdict:
             while self._next_step <= steps:
                 self._next_step *= 2
             found, samples = self._measure_batch(batch)
-            if is_inexact(found) or (self.exactness.cause == "unmeasured" and samples >= ENOUGH):
+            tells_more = self.exactness.cause == "unmeasured" and samples >= ENOUGH_SAMPLES
+            if tells_more or is_inexact(found):
                 self.exactness = found
                 self.warn()
 
@@ -85,22 +86,15 @@ class Verdict:
     def _measure_batch(self, batch: Any) -> tuple[Exactness, int]:
         """Measure on a batch of training; return what was found, and on how many samples."""
         cutter = self._data.cutter()
-        most = 0
         try:
-            samples = cutter.count(batch)
-            most = min(samples, self._limit.samples)
+            most = min(cutter.count(batch), self._limit.samples)
             halves = cutter.halves(batch, most, self._parts.request.multiple)
-            if halves is None:
-                raise LayoutError("a micro-batch of one sample has no parts")
-            found = measure(
-                self._trainer,
-                halves,
-                normalize=self._options.normalize,
-                begins=False,
-                in_step=self._data.windows.in_step,
-            )
         except LayoutError as error:
-            found = Exactness(None, 0.0, "unmeasured", reason=str(error))
+            return _unmeasured(str(error)), 0
+        if halves is None:
+            return _unmeasured("a micro-batch of one sample has no parts"), most
+        in_step = self._data.windows.in_step
+        found = measure(self._trainer, halves, normalize=self._options.normalize, begins=False, in_step=in_step)
         return found, most
 
     def agree(self) -> None:
@@ -112,7 +106,7 @@ class Verdict:
     def at_end(self) -> Exactness | None:
         """Return the verdict as training ends, maybe before a window that has failed was measured."""
         if self.exactness is None and self._options.verify:
-            return Exactness(None, 0.0, "unmeasured", reason="training ended before the window began again")
+            return _unmeasured("training ended before the window began again")
         return self.exactness
 
     def warn(self) -> None:
@@ -123,3 +117,7 @@ class Verdict:
         if sentence is not None:
             self._has_warned = True
             rank_zero_warn(sentence, category=ExactnessWarning)
+
+
+def _unmeasured(reason: str) -> Exactness:
+    return Exactness(None, 0.0, "unmeasured", reason=reason)
