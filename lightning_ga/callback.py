@@ -155,11 +155,12 @@ class AutoAccumulate(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Intercept the loader of a fit and the errors of evaluation; the rest follows as training starts."""
-        reporter = OomReporter(trainer, events=0 if stage == "fit" else self.oom_events)
-        self._reporter = reporter
         if stage == "fit":
-            self._begin_fit(trainer, reporter)
-        self._evaluation = Evaluation(trainer, reporter, self._options)
+            self._reporter = OomReporter(trainer)
+            self._begin_fit(trainer, self._reporter)
+        else:
+            self._reporter = OomReporter(trainer, self.oom_events)  # of the last fit, and of evaluations since
+        self._evaluation = Evaluation(trainer, self._reporter, self._options)
 
     def _begin_fit(self, trainer: Any, reporter: OomReporter) -> None:
         def is_installed() -> bool:

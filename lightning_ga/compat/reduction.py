@@ -28,7 +28,6 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.nn import Embedding, EmbeddingBag
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ga.compat import patching, ranks
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, half_parameters, has_grad_dtype

@@ -56,7 +56,7 @@ class BatchPasses(WholePasses):
     """Makes the closures of automatic optimization, each of which runs a batch as a whole or in pieces."""
 
     def __init__(self, parts: FitParts, cutter: Callable[[], BatchCutter], planner: StepPlanner) -> None:
-        super().__init__(parts.progress.place, None)
+        super().__init__(parts.progress.place, exchange=None)  # until ``exchange_through`` says which
         self._parts = parts
         self._trainer = parts.progress.trainer
         self._compiled = CompiledModules(self._trainer)

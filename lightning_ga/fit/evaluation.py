@@ -105,7 +105,8 @@ class _LoaderPieces:
         if limit is not None:
             sizes = piece_sizes(self._cutter.count(kept_batch), limit)
         in_pieces = len(sizes) > 1
-        logs_after_steps = in_pieces or self._trainer.world_size > 1  # a rank that repeats a step exchanges no log twice
+        # A rank that repeats a step logs after it, so that no value is exchanged twice.
+        logs_after_steps = in_pieces or self._trainer.world_size > 1
         pieces = Pieces(self._trainer._results if logs_after_steps else None)
         for piece, size, _ in cut_in_pieces(self._cutter, kept_batch if in_pieces else batch, sizes):
             self._pass_size = size

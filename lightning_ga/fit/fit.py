@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_ga.compat.logged_values import StepValues
 from lightning_ga.compat.loop_counters import LoopPlace
@@ -27,7 +26,7 @@ from lightning_ga.fit.rates import WindowRates
 from lightning_ga.fit.remedies import Remedies
 from lightning_ga.fit.rewind import Rewinder
 from lightning_ga.fit.shares import Shares
-from lightning_ga.fit.training_data import TrainingData, Windows
+from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.verdict import Verdict
 from lightning_ga.memory.device import enforced_budget, is_emulated, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
@@ -46,6 +45,8 @@ class Fit:
     loop gets the recipe as the user wrote it.
     """
 
+    _rewinder: Rewinder  # from ``start`` on
+
     def __init__(
         self, trainer: Any, request: Request, options: Options, reporter: OomReporter, is_installed: Callable[[], bool]
     ) -> None:
@@ -62,22 +63,16 @@ class Fit:
         values = StepValues(trainer, place, lambda: gradients.counted, shares.waiting)
         self.parts = FitParts(request, limit, shares, progress, gradients, values)
         self.data = TrainingData(self.parts, options)
-        self.search = LimitSearch(self.parts, options, self.data, self._tensors_kept)
+        self.search = LimitSearch(self.parts, options, self.data, lambda: self._rewinder.tensors_kept())
         self.verdict = Verdict(self.parts, options, self.data)
         self._left_out = LeftOut(self.parts, self.data)
         self._rates = WindowRates(trainer, options.scale_lr, varies=request.varies)
-        self._rewinder: Rewinder | None = None  # none before training
         self.parts.undo_at_end.enter_context(self.data.intercepted(is_installed))
-
-    @property
-    def windows(self) -> Windows:
-        """The windows into which the data are cut."""
-        return self.data.windows
 
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before the data are set up."""
-        return self.windows.planner.plan if self.data.is_set_up else None
+        return self.data.windows.planner.plan if self.data.is_set_up else None
 
     # --- training ------------------------------------------------------------------------------
 
@@ -87,7 +82,7 @@ class Fit:
         if device.type != "cpu" or is_emulated(device):  # tensors that nobody refers to use memory of the device
             gc.collect()
         parts = self.parts
-        windows = self.windows
+        windows = self.data.windows
         same_epoch = windows.adopt_position()  # first: it may reopen the loop's epoch
         self._hold_to_budget()
         parts.undo_at_end.callback(parts.gradients.stop_zeroing)
@@ -98,23 +93,23 @@ class Fit:
         parts.shares.check()
         exchange = exchange_of(self.trainer, parts.shares.note_sending)
         remedies = Remedies(parts, self._options, self.search, self._left_out)
-        rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=self._options.on_oom != "raise")
-        self._rewinder = rewinder
+        retries = self._options.on_oom != "raise"
+        self._rewinder = Rewinder(parts, windows, remedies, self._reporter, exchange, retries=retries)
         self.search.begin()
         parts.shares.follow_limits(parts.limit.samples)
         self._require_possible()
         windows.begin_epoch(parts.progress.place.epoch)  # the hook of the epoch's start finds it begun
         self.verdict.measure_at_start()
-        self._begin_windows(rewinder, remedies, exchange)
+        self._begin_windows(remedies, exchange)
         windows.begin_reading(same_epoch=same_epoch)
 
-    def _begin_windows(self, rewinder: Rewinder, remedies: Remedies, exchange: AnyExchange | None) -> None:
+    def _begin_windows(self, remedies: Remedies, exchange: AnyExchange | None) -> None:
         """Let the loop run windows from here on; their members begin each of them in this order."""
         parts = self.parts
         members = [
             remedies.begin_window,  # first: takes limits back, by which windows are planned
             self.search.begin_window,
-            self.windows.begin_window,
+            self.data.windows.begin_window,
             parts.gradients.begin_window,
             parts.values.begin_window,
             self._begin_rates,  # after the window is planned
@@ -127,12 +122,8 @@ class Fit:
         parts.undo_at_end.enter_context(self._rates.unscaled_for_schedulers())
         if self._options.on_oom == "skip":
             parts.undo_at_end.enter_context(self._left_out.installed())
-        parts.undo_at_end.enter_context(rewinder.guarding(members))
-        self.windows.install(exchange)
-
-    def _tensors_kept(self) -> list[Tensor]:
-        """Return what lies on the device so that a window can run again."""
-        return [] if self._rewinder is None else self._rewinder.tensors_kept()
+        parts.undo_at_end.enter_context(self._rewinder.guarding(members))
+        self.data.windows.install(exchange)
 
     def _hold_to_budget(self) -> None:
         """Bound what a CUDA device reserves by ``memory_budget`` until training ends."""
@@ -145,7 +136,7 @@ class Fit:
     def _require_possible(self) -> None:
         """Refuse a schedule that would fail in a later epoch, before any work is lost."""
         parts = self.parts
-        world_size = self.windows.planner.recipe.world_size
+        world_size = self.data.windows.planner.recipe.world_size
         for epoch in parts.progress.place.epochs:
             effective = parts.request.asked_effective(epoch)
             if effective is not None:
@@ -157,7 +148,7 @@ class Fit:
         plan = self.plan
         assert plan is not None, "windows begin once the data are set up"
         if not self.parts.progress.place.skips_backward:
-            self._rates.begin_window(plan.effective_batch_size, self.windows.planner.recipe.effective)
+            self._rates.begin_window(plan.effective_batch_size, self.data.windows.planner.recipe.effective)
 
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict.
@@ -172,7 +163,7 @@ class Fit:
             parts.limit.agree()
         self.verdict.agree()
         self.search.follow_windows()
-        self.windows.begin_epoch(parts.progress.place.epoch)
+        self.data.windows.begin_epoch(parts.progress.place.epoch)
         self.verdict.warn()
 
     def begin_micro_batch(self, batch: Any) -> None:
@@ -185,13 +176,12 @@ class Fit:
             check_automatic(self.trainer.lightning_module)
             self.verdict.begin_window(batch, after_error=self._reporter.has_pending)
             self._reporter.report_pending(self.verdict.exactness)
-        self.windows.begin_batch(batch, index_in_window)
+        self.data.windows.begin_batch(batch, index_in_window)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark that the update begins, and finish the gradients of the window; warn if they may be inexact."""
         if self.parts.progress.place.skips_backward:
             return
-        assert self._rewinder is not None, "training has begun"
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
         self._rates.log_window()
@@ -202,8 +192,8 @@ class Fit:
     def end_micro_batch(self) -> None:
         """Note the new position if a window is over."""
         self._left_out.forget_pass()
-        if self.windows.is_over and not self.parts.progress.place.skips_backward:
-            self.windows.end_window()
+        if self.data.windows.is_over and not self.parts.progress.place.skips_backward:
+            self.data.windows.end_window()
 
     def close(self) -> None:
         """Restore what the fit changed. The factor stays until the next fit, as with Lightning's own scheduler."""
@@ -232,7 +222,7 @@ class Fit:
             self.search.found.result,
             self.parts.limit.after_errors,
             self._reporter.events,
-            self.windows.kept_order() if self.data.is_set_up else None,
+            self.data.windows.kept_order() if self.data.is_set_up else None,
         )
 
     def save(self, checkpoint: dict[str, Any]) -> None:
@@ -259,7 +249,7 @@ class Fit:
         for epoch in range(max(1, last)):
             if steps >= max_steps:
                 break
-            counted = self.windows.planner.steps_of(epoch, steps=steps, samples=samples)
+            counted = self.data.windows.planner.steps_of(epoch, steps=steps, samples=samples)
             if counted is None:
                 return None
             steps_of_epoch, samples_of_epoch = counted
@@ -275,7 +265,7 @@ class Fit:
         if self.parts.request.is_by_window:
             plan += f", the first of {self.parts.request.by_window!r}"
         found = [plan]
-        how_cut = self.windows.how_cut()
+        how_cut = self.data.windows.how_cut()
         if how_cut:
             found.append(how_cut)
         if self.search.found.fits is not None:
@@ -292,7 +282,7 @@ class Fit:
     def warn_at_start(self) -> None:
         """Warn of inexact gradients, and of an effective batch larger than the data."""
         self.verdict.warn()
-        advice = self.windows.planner.advice(self.parts.progress.place.epochs)
+        advice = self.data.windows.planner.advice(self.parts.progress.place.epochs)
         if advice:
             rank_zero_warn(advice)
 

@@ -5,20 +5,13 @@
 Tested in tests/integration/test_probe.py and tests/integration/test_survive.py.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_ga.chunks import ChunkedModules
 from lightning_ga.compat import ranks
 from lightning_ga.plan.accumulation import ceil_div
 
 NO_LIMIT = 2**31  # while nothing bounds a pass: before a limit is known, and if batches run as they are
-
-
-class LimitState(NamedTuple):
-    """A limit to return to."""
-
-    samples: int
-    has_fallen: bool
 
 
 class Limit:
@@ -72,21 +65,19 @@ class Limit:
             self.samples = samples
             self.has_fallen = True
 
-    @property
-    def state(self) -> LimitState:
-        """The limit as it is now."""
-        return LimitState(self.samples, self.has_fallen)
+    def mark(self) -> tuple[int, bool]:
+        """Return what ``go_back`` takes: the limit, and whether it has fallen."""
+        return self.samples, self.has_fallen
 
-    def go_back(self, state: LimitState) -> None:
-        """Use the limit as it was."""
-        self.samples = state.samples
-        self.has_fallen = state.has_fallen
+    def go_back(self, mark: tuple[int, bool]) -> None:
+        """Use the limit as it was when it was marked."""
+        self.samples, self.has_fallen = mark
 
     def agree(self) -> None:
         """Set the limit to the smallest of all ranks, which call this together; it has fallen if that of a rank has."""
-        states = ranks.of_all_ranks(self._trainer, self.state)
-        self.samples = min(state.samples for state in states)
-        self.has_fallen = any(state.has_fallen for state in states)
+        marks = ranks.of_all_ranks(self._trainer, self.mark())
+        self.samples = min(samples for samples, _ in marks)
+        self.has_fallen = any(has_fallen for _, has_fallen in marks)
 
     def cut_evenly(self, samples: int) -> None:
         """Let the chunks of a batch of so many samples have about the same size."""

@@ -24,7 +24,7 @@ from lightning_ga.loading.trial_batches import TrialBatches
 from lightning_ga.memory.oom import attempt, may_be_out_of_memory
 from lightning_ga.plan.accumulation import ceil_div
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.records import Fits, ProbeResult, Recomputed, still_holds
+from lightning_ga.plan.records import Recomputed, still_holds
 from lightning_ga.plan.run_state import RunState
 from lightning_ga.plan.size_cuts import SizeLimits
 from lightning_ga.probe.budget import DoesNotFitError

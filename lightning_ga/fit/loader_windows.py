@@ -140,7 +140,7 @@ class LoaderWindows(CutWindows):
         progress = self._parts.progress
         progress.enter(epoch)
         self.planner.plan_epoch(epoch)
-        # A resumed run may have counted micro-batches in earlier epochs; the loop says so before it begins its first one.
+        # A resumed run may have counted micro-batches in earlier epochs; the loop says so before its first one begins.
         if self._begun is None and self._place.loop_batches_before_epoch != progress.position.batches_before:
             self._use_recipe_as_clock()
         self._place.begin_epoch()

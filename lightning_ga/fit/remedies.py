@@ -35,7 +35,7 @@ class Remedies:
         self._may_recompute = options.checkpoint == "auto"
         self._window: tuple[int, int] | None = None  # the running one, as ``Progress`` names it
         self._number = 0  # of the running window, in this fit
-        self._limit_before = self._limit.state  # as the running window began
+        self._limit_before = self._limit.mark()  # as the running window began
         self._names_before = search.recomputed.names  # of what it computed again as it began
         self._failed: deque[int] = deque(maxlen=MANY_FAILED)  # numbers of windows in which one sample did not fit
 
@@ -47,17 +47,14 @@ class Remedies:
             return
         self._window = window
         self._left_out.begin_window()
-        last = self._number  # not counted up yet: the window that has ended
-        if last in self._failed and not self._are_many:
+        are_many = len(self._failed) == MANY_FAILED and self._number - self._failed[0] < AMONG
+        last_has_failed = self._number in self._failed  # not counted up yet: the window that has ended
+        if last_has_failed and not are_many:
             self._limit.go_back(self._limit_before)
             self._search.recomputed.use(self._names_before)
         self._number += 1
-        self._limit_before = self._limit.state
+        self._limit_before = self._limit.mark()
         self._names_before = self._search.recomputed.names
-
-    @property
-    def _are_many(self) -> bool:
-        return len(self._failed) == MANY_FAILED and self._number - self._failed[0] < AMONG
 
     def choose_remedy(self, failed: int, failure: Exception) -> int:
         """Return the limit after a pass of ``failed`` samples has run out of memory; a last remedy keeps it.

@@ -11,7 +11,7 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import ranks
 from lightning_ga.compat.loaders import BatchTransfer
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.fit.exactness.measure import measure, measure_at_start
+from lightning_ga.fit.exactness.measure import measure, measure_at_start, unmeasured
 from lightning_ga.fit.limit import NO_LIMIT
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.training_data import TrainingData
@@ -29,7 +29,6 @@ class Verdict:
     def __init__(self, parts: FitParts, options: Options, data: TrainingData) -> None:
         self._parts = parts
         self._trainer = parts.progress.trainer
-        self._limit = parts.limit
         self._options = options
         self._data = data
         self.exactness: Exactness | None = None  # none without ``verify``, and while nothing is accumulated
@@ -39,16 +38,16 @@ class Verdict:
     def measure_at_start(self) -> None:
         """Measure before training, if windows of some rank are cut, or later ones may be; all ranks call it."""
         windows = self._data.windows
-        is_bounded = self._limit.of_pass < NO_LIMIT
+        is_bounded = self._parts.limit.of_pass < NO_LIMIT
         later_may_be_cut = windows.planner.source.first_may_be_smaller and is_bounded
-        is_cut = windows.has_several_passes or later_may_be_cut or self._limit.chunked is not None
+        is_cut = windows.has_several_passes or later_may_be_cut or self._parts.limit.chunked is not None
         if self._options.verify and ranks.sum_over_ranks(self._trainer, float(is_cut)) > 0:
             found = self._measure_samples(windows.trial_batches(self._parts.progress.place.epoch), begins=True)
             self.exactness = combined(ranks.of_all_ranks(self._trainer, found))
 
     def begin_window(self, batch: Any, *, after_error: bool) -> None:
         """Measure on the micro-batch that begins a window, if that is due; a rank may be the only one that does."""
-        if not self._options.verify or self._limit.chunked is not None or is_inexact(self.exactness):
+        if not self._options.verify or self._parts.limit.chunked is not None or is_inexact(self.exactness):
             return
         steps = int(self._trainer.global_step)
         if self.exactness is None:  # nothing was accumulated so far: as at the start, on samples that differ
@@ -76,9 +75,9 @@ class Verdict:
             batches,
             BatchTransfer(self._trainer).to_device,
             self._options.normalize,
-            limit=self._limit.samples,
+            limit=self._parts.limit.samples,
             in_step=self._data.windows.in_step,
-            chunked=self._limit.chunked,
+            chunked=self._parts.limit.chunked,
             begins=begins,
             multiple=self._parts.request.multiple,
         )
@@ -87,12 +86,12 @@ class Verdict:
         """Measure on a batch of training; return what was found, and on how many samples."""
         cutter = self._data.cutter()
         try:
-            most = min(cutter.count(batch), self._limit.samples)
+            most = min(cutter.count(batch), self._parts.limit.samples)
             halves = cutter.halves(batch, most, self._parts.request.multiple)
         except LayoutError as error:
-            return _unmeasured(str(error)), 0
+            return unmeasured(self._trainer, str(error)), 0
         if halves is None:
-            return _unmeasured("a micro-batch of one sample has no parts"), most
+            return unmeasured(self._trainer, "a micro-batch of one sample has no parts"), most
         in_step = self._data.windows.in_step
         found = measure(self._trainer, halves, normalize=self._options.normalize, begins=False, in_step=in_step)
         return found, most
@@ -106,7 +105,7 @@ class Verdict:
     def at_end(self) -> Exactness | None:
         """Return the verdict as training ends, maybe before a window that has failed was measured."""
         if self.exactness is None and self._options.verify:
-            return _unmeasured("training ended before the window began again")
+            return unmeasured(self._trainer, "training ended before the window began again")
         return self.exactness
 
     def warn(self) -> None:
@@ -117,7 +116,3 @@ class Verdict:
         if sentence is not None:
             self._has_warned = True
             rank_zero_warn(sentence, category=ExactnessWarning)
-
-
-def _unmeasured(reason: str) -> Exactness:
-    return Exactness(None, 0.0, "unmeasured", reason=reason)

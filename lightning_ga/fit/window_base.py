@@ -2,9 +2,10 @@
 
 A window is all samples between two optimizer steps. ``TrainingData`` decides where they are cut.
 
-``Fit`` calls both kinds in this order: ``setting_up``, as often as data are loaded; ``adopt_position``; ``begin_epoch``; ``begin_reading`` once; then ``begin_window`` for each window, ``begin_batch`` for
-each batch of the loop, and ``end_window`` if the window ``is_over`` with it. ``trial_batches`` may come before and
-between. ``Rewinder`` calls ``plan_again`` after an error, and ``begin_window`` again. A ``planner`` cuts the windows.
+``Fit`` calls both kinds in this order: ``setting_up``, as often as data are loaded; ``adopt_position``;
+``begin_epoch``; ``begin_reading`` once; then ``begin_window`` for each window, ``begin_batch`` for each batch of the
+loop, and ``end_window`` if the window ``is_over`` with it. ``trial_batches`` may come before and between. ``Rewinder``
+calls ``plan_again`` after an error, and ``begin_window`` again. A ``planner`` cuts the windows.
 
 Tested in tests/differential/test_differential.py.
 """

@@ -18,7 +18,7 @@ from wide import BUDGET, Wide
 from lightning_ga import AutoAccumulate
 from lightning_ga.compat import ranks
 from lightning_ga.fit import limit_search
-from lightning_ga.fit.limit import Limit, LimitState
+from lightning_ga.fit.limit import Limit
 from lightning_ga.fit.limit_search import LimitSearch
 from lightning_ga.plan.records import Recomputed
 from lightning_ga.probe.trainer_limit import Found, find_limit
@@ -408,7 +408,7 @@ def test_a_limit_that_is_merely_lower_on_another_rank_has_not_fallen(monkeypatch
     limit = Limit(None, ())
     limit.use(8)
     for has_fallen in (False, True):
-        others = [LimitState(6, has_fallen), LimitState(12, False)]
+        others = [(6, has_fallen), (12, False)]
         monkeypatch.setattr(ranks, "of_all_ranks", lambda _, own, others=others: [own, *others])
         limit.agree()
         assert (limit.samples, limit.has_fallen) == (6, has_fallen)

@@ -97,4 +97,4 @@ def test_the_effective_batch_of_accumulate_is_that_of_the_plan(mode: str) -> Non
     fit(DataLoader(Samples(64), batch_size=8), callback, max_epochs=1)
     effective = 32 if mode == "step" else 8
     assert callback.plan.effective_batch_size == effective
-    assert callback._fit.windows.planner.effective(0) == effective
+    assert callback._fit.data.windows.planner.effective(0) == effective

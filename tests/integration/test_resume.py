@@ -207,4 +207,3 @@ def test_only_the_epoch_that_was_interrupted_has_lost_its_order(
     with pytest.warns(UserWarning, match="another order each time") as told:
         fit(None, AutoAccumulate(verify=False), module=LoadsMore(), ckpt_path=tmp_path / "step2.ckpt", **settings)
     assert ["another order each time" in str(each.message) for each in told].count(True) == 1
-

@@ -32,8 +32,8 @@ _RANDOM = (
 )
 NOTHING_TO_AVERAGE = (
     "a part of a batch has a gradient that is infinite or NaN, and the whole batch has not: the part has nothing to "
-    "average, such as no target, and 0 ÷ 0 is NaN; give normalize= a function that counts what the loss is a mean over, "
-    "such as lightning_ga.counters.TargetTokens(), so that parts in which it counts nothing weigh nothing"
+    "average, such as no target, and 0 ÷ 0 is NaN; give normalize= a function that counts what the loss is a mean "
+    "over, such as lightning_ga.counters.TargetTokens(): a part in which it counts nothing weighs nothing"
 )
 PER_CHUNK = (
     "BatchNorm layers in the submodules of whole= normalize by the statistics of each chunk, not of the whole batch; "

@@ -37,13 +37,13 @@ def measure(trainer: Any, batch: CutBatch, *, normalize: Any, begins: bool, in_s
     raised; other errors make the verdict ``"unmeasured"`` or ``"uncuttable"``.
     """
     if ranks.is_sharded(trainer):
-        return _unmeasured(trainer, _SHARDED)
+        return unmeasured(trainer, _SHARDED)
     precisions = (True, False) if _is_small(trainer) else (False,)
     for plain in precisions:  # with autocast if there is no memory for a plain pass
         found = _tried(trainer, lambda *_: batch, normalize, plain=plain, begins=begins, in_step=in_step)
         if found is not None:
             return found
-    return _unmeasured(trainer, f"memory ran out in the measurement, on {sum(batch.sizes)} samples")
+    return unmeasured(trainer, f"memory ran out in the measurement, on {sum(batch.sizes)} samples")
 
 
 def measure_at_start(
@@ -67,7 +67,7 @@ def measure_at_start(
     """
     refuse_lazy(trainer.lightning_module.parameters())
     if ranks.is_sharded(trainer):
-        return _unmeasured(trainer, _SHARDED)
+        return unmeasured(trainer, _SHARDED)
     plain = _is_small(trainer)
 
     def tried(size: int) -> Exactness | None:
@@ -78,7 +78,7 @@ def measure_at_start(
     most_at_first = batches.most if plain else most  # a small model may begin above its limit
     size = whole_multiples(min(max(SAMPLES, 3 * multiple), most_at_first), multiple)
     if size < 2:
-        return _unmeasured(trainer, "a micro-batch of one sample has no parts")
+        return unmeasured(trainer, "a micro-batch of one sample has no parts")
     found = tried(size)
     larger = whole_multiples(min(_MORE * size, most), multiple)
     while found is not None and not found.has_gradient and larger > size:
@@ -88,7 +88,7 @@ def measure_at_start(
     while found is None and size >= 4:  # memory has run out
         size = whole_multiples(size // 2, multiple)
         found = tried(size)
-    return found or _unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
+    return found or unmeasured(trainer, f"memory ran out in the measurement, on {size} samples")
 
 
 def _make_batch(
@@ -108,7 +108,8 @@ def _is_small(trainer: Any) -> bool:
     return bool(sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL)
 
 
-def _unmeasured(trainer: Any, reason: str) -> Exactness:
+def unmeasured(trainer: Any, reason: str) -> Exactness:
+    """Return the verdict that nothing was measured, and why."""
     return Exactness(None, rounding(trainer), "unmeasured", reason=reason)
 
 
@@ -129,7 +130,7 @@ def _tried(
         with passes_of(trainer, plain=plain, begins=begins, in_step=in_step) as passes:
             batch = make(passes, 0)
             if batch is None:
-                return _unmeasured(trainer, "the training data have no two samples that stay in one batch")
+                return unmeasured(trainer, "the training data have no two samples that stay in one batch")
             if chunked is not None:
                 return judge_chunks(passes, chunked, batch, tolerance)
             return Judgement(passes, batch, lambda: make(passes, 1) or batch, normalize, tolerance).verdict()
