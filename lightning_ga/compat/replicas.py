@@ -36,10 +36,6 @@ class ReplicaExchange:
             for module in self._modules:
                 module.set_requires_all_reduce(True, recurse=False)
 
-    def failed(self) -> str:
-        """Return why no window runs again."""
-        return "the strategy shards the model over ranks"
-
     def finish(self) -> None:
         """End a window, whose last pass has exchanged its gradients."""
 

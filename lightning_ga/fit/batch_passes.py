@@ -115,6 +115,7 @@ class BatchPasses(WholePasses):
         self._parts.values.begin_merging()
         samples_of_unit = batch_samples // sum(self.sizes)
         pieces = Pieces(self._trainer.fit_loop.epoch_loop._results)
+        result: Any = None  # of the last piece that has run
         for number, (piece, size, is_last) in enumerate(cut_in_pieces(self._cutter(), batch, self.sizes)):
             self._compiled.mark(tensors_in(piece), size)
             closure = of_piece(piece)
@@ -132,7 +133,7 @@ class BatchPasses(WholePasses):
             pieces.add(result.asdict() if result.loss is not None else None)
         self._finish_window()
         output = pieces.finish() or {}
-        return type(result)(output.pop("loss", None), output)  # the type that Lightning gave the last piece's
+        return type(result)(output.pop("loss", None), output)  # the type is Lightning's
 
     def _run_piece(self, closure: Any, samples_of_unit: int, *, zeroes: bool) -> Any:
         try:

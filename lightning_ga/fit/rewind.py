@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_ga.compat import advance, ranks
+from lightning_ga.compat.reduction import Exchange
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
@@ -185,6 +186,6 @@ class Rewinder:
         is_alone = self._trainer.world_size == 1 or not self._is_begun
         if not is_alone and ranks.collectives_run() != self._collectives:
             return messages.EXCHANGES
-        if self._exchange is None:
+        if not isinstance(self._exchange, Exchange):  # replicas of a sharded model run no window again
             return None
         return self._exchange.failed()

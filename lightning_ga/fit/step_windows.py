@@ -91,7 +91,7 @@ class StepWindows(CutWindows):
             self._parts.undo_at_end.enter_context(schedulers.due_by_recipe(self._trainer, self._span))
 
     def _span(self) -> WindowSpan:
-        """Return the batches before and after the window that ends; the loop counts the recipe's by itself."""
+        """Return the batches before and after the window that ends: the loop's are the recipe's."""
         return WindowSpan(self._source.recipe_factor, self._place.window_start, self._place.ready)
 
     def install(self, exchange: AnyExchange | None) -> None:
@@ -150,8 +150,9 @@ class StepWindows(CutWindows):
     @property
     def uncut(self) -> int:
         """The samples of a batch that is on its way to the step, which will cut it; 0 otherwise."""
-        is_on_its_way = len(self.batches) > 0 and not self._passes.sizes
-        return self.planner.batch_size if is_on_its_way else 0
+        has_fetched = len(self.batches) > 0
+        has_cut = len(self._passes.sizes) > 0  # the batch that was fetched last
+        return self.planner.batch_size if has_fetched and not has_cut else 0
 
     @property
     def largest_pass(self) -> int:

@@ -33,8 +33,9 @@ from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
 PERTURBATION = 1e-2  # how far weights are moved: even a teacher of momentum 0.9999 then changes by more than rounding
 _SMALL = 2**16  # elements of a tensor that gets noise
 _LONGEST = 1000  # longer containers are data: only their length is compared
-_DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")  # in names of layers and of rates
-_RATES = ("p", "prob", "rate", "drop_prob")  # names of rates in such layers
+_DROPPING = "dropout|droppath|dropblock|stochasticdepth|layerdrop"  # in names of layers that drop values
+_RATES_OF_DROPPING = ("p", "prob", "rate", "drop_prob")  # attributes of such layers
+_RATES = "dropout|layerdrop"  # in names of attributes of any layer
 _FUNCTIONS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _SINGLE = 1e-4  # single precision, in which losses may be computed whatever the weights are
 _ROUNDING = {torch.float64: 1e-6, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -96,8 +97,8 @@ class Passes:
         for number, batch in enumerate(batches):
             if number > 0:
                 self._begin_pass(seed)
-            begins = not self._in_step or number == 0
-            ends = not self._in_step or number == len(batches) - 1
+            begins = number == 0 or not self._in_step  # in the step, these are pieces of one batch of the loop
+            ends = number == len(batches) - 1 or not self._in_step
             run_pass(self.trainer, copied_if_possible(batch), PassPlace(begins=begins, ends=ends))
             with uncounted():
                 gradients.append([self._gradient(parameter) for parameter in self._trained])
@@ -244,8 +245,10 @@ def _stop_dropping(module: Module) -> None:
 
 def _is_rate(layer: type, name: str) -> bool:
     """Return whether an attribute of such layers is the share of values that they drop."""
-    drops = re.search("|".join(_DROPS), layer.__name__.lower())
-    return bool(re.search("dropout|layerdrop", name) or (drops and name in _RATES))
+    if re.search(_RATES, name):
+        return True
+    is_dropping = re.search(_DROPPING, layer.__name__.lower()) is not None
+    return is_dropping and name in _RATES_OF_DROPPING
 
 
 @contextmanager
