@@ -94,9 +94,7 @@ class Rewinder:
                     raise
                 was_kept = len(self._windows.batches) > batches_before
                 has_batches = was_kept or not self._windows.in_step  # in the loader they are read again by index
-                if not self._can_begin_again(has_batches=has_batches):
-                    self._explain(error)
-                    raise
+                self._raise_if_final(error, has_batches=has_batches)
                 failure = error
             release(failure)
             self._go_back(failure)
@@ -140,24 +138,26 @@ class Rewinder:
         self._windows.plan_again()
         return True
 
-    def _can_begin_again(self, *, has_batches: bool) -> bool:
-        """Return whether the window can begin again, if it ``has_batches``: all that were fetched can be had again."""
-        if self._savepoint is None or self._place.skips_backward:
-            return False
-        if not self._is_begun:  # a member has failed; or a resumed run has started within a window: nothing is kept
-            return self._place.begins_window
-        return has_batches and not self._is_updating
+    def _raise_if_final(self, error: Exception, *, has_batches: bool) -> None:
+        """Raise the error, and say why, if the window cannot begin again.
 
-    def _explain(self, error: Exception) -> None:
-        """Add to an out-of-memory error why it ends the run; raise another if ranks wait for each other."""
-        if not is_out_of_memory(error):
-            return
-        if self._refusal is not None:
+        It ``has_batches`` if all that were fetched of it can be had again.
+        """
+        is_certain = is_out_of_memory(error)  # nothing is said of an error that may mean something else
+        if self._refusal is not None and is_certain:
             raise messages.out_of_memory(self._trainer, "training", messages.OTHERS_WAIT, self._refusal) from error
-        was_undoable = self._savepoint is not None and self._is_begun and not self._place.skips_backward
-        if was_undoable:
+        if self._savepoint is None or self._place.skips_backward:
+            raise error
+        if not self._is_begun:
+            if self._place.begins_window:  # a member has failed
+                return
+            raise error  # a resumed run has started within a window, of which nothing is kept
+        if has_batches and not self._is_updating:
+            return
+        if is_certain:
             sentence = messages.IN_THE_UPDATE if self._is_updating else messages.IN_THE_LOADER
             error.add_note(sentence.format(memory=describe_memory(self._trainer.strategy.root_device)))
+        raise error
 
     def _go_back(self, failure: Exception) -> None:
         """Begin the window again with a remedy; raise an error if there is none, or the window cannot be undone."""

@@ -32,8 +32,9 @@ _RANDOM = (
 )
 NOTHING_TO_AVERAGE = (
     "a part of a batch has a gradient that is infinite or NaN, and the whole batch has not: the part has nothing to "
-    "average, such as no target, and 0 ÷ 0 is NaN; give normalize= a function that counts what the loss is a mean "
-    "over, such as lightning_ga.counters.TargetTokens(): a part in which it counts nothing weighs nothing"
+    "average, such as no target, and 0 ÷ 0 is NaN, or one sample, which has no variance; give normalize= a function "
+    "that counts what the loss is a mean over, such as lightning_ga.counters.TargetTokens(): parts in which it counts "
+    "nothing weigh nothing; or let the loss treat samples by themselves"
 )
 PER_CHUNK = (
     "BatchNorm layers in the submodules of whole= normalize by the statistics of each chunk, not of the whole batch; "
@@ -121,7 +122,7 @@ class Judgement:
         if is_exact:
             return self._exactness("exact", found)
         if not found.error < math.inf:
-            return self._exactness("weighted", reason=NOTHING_TO_AVERAGE)
+            return self._exactness("coupled", reason=NOTHING_TO_AVERAGE)
         return self._named(whole, found)
 
     def _as_trained(self, gradients: Sequence[Gradient], first: int = 0) -> list[Gradient]:

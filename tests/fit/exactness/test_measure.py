@@ -281,7 +281,7 @@ def out_of_memory(module: Any, batch: dict[str, Tensor]) -> Tensor:
         (lambda m, b: 0 * cross_entropy(m, b), "unmeasured", "its gradient is zero"),
         (lambda m, b: torch.nan * cross_entropy(m, b), "unmeasured", "its gradient is nan"),
         (lambda m, b: 1e200 * cross_entropy(m, b), "unmeasured", "its gradient is inf"),
-        (of_few(torch.nan), "weighted", "a part of a batch has a gradient that is infinite or NaN"),  # of pairs, say
+        (of_few(torch.nan), "coupled", "a part of a batch has a gradient that is infinite or NaN"),  # of pairs, say
         (of_few(ValueError("too few")), "unmeasured", "ended in ValueError: too few"),
         (out_of_memory, "unmeasured", "memory ran out in the measurement, on 7 samples"),
     ],
@@ -318,12 +318,11 @@ def test_a_part_without_items_counts_as_in_training(kept: range) -> None:
 
 @pytest.mark.parametrize("layers", [[], [nn.BatchNorm1d(6, dtype=torch.float64)]])
 def test_a_part_without_items_that_nobody_counts_is_told(layers: list[nn.Module]) -> None:
-    """Its mean is 0 ÷ 0, which does not say that the loss compares samples with each other."""
+    """Its mean is 0 ÷ 0, which is said in place of a number, and before anything else."""
     mask = torch.tensor([1.0, 1, 0, 0, 0, 0, 0])
     found = verdict_on(Module(masked_mean, *layers), cut(batch_of(mask=mask)))
-    assert found.cause == "weighted"
-    assert "nothing to average, such as no target, and 0 ÷ 0 is NaN; give normalize= a function" in str(found)
-    assert "nan:" not in str(found)
+    assert str(found).startswith("a part of a batch has a gradient that is infinite or NaN")
+    assert "nothing to average, such as no target, and 0 ÷ 0 is NaN" in str(found)
 
 
 def test_batch_norm_does_not_make_a_part_without_items_coupled() -> None:
