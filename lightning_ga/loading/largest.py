@@ -15,7 +15,8 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from lightning_ga.batch.layout import elements, leaves
-from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
+from lightning_ga.loading.known_samples import KnownSamples
+from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE
 from lightning_ga.memory.live_tensors import uncounted
 
 SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
@@ -33,21 +34,21 @@ class Largest:
         self._collated: _Kept | None = None  # those of the scanned that batches are made of, once they were asked for
         self._kept = _Kept(text=known.has_own_collate)
         with uncounted():  # samples lie on the host
-            self._kept.see(known.first)
-        self.seen = len(known.first)  # samples that were scanned
-        self.total = len(known.indices)
+            self._kept.see(known.reader.first)
+        self.seen = len(known.reader.first)  # samples that were scanned
+        self.total = len(known.reader.indices)
         self.complete = self._kept.uniform or self.seen == self.total  # whether nothing is left to look for
 
     def look_further(self) -> None:
         """Scan the other samples, too, as far as there is time, unless the first have one size or reading is slow."""
         known = self._known
-        if self.complete or known.seconds_each * LEAST_LOOK > LOOK_SECONDS:
+        if self.complete or known.reader.seconds_each * LEAST_LOOK > LOOK_SECONDS:
             return
         self._collated = None
         started = time.monotonic()
-        rest = BatchSampler(islice(known.order(), self.seen, None), SAMPLES_AT_ONCE, drop_last=False)
+        rest = BatchSampler(islice(known.reader.order(), self.seen, None), SAMPLES_AT_ONCE, drop_last=False)
         scan = partial(_scan, _Kept(text=self._kept.text))
-        with uncounted(), known.fetched(rest, scan, workers=known.loader.num_workers) as reports:
+        with uncounted(), known.reader.fetched(rest, scan, workers=known.loader.num_workers) as reports:
             for count, newcomers in reports:
                 self.seen += count
                 self._kept.see(newcomers)
@@ -79,7 +80,7 @@ class Largest:
         if not known.has_own_collate:
             return self._kept
         _, by_weight = self._kept.orders()
-        for samples in (by_weight, known.first):
+        for samples in (by_weight, known.reader.first):
             left = _Kept(text=self._kept.text)
             if left.see(filter(self._adds_to_batches, samples)):
                 return left

@@ -11,15 +11,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.loading.orders import FromSampler, Order, Sequential, Shuffled
 from lightning_ga.loading.sampler import WindowBatchSampler
 
 
-def _of_the_only_rank(number: int) -> int:
-    return number
+def _of_the_only_rank(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class SourceSettings:
     may_shuffle: bool = True  # false if the trainer asks for the order of the dataset (``overfit_batches``)
     must_shuffle: bool = False  # whether it shuffles whatever the loader says, as it does on several ranks
     epoch: int = 0  # that the data are set up in
-    of_first_rank: Callable[[int], int] = _of_the_only_rank  # returns the first rank's number; all ranks call it
+    of_first_rank: Callable[[Any], Any] = _of_the_only_rank  # returns the first rank's value; all ranks call it
 
 
 def length_of(data: Any) -> int | None:
@@ -50,6 +57,16 @@ def collates(loader: Any) -> bool:
     """Return whether a loader makes its batches of samples as torch's own does."""
     is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     return is_plain and loader.batch_sampler is not None
+
+
+def finishes_batches(loader: "DataLoader[Any]") -> bool:
+    """Return whether a loader may finish its batches after they were collated."""
+    return type(loader)._get_iterator is not DataLoader._get_iterator
+
+
+def has_own_collate(loader: Any) -> bool:
+    """Return whether collating may drop samples, or make tensors of text: torch's own function does not."""
+    return loader.collate_fn is not default_collate
 
 
 def collates_by_index(loader: Any) -> bool:

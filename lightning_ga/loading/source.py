@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.known_samples import WHY_IN_STEP, KnownSamples
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.orders import FromSampler, Order, Sequential
 from lightning_ga.loading.rebatch import SourceSettings, copy_loader, read_order, rebatch, why_in_step
 from lightning_ga.loading.sample_sizes import SampleSizes, SizeOf
@@ -37,7 +37,7 @@ def read_source(
     if order is not None:
         source = LoaderSource(loader, order, settings, size_of)
         # Reading may be too slow on a rank to see it there.
-        why = WHY_IN_STEP[settings.of_first_rank(source.samples.why_in_step(source.recipe.batch_size))]
+        why = settings.of_first_rank(source.samples.why_in_step(source.recipe.batch_size))
         if not why:
             return source
     why = why or "an order of samples of its own on each rank"

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.loading import known_samples, largest
+from lightning_ga.loading import largest, sample_reader
 
 SIZE = 300
 APART = 66  # samples that may be read apart
@@ -357,9 +357,9 @@ def test_slow_samples_are_read_for_one_more_batch_at_most(
     in advance.
     """
     data = Slow()
-    for module in (known_samples, largest):
+    for module in (sample_reader, largest):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=data.clock))
-    monkeypatch.setattr(known_samples, "FIRST_SECONDS", 0.15)
+    monkeypatch.setattr(sample_reader, "FIRST_SECONDS", 0.15)
     monkeypatch.setattr(largest, "LOOK_SECONDS", 5.0)
     module = Pooled(data)
     loader = DataLoader(data, 8, collate_fn=padded, num_workers=workers)
