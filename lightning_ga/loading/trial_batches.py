@@ -26,7 +26,7 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt
 from lightning_ga.plan.accumulation import ceil_div, split_evenly, whole_multiples
 from lightning_ga.snapshot.copies import copied_if_possible
-from lightning_ga.snapshot.random_numbers import RandomState
+from lightning_ga.snapshot.untouched import untouched
 
 Move = Callable[[Any], Any]
 _FEW_NUMBERS = 2**14  # of a tensor: larger ones are data
@@ -62,13 +62,9 @@ class BatchCutter:
         return self._layout(batch).samples(batch)
 
     def count_moved(self, batch: Any) -> int:
-        """Return the samples of a batch that is not moved yet; hooks of the transfer may draw random numbers."""
-        state = RandomState()
-        try:
-            with uncounted():
-                return self.count(self._transfer.to_device(copied_if_possible(batch)))
-        finally:
-            state.restore()
+        """Return the samples of a batch that is not moved yet."""
+        with uncounted(), untouched(*self._transfer.owners):
+            return self.count(self._transfer.to_device(copied_if_possible(batch)))
 
     def count_left(self, batch: Any) -> int | None:
         """Return how many samples the collate function has left in a batch; ``None`` if that is not known.
@@ -126,10 +122,9 @@ class BatchCutter:
         if not any(each.takes_only_some(FAR_MORE) for each in self._known):
             larger.append(FAR_MORE)
         comparison = Comparison(self._batch, len(examples), max(map(len, examples)), larger)
-        state = RandomState()  # hooks of the transfer may draw
         read = read_layout if hook is None else partial(read_hook_layout, hook)
-        outcome = attempt(read, anything_but_out_of_memory, comparison)
-        state.restore()
+        with untouched(*self._transfer.owners):
+            outcome = attempt(read, anything_but_out_of_memory, comparison)
         if outcome.failure is None or _is_of_layout(outcome.failure):
             return outcome.result or str(outcome.failure)  # the error itself would keep batches alive
         return (

@@ -92,14 +92,13 @@ def is_written_file(thing: Any) -> bool:
 
 
 @contextmanager
-def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
+def untouched(*owners: object, seed: int = 0) -> Iterator[None]:
     """Return a context in which samples may be read or collated, their random numbers drawn from a seed.
 
-    Attributes, small containers, small arrays and positions in files of the object, and of what it holds, are put back
-    at its end.
+    Attributes, small containers, small arrays and positions in files of these objects, and of what they hold, are put
+    back at its end.
     """
-    found = reached_from(data)
-    with _put_back_after(found), seeded(seed, *found):
+    with put_back_after(*owners) as reached, seeded(seed, *reached):
         yield
 
 
@@ -114,19 +113,20 @@ def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
         lent = copy.deepcopy(thing, memo)
     except Exception:  # it may contain anything: open files, generators
         lent = thing
-    with _put_back_after(reached_from(thing, *shared)):
+    with put_back_after(thing, *shared):
         yield lent
 
 
 @contextmanager
-def _put_back_after(things: list[Any]) -> Iterator[None]:
-    """Return a context at whose end generators, files, small containers and small arrays among things are put back."""
+def put_back_after(*owners: object) -> Iterator[list[Any]]:
+    """Yield what these objects hold, and leave it as it was; see ``untouched``."""
+    things = reached_from(*owners)
     containers = _small(filter(_is_kept_container, things), len, _COPIED)
     with uncounted():  # they lie on the host
         states = copies_of([*containers, *generators_in(things), *filter(_is_kept_file, things)])
         arrays = copies_of(_small(filter(_is_kept_array, things), attrgetter("nbytes"), _ARRAYS))
     try:
-        yield
+        yield things
     finally:
         put_back(states)
         put_back(pair for pair in arrays if not same_values(*pair))  # memory may be read-only

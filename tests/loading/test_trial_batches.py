@@ -53,6 +53,7 @@ def states() -> list[Any]:
 class Plain:
     """Moves nothing."""
 
+    owners = ()
     split_batch = None
 
     def to_device(self, batch: Any) -> Any:
