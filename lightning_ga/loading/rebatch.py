@@ -145,10 +145,11 @@ def rebatch(
 
     ``fill`` gets what each iteration yields, and returns what the loop shall get.
 
-    Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept. ``iter`` draws a
-    seed for data workers. The loop's first call, before the limit is known, yields nothing and starts no worker, but
-    draws all the same. The next call draws that seed again, from ``unplanned_generator``; whoever iterates once more
-    before training puts that generator back.
+    Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept.
+
+    ``iter`` draws a seed for data workers, and must draw it once. The loop's first call, before the limit is known,
+    yields nothing, but draws all the same; ``before_unplanned`` is the generator as it was then, from which the next
+    call draws the same seed. Whoever iterates once more before training puts that generator back.
     """
     settings: dict[str, Any] = {"batch_sampler": sampler, "drop_last": False, "in_order": True}
     if not shuffle:  # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``
@@ -157,22 +158,20 @@ def rebatch(
     kind = type(loader)
 
     def begin(self: Any) -> Iterator[Any]:
-        own = self.generator
+        users_generator = self.generator
         if not sampler.enabled:
-            self.unplanned_generator = torch.Generator()
-            self.unplanned_generator.set_state((own or torch.default_generator).get_state())
-            torch.empty((), dtype=torch.int64).random_(generator=own)
+            self.before_unplanned = torch.Generator()
+            self.before_unplanned.set_state((users_generator or torch.default_generator).get_state())
+            torch.empty((), dtype=torch.int64).random_(generator=users_generator)
             return iter(())
-        self.generator = self.unplanned_generator or own
-        self.unplanned_generator = None
+        self.generator = self.before_unplanned or users_generator
+        self.before_unplanned = None
         try:
             return fill(kind.__iter__(self))
         finally:
-            self.generator = own
+            self.generator = users_generator
 
-    object.__setattr__(
-        copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin, "unplanned_generator": None})
-    )
+    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin, "before_unplanned": None}))
     return copied
 
 
