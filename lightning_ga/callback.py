@@ -177,7 +177,7 @@ class AutoAccumulate(Callback):
         self._started_fit.start()
         rank_zero_info(f"AutoAccumulate: {self._started_fit.summary()}")
         self._log_arguments(trainer)
-        self._started_fit.warn_at_start()
+        self._started_fit.verdict.warn()
 
     def _log_arguments(self, trainer: Any) -> None:
         plain = (int, float, str, type(None))
@@ -248,7 +248,7 @@ class AutoAccumulate(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Write the rates that schedulers have set into a checkpoint."""
         if self._running_fit is not None:
-            self._running_fit.save(checkpoint)
+            self._running_fit.rates.save(checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes get: the arguments, not the fit that is running."""

@@ -9,7 +9,6 @@ from math import inf
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.compat.logged_values import StepValues
 from lightning_ga.compat.loop_counters import LoopPlace
@@ -66,7 +65,7 @@ class Fit:
         self.search = LimitSearch(self.parts, options, self.data, lambda: self._rewinder.tensors_kept())
         self.verdict = Verdict(self.parts, options, self.data)
         self._left_out = LeftOut(self.parts, self.data)
-        self._rates = WindowRates(trainer, options.scale_lr, varies=request.varies)
+        self.rates = WindowRates(trainer, options.scale_lr, varies=request.varies)
         self.parts.undo_at_end.enter_context(self.data.intercepted(is_installed))
 
     @property
@@ -118,8 +117,8 @@ class Fit:
             members.append(exchange.begin_window)
         members.append(parts.shares.begin_window)  # last but the Rewinder's savepoint: a window's time begins here
         parts.undo_at_end.enter_context(parts.values.installed())
-        parts.undo_at_end.callback(self._rates.give_back)
-        parts.undo_at_end.enter_context(self._rates.unscaled_for_schedulers())
+        parts.undo_at_end.callback(self.rates.give_back)
+        parts.undo_at_end.enter_context(self.rates.unscaled_for_schedulers())
         if self._options.on_oom == "skip":
             parts.undo_at_end.enter_context(self._left_out.installed())
         parts.undo_at_end.enter_context(self._rewinder.guarding(members))
@@ -148,7 +147,7 @@ class Fit:
         plan = self.plan
         assert plan is not None, "windows begin once the data are set up"
         if not self.parts.progress.place.skips_backward:
-            self._rates.begin_window(plan.effective_batch_size, self.data.windows.planner.recipe.effective)
+            self.rates.begin_window(plan.effective_batch_size, self.data.windows.planner.recipe.effective)
 
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; ranks agree on limit and verdict.
@@ -184,7 +183,7 @@ class Fit:
             return
         self._rewinder.begin_update(optimizer)
         self.parts.gradients.close_window(optimizer)
-        self._rates.log_window()
+        self.rates.log_window()
         told_after_error = self._reporter.has_told_verdict
         if not told_after_error:  # this window may have been the first of several passes
             self.verdict.warn()
@@ -224,10 +223,6 @@ class Fit:
             self._reporter.events,
             self.data.windows.kept_order() if self.data.is_set_up else None,
         )
-
-    def save(self, checkpoint: dict[str, Any]) -> None:
-        """Write learning rates into a checkpoint as they would be without the callback."""
-        self._rates.save(checkpoint)
 
     def restore(self, state: RunState) -> None:
         """Continue at the position of a checkpoint."""
@@ -278,13 +273,6 @@ class Fit:
         if exactness is not None and exactness.cause not in ("exact", *INEXACT):
             found.append(f"exactness: {str(exactness).removesuffix('.')}")
         return f"{'; '.join(found)}."
-
-    def warn_at_start(self) -> None:
-        """Warn of inexact gradients, and of an effective batch larger than the data."""
-        self.verdict.warn()
-        advice = self.data.windows.planner.advice(self.parts.progress.place.epochs)
-        if advice:
-            rank_zero_warn(advice)
 
 
 def _found_by(probe: ProbeResult) -> str:

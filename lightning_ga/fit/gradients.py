@@ -131,10 +131,6 @@ class Gradients:
         self.passes += 1
         return self.passes == 1
 
-    def leave_out(self) -> None:
-        """Let the pass that runs weigh nothing, and the window be the mean over the others."""
-        self.weights.leave_out()
-
     def apply_weight(self, loss: torch.Tensor) -> None:
         """Multiply the backward pass that begins by its weight; at weight 0, make its gradients zero."""
         weight = self.weights.weight

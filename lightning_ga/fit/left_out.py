@@ -61,7 +61,7 @@ class LeftOut:
                 self._shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch))
             if index_in_window not in self._left_out:
                 return step(batch, *others)
-            self._gradients.leave_out()
+            self._gradients.weights.leave_out()
             return _nothing(module)
 
         with shadowed(module, "training_step", training_step):

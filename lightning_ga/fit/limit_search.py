@@ -170,13 +170,13 @@ class LimitSearch:
         place = self._parts.progress.place
         if self._is_wanted_at_once:
             return planner.useful_limit(place.epochs)
-        high = planner.useful_limit(place.epochs[:1])
+        of_epoch = planner.useful_limit(place.epochs[:1])
         position = self._parts.progress.position_in(place.epoch)
         steps = position.steps_before + position.windows_done
         asked = self._parts.request.count_at(place.epoch, step=steps, samples=position.samples_seen)
-        if asked is not None:
-            high = min(high, ceil_div(asked, planner.recipe.world_size))
-        return high
+        if asked is None:
+            return of_epoch
+        return min(of_epoch, ceil_div(asked, planner.recipe.world_size))
 
     def _setup(self, *, begins: bool) -> TrainingSetup:
         """Return the training as trial steps run it."""

@@ -5,6 +5,8 @@ Tested in tests/integration/test_schedules.py and tests/differential/test_differ
 
 from dataclasses import dataclass
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_ga.fit.parts import FitParts
 from lightning_ga.loading.source import LoaderSource
 from lightning_ga.plan.accumulation import AccumulationPlan, ceil_div, plan_accumulation
@@ -94,16 +96,15 @@ class LoaderPlanner:
         growth = self._parts.request.growth(self._micro_batch_at_start, self.recipe.world_size, steps, samples)
         return growth or constant(self.effective(epoch))
 
-    def advice(self, epochs: range) -> str:
-        """Say that an effective batch is larger than the data."""
+    def warn_of_large_batch(self, epochs: range) -> None:
+        """Warn if an effective batch is larger than the data."""
         asked = max((self._parts.request.asked_effective(epoch) or 0 for epoch in epochs), default=0)
         total = self.source.epoch(epochs.start).samples
-        if asked <= total:
-            return ""
-        return (
-            f"The effective batch of {asked:,} samples is above the {total:,} of an epoch: it is a single "
-            "optimizer step over all of them, and a larger batch changes nothing."
-        )
+        if asked > total:
+            rank_zero_warn(
+                f"The effective batch of {asked:,} samples is above the {total:,} of an epoch: it is a single "
+                "optimizer step over all of them, and a larger batch changes nothing."
+            )
 
     # --- plans ---------------------------------------------------------------------------------
 

@@ -194,6 +194,7 @@ class LoaderWindows(CutWindows):
         self._first = None
         if self._iterates_for != self._iterator_inputs():
             self._iterate()
+        self.planner.warn_of_large_batch(self._place.epochs)
 
     # --- windows -------------------------------------------------------------------------------
 

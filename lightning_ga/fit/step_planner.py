@@ -99,10 +99,6 @@ class StepPlanner:
             "with batch_size=…."
         )
 
-    def advice(self, epochs: range) -> str:
-        """Return nothing: a window is a number of batches."""
-        return ""
-
     # --- plans ---------------------------------------------------------------------------------
 
     @property

@@ -85,11 +85,12 @@ class Verdict:
     def _measure_batch(self, batch: Any) -> tuple[Exactness, int]:
         """Measure on a batch of training; return what was found, and on how many samples."""
         cutter = self._data.cutter()
+        most = 0
         try:
             most = min(cutter.count(batch), self._parts.limit.samples)
             halves = cutter.halves(batch, most, self._parts.request.multiple)
         except LayoutError as error:
-            return unmeasured(self._trainer, str(error)), 0
+            return unmeasured(self._trainer, str(error)), most
         if halves is None:
             return unmeasured(self._trainer, "a micro-batch of one sample has no parts"), most
         in_step = self._data.windows.in_step
