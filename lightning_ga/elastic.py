@@ -142,7 +142,7 @@ class CheckpointEvery(Callback):
         is_step = not self._is_time and self._step // self._every > self._saved_step // self._every
         self._all_end = any_rank(trainer, self._ends)
         self._is_due = self._is_due or is_step or any_rank(trainer, is_time) or self._all_end
-        if self._is_due and not any(fit.windows.in_step for fit in fits_of(trainer)):
+        if self._is_due and not any(fit.data.windows.in_step for fit in fits_of(trainer)):
             self.save(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
