@@ -30,9 +30,10 @@ class KnownSamples:
         self._shown: ShownSamples | None = None
 
     def with_shown_batch(self) -> Any:
-        """Return a copy of the loader whose first batch shows its samples; the loader itself if they are known.
+        """Return a copy of the loader whose first batch shows its samples, or the loader itself.
 
-        So is one that makes no batches of samples, or batches that show as much themselves.
+        It is returned itself if samples are known already, if it makes no batches of samples, and with torch's own
+        collate function, whose batches show their samples.
         """
         loader = self.loader
         if not collates(loader) or finishes_batches(loader) or not self.has_own_collate or self.reader.first:
@@ -85,7 +86,7 @@ class KnownSamples:
     def _few_read(self) -> list[Any]:
         return _one_of_each_first(self._by_shapes(self.reader.first))[:_FEW]
 
-    # What follows is asked for once there are a few, and does not change then.
+    # What follows is cached, and so it must not be asked for while ``_few`` is empty.
 
     @cached_property
     def _kept(self) -> list[Any]:
@@ -140,10 +141,11 @@ class KnownSamples:
             return True
         count = len(self._kept)
         makes_batch = self.elements_of(self._kept, count) > 0
-        return makes_batch or self.elements_of(self._kept[:1], count) == 0
+        fails_for_equal_ones = self.elements_of(self._kept[:1], count) == 0  # then shapes are not the reason
+        return makes_batch or fails_for_equal_ones
 
     def takes_only_some(self, count: int) -> bool:
-        """Return whether a batch of so many samples was seen to have less of each than batches of few."""
+        """Return whether a batch of so many samples was seen to have fewer elements than batches of few predict."""
         if not self.has_own_collate or not self.examples:
             return False
         found, of_all = self._seen_and_expected(count)

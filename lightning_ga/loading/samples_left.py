@@ -27,7 +27,7 @@ class SamplesLeft:
             if cutter.were_seen_dropped:
                 self._warn(planned, "a number that cannot be counted")
             return planned
-        if left > planned > 0:  # if none are planned, there is one to run a pass on
+        if left > planned > 0:  # a micro-batch that is planned with none runs one, weighed 0
             self._warn(planned, str(left))
         return min(left, planned)
 
