@@ -27,11 +27,10 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, retry_once
-from lightning_ga.snapshot.copies import by_id, copies_of, is_writable, put_back
+from lightning_ga.snapshot.copies import CONTAINERS, by_id, copies_of, is_writable, put_back
 from lightning_ga.snapshot.random_numbers import GENERATORS, RandomState, generators_of
 
 _TABLES = vars(Module()).keys() - {"training"}  # of tensors, children and hooks: no deep copies
-_CONTAINERS = (dict, list, set, deque)
 _LONGEST = 1000  # longer containers are data: their contents are not copied
 _FIXED = (
     *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, inspect.Signature),
@@ -133,7 +132,7 @@ def contained(value: Any, seen: set[int]) -> Iterator[Any]:
     if id(value) in seen or isinstance(value, Parameter):
         return
     seen.add(id(value))
-    if isinstance(value, (Tensor, *_CONTAINERS, *GENERATORS)):
+    if isinstance(value, (Tensor, *CONTAINERS, *GENERATORS)):
         yield value
     if isinstance(value, dict):
         value = [*value.values()]
@@ -164,7 +163,7 @@ class SwappedAttributes:
             is_wrapper = type(module).__module__.startswith(("torch._dynamo", "torch.nn.parallel", "torch.distributed"))
             if not is_wrapper:
                 self._swap(own, own.keys() - _TABLES)
-            tables = [own[name] for name in own.keys() & _TABLES if isinstance(own[name], _CONTAINERS)]
+            tables = [own[name] for name in own.keys() & _TABLES if isinstance(own[name], CONTAINERS)]
             self._complete += copies_of([own, *tables])
 
     def add(self, owner: object, *names: str, copied: bool = True) -> None:
@@ -197,7 +196,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return memo.get(id(value), value)
     is_long = not isinstance(value, (Tensor, np.ndarray)) and length_hint(value) > _LONGEST  # so that it is data
     if is_long:
-        return copy.copy(value) if isinstance(value, _CONTAINERS) else value
+        return copy.copy(value) if isinstance(value, CONTAINERS) else value
     known = len(memo)
     try:
         return copy.deepcopy(value, memo)
