@@ -1,7 +1,8 @@
 """Copy tensors, metrics and containers; see by versions or sums of bits what has changed; edit gradients in place."""
 
+import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy as shallow_copy
 from copy import deepcopy
 from operator import is_
@@ -109,6 +110,26 @@ def _sum_of_bits(tensor: Tensor) -> Tensor | None:
 def by_id(things: Iterable[Any]) -> dict[int, Any]:
     """Return things, each once, by their ids."""
     return {id(thing): thing for thing in things}
+
+
+def everything_in(
+    value: Any, opened: Callable[[Any], Any], seen: set[int], *, longest: float = math.inf
+) -> Iterator[Any]:
+    """Yield a value and what it contains at any depth, each once.
+
+    ``opened`` returns the attributes of an object that is looked into, and anything else as it is. Containers of more
+    than ``longest`` entries are data, which is not looked into.
+    """
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    value = opened(value)
+    yield value
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple, deque)) and len(value) <= longest:
+        for inner in value:
+            yield from everything_in(inner, opened, seen, longest=longest)
 
 
 def copies_of(things: Iterable[Any]) -> list[tuple[Any, Any]]:

@@ -60,10 +60,12 @@ def reached_from(*things: Any) -> list[Any]:
 
 def _contents(thing: Any) -> Iterable[Any]:
     """Return what a container or function holds, or the dictionary of an object's attributes."""
+    if isinstance(thing, (dict, list, tuple, set, deque)) and len(thing) >= _LISTED:
+        return ()
     if isinstance(thing, dict):
-        return [*thing.values()] if len(thing) < _LISTED else ()
+        return [*thing.values()]
     if isinstance(thing, (list, tuple, set, deque)):
-        return [*thing] if len(thing) < _LISTED else ()
+        return [*thing]
     if isinstance(thing, partial):
         return thing.func, thing.args, thing.keywords
     if isinstance(thing, MethodType) and isinstance(thing.__func__, FunctionType):
@@ -143,8 +145,10 @@ def seeded(seed: int, *holders: object, epoch: int = 0) -> Iterator[None]:
     before = RandomState(own)
     try:
         for generator in own:
-            own_seed = generator.initial_seed() + epoch if isinstance(generator, torch.Generator) else seed
-            seed_generator(generator, own_seed)
+            if isinstance(generator, torch.Generator):
+                seed_generator(generator, generator.initial_seed() + epoch)
+            else:
+                seed_generator(generator, seed)
         reseed(seed)
         yield
     finally:
