@@ -183,11 +183,11 @@ class Prober:
             self._tried.append(warm.trial)
             search.record(warm)
         while True:
-            size, record = search.propose()
-            size = self._training.useful(self._training.smallest(size), search.limit)
+            proposal = search.propose()
+            size = self._training.useful(self._training.smallest(proposal.size), search.limit)
             if size <= search.limit or size >= search.ceiling:  # nothing is left to try
                 break
-            step = self._trials.run(size, record=record)
+            step = self._trials.run(size, record=proposal.record)
             self._tried.append(step.trial)
             search.record(step)
         limit = search.limit

@@ -10,6 +10,7 @@ there the search ends when at most one sample in a hundred could be gained, or a
 """
 
 from math import isqrt, sqrt
+from typing import NamedTuple
 
 from lightning_ga.plan.records import Method
 from lightning_ga.probe.curve import Curve, Step, fit_curve
@@ -23,6 +24,13 @@ MOST_TRIALS = 12  # if sizes are not exact
 HOLE_RESERVE = 0.005  # share of the budget that a first trial near it leaves to holes, if there is no margin
 WORTH_RECORDING = 0.03  # a step is recorded if sizes larger by this share might still fit
 WORTH_A_STEP = 1.05  # times the largest step: if nothing can be predicted, a smaller growth ends the search
+
+
+class Proposal(NamedTuple):
+    """A step to try."""
+
+    size: int
+    record: bool = False  # one that is not recorded is not disturbed by that
 
 
 class Search:
@@ -59,32 +67,24 @@ class Search:
         fitting = [step for step in self._steps if step.trial.fits]
         return sorted(fitting, key=lambda step: step.samples)
 
-    def propose(self) -> tuple[int, bool]:
-        """Return the next size to try, below ``ceiling``, or ``limit`` at the end; and whether to record the step.
-
-        A step that is not recorded is not disturbed by that.
-        """
-        is_first = len(self._fitting) < len(self._sizes)
-        size, is_unsure = self._next()
-        return size, is_unsure or is_first or self.task.is_cautious
-
-    def _next(self) -> tuple[int, bool]:
-        """Return the next size to try, and whether much more might fit."""
+    def propose(self) -> Proposal:
+        """Return the next step to try, of a size below ``ceiling``; one of ``limit`` samples if nothing is left."""
         limit = self.limit
         if limit + 1 >= self.ceiling:
-            return limit, False
+            return Proposal(limit)
+        needs_traces = len(self._fitting) < len(self._sizes) or self.task.is_cautious
         for size in self._sizes:
             if limit < size < self.ceiling:
-                return size, False
+                return Proposal(size, needs_traces)
         if self.task.is_cautious:
-            return self._approach(), False
+            return Proposal(self._approach(), needs_traces)
         guess = self._guess()
         if self.task.rounding > 1 and self._is_enough(guess):
-            return limit, False
-        is_unsure = self._may_be_more(guess)
+            return Proposal(limit)
+        record = needs_traces or self._may_be_more(guess)
         if guess <= limit and not self._is_proven():
             guess = limit + 1
-        return guess, is_unsure
+        return Proposal(guess, record)
 
     def _guess(self) -> int:
         """Guess the limit from the predicted curve and from the trials that contradict it."""
