@@ -5,6 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy as shallow_copy
 from copy import deepcopy
+from io import IOBase
 from operator import is_
 from typing import Any
 
@@ -133,7 +134,10 @@ def everything_in(
 
 
 def copies_of(things: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return things, each with its copy: a tensor's values, the state of a generator, a shallow copy of a container."""
+    """Return things, each with its copy: a tensor's values, the state of a generator, the place in a file.
+
+    Of a container it is a shallow copy.
+    """
     return [(thing, _copy_of(thing)) for thing in things]
 
 
@@ -143,6 +147,8 @@ def _copy_of(thing: Any) -> Any:
     if isinstance(thing, Tensor):
         with torch._C.DisableTorchFunctionSubclass():  # a copy needs nothing of a class of the user's own
             return thing.detach().clone()
+    if isinstance(thing, IOBase):
+        return thing.tell()
     return generator_state(thing)
 
 
@@ -157,6 +163,8 @@ def put_back(copies: Iterable[tuple[Any, Any]]) -> None:
                 thing.data.copy_(kept)
         elif isinstance(thing, np.ndarray):
             thing[...] = kept
+        elif isinstance(thing, IOBase):
+            thing.seek(kept)
         else:
             restore_generator(thing, kept)
 
