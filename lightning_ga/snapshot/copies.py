@@ -138,7 +138,8 @@ def copies_of(things: Iterable[Any]) -> list[tuple[Any, Any]]:
 
     Of a container it is a shallow copy.
     """
-    return [(thing, _copy_of(thing)) for thing in things]
+    originals = list(things)
+    return list(zip(originals, map(_copy_of, originals)))
 
 
 def _copy_of(thing: Any) -> Any:

@@ -131,7 +131,9 @@ def put_back_after(*owners: object) -> Iterator[list[Any]]:
         yield things
     finally:
         put_back(states)
-        put_back(pair for pair in arrays if not same_values(*pair))  # memory may be read-only
+        for array, kept in arrays:
+            if not same_values(array, kept):  # memory may be read-only
+                put_back([(array, kept)])
 
 
 def _small(things: Iterable[Any], size_of: Callable[[Any], int], most: int) -> Iterator[Any]:
