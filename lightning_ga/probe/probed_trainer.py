@@ -78,6 +78,7 @@ class ProbedTrainer(ProbedTraining):
         self._restore = restore
         self.announce = announce
         self._gradients: dict[Tensor, int | None] = {}  # of a window: parameters, and rows of sparse gradients
+        self._assumed: list[Tensor] = []  # parameters with a gradient as long as no step has shown which have one
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
 
@@ -142,14 +143,15 @@ class ProbedTrainer(ProbedTraining):
 
     @contextmanager
     def _noting_reached(self) -> Iterator[None]:
-        """Return a context for a step, after which it is known whether this has added to all gradients."""
+        """Return a context for a step, after which it is known whether all gradients are there that were assumed."""
         reached = set[Tensor]()
         hooks = []
-        for parameter in self._gradients:
+        for parameter in self._assumed:
             hooks.append(parameter.register_post_accumulate_grad_hook(reached.add))  # type: ignore[no-untyped-call]
         try:
             yield
-            self.reached_all = reached >= self._gradients.keys()
+            self.reached_all = reached.issuperset(self._assumed)
+            self._assumed = []
         finally:
             for hook in hooks:
                 hook.remove()
@@ -273,7 +275,8 @@ class ProbedTrainer(ProbedTraining):
             if not self._gradients and (not self.reached_all or sparse_parameters(module)):
                 self.see_gradients()
             elif not self._gradients:
-                self._gradients = dict.fromkeys(self._trained())
+                self._assumed = self._trained()
+                self._gradients = dict.fromkeys(self._assumed)
             self.reset()
             narrow(module.parameters())
             for optimizer in self.trainer.optimizers:
