@@ -4,7 +4,7 @@ Tested in tests/memory/test_live_tensors.py and tests/integration/test_peak_hold
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -72,12 +72,11 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
         recording = self._recording
         assert recording is not None, "a step is recorded from start() on"
         resident: Counter[str] = Counter()
-        for storage, kind in {**recording.kinds, **self._owned()}.items():
-            held = self._held.get(storage)
-            if held is not None and held.counts:
-                self._name_storage(recording, held, kind)
-                if held.recording is not recording:
-                    resident[kind] += held.bytes
+        kinds = {**recording.kinds, **self._owned()}
+        for held in self._counted(kinds):
+            self._name_storage(recording, held, kinds[held.key])
+            if held.recording is not recording:
+                resident[kinds[held.key]] += held.bytes
         self._recording = None
         trace = replace(recording.stream.trace(samples, recording.marks), sums=tuple(recording.sums))
         return trace, StepOrigins(recording.origins, resident, complete)
@@ -93,10 +92,15 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
         return kinds
 
     def _name(self, recording: Recording, tensors: Iterable[Tensor], kind: str) -> None:
-        for storage in addresses(tensors):
+        for held in self._counted(addresses(tensors)):
+            self._name_storage(recording, held, kind)
+
+    def _counted(self, storages: Iterable[int]) -> Iterator[HeldStorage]:
+        """Yield those storages that are known and counted, by their addresses."""
+        for storage in storages:
             held = self._held.get(storage)
             if held is not None and held.counts:
-                self._name_storage(recording, held, kind)
+                yield held
 
     def _name_storage(self, recording: Recording, held: HeldStorage, kind: str) -> None:
         if held.recording is not recording:
@@ -121,11 +125,8 @@ class StepRecorder(LiveTensorMeter):  # type: ignore[no-untyped-call]
 
     def _note_sum(self, recording: Recording, gradient: Tensor, total: Tensor) -> None:
         """Note the storages of a gradient and of its sum with another, both of this step."""
-        numbers = []
-        for storage in addresses((gradient, total)):
-            held = self._held.get(storage)
-            if held is not None and held.recording is recording:
-                numbers.append(held.number)
+        both = self._counted(addresses((gradient, total)))
+        numbers = [held.number for held in both if held.recording is recording]
         if len(numbers) == 2:
             recording.sums.append((numbers[0], numbers[1]))
 

@@ -7,7 +7,8 @@ that a step changes is put back (``compat.steps.isolated``).
 Tested in tests/integration/test_probe.py and tests/integration/test_traceless.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -77,6 +78,7 @@ class ProbedTrainer(ProbedTraining):
         self._restore = restore
         self.announce = announce
         self._gradients: dict[Tensor, int | None] = {}  # of a window: parameters, and rows of sparse gradients
+        self._assumed: list[Tensor] = []  # parameters with a gradient as long as no step has shown which have one
         self._recomputed: tuple[str, ...] = ()  # in steps
         self._steps = count(1)
 
@@ -139,6 +141,21 @@ class ProbedTrainer(ProbedTraining):
                 rows = min(len(parameter), ceil_div(in_pass * self._setup.rank_samples, samples))
             self._gradients[parameter] = rows
 
+    @contextmanager
+    def _noting_reached(self) -> Iterator[None]:
+        """Return a context for a step, after which it is known whether all gradients are there that were assumed."""
+        reached = set[Tensor]()
+        hooks = []
+        for parameter in self._assumed:
+            hooks.append(parameter.register_post_accumulate_grad_hook(reached.add))  # type: ignore[no-untyped-call]
+        try:
+            yield
+            self.reached_all = reached.issuperset(self._assumed)
+            self._assumed = []
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def _trained(self) -> list[Tensor]:
         return [each for each in self.trainer.lightning_module.parameters() if each.requires_grad]
 
@@ -188,7 +205,7 @@ class ProbedTrainer(ProbedTraining):
                 after_backward = meter.mark
                 if chunks is None:
                     place = LAST_OF_WINDOW
-            with recomputed(self.trainer.lightning_module, self._recomputed):
+            with recomputed(self.trainer.lightning_module, self._recomputed), self._noting_reached():
                 run_pass(self.trainer, batch, place, after_backward=after_backward)
         finally:
             if chunks is not None:
@@ -251,14 +268,15 @@ class ProbedTrainer(ProbedTraining):
     def warm_up(self) -> None:
         """Make what the first training step would, by a step on gradients of zeros: of all that is trained, if unseen.
 
-        Which sparse gradients there are, and how many rows they have, is seen in a small pass.
+        If some are sparse, or a step has not reached all, a small pass shows which gradients there are.
         """
         module = self.trainer.lightning_module
         try:
-            if not self._gradients and sparse_parameters(module):
+            if not self._gradients and (not self.reached_all or sparse_parameters(module)):
                 self.see_gradients()
             elif not self._gradients:
-                self._gradients = dict.fromkeys(self._trained())
+                self._assumed = self._trained()
+                self._gradients = dict.fromkeys(self._assumed)
             self.reset()
             narrow(module.parameters())
             for optimizer in self.trainer.optimizers:

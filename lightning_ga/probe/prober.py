@@ -13,15 +13,16 @@ from operator import attrgetter
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import may_reserve
 from lightning_ga.memory.oom import attempt, release
-from lightning_ga.plan.records import GRADIENTS, Fits, ProbeResult, Trial, still_holds
+from lightning_ga.plan.records import GRADIENTS, PARAMETERS, Fits, ProbeResult, Trial, still_holds
 from lightning_ga.probe.budget import Budget, DoesNotFitError
 from lightning_ga.probe.curve import TOLERANCE, Step
 from lightning_ga.probe.meters import StepMeter, bytes_of
 from lightning_ga.probe.search import Search
-from lightning_ga.probe.trace_sizes import MARGIN, Task, affordable_samples, most_bytes, trace_sizes
+from lightning_ga.probe.trace_sizes import MARGIN, UPDATE, Task, affordable_samples, most_bytes, trace_sizes
 from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.probe.trials import Trials
 
+WARM_ROOM = 2 * (1 + UPDATE)  # times the bytes of the parameters: for gradients, twice as wide, and what they update
 CLOSEST = 0.25  # share of the budget that a trial may use if nothing can be predicted and running out ends the process
 
 
@@ -77,14 +78,18 @@ class Prober:
 
     def _peak_of(self, samples: int) -> int | None:
         """Return the peak of a step of so many samples, once there is state in the optimizer; ``None`` if it fails."""
-        warmed = attempt(self._training.warm_up, lambda error: isinstance(error, Exception))
-        if not self._training.agree(warmed.failure is None):
+        if not self._is_warmed_up():
             return None
         trial = self._trials.run(samples, record=False, lenient=True).trial
         if trial.fits:
             return trial.peak_bytes
         self._tried.append(trial)
         return None
+
+    def _is_warmed_up(self) -> bool:
+        """Make the optimizer's state by a step on gradients of zeros; return whether all ranks could."""
+        warmed = attempt(self._training.warm_up, lambda error: isinstance(error, Exception))
+        return self._training.agree(warmed.failure is None)
 
     def _bound_from(self, tried: int, samples: int) -> int | None:
         """Return a bound on the peak of so many samples, from a first pass of some; ``None`` if that shows none."""
@@ -167,18 +172,22 @@ class Prober:
     def _search(self, high: int, *, cautious: bool) -> ProbeResult:
         """Run a first step, then what a search proposes until it proposes nothing new."""
         alive, budget = self._trials.prepare()
-        first = None
+        warm = first = None
         if self._training.agree(alive <= budget):
-            first = self._first_step(high)
+            warm = self._warm_step(high)
+            first = warm or self._first_step(high)
         if first is None:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
-        search = self._new_search(high, first, cautious=cautious)
+        search = self._new_search(high, first, cautious=cautious, traced=warm is not None)
+        if warm is not None:
+            self._tried.append(warm.trial)
+            search.record(warm)
         while True:
-            size, record = search.propose()
-            size = self._training.useful(self._training.smallest(size), search.limit)
+            proposal = search.propose()
+            size = self._training.useful(self._training.smallest(proposal.size), search.limit)
             if size <= search.limit or size >= search.ceiling:  # nothing is left to try
                 break
-            step = self._trials.run(size, record=record)
+            step = self._trials.run(size, record=proposal.record)
             self._tried.append(step.trial)
             search.record(step)
         limit = search.limit
@@ -187,6 +196,28 @@ class Prober:
         if limit < 1:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
         return self._result(search, limit)
+
+    def _warm_step(self, high: int) -> Step | None:
+        """Run a first step that finds gradients and the optimizer's state, as later ones do; ``None`` if that fails.
+
+        The state is made outside of the budget. With an allocator, blocks would lie otherwise than in training, where
+        the first step makes it.
+        """
+        has_room = self._meter.room() >= WARM_ROOM * bytes_of(self._training.owned()[PARAMETERS])
+        can_warm_up = self._meter.allocator is None and has_room and self._training.updates_in_proportion()
+        if not self._training.agree(can_warm_up):
+            return None
+        for _ in range(2):  # if a parameter turns out to have no gradient, the second warm-up looks first
+            if not self._is_warmed_up():
+                break
+            step = self._trials.run(self._training.first_sizes(high)[0], record=True)
+            if not step.trial.fits:
+                break
+            if self._training.agree(self._training.reached_all):
+                return step
+            self._training.forget()
+        self._training.forget()
+        return None
 
     def _first_step(self, high: int) -> Step | None:
         """Run a step of two samples if these fit, in which the optimizer makes its state; ``None`` if none fits."""
@@ -203,7 +234,7 @@ class Prober:
             self._tried.append(step.trial)
         return None
 
-    def _new_search(self, high: int, first: Step, *, cautious: bool) -> Search:
+    def _new_search(self, high: int, first: Step, *, cautious: bool, traced: bool) -> Search:
         """Return a search that knows what the first step has shown."""
         alive, budget = self._trials.prepare()
         allocator = self._meter.allocator
@@ -223,7 +254,8 @@ class Prober:
             is_cautious=cautious,
             share=CLOSEST if self._meter.deadly else 1.0,
         )
-        return Search(task, trace_sizes(high, affordable, first.samples, kernels_vary=kernels_vary))
+        sizes = trace_sizes(high, affordable, first.samples, kernels_vary=kernels_vary, traced=traced)
+        return Search(task, sizes)
 
     def _result(self, search: Search, limit: int) -> ProbeResult:
         measured = {trial.micro_batch_size: trial.peak_bytes for trial in self._tried}

@@ -10,6 +10,7 @@ there the search ends when at most one sample in a hundred could be gained, or a
 """
 
 from math import isqrt, sqrt
+from typing import NamedTuple
 
 from lightning_ga.plan.records import Method
 from lightning_ga.probe.curve import Curve, Step, fit_curve
@@ -18,15 +19,18 @@ from lightning_ga.probe.trace_sizes import MARGIN, Task, after_first_failure, lo
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: then no further trial, if sizes are not exact
-MANY_TRIALS = 5  # after so many, NEARLY_OF_FAILED of a size that failed is enough
-NEARLY_OF_FAILED = 0.95
 BACKOFF_AFTER_FAILURE = 0.02  # of a size that failed: if a trial that much smaller fits, two in a hundred are left
 MOST_TRIALS = 12  # if sizes are not exact
 HOLE_RESERVE = 0.005  # share of the budget that a first trial near it leaves to holes, if there is no margin
 WORTH_RECORDING = 0.03  # a step is recorded if sizes larger by this share might still fit
 WORTH_A_STEP = 1.05  # times the largest step: if nothing can be predicted, a smaller growth ends the search
-SPARE = 0.08  # of a size that failed although the curve said that it fits: how far to stay below it
-SPARED_FAILURES = 2  # up to so many failures; after more, the interval is halved
+
+
+class Proposal(NamedTuple):
+    """A step to try."""
+
+    size: int
+    record: bool = False  # one that is not recorded is not disturbed by that
 
 
 class Search:
@@ -63,32 +67,24 @@ class Search:
         fitting = [step for step in self._steps if step.trial.fits]
         return sorted(fitting, key=lambda step: step.samples)
 
-    def propose(self) -> tuple[int, bool]:
-        """Return the next size to try, below ``ceiling``, or ``limit`` at the end; and whether to record the step.
-
-        A step that is not recorded is not disturbed by that.
-        """
-        is_first = len(self._fitting) < len(self._sizes)
-        size, is_unsure = self._next()
-        return size, is_unsure or is_first or self.task.is_cautious
-
-    def _next(self) -> tuple[int, bool]:
-        """Return the next size to try, and whether much more might fit."""
+    def propose(self) -> Proposal:
+        """Return the next step to try, of a size below ``ceiling``; one of ``limit`` samples if nothing is left."""
         limit = self.limit
         if limit + 1 >= self.ceiling:
-            return limit, False
+            return Proposal(limit)
+        needs_traces = len(self._fitting) < len(self._sizes) or self.task.is_cautious
         for size in self._sizes:
             if limit < size < self.ceiling:
-                return size, False
+                return Proposal(size, needs_traces)
         if self.task.is_cautious:
-            return self._approach(), False
+            return Proposal(self._approach(), needs_traces)
         guess = self._guess()
         if self.task.rounding > 1 and self._is_enough(guess):
-            return limit, False
-        is_unsure = self._may_be_more(guess)
+            return Proposal(limit)
+        record = needs_traces or self._may_be_more(guess)
         if guess <= limit and not self._is_proven():
-            guess = min(limit + _stride(self._steps), self.ceiling - 1)
-        return guess, is_unsure
+            guess = limit + 1
+        return Proposal(guess, record)
 
     def _guess(self) -> int:
         """Guess the limit from the predicted curve and from the trials that contradict it."""
@@ -105,11 +101,7 @@ class Search:
                 guess = self._less_reserve(self._curve, guess)
         if guess < self.ceiling:
             return guess
-        # Memory may be fragmented. A step that fits corrects the curve, so one should come soon.
-        spared = self.ceiling - 1 - int(SPARE * self.ceiling)
-        if spared > low and len(self._failed) <= SPARED_FAILURES:
-            return spared
-        return _between(low, self.ceiling)
+        return _between(low, self.ceiling)  # memory may be fragmented
 
     def _less_reserve(self, curve: Curve, guess: int) -> int:
         """Lower a guess near an allocator's budget, where many more samples may need little more memory.
@@ -149,16 +141,17 @@ class Search:
         return limit
 
     def _parts(self) -> tuple[int, int]:
-        """Return the bytes of the largest step that stay as they are when the samples grow, and those that may grow."""
-        largest = self._fitting[-1]
+        """Return the bytes of the largest step that stay as they are when the samples grow, and those that may grow.
+
+        What a step leaves behind stays, if a smaller step leaves as much.
+        """
+        smaller, largest = self._fitting[-2:]
         rounding = self.task.rounding
-        kept = []
-        for step in self._fitting[-2:]:
-            kept.append(max((trace.kept_bytes(rounding) for trace in step.traces), default=None))
-        if not largest.traces or len(kept) < 2 or kept[0] != kept[1]:
+        kept = _bytes_left_by(largest, rounding)
+        if not kept or kept != _bytes_left_by(smaller, rounding):
             return 0, largest.trial.peak_bytes
         unseen = max(0, largest.trial.peak_bytes - max(trace.peak(rounding) for trace in largest.traces))
-        return kept[-1] or 0, unseen + max(trace.transient_peak(rounding) for trace in largest.traces)
+        return kept, unseen + max(trace.transient_peak(rounding) for trace in largest.traces)
 
     def record(self, step: Step) -> None:
         """Process the outcome of one step."""
@@ -191,9 +184,9 @@ class Search:
         """Return whether the limit, tried beyond the traces, is near enough to the guess, or trials are used up."""
         limit = self.limit
         is_beyond = limit > max(self._sizes) or bool(self._failed)
-        is_late = len(self._steps) >= MANY_TRIALS and bool(self._failed)
-        is_near = limit >= ENOUGH * guess or (is_late and limit >= NEARLY_OF_FAILED * self.ceiling)
-        return (is_beyond and is_near) or (limit > 0 and len(self._steps) >= MOST_TRIALS)
+        is_near = limit >= ENOUGH * guess
+        is_over = limit > 0 and len(self._steps) >= MOST_TRIALS
+        return is_over or (is_beyond and is_near)
 
     def _may_be_more(self, guess: int) -> bool:
         """Return whether much more fits if temporaries have ended growing, which a recorded step would show."""
@@ -257,21 +250,9 @@ class Search:
         return needed
 
 
-def _stride(steps: list[Step]) -> int:
-    """Return by how much the next size exceeds the limit, if nothing can be predicted: twice as much as before.
-
-    It is one again after a failure, and after a step of another size.
-    """
-    limit = 0
-    stride = 1
-    for step in steps:
-        if step.trial.fits and step.samples == limit + stride:
-            stride *= 2
-        else:
-            stride = 1
-        if step.trial.fits:
-            limit = max(limit, step.samples)
-    return stride
+def _bytes_left_by(step: Step, rounding: int) -> int:
+    """Return the bytes that are alive after a step; 0 if it was not recorded."""
+    return max((trace.kept_bytes(rounding) for trace in step.traces), default=0)
 
 
 def _between(low: int, ceiling: int) -> int:

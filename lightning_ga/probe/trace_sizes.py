@@ -27,8 +27,12 @@ class Task:
     share: float = 1.0  # of the budget: what a cautious search lets a step take that it cannot predict
 
 
-def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False) -> tuple[int, ...]:
+def trace_sizes(
+    high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False, traced: bool = False
+) -> tuple[int, ...]:
     """Choose the sizes of the first traces, none below the ``first`` step: they fit for sure, yet lie apart.
+
+    If the first step is ``traced`` as it is in training, it is one of them.
 
     Kernels of an accelerator use other temporaries for larger inputs, so there the traces are as large as a quarter of
     the memory allows.
@@ -38,9 +42,10 @@ def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: boo
     second = min(affordable // 4, high // 2)
     if kernels_vary and second > 8:
         return (second // 2, second)
-    for pair in ((2 * first, 4 * first), (first, 2 * first)):
-        if pair[1] <= min(high, affordable):
-            return pair
+    if not traced and 4 * first <= min(high, affordable):
+        return (2 * first, 4 * first)
+    if 2 * first <= min(high, affordable):
+        return (first, 2 * first)
     return (first, first + 1)
 
 

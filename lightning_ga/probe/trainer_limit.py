@@ -104,8 +104,8 @@ def find_limit(
             found = replace(found, timings=timings, fastest=fastest(timings))
         if setup.sizes is not None:  # also from the cache, whose key does not tell how large smaller samples are
             longest = setup.sizes.largest
-            size_for_high = ceil_div(found.limit * longest, high)  # smaller samples: more than ``high`` in the area
-            shorter, smaller_batches = setup.sizes.trials_of_smaller(size_for_high, batches.cutter)
+            least = ceil_div(found.limit * longest, high)  # of even smaller samples, more than ``high`` would fit
+            shorter, smaller_batches = setup.sizes.trials_of_smaller(least, batches.cutter)
             training.use_batches(smaller_batches)
             confirm = partial(prober.confirm, predict_only=predict_only)
             limits, steps = limits_by_size(confirm, found.limit, longest=longest, shorter=shorter)

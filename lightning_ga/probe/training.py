@@ -24,6 +24,7 @@ class ProbedTraining:
     """
 
     def __init__(self) -> None:
+        self.reached_all = True  # whether the last step has reached all parameters that were assumed to have a gradient
         self._stepping: WeakSet[Optimizer] = WeakSet()
         self._warm: list[tuple[Optimizer, dict[Any, Any]]] = []
 

@@ -6,8 +6,7 @@ of objects of the user's own. Iterators and objects with ``__slots__`` are not.
 Tested in tests/recompute/test_wrapper.py.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.copies import checksums, copies_of, is_writable, put_back
+from lightning_ga.snapshot.copies import CONTAINERS, checksums, copies_of, everything_in, is_writable, put_back
 from lightning_ga.snapshot.random_numbers import GENERATORS, global_generators
 
 SMALL = 2**18  # bytes of a tensor or array that is copied; a larger tensor must not change
@@ -24,7 +23,7 @@ _LONGEST = 1000  # entries of a container that is looked into: those of longer o
 _LEFT = {*vars(Module()), "forward"} - {"_buffers"}  # attributes whose values a forward pass does not set
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "numpy")
 _NO_OBJECTS = (
-    *(Tensor, np.ndarray, Module, *GENERATORS, dict, list, tuple, set, deque),
+    *(Tensor, np.ndarray, Module, *GENERATORS, *CONTAINERS, tuple),
     *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType),
 )  # values of which no attributes are kept
 
@@ -70,7 +69,7 @@ class ForwardEffects:
             own = vars(part)
             found.append(own)
             for name in own.keys() - _LEFT:
-                found += _changeable_in(own[name], seen)
+                found += filter(_is_restorable, everything_in(own[name], _opened, seen, longest=_LONGEST))
         return found
 
     def _unchanging(self) -> dict[str, Tensor]:
@@ -93,30 +92,11 @@ class ForwardEffects:
                 )
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object of a class of the user's own; ``None`` for anything else."""
+def _opened(value: Any) -> Any:
+    """Return the attributes of an object of a class of the user's own, anything else as it is."""
     is_users = type(value).__module__.split(".")[0] not in _LIBRARIES
-    if is_users and hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS):
-        own: dict[str, Any] = vars(value)
-        return own
-    return None
-
-
-def _changeable_in(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield containers, small tensors and arrays, and generators in a value, at any depth, each once."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    own = _attributes(value)
-    if own is not None:
-        value = own
-    if _is_restorable(value):
-        yield value
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, (list, tuple, deque)) and len(value) <= _LONGEST:
-        for inner in value:
-            yield from _changeable_in(inner, seen)
+    is_object = hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS)
+    return vars(value) if is_users and is_object else value
 
 
 def _is_restorable(value: Any) -> bool:
@@ -125,4 +105,4 @@ def _is_restorable(value: Any) -> bool:
         return value.nbytes <= SMALL and is_writable(value) and not value.is_inference()
     if isinstance(value, np.ndarray):
         return value.nbytes <= SMALL and value.flags.writeable
-    return isinstance(value, (dict, list, set, deque, *GENERATORS))
+    return isinstance(value, (*CONTAINERS, *GENERATORS))

@@ -1,7 +1,8 @@
 """Copy tensors, metrics and containers; see by versions or sums of bits what has changed; edit gradients in place."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy as shallow_copy
 from copy import deepcopy
 from io import IOBase
@@ -16,8 +17,9 @@ from torchmetrics import Metric
 
 from lightning_ga.batch.pytree import contents_of, is_constant, open_container, rebuild, tensors_in
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, restore_generator
+from lightning_ga.snapshot.random_numbers import generator_state, restore_generator
 
+CONTAINERS = (dict, list, set, deque)
 SMALL = 2**20  # bytes of a tensor that is copied at the start of every window
 _WIDTH = 1021  # of the rows in which bits are summed; a prime, so that samples that change places change the sum
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
@@ -111,45 +113,66 @@ def by_id(things: Iterable[Any]) -> dict[int, Any]:
     return {id(thing): thing for thing in things}
 
 
+def everything_in(
+    value: Any, opened: Callable[[Any], Any], seen: set[int], *, longest: float = math.inf
+) -> Iterator[Any]:
+    """Yield a value and what it contains at any depth, each once.
+
+    ``opened`` returns the attributes of an object that is looked into, and anything else as it is. Containers of more
+    than ``longest`` entries are data, which is not looked into.
+    """
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    value = opened(value)
+    yield value
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple, deque)) and len(value) <= longest:
+        for inner in value:
+            yield from everything_in(inner, opened, seen, longest=longest)
+
+
 def copies_of(things: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Return things, each with its copy: a tensor's values, the state of a generator, the place in a file.
 
     Of a container it is a shallow copy.
     """
-    return [(thing, _copy_of(thing)) for thing in things]
+    originals = list(things)
+    return list(zip(originals, map(_copy_of, originals)))
 
 
 def _copy_of(thing: Any) -> Any:
+    if isinstance(thing, (*CONTAINERS, np.ndarray)):
+        return shallow_copy(thing)
     if isinstance(thing, Tensor):
         with torch._C.DisableTorchFunctionSubclass():  # a copy needs nothing of a class of the user's own
             return thing.detach().clone()
-    if isinstance(thing, GENERATORS):
-        return generator_state(thing)
     if isinstance(thing, IOBase):
         return thing.tell()
-    return shallow_copy(thing)
+    return generator_state(thing)
 
 
 @torch.no_grad()
 def put_back(copies: Iterable[tuple[Any, Any]]) -> None:
     """Put copies back; versions of tensors stay, because others may have saved these for a backward pass."""
     for thing, kept in copies:
-        if isinstance(thing, Tensor):
+        if isinstance(thing, CONTAINERS):
+            refill(thing, kept)
+        elif isinstance(thing, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 thing.data.copy_(kept)
         elif isinstance(thing, np.ndarray):
             thing[...] = kept
-        elif isinstance(thing, GENERATORS):
-            restore_generator(thing, kept)
         elif isinstance(thing, IOBase):
             thing.seek(kept)
         else:
-            refill(thing, kept)
+            restore_generator(thing, kept)
 
 
 def has_same_entries(container: Any, content: Any) -> bool:
     """Return whether a container has the entries that were copied from it, in their order, by identity."""
-    if isinstance(container, set):
+    if isinstance(container, set) or not (container or content):
         return bool(container == content)
     if isinstance(container, dict):
         return [*container] == [*content] and all(map(is_, container.values(), content.values()))
@@ -181,6 +204,11 @@ _COUNTERS = (
     *("_update_count", "_forward_cache", "_computed", "_cache", "compute_with_cache"),
     *("_is_synced", "_to_sync", "_should_unsync", "has_reset"),
 )
+
+
+def is_metric(value: Any) -> bool:
+    """Return whether a value is a metric, without the search through all kinds of metrics that ``isinstance`` makes."""
+    return Metric in type(value).__mro__
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:

@@ -7,8 +7,7 @@ originals are put back untouched, so that other references to them stay valid.
 
 import copy
 import inspect
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, filterfalse
@@ -27,11 +26,10 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, retry_once
-from lightning_ga.snapshot.copies import by_id, copies_of, is_writable, put_back
+from lightning_ga.snapshot.copies import CONTAINERS, by_id, copies_of, everything_in, is_writable, put_back
 from lightning_ga.snapshot.random_numbers import GENERATORS, RandomState, generators_of
 
 _TABLES = vars(Module()).keys() - {"training"}  # of tensors, children and hooks: no deep copies
-_CONTAINERS = (dict, list, set, deque)
 _LONGEST = 1000  # longer containers are data: their contents are not copied
 _FIXED = (
     *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, inspect.Signature),
@@ -73,7 +71,7 @@ class ModuleState:
                 tensors.append(gradient)
         stepped: list[Any] = []  # containers are refilled and tensors written in place: LBFGS keeps lists of tensors
         if steps:
-            stepped += contained(list(stepping), set())
+            stepped += filter(_may_change, everything_in(list(stepping), _opened, set()))
         tensors += filter(torch.is_tensor, stepped)
         with uncounted():
             self._values = TensorValues(tensors)
@@ -112,7 +110,7 @@ class TensorValues:
     """Tensors and their values, restored in place from copies on the host."""
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
-        kept = by_id(tensor for tensor in tensors if tensor is not None).values()
+        kept = by_id(filter(torch.is_tensor, tensors)).values()
         refuse_lazy(kept)
         self.kept = [(tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad) for tensor in kept]
 
@@ -126,20 +124,16 @@ class TensorValues:
                 tensor.requires_grad_(requires_grad)
 
 
-def contained(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield containers, tensors and generators of random numbers in a value at any depth, each once."""
+def _opened(value: Any) -> Any:
+    """Return the attributes of an optimizer or a schedule, anything else as it is."""
     if isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
-        value = vars(value)
-    if id(value) in seen or isinstance(value, Parameter):
-        return
-    seen.add(id(value))
-    if isinstance(value, (Tensor, *_CONTAINERS, *GENERATORS)):
-        yield value
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, (list, tuple, deque)):
-        for inner in value:
-            yield from contained(inner, seen)
+        return vars(value)
+    return value
+
+
+def _may_change(value: Any) -> bool:
+    """Return whether a step may change a value in place; weights are kept apart."""
+    return isinstance(value, (Tensor, *CONTAINERS, *GENERATORS)) and not isinstance(value, Parameter)
 
 
 class SwappedAttributes:
@@ -164,7 +158,7 @@ class SwappedAttributes:
             is_wrapper = type(module).__module__.startswith(("torch._dynamo", "torch.nn.parallel", "torch.distributed"))
             if not is_wrapper:
                 self._swap(own, own.keys() - _TABLES)
-            tables = [own[name] for name in own.keys() & _TABLES if isinstance(own[name], _CONTAINERS)]
+            tables = [own[name] for name in own.keys() & _TABLES if isinstance(own[name], CONTAINERS)]
             self._complete += copies_of([own, *tables])
 
     def add(self, owner: object, *names: str, copied: bool = True) -> None:
@@ -196,8 +190,10 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, (*_FIXED, *_DATA)) or id(value) in memo:
         return memo.get(id(value), value)
     is_long = not isinstance(value, (Tensor, np.ndarray)) and length_hint(value) > _LONGEST  # so that it is data
+    if is_long and isinstance(value, CONTAINERS):
+        return copy.copy(value)
     if is_long:
-        return copy.copy(value) if isinstance(value, _CONTAINERS) else value
+        return value
     known = len(memo)
     try:
         return copy.deepcopy(value, memo)

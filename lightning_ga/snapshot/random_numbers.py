@@ -44,9 +44,12 @@ def held_by(objects: Iterable[object]) -> list[Any]:
 
 def generators_in(values: Iterable[Any]) -> list[Any]:
     """Return those values that are generators."""
+    return list(filter(_is_generator, values))
+
+
+def _is_generator(value: Any) -> bool:
     # ``isinstance`` of ``torch.Generator`` is slow.
-    foreign = (value for value in values if type(value).__module__ not in ("builtins", "collections"))
-    return [value for value in foreign if isinstance(value, GENERATORS)]
+    return type(value).__module__ not in ("builtins", "collections") and isinstance(value, GENERATORS)
 
 
 def generators_of(module: torch.nn.Module) -> list[Any]:
@@ -54,15 +57,11 @@ def generators_of(module: torch.nn.Module) -> list[Any]:
     return generators_in(held_by(module.modules()))
 
 
-def torch_generators() -> list[torch.Generator]:
-    """Return the default generators of the host and of every device in use."""
-    return [torch.default_generator, *chain.from_iterable(vendor.generators() for vendor in vendors_in_use())]
-
-
 def global_generators() -> list[Any]:
     """Return the default generators of torch, on the host and on every device in use, of NumPy and of Python."""
+    of_devices = chain.from_iterable(vendor.generators() for vendor in vendors_in_use())
     methods: Any = (np.random.get_state, random.getstate)  # of the generators that these modules keep
-    return [*torch_generators(), *map(attrgetter("__self__"), methods)]
+    return [torch.default_generator, *of_devices, *map(attrgetter("__self__"), methods)]
 
 
 def seed_generator(generator: Any, seed: int) -> None:

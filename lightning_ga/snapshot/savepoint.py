@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_ga.snapshot.copies import (
     SMALL,
@@ -27,6 +26,7 @@ from lightning_ga.snapshot.copies import (
     copied_state,
     copies_of,
     has_same_entries,
+    is_metric,
     is_writable,
     metric_state,
     put_back,
@@ -52,7 +52,7 @@ class Savepoint:
         self._module = module
         self._results = results
         self._tables = [part._buffers for part in module.modules() if part._buffers]
-        self._metrics = list(filter(_is_metric, module.modules()))
+        self._metrics = list(filter(is_metric, module.modules()))
         self._look()
         self._attributes: _Attributes | None = None  # none before anything is taken
 
@@ -79,7 +79,7 @@ class Savepoint:
         self._logged = results, dict(results)
         self._states = list(zip(results.values(), map(metric_state, results.values())))  # their tensors are replaced
         logged = (vars(result).get("value") for result in results.values())
-        metrics = by_id(filter(_is_metric, chain(self._metrics, logged))).values()
+        metrics = by_id(filter(is_metric, chain(self._metrics, logged))).values()
         self._states += zip(metrics, map(copied_state, metrics, map(metric_state, metrics)))
         self._attributes = _Attributes(self._module)
 
@@ -107,10 +107,6 @@ class Savepoint:
             if before != now:
                 return name
         return None
-
-
-def _is_metric(value: Any) -> bool:
-    return isinstance(value, Metric)
 
 
 class _Attributes:

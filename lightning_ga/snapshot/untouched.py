@@ -62,10 +62,12 @@ def reached_from(*things: Any) -> list[Any]:
 
 def _contents(thing: Any) -> Iterable[Any]:
     """Return what a container or function holds, or the dictionary of an object's attributes."""
+    if isinstance(thing, (dict, list, tuple, set, deque)) and len(thing) >= _LISTED:
+        return ()
     if isinstance(thing, dict):
-        return [*thing.values()] if len(thing) < _LISTED else ()
+        return [*thing.values()]
     if isinstance(thing, (list, tuple, set, deque)):
-        return [*thing] if len(thing) < _LISTED else ()
+        return [*thing]
     if isinstance(thing, partial):
         return thing.func, thing.args, thing.keywords
     if isinstance(thing, MethodType) and isinstance(thing.__func__, FunctionType):
@@ -129,7 +131,9 @@ def put_back_after(*owners: object) -> Iterator[list[Any]]:
         yield things
     finally:
         put_back(states)
-        put_back(pair for pair in arrays if not same_values(*pair))  # memory may be read-only
+        for array, kept in arrays:
+            if not same_values(array, kept):  # memory may be read-only
+                put_back([(array, kept)])
 
 
 def _small(things: Iterable[Any], size_of: Callable[[Any], int], most: int) -> Iterator[Any]:
@@ -173,8 +177,10 @@ def seeded(seed: int, *holders: object, epoch: int = 0) -> Iterator[None]:
     before = RandomState(own)
     try:
         for generator in own:
-            own_seed = generator.initial_seed() + epoch if isinstance(generator, torch.Generator) else seed
-            seed_generator(generator, own_seed)
+            if isinstance(generator, torch.Generator):
+                seed_generator(generator, generator.initial_seed() + epoch)
+            else:
+                seed_generator(generator, seed)
         reseed(seed)
         yield
     finally:

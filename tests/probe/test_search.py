@@ -52,6 +52,11 @@ def test_the_limit_is_always_found(stream, high, traced, sizes, data):
     assert len(device.tried) == len(set(device.tried)) <= 25
 
 
+def test_a_first_step_that_is_as_later_ones_is_one_of_two_traces():
+    assert trace_sizes(100, 100, traced=True) == (2, 4)
+    assert trace_sizes(100, 3, traced=True) == (2, 3)
+
+
 def test_traces_lie_apart_as_far_as_there_is_room():
     assert trace_sizes(100, 100) == (4, 8)
     assert trace_sizes(100, 7) == trace_sizes(4, 100) == (2, 4)

@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import Metric
 
 from lightning_ga.compat import ranks
 from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.compat.steps import PassPlace, isolated, run_pass
 from lightning_ga.fit.exactness.differences import Gradient
 from lightning_ga.memory.live_tensors import LiveTensorMeter, compiled_run_eagerly, uncounted
-from lightning_ga.snapshot.copies import checksums, copied_if_possible, is_writable
+from lightning_ga.snapshot.copies import checksums, copied_if_possible, is_metric, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generators_of, reseed
 from lightning_ga.snapshot.savepoint import LIGHTNINGS_OWN
 
@@ -127,7 +126,7 @@ class Passes:
         tensors = dict[str, Tensor](self.module.named_parameters())
         marks: dict[str, Any] = {}
         for path, part in self.module.named_modules():
-            if isinstance(part, Metric):
+            if is_metric(part):
                 continue
             prefix = f"{path}." if path else ""
             for name, buffer in part._buffers.items():
@@ -170,8 +169,9 @@ class _Marks(pickle.Pickler):
 def _perturb(tensors: Sequence[Tensor]) -> None:
     """Change tensors a little, in the same way each time; add noise to small ones."""
     generator = torch.Generator().manual_seed(0)
-    for tensor in filter(is_writable, tensors):
-        tensor.mul_(1.0 + PERTURBATION)
+    writable = list(filter(is_writable, tensors))
+    torch._foreach_mul_(writable, 1.0 + PERTURBATION)
+    for tensor in writable:
         if tensor.is_floating_point() and tensor.numel() <= _SMALL:
             noise = torch.empty(tensor.shape, device="cpu").normal_(generator=generator)
             tensor.add_(noise.to(tensor.device), alpha=PERTURBATION)
