@@ -13,6 +13,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from lightning.pytorch import LightningModule
 
 from lightning_ga.compat import patching
 from lightning_ga.compat.loop_counters import LoopReader
@@ -31,15 +32,32 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]], 
     def make_ours(kwargs: Any, optimizer: Any, _: int) -> Any:
         """Return Lightning's own closure, so that Lightning notices if it is never called; calling it runs ours.
 
-        Lightning zeroes if the factor divides the batch's index. Windows may begin elsewhere, so it gets another index.
+        Lightning zeroes if the factor divides the batch's index. Windows may begin elsewhere, so it decides by the index
+        in the window; the hook that zeroes gets the batch's.
         """
         given = (kwargs, optimizer, place.index_in_window)
         lightning_closure = make(*given)
         vars(lightning_closure)["closure"] = wrap(ref(lightning_closure), make, *given)
         return lightning_closure
 
-    with patching.shadowed(loop, "_make_closure", make_ours):
+    def zero(_: int, optimizer: Any) -> None:
+        type(loop)._optimizer_zero_grad(loop, trainer.fit_loop.batch_idx, optimizer)
+
+    with patching.shadowed(loop, "_make_closure", make_ours), patching.shadowed(loop, "_optimizer_zero_grad", zero):
         yield
+
+
+def leaves_gradients(trainer: Any, batch_idx: int) -> bool:
+    """Zero the gradients as Lightning does for a batch; return whether a hook of the module's own leaves any."""
+    module = trainer.lightning_module
+    if type(module).optimizer_zero_grad is LightningModule.optimizer_zero_grad:
+        return False
+    for optimizer in trainer.optimizers:
+        module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
+        for group in optimizer.param_groups:
+            if any(each.grad is not None and bool(each.grad.norm() != 0) for each in group["params"]):
+                return True
+    return False
 
 
 def run_closure(closure: Any, *, zeroes: bool = True) -> Any:

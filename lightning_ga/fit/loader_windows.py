@@ -72,6 +72,7 @@ class LoaderWindows(CutWindows):
         """
         with loaders.unsharded(self._trainer), self._source.in_recipe_batches(self._place.epoch):
             yield
+        self._iterates_for = ()  # the loop's iterator was made for as many batches as the recipe has
         loaders.show_loaders(self._trainer, loader)
         self._place.size_epoch(len(self._source.loader))
 

@@ -13,7 +13,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_ga.compat import advance, ranks
+from lightning_ga.compat import advance, closures, ranks
 from lightning_ga.compat.reduction import Exchange
 from lightning_ga.compat.replicas import AnyExchange
 from lightning_ga.errors import UserError
@@ -179,6 +179,8 @@ class Rewinder:
         """Put back what the window's passes have changed; return what cannot be put back."""
         if self._savepoint is None or not self._is_begun:
             return None
+        if closures.leaves_gradients(self._trainer, self._place.window_start):
+            return f"gradients of earlier windows, which {type(self._trainer.lightning_module).__name__} does not zero"
         return undo(self._savepoint, self._windows.batches)
 
     def _leave_ranks(self) -> str | None:

@@ -62,6 +62,7 @@ NAMES = {
     ],
     closures: [
         "fit_loop.epoch_loop.automatic_optimization._make_closure",
+        "fit_loop.epoch_loop.automatic_optimization._optimizer_zero_grad",
         *("precision_plugin.post_backward", "_results.log"),
     ],
     loaders: [
