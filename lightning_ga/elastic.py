@@ -222,7 +222,9 @@ def host_copy(checkpoint: dict[str, Any]) -> Any:
 
     All is pickled as by ``torch.save``, but for the storages of tensors: each is copied once, if several share it.
     """
-    copies: dict[int, torch.UntypedStorage] = {}  # by address, which no other storage gets: the pickler keeps the tensor
+    copies: dict[
+        int, torch.UntypedStorage
+    ] = {}  # by address, which no other storage gets: the pickler keeps the tensor
 
     def stand_in(value: Any) -> tuple[int, torch.dtype] | None:
         if not isinstance(value, TypedStorage):

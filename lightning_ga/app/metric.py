@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torchmetrics import Metric
 
 from lightning_ga.app.other_tools import by_nearest
-from lightning_ga.app.settings import direction_of
+from lightning_ga.app.settings import BETTER, direction_of
 from lightning_ga.app.terminal import log, warn
 from lightning_ga.checkpoints import AtomicCheckpointIO, read_safely
 from lightning_ga.errors import UserError
@@ -22,7 +22,6 @@ from lightning_ga.errors import UserError
 PLACEHOLDER = "optimized_metric"  # what callbacks of a configuration monitor in place of a metric's name
 OF_TRAINING = "train"  # beginning of metrics that are known after an epoch only
 OF_LOADER = "/dataloader_idx_"  # what Lightning adds to the names of metrics of several loaders
-BETTER = {"max": "larger", "min": "smaller"}
 WORST = {"max": -torch.inf, "min": torch.inf}
 
 
@@ -88,7 +87,7 @@ class OptimizedMetric(Callback):
         if trainer.is_global_zero:
             listed = ", ".join(logged) or "nothing"
             if self.name in names - missing - self._reported:
-                log.info(f"Optimized metric: {self.name} ({BETTER[str(self.direction)]} is better)")
+                log.info(f"Optimized metric: {self.name} ({BETTER[str(self.direction)]})")
             for name in sorted(missing - self._reported):
                 warn(f"{name} is not logged by {source}, which logs {listed}: so far no checkpoint is the best by it.")
         self._reported |= names & {self.name, *missing}
