@@ -31,7 +31,8 @@ __all__ = ["CheckpointEvery", "newest_checkpoint", "trainer_arguments"]
 
 KEPT = 2  # checkpoints of CheckpointEvery
 AHEAD = ".ahead"  # suffix of a checkpoint of a later step than the one that is written: training went back
-INTERVAL = re.compile(r"(\d+)(s|min|)")  # seconds or minutes; windows without a unit
+INTERVAL = re.compile(r"(\d+)(s|min|)")
+UNITS = {"": 1, "s": 1, "min": 60}  # windows without a unit, else seconds
 
 
 def trainer_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class CheckpointEvery(Callback):
         match = INTERVAL.fullmatch(str(every))
         if match is None or int(match[1]) < 1:
             raise UserError(f"{every=} is neither a number of windows nor a time: write 20, '30s' or '5min'.")
-        self._every = int(match[1]) * (60 if match[2] == "min" else 1)
+        self._every = int(match[1]) * UNITS[match[2]]
         self._is_time = match[2] != ""
         self._folder = Path(dirpath)
         self._writer = BackgroundWriter()
@@ -138,10 +139,12 @@ class CheckpointEvery(Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        is_time = self._is_time and time.monotonic() - self._saved_at >= self._every
-        is_step = not self._is_time and self._step // self._every > self._saved_step // self._every
+        if self._is_time:
+            is_due = any_rank(trainer, time.monotonic() - self._saved_at >= self._every)
+        else:
+            is_due = self._step // self._every > self._saved_step // self._every
         self._all_end = any_rank(trainer, self._ends)
-        self._is_due = self._is_due or is_step or any_rank(trainer, is_time) or self._all_end
+        self._is_due = self._is_due or is_due or self._all_end
         if self._is_due and not any(fit.windows.in_step for fit in fits_of(trainer)):
             self.save(trainer)
 
