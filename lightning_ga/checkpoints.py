@@ -83,7 +83,7 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
 def loads(value: Any) -> bool:
     """Return whether a value that is saved loads with ``weights_only=True``.
 
-    Plain ones do. Only others are tried, because ``torch.save`` makes an error of its own of Ctrl-C, and it is lost here.
+    Plain ones do. Only others are tried, because ``torch.save`` turns Ctrl-C into an error, which is lost here.
     """
     if type(value) is dict:
         return all(map(loads, (*value, *value.values())))
