@@ -81,9 +81,9 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _no_clock() -> None:
     """Samples are looked at however slow a machine is."""
-    from lightning_ga.loading import known_samples, largest
+    from lightning_ga.loading import largest, sample_reader
 
-    known_samples.FIRST_SECONDS = largest.LOOK_SECONDS = float("inf")
+    sample_reader.FIRST_SECONDS = largest.LOOK_SECONDS = float("inf")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils._pytree import tree_unflatten
 
 from lightning_ga.compat import patching
+from lightning_ga.snapshot.untouched import put_back_after
 
 
 @contextmanager
@@ -88,6 +89,11 @@ class BatchTransfer:
     loader_index: int = 0  # among those of its stage
 
     @property
+    def owners(self) -> tuple[Any, Any]:
+        """The module and the data module, if any, whose hooks a transfer runs."""
+        return self.trainer.lightning_module, self.trainer.datamodule
+
+    @property
     def split_batch(self) -> Any:
         """The module's own ``split_batch``; ``None`` if it has none."""
         return getattr(self.trainer.lightning_module, "split_batch", None)
@@ -98,6 +104,11 @@ class BatchTransfer:
         batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=self.loader_index)
         call = patching.sibling(self.trainer, "trainer.call")
         return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=self.loader_index)
+
+    def for_trial(self, batch: Any) -> Any:
+        """Move a batch that training does not get; what the hooks have changed is put back."""
+        with put_back_after(*self.owners):
+            return self.to_device(batch)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Tested in tests/compat/test_rank_policy.py and tests/integration/test_ranks.py.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ga.compat import patching
 
+T = TypeVar("T")
 _SINGLE_GROUPS: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by the default process group: one of one rank
 _begun_here = [0]  # collectives that this package has begun
 _OTHER_EXCHANGES = ("mixed_precision", "buffer_hook", "skip_all_reduce_unused_params", "_use_python_reducer")
@@ -73,9 +74,10 @@ def shared_seed(trainer: Any) -> int:
     return of_first_rank(trainer, int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
 
 
-def of_first_rank(trainer: Any, number: int) -> int:
-    """Return rank 0's number on every rank."""
-    return int(trainer.strategy.broadcast(number))
+def of_first_rank(trainer: Any, value: T) -> T:
+    """Return rank 0's value on every rank."""
+    of_first: T = trainer.strategy.broadcast(value)
+    return of_first
 
 
 def data_ranks(trainer: Any) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.window_base import CutWindows
 from lightning_ga.loading.samples_left import SamplesLeft
 from lightning_ga.loading.source import LoaderSource
-from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials, CutTrials, TrialBatches
 from lightning_ga.plan.recipe import WindowSpan
 from lightning_ga.plan.windows import NO_WINDOW
 
@@ -39,7 +39,7 @@ class LoaderWindows(CutWindows):
         self._span = WindowSpan(source.recipe.factor)  # of the running window
         # If training alone reads samples, probe and measurement begin the loop's iterator before training does.
         self._key_of_iterator: Any = None  # what the iterator was made for; ``None`` before there is one
-        self._first: TrialBatches | None = None  # the iterator's first micro-batch, once read, until training begins
+        self._first: CutTrials | None = None  # the iterator's first micro-batch, once read, until training begins
         self._compiled = CompiledModules(self._trainer)
         self._samples_left = SamplesLeft(cutter)
         self._prepare()
@@ -90,27 +90,26 @@ class LoaderWindows(CutWindows):
         """
         samples = self._source.samples
         if samples.can_be_read_apart:
-            return TrialBatches(samples, self._cutter(), self._source.largest_micro_batch(epoch))
+            return CollatedTrials(samples, self._cutter(), self._source.largest_micro_batch(epoch), in_step=False)
         if self._key_of_iterator is None:
             self._first = self._read_first()
-        return self._first or TrialBatches(samples, self._cutter(), most=0)
+        return self._first or CutTrials(None, self._cutter(), most=0, planned=0)
 
-    def _read_first(self) -> TrialBatches:
+    def _read_first(self) -> CutTrials:
         """Read the first micro-batch, which training still gets; it is a whole share if the limit is not known."""
         if self._is_before_first_epoch:
             self.planner.plan_epoch(self._place.epoch)
             self._place.size_epoch(self._source.epoch_plan.length)
         loader = self._source.loader
         # Iterating uses the generator up, and training's iterator needs it again.
-        with replaced(loader, unplanned_generator=loader.unplanned_generator):
+        with replaced(loader, before_unplanned=loader.before_unplanned):
             self._iterate()
         self.planner.note_first()
         batch = advance.first_batch(self._trainer)
-        planned = None  # samples on this rank before a collate function leaves any out
+        planned = 0  # samples on this rank before a collate function leaves any out
         if batch is not None:
             planned = self._source.window(self._source.epoch_plan.done).sizes[0]
-        most = self.planner.plan.micro_batch_size
-        return TrialBatches(self._source.samples, self._cutter(), most, batch=batch, planned=planned)
+        return CutTrials(batch, self._cutter(), most=self.planner.plan.micro_batch_size, planned=planned)
 
     def _iterate(self) -> None:
         """Let the loop's iterator begin with the window that comes next."""

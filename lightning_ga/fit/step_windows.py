@@ -15,7 +15,7 @@ from lightning_ga.fit.parts import FitParts
 from lightning_ga.fit.step_planner import StepPlanner
 from lightning_ga.fit.window_base import CutWindows
 from lightning_ga.loading.step_source import StepSource
-from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials, CutTrials, TrialBatches
 from lightning_ga.plan.recipe import RecipeEpoch, WindowSpan
 from lightning_ga.snapshot.kept_batch import KeptBatch
 
@@ -61,12 +61,16 @@ class StepWindows(CutWindows):
     def trial_batches(self, epoch: int) -> TrialBatches:
         """Return the source of batches for probe and measurement: after an error, the batch that failed."""
         samples = self._source.samples
-        batch = None
+        units = self.planner.units
         if self.batches:
-            batch = self.batches[-1].batch
-        elif not self._reads and (self._source.first_may_be_smaller or not samples.can_be_read_apart):
+            return CutTrials(self.batches[-1].batch, self._cutter(), units, planned=units)
+        may_read = not self._reads
+        batch = None
+        if may_read and (self._source.first_may_be_smaller or not samples.can_be_read_apart):
             batch = advance.first_batch(self._trainer)
-        return TrialBatches(samples, self._cutter(), self.planner.units, batch=batch, in_step=True)
+        if batch is None and samples.can_be_read_apart:
+            return CollatedTrials(samples, self._cutter(), units, in_step=True)
+        return CutTrials(batch, self._cutter(), units, planned=units)
 
     @property
     def has_several_passes(self) -> bool:

@@ -73,7 +73,7 @@ class Verdict:
         return measure_at_start(
             self._trainer,
             batches,
-            BatchTransfer(self._trainer).to_device,
+            BatchTransfer(self._trainer).for_trial,
             self._options.normalize,
             limit=self._limit.samples,
             in_step=self._data.windows.in_step,

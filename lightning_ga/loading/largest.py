@@ -10,19 +10,27 @@ from functools import partial
 from heapq import nlargest
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler
 
 from lightning_ga.batch.layout import elements, leaves
-from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
+from lightning_ga.loading.known_samples import KnownSamples
+from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE
 from lightning_ga.memory.live_tensors import uncounted
 
 SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
 LOOK_SECONDS = 5.0  # of a look at further samples
 LEAST_LOOK = 256  # samples that a look must be able to read in this time
 _PLACES = 32  # axes of fields; more are data, not structure: a dictionary keyed by name
-_Seen = tuple[int, int, Any]  # elements, number (the higher, the earlier) and sample
+
+
+class _Seen(NamedTuple):
+    """A sample that was seen; of two, the larger is the one with more elements, or else the earlier one."""
+
+    elements: int
+    earliness: int  # no two have the same
+    sample: Any
 
 
 class Largest:
@@ -33,21 +41,21 @@ class Largest:
         self._collated: _Kept | None = None  # those of the scanned that batches are made of, once they were asked for
         self._kept = _Kept(text=known.has_own_collate)
         with uncounted():  # samples lie on the host
-            self._kept.see(known.first)
-        self.seen = len(known.first)  # samples that were scanned
-        self.total = len(known.indices)
+            self._kept.see(known.reader.first)
+        self.seen = len(known.reader.first)  # samples that were scanned
+        self.total = len(known.reader.indices)
         self.complete = self._kept.uniform or self.seen == self.total  # whether nothing is left to look for
 
     def look_further(self) -> None:
         """Scan the other samples, too, as far as there is time, unless the first have one size or reading is slow."""
         known = self._known
-        if self.complete or known.seconds_each * LEAST_LOOK > LOOK_SECONDS:
+        if self.complete or known.reader.seconds_each * LEAST_LOOK > LOOK_SECONDS:
             return
         self._collated = None
         started = time.monotonic()
-        rest = BatchSampler(islice(known.order(), self.seen, None), SAMPLES_AT_ONCE, drop_last=False)
+        rest = BatchSampler(islice(known.reader.order(), self.seen, None), SAMPLES_AT_ONCE, drop_last=False)
         scan = partial(_scan, _Kept(text=self._kept.text))
-        with uncounted(), known.fetched(rest, scan, workers=known.loader.num_workers) as reports:
+        with uncounted(), known.reader.fetched(rest, scan, workers=known.loader.num_workers) as reports:
             for count, newcomers in reports:
                 self.seen += count
                 self._kept.see(newcomers)
@@ -64,10 +72,11 @@ class Largest:
         if self._collated is None:
             with uncounted():
                 self._collated = self._left_in_batches()
-        chosen, other = self._collated.orders()
-        if {*map(id, chosen[:count])} != {*map(id, other[:count])}:
+        by_fields, by_elements = self._collated.orders()
+        chosen = by_fields
+        if {*map(id, by_fields[:count])} != {*map(id, by_elements[:count])}:
             with uncounted():
-                chosen = max(chosen, other, key=lambda order: elements(collate(order, count)))
+                chosen = max(by_fields, by_elements, key=lambda order: elements(collate(order, count)))
         return collate(chosen, count)
 
     def _left_in_batches(self) -> "_Kept":
@@ -78,8 +87,8 @@ class Largest:
         known = self._known
         if not known.has_own_collate:
             return self._kept
-        _, by_weight = self._kept.orders()
-        for samples in (by_weight, known.first):
+        _, by_elements = self._kept.orders()
+        for samples in (by_elements, known.reader.first):
             left = _Kept(text=self._kept.text)
             if left.see(filter(self._adds_to_batches, samples)):
                 return left
@@ -110,7 +119,7 @@ class _Kept:
         self._shapes = self._shapes or shapes
         self.uniform &= shapes == self._shapes
         self._count += 1
-        seen = (sum(map(prod, shapes.values())), -self._count, sample)
+        seen = _Seen(sum(map(prod, shapes.values())), -self._count, sample)
         self._most = nlargest(SAMPLES_KEPT, [*self._most, seen])
         is_kept = any(each is seen for each in self._most)
         for path, shape in shapes.items():
@@ -130,13 +139,13 @@ class _Kept:
     def orders(self) -> tuple[list[Any], list[Any]]:
         """Return the kept samples in two orders: those that are largest in the most fields first, and by elements."""
         times: Counter[int] = Counter()
-        kept = {seen[1]: seen for seen in self._most}
+        kept = {seen.earliness: seen for seen in self._most}
         for _, seen in self._largest.values():
-            times[seen[1]] += 1
-            kept[seen[1]] = seen
-        by_weight = sorted(kept.values(), reverse=True)
-        by_field = sorted(by_weight, key=lambda seen: -times[seen[1]])
-        return [sample for *_, sample in by_field], [sample for *_, sample in by_weight]
+            times[seen.earliness] += 1
+            kept[seen.earliness] = seen
+        by_elements = sorted(kept.values(), reverse=True)
+        by_fields = sorted(by_elements, key=lambda seen: -times[seen.earliness])
+        return [seen.sample for seen in by_fields], [seen.sample for seen in by_elements]
 
 
 def _scan(kept: _Kept, samples: list[Any]) -> tuple[int, list[Any]]:

@@ -11,15 +11,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.loading.orders import FromSampler, Order, Sequential, Shuffled
 from lightning_ga.loading.sampler import WindowBatchSampler
 
 
-def _of_the_only_rank(number: int) -> int:
-    return number
+def _of_the_only_rank(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class SourceSettings:
     may_shuffle: bool = True  # false if the trainer asks for the order of the dataset (``overfit_batches``)
     must_shuffle: bool = False  # whether it shuffles whatever the loader says, as it does on several ranks
     epoch: int = 0  # that the data are set up in
-    of_first_rank: Callable[[int], int] = _of_the_only_rank  # returns the first rank's number; all ranks call it
+    of_first_rank: Callable[[Any], Any] = _of_the_only_rank  # returns the first rank's value; all ranks call it
 
 
 def length_of(data: Any) -> int | None:
@@ -50,6 +57,16 @@ def collates(loader: Any) -> bool:
     """Return whether a loader makes its batches of samples as torch's own does."""
     is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     return is_plain and loader.batch_sampler is not None
+
+
+def finishes_batches(loader: "DataLoader[Any]") -> bool:
+    """Return whether a loader may finish its batches after they were collated."""
+    return type(loader)._get_iterator is not DataLoader._get_iterator
+
+
+def has_own_collate(loader: Any) -> bool:
+    """Return whether collating may drop samples, or make tensors of text: torch's own function does not."""
+    return loader.collate_fn is not default_collate
 
 
 def collates_by_index(loader: Any) -> bool:
@@ -128,10 +145,11 @@ def rebatch(
 
     ``fill`` gets what each iteration yields, and returns what the loop shall get.
 
-    Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept. ``iter`` draws a
-    seed for data workers. The loop's first call, before the limit is known, yields nothing and starts no worker, but
-    draws all the same. The next call draws that seed again, from ``unplanned_generator``; whoever iterates once more
-    before training puts that generator back.
+    Windows and weights are planned in this order, so ``in_order=False`` (PyTorch 2.6) is not kept.
+
+    ``iter`` draws a seed for data workers, and must draw it once. The loop's first call, before the limit is known,
+    yields nothing, but draws all the same; ``before_unplanned`` is the generator as it was then, from which the next
+    call draws the same seed. Whoever iterates once more before training puts that generator back.
     """
     settings: dict[str, Any] = {"batch_sampler": sampler, "drop_last": False, "in_order": True}
     if not shuffle:  # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``
@@ -140,22 +158,20 @@ def rebatch(
     kind = type(loader)
 
     def begin(self: Any) -> Iterator[Any]:
-        own = self.generator
+        users_generator = self.generator
         if not sampler.enabled:
-            self.unplanned_generator = torch.Generator()
-            self.unplanned_generator.set_state((own or torch.default_generator).get_state())
-            torch.empty((), dtype=torch.int64).random_(generator=own)
+            self.before_unplanned = torch.Generator()
+            self.before_unplanned.set_state((users_generator or torch.default_generator).get_state())
+            torch.empty((), dtype=torch.int64).random_(generator=users_generator)
             return iter(())
-        self.generator = self.unplanned_generator or own
-        self.unplanned_generator = None
+        self.generator = self.before_unplanned or users_generator
+        self.before_unplanned = None
         try:
             return fill(kind.__iter__(self))
         finally:
-            self.generator = own
+            self.generator = users_generator
 
-    object.__setattr__(
-        copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin, "unplanned_generator": None})
-    )
+    object.__setattr__(copied, "__class__", type(kind.__name__, (kind,), {"__iter__": begin, "before_unplanned": None}))
     return copied
 
 

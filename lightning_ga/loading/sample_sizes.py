@@ -18,11 +18,13 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_ga.batch.layout import leaves
 from lightning_ga.errors import UserError
-from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.largest import SAMPLES_KEPT
 from lightning_ga.loading.orders import Order
+from lightning_ga.loading.rebatch import has_own_collate
+from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE, SampleReader
 from lightning_ga.loading.sampler import listed
-from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.size_cuts import SizeLimits, plan_by_size
 from lightning_ga.plan.windows import EpochPlan
@@ -71,7 +73,7 @@ class SampleSizes:
         """The indices of the samples that are known, those of the largest first."""
         return sorted(self._sizes, key=self._sizes.__getitem__, reverse=True)
 
-    def trials_of_smaller(self, least: int, cutter: BatchCutter) -> tuple[int, TrialBatches]:
+    def trials_of_smaller(self, least: int, cutter: BatchCutter) -> tuple[int, CollatedTrials]:
         """Return the smallest size ≥ ``least`` and ≥ the median, and batches of samples of that size."""
         indices = self.by_size
         sizes = [*map(self._sizes.__getitem__, indices)]
@@ -80,7 +82,8 @@ class SampleSizes:
         start = sizes.index(size)
         same = indices[start : start + min(sizes.count(size), SAMPLES_KEPT)]
         # Of smaller samples more fit than of the largest, at most all that there are.
-        return max(1, size), TrialBatches(KnownSamples(self._loader, same, trusted=True), cutter, most=len(sizes))
+        known = KnownSamples(self._loader, same, trusted=True)
+        return max(1, size), CollatedTrials(known, cutter, most=len(sizes), in_step=False)
 
     def cut(self, plan: AccumulationPlan, epoch: EpochPlan, drawn: Any) -> tuple[AccumulationPlan, EpochPlan]:
         """Cut an epoch by the sizes of its samples, which are given in order, once the limits are known."""
@@ -107,7 +110,7 @@ class SampleSizes:
             return array("q", sizes)
 
     def _read_shapes(self, indices: Sequence[Any]) -> "array[int]":
-        text = KnownSamples(self._loader).has_own_collate
+        text = has_own_collate(self._loader)
         with self._measured(indices, partial(_extents, text=text)) as extents:
             if self._shared is not None:
                 return array("q", map(self._shared.size, extents))
@@ -119,7 +122,7 @@ class SampleSizes:
         """Return a context that yields what ``measure`` returns for some samples; data workers send only that."""
         lists = BatchSampler(indices, SAMPLES_AT_ONCE, drop_last=False)
         read = partial(_of_each, measure)
-        with KnownSamples(self._loader).fetched(lists, read, workers=self._loader.num_workers) as reports:
+        with SampleReader(self._loader).fetched(lists, read, workers=self._loader.num_workers) as reports:
             yield chain.from_iterable(reports)
 
 

@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.known_samples import WHY_IN_STEP, KnownSamples
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.orders import FromSampler, Order, Sequential
 from lightning_ga.loading.rebatch import SourceSettings, copy_loader, read_order, rebatch, why_in_step
 from lightning_ga.loading.sample_sizes import SampleSizes, SizeOf
@@ -33,20 +33,28 @@ def read_source(
 ) -> "LoaderSource | StepSource":
     """Return the data, cut in the loader or in the step; ``why`` is the caller's reason for the step, if any."""
     why = why or why_in_step(loader)
-    order = None if why else read_order(loader, settings)
-    if order is not None:
-        source = LoaderSource(loader, order, settings, size_of)
-        # Reading may be too slow on a rank to see it there.
-        why = WHY_IN_STEP[settings.of_first_rank(source.samples.why_in_step(source.recipe.batch_size))]
-        if not why:
-            return source
-    why = why or "an order of samples of its own on each rank"
+    if not why:
+        found = _cut_in_loader(loader, settings, size_of)
+        if isinstance(found, LoaderSource):
+            return found
+        why = found
     if size_of is not None:
         raise UserError(
             f"size_of= decides by index which samples share a micro-batch, and the training data are {why}: leave "
             "size_of= out, or give a map-style dataset in one DataLoader with batch_size and a sampler."
         )
     return StepSource(loader, why, settings)
+
+
+def _cut_in_loader(loader: "DataLoader[Any]", settings: SourceSettings, size_of: SizeOf | None) -> "LoaderSource | str":
+    """Return the data, or why their samples show that only the step can cut them."""
+    order = read_order(loader, settings)
+    if order is None:
+        return "an order of samples of its own on each rank"
+    source = LoaderSource(loader, order, settings, size_of)
+    # Reading may be too slow on another rank to see it there.
+    why: str = settings.of_first_rank(source.samples.why_in_step(source.recipe.batch_size))
+    return why or source
 
 
 class LoaderSource:
@@ -78,11 +86,11 @@ class LoaderSource:
         self.samples = KnownSamples(loader, self._indices, trusted=size_of is not None)
         self.stand_ins = StandIns(self.samples, self._sampler, self.recipe)
         fill = self.stand_ins.fill if self.samples.has_own_collate else iter
-        shown = self.samples.with_shown_batch()
+        loader = self.samples.with_shown_batch()
         if not self.samples.can_be_read_apart:
-            shown = copy_loader(shown, collate_fn=partial(_collate_with_note, shown.collate_fn))
+            loader = copy_loader(loader, collate_fn=partial(_collate_with_note, loader.collate_fn))
         # The fit loop reads this one.
-        self.loader: Any = rebatch(shown, self._sampler, shuffle=settings.may_shuffle, fill=fill)
+        self.loader: Any = rebatch(loader, self._sampler, shuffle=settings.may_shuffle, fill=fill)
 
     @property
     def epoch_plan(self) -> EpochPlan:

@@ -9,7 +9,8 @@ Tested in tests/integration/test_collate_functions.py.
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_ga.loading.known_samples import KnownSamples, anything_but_out_of_memory
+from lightning_ga.loading.known_samples import KnownSamples
+from lightning_ga.loading.sample_reader import anything_but_out_of_memory
 from lightning_ga.loading.sampler import Planned, WindowBatchSampler
 from lightning_ga.memory.oom import attempt
 from lightning_ga.plan.recipe import Recipe
@@ -39,9 +40,11 @@ class StandIns:
         return self._filled(self._read(batches, self._sampler.planned()))
 
     def _filled(self, read: Iterator[tuple[Window, int, Any]]) -> Iterator[Any]:
-        spare = None
-        waiting: list[tuple[int, int]] = []  # places of micro-batches of nothing, until there is a spare batch
+        is_only_rank = self._recipe.world_size == 1
+        spare = None  # a micro-batch that may stand in for those of nothing
+        waiting: list[tuple[int, int]] = []  # places of those, while there is no spare
         for window, index_in_window, batch in read:
+            ends_window = index_in_window + 1 == len(window.sizes)
             if batch is None:
                 waiting.append((window.index, index_in_window))
             else:
@@ -53,7 +56,7 @@ class StandIns:
                 waiting = []
             if batch is not None:
                 yield batch
-            if self._recipe.world_size == 1 and index_in_window + 1 == len(window.sizes):
+            if is_only_rank and ends_window:
                 yield from [None] * len(waiting)
                 waiting = []
                 spare = None
@@ -77,7 +80,7 @@ class StandIns:
         samples = self._samples
         if len(indices) >= self._recipe.batch_size or not samples.can_be_read_apart:
             return False
-        with samples.fetched([indices], list) as reads:
+        with samples.reader.fetched([indices], list) as reads:
             read = attempt(next, anything_but_out_of_memory, reads).result
         kept = 2 * samples.examples[:1]
         expected = samples.elements_of(kept, len(kept)) if kept else 0

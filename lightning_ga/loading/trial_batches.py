@@ -1,4 +1,7 @@
-"""Count and cut the batches of training, and make batches for the probe and the measurement of the same kind."""
+"""Count and cut the batches of training, and make batches of the same kind for the probe and the measurement.
+
+These leave no trace in dataset, collate function or random numbers.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +19,14 @@ from lightning_ga.batch.read_layout import (
     read_layout,
     read_ready_made,
 )
-from lightning_ga.loading.known_samples import KnownSamples, anything_but_out_of_memory
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.largest import Largest
+from lightning_ga.loading.sample_reader import anything_but_out_of_memory
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt
 from lightning_ga.plan.accumulation import ceil_div, split_evenly, whole_multiples
 from lightning_ga.snapshot.copies import copied_if_possible
-from lightning_ga.snapshot.random_numbers import RandomState
+from lightning_ga.snapshot.untouched import untouched
 
 Move = Callable[[Any], Any]
 _FEW_NUMBERS = 2**14  # of a tensor: larger ones are data
@@ -58,13 +62,9 @@ class BatchCutter:
         return self._layout(batch).samples(batch)
 
     def count_moved(self, batch: Any) -> int:
-        """Return the samples of a batch that is not moved yet; hooks of the transfer may draw random numbers."""
-        state = RandomState()
-        try:
-            with uncounted():
-                return self.count(self._transfer.to_device(copied_if_possible(batch)))
-        finally:
-            state.restore()
+        """Return the samples of a batch that is not moved yet."""
+        with uncounted(), untouched(*self._transfer.owners):
+            return self.count(self._transfer.to_device(copied_if_possible(batch)))
 
     def count_left(self, batch: Any) -> int | None:
         """Return how many samples the collate function has left in a batch; ``None`` if that is not known.
@@ -122,10 +122,9 @@ class BatchCutter:
         if not any(each.takes_only_some(FAR_MORE) for each in self._known):
             larger.append(FAR_MORE)
         comparison = Comparison(self._batch, len(examples), max(map(len, examples)), larger)
-        state = RandomState()  # hooks of the transfer may draw
         read = read_layout if hook is None else partial(read_hook_layout, hook)
-        outcome = attempt(read, anything_but_out_of_memory, comparison)
-        state.restore()
+        with untouched(*self._transfer.owners):
+            outcome = attempt(read, anything_but_out_of_memory, comparison)
         if outcome.failure is None or _is_of_layout(outcome.failure):
             return outcome.result or str(outcome.failure)  # the error itself would keep batches alive
         return (
@@ -146,99 +145,106 @@ def _is_of_layout(error: Exception) -> bool:
     return isinstance(error, LayoutError)
 
 
-class TrialBatches:
-    """Batches for probe and measurement, which leave no trace in dataset, collate function or random numbers.
+class CollatedTrials:
+    """Batches of samples that were read apart from training, repeated if they are too few.
 
-    They are collated of samples that were read apart from training, or cut out of a batch that training will run, as
-    the loader made it. Those of data that are cut in the step are always cut, out of batches of ``most`` samples.
-
-    ``most`` is planned for all ranks, and ``planned`` for the batch; a collate function may have left fewer in it.
+    Those of data that are cut in the step are cut, too, out of batches of ``most`` samples.
     """
 
-    def __init__(
-        self,
-        known: KnownSamples,
-        cutter: BatchCutter,
-        most: int,
-        *,
-        batch: Any = None,
-        planned: int | None = None,
-        in_step: bool = False,
-    ) -> None:
-        self._most = most
-        self._planned = most if planned is None else planned
+    empty = False  # whether there is no sample to make a batch of
+
+    def __init__(self, known: KnownSamples, cutter: BatchCutter, most: int, *, in_step: bool) -> None:
         self.cutter = cutter
         self._known = known
-        self._batch = batch
+        self.most = most  # samples of the largest micro-batch
         self._in_step = in_step
-        self.largest: Largest | None = None  # the samples that batches are collated of, if they are read apart
-        if known.can_be_read_apart and batch is None:
-            self.largest = Largest(known)
-
-    @cached_property
-    def most(self) -> int:
-        """Samples of the largest micro-batch; of a batch that has fewer than were planned for it, those that it has."""
-        return self._most if self._held >= self._planned else self._held
-
-    @cached_property
-    def _held(self) -> int:
-        """The samples of the batch that training will run; the most if there is none, or if they cannot be counted."""
-        if self._batch is None:
-            return self._most
-        counted = attempt(self.cutter.count_moved, lambda _: True, self._batch)
-        return self._most if counted.failure else min(self._most, counted.result)
+        self.largest = Largest(known)
 
     def at_most(self, count: int) -> int:
-        """Return ``count``, or how many samples the batch that training will run has, if these are fewer."""
-        return count if self._batch is None else min(count, self.most)
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is no sample to make a batch of."""
-        return self.largest is None and (self._batch is None or not self.most)
+        """Return ``count``."""
+        return count
 
     def make(self, count: int, move: Move) -> tuple[Any, Any]:
-        """Return a micro-batch of so many of the heaviest samples, moved, and the whole batch that it is cut from.
-
-        The latter is ``None`` if the samples are collated apart. A batch of training that is wanted whole is not cut,
-        because it may be one that cannot be.
-        """
-        if self.largest is None:
-            whole = move(copied_if_possible(self._batch))
-            if count >= self._held:
-                return whole, whole
-        elif self._in_step:
-            whole = move(self.largest.batch(self._most))
-        else:
+        """Return a micro-batch of so many of the heaviest samples, moved, and the whole batch if it is cut from one."""
+        if not self._in_step:
             return move(self.largest.batch(count)), None
+        whole = move(self.largest.batch(self.most))
         return self.cutter.cut(whole, 0, count), whole
 
     def batch_in_two_parts(self, count: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
-        """Return a batch of samples that differ, in two parts; whole and parts draw the random numbers of a seed."""
-        if self.largest is None:
-            return self.cutter.halves(move(copied_if_possible(self._batch)), count, multiple)
+        """Return a batch of samples that differ and two parts of it, which draw the random numbers of one seed.
 
-        def made(samples: Sequence[Any]) -> Any:
-            return move(self._known.collate(samples, len(samples), seed=seed))
-
+        ``None`` if there are less than two samples.
+        """
         chosen = self._unlike(count, multiple)
         if len(chosen) < 2:
             return None
+        whole = move(self._known.collate(chosen, len(chosen), seed=seed))
         if self._in_step:
-            return self.cutter.halves(made(chosen), count, multiple)
+            return self.cutter.halves(whole, count, multiple)
         middle = split_evenly(len(chosen), 2, multiple)[0]
-        whole = made(chosen)
-        parts = made(chosen[:middle]), made(chosen[middle:])
-        return CutBatch(whole, parts, (middle, len(chosen) - middle))
+        halves = chosen[:middle], chosen[middle:]
+        first, second = (move(self._known.collate(half, len(half), seed=seed)) for half in halves)
+        return CutBatch(whole, (first, second), (middle, len(chosen) - middle))
 
     def _unlike(self, count: int, multiple: int) -> list[Any]:
         """Return at most so many of the samples that were read and are not left out of batches; those differ."""
         is_kept = self._known.is_kept
-        samples = [sample for sample in self._known.first if sample is not None]
+        samples = [sample for sample in self._known.reader.first if sample is not None]
         chosen = unlike(samples, count, multiple)
         if all(map(is_kept, chosen)):
             return chosen
         return unlike(list(filter(is_kept, samples)), count, multiple)
+
+
+class CutTrials:
+    """Batches cut out of one that training will run, as the loader made it; none if that is ``None``.
+
+    ``planned`` samples went into it, of which a collate function may have left fewer. Another rank may have planned
+    ``most``.
+    """
+
+    largest = None  # no samples are known by themselves
+
+    def __init__(self, batch: Any, cutter: BatchCutter, most: int, planned: int) -> None:
+        self.cutter = cutter
+        self._batch = batch
+        self._most = most
+        self._planned = planned
+
+    @cached_property
+    def _held(self) -> int:
+        """The samples of the batch; the most if they cannot be counted."""
+        counted = attempt(self.cutter.count_moved, lambda _: True, self._batch)
+        return self._most if counted.failure else min(self._most, counted.result)
+
+    @property
+    def most(self) -> int:
+        """Samples of the largest micro-batch; of a batch that has fewer than were planned for it, those that it has."""
+        return self._held if self._held < self._planned else self._most
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no batch, or no sample in it."""
+        return self._batch is None or self.most == 0
+
+    def at_most(self, count: int) -> int:
+        """Return ``count``, or how many samples the batch has, if these are fewer."""
+        return count if self._batch is None else min(count, self.most)
+
+    def make(self, count: int, move: Move) -> tuple[Any, Any]:
+        """Return a micro-batch, moved, and the whole batch; the same twice if all is wanted: it may not be cuttable."""
+        whole = move(copied_if_possible(self._batch))
+        if count >= self._held:
+            return whole, whole
+        return self.cutter.cut(whole, 0, count), whole
+
+    def batch_in_two_parts(self, count: int, move: Move, seed: int = 0, multiple: int = 1) -> CutBatch | None:
+        """Return at most so many samples of the batch, and two parts of these; ``None`` if there are less than two."""
+        return self.cutter.halves(move(copied_if_possible(self._batch)), count, multiple)
+
+
+TrialBatches = CollatedTrials | CutTrials
 
 
 def unlike(samples: Sequence[Any], count: int, multiple: int = 1) -> list[Any]:

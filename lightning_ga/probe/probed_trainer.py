@@ -86,7 +86,7 @@ class ProbedTrainer(ProbedTraining):
 
     def batch(self, samples: int) -> tuple[Any, Any]:
         """Make a batch of so many samples on the device, and the whole batch that training has beside it."""
-        return self.batches.make(samples, BatchTransfer(self.trainer).to_device)
+        return self.batches.make(samples, BatchTransfer(self.trainer).for_trial)
 
     def describe(self, options: Options) -> dict[str, Any]:
         """Describe the step by all that its limit depends on."""

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from copy import copy as shallow_copy
 from copy import deepcopy
+from io import IOBase
 from operator import is_
 from typing import Any
 
@@ -111,7 +112,10 @@ def by_id(things: Iterable[Any]) -> dict[int, Any]:
 
 
 def copies_of(things: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return things, each with its copy: a tensor's values, the state of a generator, a shallow copy of a container."""
+    """Return things, each with its copy: a tensor's values, the state of a generator, the place in a file.
+
+    Of a container it is a shallow copy.
+    """
     return [(thing, _copy_of(thing)) for thing in things]
 
 
@@ -121,6 +125,8 @@ def _copy_of(thing: Any) -> Any:
             return thing.detach().clone()
     if isinstance(thing, GENERATORS):
         return generator_state(thing)
+    if isinstance(thing, IOBase):
+        return thing.tell()
     return shallow_copy(thing)
 
 
@@ -135,6 +141,8 @@ def put_back(copies: Iterable[tuple[Any, Any]]) -> None:
             thing[...] = kept
         elif isinstance(thing, GENERATORS):
             restore_generator(thing, kept)
+        elif isinstance(thing, IOBase):
+            thing.seek(kept)
         else:
             refill(thing, kept)
 

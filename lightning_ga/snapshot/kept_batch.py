@@ -1,7 +1,8 @@
 """Keep a batch so that it can run again after an error, and see whether a step has changed its tensors in place.
 
 Tensors count how often they were written to. Those of inference mode, in which Lightning evaluates, do not: the small
-ones are copied and can be put back, and of the others a sum of bits is kept, which does not wait for the device.
+ones are copied and can be put back, and of the others a sum of bits is kept, which does not wait for the device. So is
+one of tensors in memory that NumPy owns, which a loader may fill again and again.
 """
 
 from bisect import bisect_right
@@ -44,8 +45,9 @@ class KeptBatch:
             ends = list(accumulate(map(attrgetter("nbytes"), parts)))
             small = bisect_right(ends, SMALL)  # as many of the smallest as there is room for
             self._copies = copies_of(parts[:small])
-            self._large = parts[small:]
-            self._sums = sums_of_bits(self._large)  # read only after an error
+            foreign = by_id(filter(_is_of_foreign_memory, self._tensors)).values()
+            self._summed = [*parts[small:], *foreign]
+            self._sums = sums_of_bits(self._summed)  # read only after an error
 
     def restore(self) -> None:
         """Put back the tensors of which copies are kept."""
@@ -56,7 +58,7 @@ class KeptBatch:
         """Return whether a tensor of which no copy is kept was written to."""
         if versions(self._tensors) != self._versions:
             return True
-        for before, now in zip(self._sums, sums_of_bits(self._large)):
+        for before, now in zip(self._sums, sums_of_bits(self._summed)):
             if before is not None and now is not None and not torch.equal(before, now):
                 return True
         return False
@@ -70,8 +72,16 @@ def undo(savepoint: Savepoint, batches: Sequence[KeptBatch]) -> str | None:
     for kept in batches:
         kept.restore()
         if kept.changed():
-            return "a tensor of its batch in place, and the batch cannot be read again"
+            return "a tensor of its batch in place, or the loader had, and the batch cannot be read again"
     return None
+
+
+def _is_of_foreign_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor lies in memory on the host that torch has not allocated, as in NumPy's."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
+        return False
+    is_of_worker = tensor.is_shared()  # type: ignore[no-untyped-call]
+    return not is_of_worker and not tensor.untyped_storage().resizable()
 
 
 def _memory_of(tensor: Tensor) -> Iterator[Tensor]:

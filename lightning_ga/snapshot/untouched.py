@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from io import BytesIO, IOBase, StringIO
 from itertools import chain, islice
 from logging import Logger
 from operator import attrgetter
@@ -37,6 +38,7 @@ _DEEPEST = 16  # levels of objects, their attributes and containers
 _ARRAYS = 2**22  # bytes of all arrays that are put back
 _CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, Counter)
 _EMPTY = CellType()
+_QUEUES = ("get", "put", "empty")  # methods of those between threads or processes
 _PLAIN = (type(None), bool, int, float, str, bytes, ProxyType)
 # Archives are read by name. Modules have snapshots of their own.
 _CLOSED = (torch.nn.Module, torch.Tensor, np.ndarray, ModuleType, type, Trainer, Logger, ZipFile, TarFile)
@@ -75,14 +77,28 @@ def _contents(thing: Any) -> Iterable[Any]:
     return (own,) if is_open else ()
 
 
+def moved_by_reading(data: object, *, in_workers: bool) -> list[Any]:
+    """Return what data hold that reading moves on and nothing puts back: iterators, files and queues."""
+    _, *held = reached_from(data)
+    moved = [each for each in held if isinstance(each, Iterator) or all(hasattr(type(each), name) for name in _QUEUES)]
+    if in_workers:  # these read on in the same files
+        return moved
+    return [each for each in moved if not _is_kept_file(each)]
+
+
+def is_written_file(thing: Any) -> bool:
+    """Return whether a thing is an open file that may be written to."""
+    return isinstance(thing, IOBase) and not thing.closed and thing.writable()
+
+
 @contextmanager
-def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
+def untouched(*owners: object, seed: int = 0) -> Iterator[None]:
     """Return a context in which samples may be read or collated, their random numbers drawn from a seed.
 
-    Attributes, small containers and small arrays of the object, and of what it holds, are put back at its end.
+    Attributes, small containers, small arrays and positions in files of these objects, and of what they hold, are put
+    back at its end.
     """
-    found = reached_from(data)
-    with _put_back_after(found), seeded(seed, *found):
+    with put_back_after(*owners) as reached, seeded(seed, *reached):
         yield
 
 
@@ -97,19 +113,20 @@ def borrowed(thing: Any, *shared: Any) -> Iterator[Any]:
         lent = copy.deepcopy(thing, memo)
     except Exception:  # it may contain anything: open files, generators
         lent = thing
-    with _put_back_after(reached_from(thing, *shared)):
+    with put_back_after(thing, *shared):
         yield lent
 
 
 @contextmanager
-def _put_back_after(things: list[Any]) -> Iterator[None]:
-    """Return a context at whose end generators, small containers and small arrays among things are put back."""
+def put_back_after(*owners: object) -> Iterator[list[Any]]:
+    """Yield what these objects hold, and leave it as it was; see ``untouched``."""
+    things = reached_from(*owners)
     containers = _small(filter(_is_kept_container, things), len, _COPIED)
     with uncounted():  # they lie on the host
-        states = copies_of([*containers, *generators_in(things)])
+        states = copies_of([*containers, *generators_in(things), *filter(_is_kept_file, things)])
         arrays = copies_of(_small(filter(_is_kept_array, things), attrgetter("nbytes"), _ARRAYS))
     try:
-        yield
+        yield things
     finally:
         put_back(states)
         put_back(pair for pair in arrays if not same_values(*pair))  # memory may be read-only
@@ -131,6 +148,19 @@ def _is_kept_array(thing: Any) -> bool:
     if type(thing) is torch.Tensor:
         return thing.device.type == "cpu" and is_writable(thing) and not thing.is_shared()  # type: ignore[no-untyped-call]
     return isinstance(thing, np.ndarray) and thing.flags.writeable and not thing.dtype.hasobject
+
+
+def _is_kept_file(thing: Any) -> bool:
+    """Return whether a thing is a file that can be read again from where it is."""
+    if not isinstance(thing, IOBase) or thing.closed:
+        return False
+    if thing.writable() and not isinstance(thing, (BytesIO, StringIO)):
+        return False  # what was written would not be taken back
+    try:
+        thing.tell()
+    except OSError:  # it is read line by line, by ``next``
+        return False
+    return thing.seekable()
 
 
 @contextmanager

@@ -300,7 +300,7 @@ def test_predictions_of_batches_that_are_changed_in_place() -> None:
     close(*[[each["predicted"] for each in batches] for batches in found])
 
 
-IN_PLACE = "the step had changed a tensor of its batch in place, and the batch cannot be read again"
+IN_PLACE = "the step had changed a tensor of its batch in place, or the loader had, and the batch cannot be read again"
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])

@@ -3,6 +3,7 @@
 Only a few samples of a map-style dataset that gives the same ones again are read apart, to find large ones.
 """
 
+import io
 import os
 import threading
 from collections import Counter
@@ -22,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.loading import known_samples, largest
+from lightning_ga.loading import largest, sample_reader
 
 SIZE = 300
 APART = 66  # samples that may be read apart
@@ -102,7 +103,7 @@ class Queue(Dataset[Any]):
     def __init__(self, kind: Any) -> None:
         self.kind = kind
         self.samples = Samples(48)
-        self.left: Any = None
+        self.left: Any = kind(range(48)) if kind is lines else None
 
     def __len__(self) -> int:
         return 48
@@ -110,7 +111,7 @@ class Queue(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if self.left is None or (self.kind is list and not self.left):
             self.left = self.kind(range(48))
-        number = self.left.pop() if self.kind is list else next(self.left)
+        number = self.left.pop() if self.kind is list else int(next(self.left))
         if self.kind is not list and number == 47:
             self.left = None
         return self.samples[number]
@@ -120,7 +121,12 @@ def generated(numbers: range) -> Iterator[int]:
     yield from numbers
 
 
-@pytest.mark.parametrize("kind", [list, iter, generated])
+def lines(numbers: range) -> io.BytesIO:
+    """A file that is read line by line."""
+    return io.BytesIO("".join(f"{number}\n" for number in numbers).encode())
+
+
+@pytest.mark.parametrize("kind", [list, iter, generated, lines])
 @pytest.mark.parametrize("mode", ["loader", "step"])
 @pytest.mark.parametrize("limit", [{}, {"micro_batch_size": 5}])
 def test_a_queue_loses_nothing(kind: Any, mode: Any, limit: dict[str, int]) -> None:
@@ -203,7 +209,7 @@ class FailsOnce(Regression):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [list, iter, generated])
+@pytest.mark.parametrize("kind", [list, iter, generated, lines])
 def test_an_error_loses_nothing_of_a_queue(kind: Any) -> None:
     """Its batches are kept: indices would not give them again."""
     stock, _ = fit(DataLoader(Queue(kind), 8), max_epochs=2)
@@ -357,9 +363,9 @@ def test_slow_samples_are_read_for_one_more_batch_at_most(
     in advance.
     """
     data = Slow()
-    for module in (known_samples, largest):
+    for module in (sample_reader, largest):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=data.clock))
-    monkeypatch.setattr(known_samples, "FIRST_SECONDS", 0.15)
+    monkeypatch.setattr(sample_reader, "FIRST_SECONDS", 0.15)
     monkeypatch.setattr(largest, "LOOK_SECONDS", 5.0)
     module = Pooled(data)
     loader = DataLoader(data, 8, collate_fn=padded, num_workers=workers)

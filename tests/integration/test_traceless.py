@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
-from reference import Regression, Samples, fit, fp16_on_the_cpu, quiet_trainer
+from reference import Regression, Samples, StreamOf, fit, fp16_on_the_cpu, quiet_trainer, worst_error
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -210,3 +210,51 @@ def test_what_a_collate_function_draws_on_a_device_comes_back() -> None:
     assert torch.equal(before, torch.cuda.get_rng_state())
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+class Scales:
+    """Counts and draws in a hook of the transfer, and scales what passes by both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, int] = {"batches": 0}
+        self.calls = 0
+        self.noise = np.random.default_rng(3)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.seen["batches"] += 1
+        self.calls += 1
+        scale = 1 + 0.1 * self.calls + 0.01 * self.seen["batches"] + float(self.noise.random())
+        return [batch[0] * scale, *batch[1:]]
+
+
+class ScalingModule(Scales, Regression):
+    """Has the hook itself."""
+
+
+class ScalingData(Scales, pl.LightningDataModule):
+    """Has the hook, and the data: one stream, or one dataset."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+
+@pytest.mark.parametrize("kind", [Samples, StreamOf])
+@pytest.mark.parametrize("owner", ["module", "data"])
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_hooks_of_the_transfer_keep_their_state(kind: Any, owner: str, mode: Any) -> None:
+    """They run for trials, too: on batches of few samples, and on the first of training before it is trained on."""
+
+    def run(*callbacks: Any, **settings: Any) -> Regression:
+        data: Any = DataLoader(Samples(48) if kind is Samples else StreamOf(Samples(48)), 8)
+        module = ScalingModule() if owner == "module" else Regression()
+        trained, _ = fit(data if owner == "module" else ScalingData(data), *callbacks, module=module, **settings)
+        assert isinstance(trained, Regression)
+        return trained
+
+    ours = run(AutoAccumulate(micro_batching=mode, cache=False))
+    assert worst_error(ours.gradients, run().gradients) == 0.0

@@ -24,6 +24,7 @@ class Move:
 
     def __init__(self, split_batch: Any = None) -> None:
         self.split_batch, self.moved = split_batch, 0
+        self.owners = ()
 
     def to_device(self, batch: Any) -> Any:
         self.moved += 1

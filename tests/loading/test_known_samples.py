@@ -1,5 +1,6 @@
 """Samples are read apart only where that leaves no trace; otherwise the first batch of training shows them."""
 
+import io
 import multiprocessing
 import queue
 import sys
@@ -8,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +19,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
 from lightning_ga.loading import known_samples as samples_module
-from lightning_ga.loading.known_samples import SAMPLES_AT_ONCE, KnownSamples
+from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.orders import Sequential
 from lightning_ga.loading.rebatch import rebatch
+from lightning_ga.loading.sample_reader import SAMPLES_AT_ONCE
 from lightning_ga.loading.sampler import WindowBatchSampler
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 from lightning_ga.snapshot.untouched import reached_from, untouched
@@ -57,7 +60,7 @@ def test_no_more_are_read_of_a_dataset_that_reads_lists() -> None:
     data = InLists()
     samples = KnownSamples(DataLoader(data, 8))
     assert samples.can_be_read_apart
-    assert samples.why_in_step(8) == 0
+    assert samples.why_in_step(8) == ""
     assert int(data.reads.sum()) == SAMPLES_AT_ONCE + 1
 
 
@@ -66,12 +69,12 @@ def test_few_samples_are_read_and_the_first_of_them_twice(workers: int) -> None:
     """From all over the dataset, with its first and its last."""
     data = Counting()
     samples = KnownSamples(DataLoader(data, 8, num_workers=workers))
-    found = samples.first
+    found = samples.reader.first
     assert len(set(found)) == len(found) == SAMPLES_AT_ONCE
     assert found[:2] == [0, SIZE - 1]
     assert int(data.reads.sum()) == SAMPLES_AT_ONCE + 1
     assert sorted(data.reads.tolist())[-2:] == [1, 2]
-    assert samples.first is found
+    assert samples.reader.first is found
 
 
 class OfNoise(Dataset[float]):
@@ -94,7 +97,7 @@ class OfNoise(Dataset[float]):
 def test_the_first_read_of_all_may_draw_other_random_numbers(size: int) -> None:
     """No sample of a small dataset is known twice."""
     data = OfNoise(size)
-    found = KnownSamples(DataLoader(data, 8)).first
+    found = KnownSamples(DataLoader(data, 8)).reader.first
     assert sorted(map(int, found)) == list(range(size))
     assert data.random is None
 
@@ -189,7 +192,7 @@ def broken(index: int) -> Any:
 def test_data_that_reading_would_change_are_left_to_training(make: Any) -> None:
     """They are what they were."""
     loader = make()
-    assert KnownSamples(loader).first == []
+    assert KnownSamples(loader).reader.first == []
     data = getattr(loader, "dataset", None)
     if isinstance(data, Pops):
         assert len([data[0] for _ in range(SIZE)]) == SIZE
@@ -200,15 +203,15 @@ def test_data_that_reading_would_change_are_left_to_training(make: Any) -> None:
 @pytest.mark.parametrize("kind", [list, deque, iter])
 def test_a_dataset_that_ignores_the_index_hands_its_samples_out(kind: Any) -> None:
     """One that draws random numbers does not; workers have datasets of their own."""
-    assert KnownSamples(DataLoader(Pops(kind), 4)).are_handed_out
-    assert not KnownSamples(DataLoader(Draws(), 4)).are_handed_out
-    assert not KnownSamples(DataLoader(Counting(), 4)).are_handed_out
-    assert not KnownSamples(DataLoader(Pops(list), 4, num_workers=1)).are_handed_out
+    assert KnownSamples(DataLoader(Pops(kind), 4)).reader.are_handed_out
+    assert not KnownSamples(DataLoader(Draws(), 4)).reader.are_handed_out
+    assert not KnownSamples(DataLoader(Counting(), 4)).reader.are_handed_out
+    assert not KnownSamples(DataLoader(Pops(list), 4, num_workers=1)).reader.are_handed_out
     with tempfile.TemporaryFile() as file:
         reader = Counting()
         reader.file = file
-        assert not KnownSamples(DataLoader(reader, 4)).are_handed_out
-        assert KnownSamples(DataLoader(reader, 4)).first == []
+        assert not KnownSamples(DataLoader(reader, 4)).reader.are_handed_out
+        assert KnownSamples(DataLoader(reader, 4)).reader.first == []
 
 
 class Reads:
@@ -245,6 +248,35 @@ def from_queue(state: Any, index: int) -> Any:
     return state.queue.get(timeout=5)
 
 
+def next_line(file: Any, index: int) -> int:
+    return int(next(file))
+
+
+def line_read(file: Any, index: int) -> int:
+    return int(file.readline())
+
+
+def line_at(file: Any, index: int) -> int:
+    file.seek(4 * index)
+    return int(file.readline())
+
+
+@pytest.mark.parametrize("mode", ["r", "rb", "memory"])
+@pytest.mark.parametrize("read", [next_line, line_read, line_at])
+def test_a_file_is_read_on_from_where_it_was(read: Any, mode: str, tmp_path: Path) -> None:
+    """Training gets each line of one that is read line by line; one that is sought in by the index is read apart."""
+    (tmp_path / "lines").write_text("".join(f"{number:03}\n" for number in range(SIZE)))
+    is_by_index = read is line_at
+    with io.BytesIO((tmp_path / "lines").read_bytes()) if mode == "memory" else (tmp_path / "lines").open(mode) as file:
+        for line in range(2):
+            reader = KnownSamples(DataLoader(ReadsAsDataset(read, file), 4)).reader
+            assert reader.are_handed_out != is_by_index
+            assert len(reader.first) == (SAMPLES_AT_ONCE if is_by_index else 0)
+            assert int(file.readline()) == line
+        other = KnownSamples(DataLoader(ReadsAsDataset(read, file), 4, num_workers=1)).reader
+        assert (other.first, other.are_handed_out) == ([], False)  # a worker would read on in the same file
+
+
 HOLDERS: Any = {
     "helper": lambda read, state: ReadsAsDataset(lambda helper, index: read(helper.state, index), Reads(None, state)),
     "list": lambda read, state: ReadsAsDataset(lambda helpers, index: read(helpers[0].state, index), [Reads(0, state)]),
@@ -266,7 +298,7 @@ def test_what_reading_changes_at_any_depth_is_put_back(holder: Any, kind: str) -
     else:
         state = {"seen": states[kind]}
         samples = KnownSamples(DataLoader(holder(counted, state), 4))
-    assert len(samples.first) > 2 or kind == "generator"
+    assert len(samples.reader.first) > 2 or kind == "generator"
     if kind == "generator":
         assert state.random() == np.random.default_rng(3).random()
     else:
@@ -279,15 +311,15 @@ def test_what_reading_uses_up_at_any_depth_is_left_to_training(holder: Any, kind
     """A bounded queue, say."""
     if kind == "iterator":
         samples = KnownSamples(DataLoader(holder(first_of, numbers := [iter(range(SIZE))]), 4))
-        assert samples.first == []
+        assert samples.reader.first == []
         assert next(numbers[0]) == 0
     else:
         waiting = SimpleNamespace(queue=queue.Queue())
         waiting.queue.put(7)
         samples = KnownSamples(DataLoader(holder(from_queue, waiting), 4))
-        assert samples.first == []
+        assert samples.reader.first == []
         assert waiting.queue.get(timeout=1) == 7
-    assert samples.are_handed_out
+    assert samples.reader.are_handed_out
 
 
 @pytest.mark.parametrize("bound", ["closure", "partial", "helper"])
@@ -307,7 +339,7 @@ def test_what_a_collate_function_draws_from_is_put_back(bound: str) -> None:
     ways: Any = {"closure": lambda batch: collate(batch, generator), "partial": partial(collate, drawn=generator)}
     samples = KnownSamples(DataLoader(ROWS, 4, collate_fn=ways.get(bound) or Collates()))
     before = generator.get_state()
-    assert samples.collate(samples.first, 2).shape == (2,)
+    assert samples.collate(samples.reader.first, 2).shape == (2,)
     assert torch.equal(before, generator.get_state())
 
 
@@ -327,7 +359,7 @@ def test_an_error_of_reading_is_left_to_training() -> None:
         def __getitem__(self, index: int) -> int:
             raise OSError("no such file")
 
-    assert KnownSamples(DataLoader(Broken(), 4)).first == []
+    assert KnownSamples(DataLoader(Broken(), 4)).reader.first == []
 
 
 class Stream(IterableDataset[Any]):
@@ -388,7 +420,7 @@ def test_looking_at_samples_uses_up_no_random_numbers() -> None:
         after = torch.get_rng_state()
     before = torch.get_rng_state()
     samples = KnownSamples(loader)
-    samples.collate(samples.first, 2)
+    samples.collate(samples.reader.first, 2)
     assert torch.equal(torch.get_rng_state(), before)
     cut = WindowBatchSampler(Sequential(size), rank=0)
     cut.arrange(0, EpochPlan(RegularWindows(size, 4), 2), start=0, enabled=True)
@@ -486,5 +518,5 @@ def test_samples_are_read_in_order_whatever_the_loader_says() -> None:
     """Sizes are told apart by it."""
     loader = DataLoader(SlowAtFirst(), 4, num_workers=2, in_order=False)
     lists = [[*range(start, start + 4)] for start in range(0, 24, 4)]
-    with KnownSamples(loader).fetched(lists, list, workers=2) as reads:
+    with KnownSamples(loader).reader.fetched(lists, list, workers=2) as reads:
         assert [*reads] == lists

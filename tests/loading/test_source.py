@@ -178,7 +178,7 @@ def test_data_of_which_only_the_loaders_batches_are_right_are_cut_in_the_step(da
 def test_the_first_rank_decides_where_data_are_cut() -> None:
     """Reading may be so slow on another that it has seen no samples that differ."""
     alike = DataLoader([torch.zeros(2)] * 24, 8)  # type: ignore[arg-type]
-    source = read_source(alike, SourceSettings(1, 2, 1, SEED, of_first_rank=lambda number: 3))
+    source = read_source(alike, SourceSettings(1, 2, 1, SEED, of_first_rank=lambda _: "samples of different shapes"))
     assert isinstance(source, StepSource)
     assert source.why.startswith("samples of different shapes")
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_ga.loading.known_samples import KnownSamples
 from lightning_ga.loading.rebatch import SourceSettings
 from lightning_ga.loading.source import LoaderSource, read_source
-from lightning_ga.loading.trial_batches import BatchCutter, TrialBatches
+from lightning_ga.loading.trial_batches import BatchCutter, CollatedTrials, CutTrials, TrialBatches
 
 SIZE = 40
 
@@ -53,6 +53,7 @@ def states() -> list[Any]:
 class Plain:
     """Moves nothing."""
 
+    owners = ()
     split_batch = None
 
     def to_device(self, batch: Any) -> Any:
@@ -64,10 +65,13 @@ def trials_of(loader: DataLoader[Any], *, in_step: str = "", batch: Any = None) 
     source = read_source(loader, SourceSettings(1, 1, 0, 7), why=in_step)
     cutter = BatchCutter([source.samples], lambda batches: batches[0], Plain())
     if isinstance(source, LoaderSource):
-        return TrialBatches(source.samples, cutter, source.largest_micro_batch(0))
+        return CollatedTrials(source.samples, cutter, source.largest_micro_batch(0), in_step=False)
     if batch is not None:
         source.see(batch, cutter)
-    return TrialBatches(source.samples, cutter, source.batch_size or 1, batch=batch, in_step=True)
+    most = source.batch_size or 1
+    if batch is None and source.samples.can_be_read_apart:
+        return CollatedTrials(source.samples, cutter, most, in_step=True)
+    return CutTrials(batch, cutter, most, planned=most)
 
 
 @pytest.mark.parametrize(("in_step", "workers"), [("", 1), ("LBFGS", 0)])
@@ -128,13 +132,13 @@ def test_a_batch_of_training_has_the_samples_that_were_left_in_it(left: int, mos
     loader = DataLoader(StreamOf(range(12)), 5)
     cutter = BatchCutter([KnownSamples(loader)], lambda batches: batches[0], Plain())
     batch = torch.arange(left)
-    trials = TrialBatches(KnownSamples(loader), cutter, 5, batch=batch)
+    trials = CutTrials(batch, cutter, 5, planned=5)
     assert (trials.most, trials.at_most(2), trials.at_most(7)) == (most, min(2, most), most)
     assert trials.empty == (not left)
     part, whole = trials.make(2, lambda batch: batch)
     assert (len(part), len(whole)) == (min(2, left), left)
-    assert TrialBatches(KnownSamples(loader), cutter, 5, batch=batch, planned=left).most == 5
-    uncuttable = TrialBatches(KnownSamples(loader), cutter, 5, batch=["text"])
+    assert CutTrials(batch, cutter, 5, planned=left).most == 5
+    uncuttable = CutTrials(["text"], cutter, 5, planned=5)
     assert (uncuttable.most, uncuttable.at_most(7)) == (5, 5)
 
 

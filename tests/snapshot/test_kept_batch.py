@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -197,8 +198,18 @@ def test_what_cannot_be_undone_is_said() -> None:
     assert int(module.count) == 0
     inputs += 1
     assert undo(savepoint, [KeptBatch(counted(2)), kept]) == (
-        "a tensor of its batch in place, and the batch cannot be read again"
+        "a tensor of its batch in place, or the loader had, and the batch cannot be read again"
     )
     with torch.no_grad():
         module.layer.weight += 1
     assert undo(savepoint, []) == "layer.weight, of which no copy is kept"
+
+
+@pytest.mark.parametrize("size", [3, SMALL])
+def test_memory_that_is_not_torchs_own_may_be_filled_again(size: int) -> None:
+    """A loader that collates into one NumPy buffer raises no version."""
+    buffer = np.zeros(size)
+    kept = KeptBatch({"rows": torch.from_numpy(buffer)})
+    assert not kept.changed()
+    buffer += 1
+    assert kept.changed()

@@ -1,0 +1,51 @@
+"""See what the first batch of training is collated from, in whichever process that happens.
+
+Tested in tests/loading/test_known_samples.py.
+"""
+
+import pickle
+import tempfile
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from lightning_ga.loading.rebatch import copy_loader
+from lightning_ga.memory.oom import attempt
+from lightning_ga.snapshot.copies import copied
+
+
+class ShownSamples:
+    """A few samples of the first batch of ``loader``, a copy of the user's; its first worker writes them to a file."""
+
+    def __init__(self, loader: Any, most: int) -> None:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            self._file: Path | None = Path(file.name)
+        weakref.finalize(self, self._file.unlink, missing_ok=True)
+        self._samples: list[Any] = []
+        self.loader = copy_loader(loader, collate_fn=partial(_collate_and_show, loader.collate_fn, self._file, most))
+
+    def samples(self) -> list[Any]:
+        """Return the samples; none before that batch has been collated, or if they cannot be pickled."""
+        written = self._file.read_bytes() if self._file is not None else b""
+        if self._file is not None and written:
+            self._file.unlink()
+            self._file = None
+            self._samples = attempt(pickle.loads, lambda _: True, written).result or []
+        return self._samples
+
+
+def _collate_and_show(collate: Callable[[Any], Any], file: Path, most: int, samples: list[Any]) -> Any:
+    """Collate samples; write a few of them to a file that is there and empty."""
+    worker = get_worker_info()
+    if (worker is None or worker.id == 0) and file.exists() and not file.stat().st_size:
+        few = attempt(_pickled, lambda _: True, samples[:most]).result
+        file.write_bytes(few or pickle.dumps([]))
+    return collate(samples)
+
+
+def _pickled(samples: list[Any]) -> bytes:
+    return pickle.dumps(list(map(copied, samples)))
