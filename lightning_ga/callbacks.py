@@ -71,7 +71,7 @@ class NoiseScale(Callback):
             return "BatchNorm makes the samples of a micro-batch depend on each other"
         if ranks.is_sharded(trainer):
             return "the strategy shards gradients"
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        groups = chain.from_iterable(map(attrgetter("param_groups"), trainer.optimizers))
         if getattr(trainer.precision_plugin, "scaler", None) and any(group.get("fused") for group in groups):
             return "a fused optimizer gets gradients that the GradScaler has scaled: set fused=False"
         if not self._norms:

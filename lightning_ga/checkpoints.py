@@ -8,6 +8,7 @@ import os
 import re
 import zipfile
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
         if steps is not None:
             ages[path] = (steps, path.stat().st_mtime_ns)
     if paths and not ages:
-        names = ", ".join(path.name for path in paths[:3])
+        names = ", ".join(map(attrgetter("name"), paths[:3]))
         raise UserError(
             f"No checkpoint in {str(folder)!r} ({names}) is the whole state of a training: resume from another one, or "
             "start in another folder."

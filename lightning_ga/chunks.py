@@ -52,7 +52,9 @@ class ChunkSize:
         views = max(1, entries // (self.window or entries))
         most = min(entries, (self.samples or entries) * views)
         full, rest = divmod(entries, most)
-        sizes = [most] * full + [rest] * (rest > 0)
+        sizes = [most] * full
+        if rest:
+            sizes.append(rest)
         if sizes[-1] == 1 and most > 2:
             sizes[-2:] = [most - 1, 2]
         return sizes

@@ -92,11 +92,12 @@ class Recorder:
         """Keep the gradients that a step uses, and the weights they belong to."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         stepped = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        foreign = [each for each in stepped if id(each) not in names]
+        ids = {*map(id, stepped)}
+        foreign = ids - names.keys()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.ranks = torch.distributed.get_world_size()
         total = self._read()
-        if len(foreign) == len(stepped) or not total:  # of another model, or before training
+        if foreign == ids or not total:  # of another model, or before training
             return
         if foreign:
             raise UserError(
