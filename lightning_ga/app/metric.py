@@ -71,7 +71,7 @@ class OptimizedMetric(Callback):
             self._choose(trainer, [*trainer.callback_metrics], "training")
 
     def _choose(self, trainer: Trainer, logged: Sequence[str], source: str) -> None:
-        """Find the direction and let callbacks watch the metric; those whose metric is not logged pause. Report it."""
+        """Find the direction, let callbacks watch, pause those whose metric is not logged, and tell the user."""
         self._resume(trainer)
         if self.name is not None and self.direction is None:
             self.direction = self._of_objects.get(self.name.partition(OF_LOADER)[0], direction_of(self.name))

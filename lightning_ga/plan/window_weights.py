@@ -77,7 +77,7 @@ class KnownWindow(WindowWeights):
         if count and is_whole_window:  # it is its own mean, to the bit, of the samples that are left
             self.window = count
             self.seen = count
-            self.weight = factor
+            self.weight = float(factor)
             return
         if first:
             self.seen = 0.0
