@@ -7,8 +7,10 @@ samples seen so far (``by_samples``), both from the start of training on.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from inspect import signature
+from math import ceil, floor
 from numbers import Real
 from operator import index
 from typing import Any, Literal
@@ -117,9 +119,13 @@ def linear(start: int, end: int, *, steps: int) -> PiecewiseSchedule:
         [10, 20, 30, 30]
     """
     start, end, steps = _ramp("linear", start=start, end=end, steps=steps)
-    counts = {}
-    for step in range(steps + 1):
-        counts[step] = start + (2 * (end - start) * step + steps) // (2 * steps)  # rounded
+    counts = {0: start}
+    for level in range(1, abs(end - start) + 1):
+        halfway = Fraction(steps * (2 * level - 1), 2 * abs(end - start))  # between this count and the one before
+        if end > start:
+            counts[ceil(halfway)] = start + level
+        else:
+            counts[floor(halfway) + 1] = start - level
     return _piecewise(f"linear({start}, {end}, {steps=})", "step", counts)
 
 
